@@ -29,10 +29,11 @@ from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.commands.memory.config_file import read_config
 from deepspeed_ext.commands.memory.model_file import read_model
-from deepspeed_ext.commands.memory.parts import MemoryPlan, Phase, Place
+from deepspeed_ext.commands.memory.parts import MemoryPlan, Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks
 from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.places import Arrival
 from deepspeed_ext.zenflow.rules.predictive import probe
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare

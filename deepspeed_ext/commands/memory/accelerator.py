@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deepspeed_ext.commands.memory.parts import Part, Phase, largest
-from deepspeed_ext.commands.memory.rules import bytes_of, share_step_bytes
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
 from deepspeed_ext.flatten.plan import TIERS, FlattenFacts, required_bytes
-from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
+from deepspeed_ext.zenflow.plan.held import SHARE, Held, Part, Phase, largest
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
@@ -23,7 +21,6 @@ NORM_BYTES = 8
 """Bytes per element in DeepSpeed's norm of a gradient, which is computed in fp64."""
 
 MOMENTS = ("moment m", "moment v")
-SHARE = "optimizer's share"
 Parts = tuple[Part, ...]
 
 
@@ -39,7 +36,7 @@ class _Accelerator:
         self.model, self.setup, self.ranks = model, setup, ranks
         self.params, self.largest, self.weight = model.params, model.largest, model.itemsize
         self.dtype, self.dtypes = model.dtype, setup.dtypes(model)
-        self.plan = None if setup.zenflow is None else setup.zenflow_plan(model, ranks)
+        self.held = None if setup.zenflow is None else Held(setup.zenflow_plan(model, ranks))
         self.leaves_early = setup.copies in (Copies.WEIGHTS, Copies.NONE)
         self.accumulated = DTYPE_BYTES[setup.accumulation_dtype(model)]
         self.handed = DTYPE_BYTES[self.dtypes.gradient] if setup.zenflow is not None else FLOAT_BYTES
@@ -81,17 +78,7 @@ class _Accelerator:
                 held.append(Part("reduction buckets", self.weight * self.setup.reduce_bucket_size))
         elif self.setup.offload:
             held.append(Part("offload buffer", self.weight * self.largest))
-        return held + (self.zenflow() if self.setup.zenflow is not None and not self.leaves_early else [])
-
-    def zenflow(self) -> list[Part]:
-        """Landing buffers, the share of the optimizer and the rule's own state."""
-        assert self.plan is not None
-        kept = {"landing buffers": self.plan.landing_bytes, SHARE: self.plan.share_bytes}
-        for each in self.plan.partitions:
-            of_rule = bytes_of(self.plan.rule, each.on_host, self.weight).kept
-            for kind, nbytes in of_rule.items():
-                kept[kind] = kept.get(kind, 0) + nbytes * each.times
-        return [Part(kind, nbytes) for kind, nbytes in kept.items()]
+        return held + ([] if self.held is None else self.held.on_accelerator())
 
     # -- start-up -------------------------------------------------------------------------------------------------
 
@@ -185,8 +172,8 @@ class _Accelerator:
         """Moments of the optimizer step."""
         if self.setup.offload:
             return [[]]
-        if self.leaves_early:
-            return [self._lifting(self.numel), self.exchange()]
+        if self.held is not None and self.leaves_early:
+            return [self.held.lifting(self.numel), self.exchange()]
         copied = self.accumulated == self.weight  # otherwise the gradients are one flat tensor already
         made = self.accumulated * self.numel if copied else 0
         converted = self.handed * self.numel if self.handed != self.accumulated else 0
@@ -194,38 +181,22 @@ class _Accelerator:
             Part("gradients", self.accumulated * self.numel),
             Part("flat gradient", made + converted),
         ]
-        return [gathered, self.updating(self.numel), self.exchange()]
+        return [
+            gathered,
+            self.updating(self.numel),
+            self.exchange(),
+        ]
 
     def updating(self, numel: int) -> list[Part]:
         """Memory while a partition of `numel` elements is updated."""
         flat = Part("flat gradient", self.handed * numel)
-        if self.setup.zenflow is None:
+        if self.held is None:
             return [flat, Part("temporaries", 0 if self.setup.fused_adam else FLOAT_BYTES * numel)]
-        arrived, in_place, there = (
-            DTYPE_BYTES[self.dtypes.published],
-            self.setup.copies is Copies.BESIDE_STEP,
-            self.setup.stepped_there,
-        )
-        on_host, others = numel - there(numel), self.numel - numel
-        step = bytes_of(self.setup.rule, on_host, self.weight, arrived_bytes=arrived, in_place=in_place).step
-        waiting = bytes_of(self.setup.rule, others - there(others), self.weight).waiting  # of the other sub-groups
-        share = share_step_bytes(there(numel), self.setup.rule.block_size, self.setup.rule.layout)
-        return [flat, Part("temporaries", max(step, share)), Part("new hot weights", waiting)]
-
-    def _lifting(self, numel: int) -> list[Part]:
-        """Memory while weights that the host has computed come to a partition of `numel` elements."""
-        rule, arrived = self.setup.rule, DTYPE_BYTES[self.dtypes.published]
-        converted = arrived * min(numel, CONVERTED_NUMEL) if arrived != self.weight else 0
-        return [Part("temporaries", converted), Part("new hot weights", bytes_of(rule, numel, self.weight).waiting)]
+        return [flat, *self.held.updating(numel)]
 
     def exchange(self) -> list[Part]:
         """Memory while stages 1 and 2 exchange only hot weights."""
-        if self.setup.zenflow is None:
-            return []
-        if self.setup.stepped_there(self.numel):  # all weights change in every step
-            return []
-        nbytes = bytes_of(self.setup.rule, self.numel, self.weight, ranks=self.ranks.count).exchange
-        return [Part("hot weights of all ranks", nbytes)]
+        return [] if self.held is None else self.held.exchange(self.ranks.count)
 
     # -- stage 3 --------------------------------------------------------------------------------------------------
 
@@ -261,8 +232,8 @@ class _Accelerator:
         """Moments of the optimizer step, which goes from sub-group to sub-group."""
         if self.setup.offload or self.on_host:
             return [[]]
-        if self.leaves_early:
-            return [self._lifting(self.most)]
+        if self.held is not None and self.leaves_early:
+            return [self.held.lifting(self.most)]
         numel = self.most
         converted = self.handed * numel if self.handed != self.accumulated else 0
         return [[Part("flat gradient", self.accumulated * numel + converted)], self.updating(numel)]

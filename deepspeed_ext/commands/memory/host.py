@@ -6,41 +6,16 @@ MiB per rank with its optimizer process).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from deepspeed_ext.commands.memory.host_save import HostSave
-from deepspeed_ext.commands.memory.parts import Part, Phase, largest
-from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Run, Setup
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
-from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArraySpec, plan_layout
-from deepspeed_ext.zenflow.plan.chunks import UPLOAD_NUMEL, chunk_of
-from deepspeed_ext.zenflow.plan.places import Copies, Place
-from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.plan.held import Held, Part, Phase, largest
+from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = ["host_parts"]
-
-ARENA_KINDS = {
-    "p": "master",
-    "m": "moment m",
-    "v": "moment v",
-    "m_scales": "scales of m",
-    "v_scales": "scales of v",
-    "y": "published weights",
-    "g": "gradient ring",
-    "chunks": "chunks in transit",
-    "block_means": "block means",
-    "known": "signs and means",
-    "updates": "update counts",
-}
-"""Names of the arena's kinds of arrays in a report; "chunks" are gradients and y that pass through a few places. Others
-take no memory between steps: where moments that are codes are shown to those who read or load them."""
-
-MOST_PLACED = 32
-"""Maximum number of partitions that are placed in the arena one by one."""
 
 Parts = tuple[Part, ...]
 
@@ -69,15 +44,14 @@ class _Host:
 
     def __init__(self, model: Model, ranks: Ranks, setup: Setup, first: bool) -> None:
         self.model, self.setup, self.first = model, setup, first
-        self.plan = None if setup.zenflow is None else setup.zenflow_plan(model, ranks)
-        self.leaves_early = setup.copies in (Copies.WEIGHTS, Copies.NONE)
+        self.held = None if setup.zenflow is None else Held(setup.zenflow_plan(model, ranks))
         self.partitions = setup.partitions(model, ranks)
         self.numel = sum(run.numel * run.times for run in self.partitions)
         self.most = max(run.numel for run in self.partitions)
 
     def phases(self) -> Mapping[Phase, Parts]:
         between = self.between()
-        saving = HostSave(self.model, self.setup, self.on_host(), self.numel, self.most, self.first)
+        saving = HostSave(self.model, self.setup, self.held, self.numel, self.most, self.first)
         return {
             Phase.START: self.start(between),
             Phase.BETWEEN: largest(between),
@@ -90,62 +64,14 @@ class _Host:
         """Memory that is held all the time."""
         whole = self.model.itemsize * self.numel if self.setup.weights is Place.HOST else 0
         weights = _by_torch(self.setup, "weights", whole, pins=True)
-        if self.setup.zenflow is not None:
-            hot = sum(bytes_of(self.setup.rule, run.numel).kept_on_host * run.times for run in self.on_host())
-            return [weights, *self.arena(at_start=False), Part("hot state", hot, page_locked=True), *self.beside()]
+        if self.held is not None:
+            return [weights, *self.held.on_host(), self.sums()]
         return [weights, *(self.offloaded() if self.setup.offload else [])]
 
-    def beside(self) -> list[Part]:
-        """What ZenFlow keeps to compute weights on the host: the rule's state, sums of gradients, and buffers through
-        which weights go to the accelerator."""
-        if not self.leaves_early:
-            return []
-        kept = dict[str, int]()
-        for run in self.partitions:
-            for kind, nbytes in bytes_of(self.setup.rule, run.numel, self.model.itemsize).kept.items():
-                kept[kind] = kept.get(kind, 0) + nbytes * run.times
-        sums = FLOAT_BYTES * self.numel if self.setup.sums_apart(self.model) else 0
-        parts = [Part(kind, nbytes) for kind, nbytes in kept.items()]
-        uploads = self.setup.weights is not Place.HOST and isinstance(self.setup.rule, PredictiveSettings)
-        numel = min(self.most, chunk_of(UPLOAD_NUMEL, self.setup.rule.block_size)) if uploads else 0
-        buffers = Part("weights on their way", 2 * self.model.itemsize * numel, page_locked=True)
-        return [*parts, _by_torch(self.setup, "accumulated gradients", sums), buffers]
-
-    def on_host(self) -> list[Run]:
-        """The partitions without what steps on the accelerator."""
-        return [Run(run.numel - self.setup.stepped_there(run.numel), run.times) for run in self.partitions]
-
-    def arena(self, *, at_start: bool) -> list[Part]:
-        """The arena's arrays, in whole pages."""
-        assert self.plan is not None
-        nbytes = dict.fromkeys(ARENA_KINDS, 0)
-        for specs, count in self.laid_out(self.plan):
-            pages = plan_layout(specs).page_bytes()
-            touched = {spec.key: spec.touched or not at_start for spec in specs}
-            for key, size in pages.items():
-                kind = "chunks" if key.partition == OF_CHUNKS else key.kind
-                if kind in ARENA_KINDS and touched[key]:
-                    nbytes[kind] += size * count
-        exchanged = {"g", "y", "chunks", "block_means", "known"}
-        if self.leaves_early:
-            exchanged = {"g"} if self.setup.weights is Place.HOST else {"g", "y"}
-        return [Part(ARENA_KINDS[kind], size, kind in exchanged) for kind, size in nbytes.items()]
-
-    @staticmethod
-    def laid_out(plan: ZenFlowPlan) -> Iterator[tuple[list[ArraySpec], int]]:
-        """Groups of arrays that are placed together, and the number of such groups. Exact for up to `MOST_PLACED`
-        partitions. With more, each counts like the first; its arrays may lie on one page more or less."""
-        partitions = plan.partitions
-        if sum(each.times for each in partitions) <= MOST_PLACED:
-            each_alone = [each for each in partitions for _ in range(each.times)]
-            groups = [[(index, each) for index, each in enumerate(each_alone)]]
-            counts = [1]
-        else:
-            groups, counts = [[(0, each)] for each in partitions], [each.times for each in partitions]
-        for group, count in zip(groups, counts, strict=True):
-            found = (plan.kinds.of(index, each.on_host, each.head) for index, each in group)
-            yield [spec for specs in found for spec in specs], count
-        yield [spec for spec in plan.arena if spec.partition == OF_CHUNKS], 1
+    def sums(self) -> Part:
+        """Sums of gradients that are on the host in another dtype than that of the ring."""
+        nbytes = FLOAT_BYTES * self.numel if self.setup.sums_apart(self.model) else 0
+        return _by_torch(self.setup, "accumulated gradients", nbytes)
 
     def offloaded(self) -> list[Part]:
         """State and buffers of DeepSpeed's ZeRO-Offload."""
@@ -182,8 +108,8 @@ class _Host:
     def building(self, between: list[Part]) -> Parts:
         """Memory while the optimizer is built. ZeRO-Offload allocates Adam's moments in the first step."""
         weight = self.model.itemsize
-        if self.setup.zenflow is not None:
-            arena = self.arena(at_start=True)
+        if self.held is not None:
+            arena = self.held.arena(at_start=True)
             if self.setup.partitions_weights:
                 weights, *sums = [part for part in between if part.kind in ("weights", "accumulated gradients")]
                 copied = [part for part in sums if part.page_locked]  # by DeepSpeed, to lock its pages
@@ -213,15 +139,12 @@ class _Host:
 
     def staging(self) -> Part:
         """The chunks through which a partition of the masters is copied from the accelerator."""
-        most = max(run.numel for run in self.on_host())
+        most = self.most if self.held is None else self.held.largest_on_host
         return Part("staging", 2 * min(STAGING_CHUNK_BYTES, self.model.itemsize * most), page_locked=True)
 
     def temporaries(self) -> Part:
-        """Temporaries of an optimizer step. Torch's AdamW on the host: two of a partition's size. ZenFlow: the state
-        that is moved when hot blocks are selected, or those of hot blocks that step on the host."""
-        if self.setup.zenflow is not None:
-            rule = bytes_of(self.setup.rule, self.most, self.model.itemsize)
-            steps_here = self.leaves_early and isinstance(self.setup.rule, SelectiveSettings)
-            return Part("temporaries", max(rule.moved, rule.step if steps_here else 0))
+        """Temporaries of an optimizer step. Torch's AdamW on the host: two of a partition's size."""
+        if self.held is not None:
+            return self.held.moved()
         uses_torch = self.setup.offload and not self.setup.fused_adam
         return Part("temporaries", 2 * FLOAT_BYTES * self.most if uses_torch else 0)

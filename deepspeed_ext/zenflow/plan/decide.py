@@ -29,15 +29,17 @@ from deepspeed_ext.zenflow.plan.plan import (
     PartitionPlan,
     Reason,
     ZenFlowPlan,
+    head_of,
     kinds_of,
     landing_bytes,
     share_bytes,
 )
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["MOST_FOR_GRADIENTS", "decide", "head_of"]
+__all__ = ["MOST_FOR_GRADIENTS", "decide"]
 
 MOST_FOR_GRADIENTS = 0.5
 """Share of the accelerator's free memory that gradients may take."""
@@ -218,8 +220,8 @@ class _Choice:
         the rule's state and, if copies may run beside the step, landing buffers."""
         nbytes = self._share_bytes(partitions, host_share)
         for run in self._on_host(partitions, host_share):
-            kept = self.rule.accelerator_bytes(run.numel, DTYPE_BYTES[self.dtypes.weights])
-            nbytes += kept * run.times
+            of_rule = bytes_of(self.rule, run.numel, DTYPE_BYTES[self.dtypes.weights])
+            nbytes += (sum(of_rule.kept.values()) + of_rule.waiting) * run.times
         if self.config.hide_transfers is not False:
             nbytes += self._landing_bytes(partitions, _ON_ACCELERATOR, host_share)
         return nbytes
@@ -336,13 +338,6 @@ class _Choice:
     def _by_shape(self, function: Callable[[Partitions], int]) -> dict[Partitions, int]:
         """The result of `function` for the partitions of each rank. Most ranks have equal ones."""
         return {shape: function(shape) for shape in {rank.partitions for rank in self.facts.ranks}}
-
-
-def head_of(numel: int, host_share: float, block_size: int) -> int:
-    """How many of a partition's `numel` elements step on the accelerator: whole blocks, as near as
-    possible to all but `host_share` of them."""
-    wanted = round(numel * (1.0 - host_share) / block_size) * block_size
-    return min(wanted, numel // block_size * block_size)
 
 
 def _total(partitions: Sequence[Run]) -> int:

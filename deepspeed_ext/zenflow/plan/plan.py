@@ -22,7 +22,7 @@ from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["Kernel", "PartitionPlan", "Reason", "ZenFlowPlan", "kinds_of", "landing_bytes", "share_bytes"]
+__all__ = ["Kernel", "PartitionPlan", "Reason", "ZenFlowPlan", "head_of", "kinds_of", "landing_bytes", "share_bytes"]
 
 
 class Kernel(enum.Enum):
@@ -229,3 +229,10 @@ def share_bytes(rule: PredictiveSettings | SelectiveSettings, numel: int) -> int
     for each block if the optimizer needs it."""
     counts = DTYPE_BYTES["int32"] * (numel // rule.block_size) if rule.layout.counts_updates else 0
     return len(rule.layout.kinds) * DTYPE_BYTES["float32"] * numel + counts
+
+
+def head_of(numel: int, host_share: float, block_size: int) -> int:
+    """How many of a partition's `numel` elements step on the accelerator: whole blocks, as near as
+    possible to all but `host_share` of them."""
+    wanted = round(numel * (1.0 - host_share) / block_size) * block_size
+    return min(wanted, numel // block_size * block_size)

@@ -9,7 +9,7 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
 from deepspeed_ext.zenflow.plan.places import Arrival, Place, Places
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = ["LONGEST_MEASURED", "PredictiveSettings", "ring_of"]
@@ -89,13 +89,6 @@ class PredictiveSettings(RuleSettings):
     @property
     def steps_beside_worker(self) -> bool:
         return False
-
-    def accelerator_bytes(self, numel: int, weights_bytes: int) -> int:
-        """The estimate's value of each block, and D."""
-        if not self.overlapped:
-            return 0
-        entries = -(-numel // self.block_size) * self.per_block_width
-        return DTYPE_BYTES["float32"] * entries + (numel * weights_bytes if self.drifts else 0)
 
     def per_block(self, places: Places) -> PerBlock:
         """What the estimate is made from, copied to the accelerator if that computes it."""

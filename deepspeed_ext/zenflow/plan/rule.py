@@ -58,15 +58,6 @@ class RuleSettings(ABC):
         """Whether the rule steps blocks where the gradients are."""
 
     @abstractmethod
-    def accelerator_bytes(self, numel: int, weights_bytes: int) -> int:
-        """Bytes that the rule keeps on the accelerator for `numel` elements that step on the host, if
-        the weights are computed there, beside landing buffers.
-
-        Args:
-            weights_bytes: bytes of an element of the weights.
-        """
-
-    @abstractmethod
     def per_block(self, places: Places) -> PerBlock:
         """The rule's per-block array."""
 

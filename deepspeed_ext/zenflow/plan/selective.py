@@ -27,7 +27,6 @@ _BALANCE = 2
 _STATE_BYTES = 3 * 4
 """Bytes per element of a hot block: p, m and v in fp32."""
 _COUNT_BYTES = 4
-_ID_BYTES = 8
 
 
 def ring_of(interval: int, lag: int, arrival: Arrival) -> int:
@@ -98,6 +97,11 @@ class SelectiveSettings(RuleSettings):
         return settings
 
     @property
+    def overlapped(self) -> bool:
+        """Whether steps after the warm-up are overlapped."""
+        return self.lag is not None
+
+    @property
     def shortest_interval(self) -> int:
         return self.lag or 1
 
@@ -125,12 +129,6 @@ class SelectiveSettings(RuleSettings):
     def steps_beside_worker(self) -> bool:
         """True: hot blocks."""
         return True
-
-    def accelerator_bytes(self, numel: int, weights_bytes: int) -> int:
-        """Numbers, state and new weights of hot blocks."""
-        hot = self.hot_blocks(numel)
-        state = 0 if self.keeps_hot_on_host else self.hot_state_bytes(hot)
-        return state + hot * (_ID_BYTES + self.block_size * weights_bytes)
 
     def per_block(self, places: Places) -> PerBlock:
         """Update counts, which stay on the host."""

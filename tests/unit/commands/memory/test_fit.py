@@ -29,12 +29,13 @@ from deepspeed_ext.commands.memory.fit import (
     suggested,
 )
 from deepspeed_ext.commands.memory.fit_config import READERS, config_of
-from deepspeed_ext.commands.memory.parts import Capacity, Phase, Place
+from deepspeed_ext.commands.memory.parts import Capacity, Place
 from deepspeed_ext.commands.memory.plan import settled_on
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 from deepspeed_ext.commands.memory.traffic import Machine, step_time, traffic
 from deepspeed_ext.commands.memory.ways import inexactness, kind_of, name_of, ways
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.plan.held import Phase
 from deepspeed_ext.zenflow.plan.places import Copies
 
 GIB = 1 << 30

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.commands.memory.parts import Phase, Place
+from deepspeed_ext.commands.memory.parts import Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.plan.held import Phase
 
 Numbers = tuple[int, int, int, int, int]
 """Bytes at start-up, between steps, in forward and backward, in the optimizer step, in a save."""

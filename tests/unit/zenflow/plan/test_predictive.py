@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.zenflow.plan.places import Arrival
 from deepspeed_ext.zenflow.plan.predictive import LONGEST_MEASURED, PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
 
 NUMEL, BLOCKS = 3 * 32 + 5, 4
 

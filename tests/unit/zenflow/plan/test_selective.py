@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings, hot_blocks, most_hot_blocks, ring_of
 
 BLOCK, NUMEL, HOT = 32, 10 * 32 + 5, 3
