@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.grad_norm import gradient_norm
-from deepspeed_ext.adapter.host_gradients import Extent, HostGradients
+from deepspeed_ext.adapter.gradients_on_host import Extent, HostGradients
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.adapter.upstream import (
     OffloadStateTypeEnum,
