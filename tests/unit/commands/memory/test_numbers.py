@@ -155,7 +155,12 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
             "overlap_comm": False,
             "sub_group_size": 1000,
             "max_reuse_distance": 3000,
-            "zenflow": {"update_rule": "predictive", "hide_transfers": False, "publish_dtype": "float32"},
+            "zenflow": {
+                "update_rule": "predictive",
+                "update_interval": "measured",
+                "hide_transfers": False,
+                "publish_dtype": "float32",
+            },
         },
         {
             "accelerator": (40008, 27092, 1000047092, 100440, 27092),
