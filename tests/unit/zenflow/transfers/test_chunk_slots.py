@@ -180,8 +180,8 @@ def given(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("interval", [1, 2])
 def test_a_measured_interval_keeps_whole_gradients_only_if_it_is_longer_than_1(interval: int, away: bool) -> None:
-    measured = {"update_interval": "measured", "full_warm_up_rounds": MEASURED_STEPS + 2}
-    config = zenflow_config(2, prediction_error_factor=1e6, **measured)
+    section = {"update_interval": "measured", "full_warm_up_rounds": MEASURED_STEPS + 2}
+    config = zenflow_config(2, prediction_error_factor=1e6, **section)
     told = zenflow_config(
         2, full_warm_up_rounds=MEASURED_STEPS + 2, prediction_error_factor=1e6, update_interval=interval
     )
