@@ -18,6 +18,7 @@ import torch
 
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.adam import HostedAdam
+from deepspeed_ext.zenflow.plan.places import EVERYTHING_ON_HOST
 from deepspeed_ext.zenflow.rules.predictive.guard import CALM_PROBES, PROBE_EVERY
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
 from deepspeed_ext.zenflow.step.partition import Partition
@@ -117,7 +118,16 @@ def cost(repeats: int = 30) -> None:
         weights, *ring = (torch.rand(n).bfloat16() for _ in range(1 + interval))
         dtypes = torch.bfloat16, torch.bfloat16
         partition = Partition(
-            0, 0, RankGroup.alone(), partial(torch.Tensor.detach, weights), p, (m, v), *dtypes, v, ring
+            0,
+            0,
+            RankGroup.alone(),
+            partial(torch.Tensor.detach, weights),
+            p,
+            (m, v),
+            *dtypes,
+            v,
+            ring,
+            EVERYTHING_ON_HOST,
         )
         steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + j, 1.0) for j in range(interval + 1))
         found = []

@@ -17,13 +17,14 @@ from pathlib import Path
 from deepspeed_ext.commands.memory import activations
 from deepspeed_ext.commands.memory.activations import HEAD, VOCABULARY
 from deepspeed_ext.commands.memory.fit import GPU_RESERVE, HOST_RESERVE, RANK_RESERVE
-from deepspeed_ext.commands.memory.parts import Phase, Place
+from deepspeed_ext.commands.memory.parts import Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
 from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
 from deepspeed_ext.commands.memory.ways import name_of, ways
 from deepspeed_ext.config import FlattenTier
 from deepspeed_ext.flatten.plan import TIERS
+from deepspeed_ext.zenflow.plan.held import Phase
 from studies.time_model import inputs, upstream
 
 __all__ = ["PAGE", "Shape", "activation_bytes", "largest", "markdown"]

@@ -18,8 +18,9 @@ import torch
 
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
+from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.worker.sizes import CONVERTED_NUMEL
 
 __all__ = ["EVALUATES_PREDICTED", "ExactWeights", "wrap_accelerate"]
 
@@ -77,7 +78,7 @@ class ExactWeights:
 
     def _aside(self, weights: torch.Tensor) -> torch.Tensor:
         """A copy: on the host, if the accelerator is to hold no other tensor of its size, or is nearly full."""
-        on_host = self._adam.link.fills_early
+        on_host = self._adam.decided.places.gradient is Place.HOST
         if not on_host and not get_accelerator().is_synchronized_device():
             on_host = memory.free_accelerator_bytes() < _ROOM * weights.nbytes
         return weights.to("cpu", copy=True) if on_host else weights.clone()

@@ -17,8 +17,8 @@ from deepspeed_ext.runtime.backend import SHARED_MEMORY, dist, get_accelerator, 
 from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.device_queues import single_queue
 from deepspeed_ext.runtime.log import logger, warn_once
+from deepspeed_ext.zenflow.plan.places import Arrival, Copies
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
 
 __all__ = ["log_start"]
 
@@ -77,11 +77,10 @@ def _zenflow(settings: ZenFlowConfig, adam: OffloadedAdam) -> Iterator[str]:
         yield f"{steps} own update; updates of later steps overlap with the next step"
     else:
         yield "every step waits for its own update (overlap_step is off)"
-    if adam.link.fills_early:
+    if adam.decided.arrival is Arrival.IN_BACKWARD:
         yield "gradients go to the host during backward, and the host computes the weights"
-    elif not get_accelerator().is_synchronized_device():
-        where = "beside the next" if isinstance(adam.link.transfers, HiddenTransfers) else "inside the"
-        yield f"gradients and results are copied {where} step"
+    elif adam.decided.copies is not Copies.NONE:
+        yield f"gradients and results are copied {adam.decided.copies.value}"
 
 
 def _flattening(plans: Sequence[FlattenPlan]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.grad_norm import gradient_norm
-from deepspeed_ext.adapter.host_gradients import HostGradients, Place
+from deepspeed_ext.adapter.gradients_on_host import Extent, HostGradients
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.adapter.upstream import (
     OffloadStateTypeEnum,
@@ -29,6 +29,7 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.ranks import RankGroup, together
+from deepspeed_ext.zenflow.plan.places import Arrival, Place
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.copies import Run
@@ -109,7 +110,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         self.single_partition_of_fp32_groups = self.zenflow_adam.shown.masters
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
             group["params"] = [master]
-        self.cpu_offload = self.zenflow_adam.link.fills_early
+        self.cpu_offload = self.zenflow_adam.decided.arrival is Arrival.IN_BACKWARD
         self.device = get_accelerator().current_device_name()
         self._offload_gradient_safety_enabled = False
         if self.cpu_offload:
@@ -172,7 +173,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         """Let gradients go to the slots of their partitions during backward."""
         places, offset = {}, 0
         for number, (index, _, begin, numel) in self.grad_position.items():
-            places[number] = Place(index, begin, begin + numel, offset)
+            places[number] = Extent(index, begin, begin + numel, offset)
             offset += numel
         slot, summed, sums = self.zenflow_adam.coming_slot, self.gradient_accumulation_dtype, None
         if summed is not slot(0).dtype:
@@ -288,7 +289,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def _laid_out(self, group_idx: int) -> torch.Tensor | None:
         """Lay out a group's gradient in its ring slot; None if there is none, it is not on the gradients' device, or it
         holds only a part of the gradient."""
-        if self.zenflow_adam.link.transfers.passes_chunks:
+        if self.zenflow_adam.link.transfers.handed_over is Place.IN_TRANSIT:
             return None
         slot, end = self.zenflow_adam.coming_slot(group_idx), 0
         if slot.device != torch.device(self.device) or slot.numel() != self._masters[group_idx].numel():

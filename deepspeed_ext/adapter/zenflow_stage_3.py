@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.grad_norm import gradient_norm
-from deepspeed_ext.adapter.host_gradients import HostGradients, Place
+from deepspeed_ext.adapter.gradients_on_host import Extent, HostGradients
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
@@ -27,6 +27,7 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.direct_buffers import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
+from deepspeed_ext.zenflow.plan.places import Arrival, Place
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.copies import Run
 
@@ -58,12 +59,12 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         self._prepare(start, kwargs)
         kwargs["offload_ratio"] = 1.0  # DeepSpeed would divide by whole sub-groups
         super().__init__(module, init_optimizer, *args, **kwargs)
-        if self.zenflow_adam.link.fills_early:
+        if self.zenflow_adam.decided.arrival is Arrival.IN_BACKWARD:
             self._host_gradients = HostGradients(
                 self._places(),
                 self.zenflow_adam.coming_slot,
                 self.grad_partitions_flat_buffer if self._sums_apart else None,
-                self._constant_buffered_norm2 if self._weights_on_host else gradient_norm,
+                self._constant_buffered_norm2 if self.offload_param else gradient_norm,
             )
             self.reset_cpu_buffers()
 
@@ -87,7 +88,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
             master.ds_id = ds_id
         self.deepspeed_adam_offload = False
-        if self.zenflow_adam.link.fills_early:
+        if self.zenflow_adam.decided.arrival is Arrival.IN_BACKWARD:
             self.offload_optimizer_pin_memory = self._pins_sums and self._sums_apart
             return
         self.offload_optimizer = False
@@ -129,8 +130,8 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     # -- gradients on the host ------------------------------------------------------------------------------------
 
     @property
-    def _weights_on_host(self) -> bool:
-        return bool(self.offload_param)
+    def _place_of_weights(self) -> Place:
+        return Place.HOST if self.offload_param else Place.ACCELERATOR
 
     def _runs(self) -> list[list[Run]]:
         found: list[list[Run]] = []
@@ -161,12 +162,12 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         """Whether gradients are summed in another dtype than that of their slots."""
         return self.gradient_accumulation_dtype is not self.zenflow_adam.coming_slot(0).dtype
 
-    def _places(self) -> dict[int, Place]:
+    def _places(self) -> dict[int, Extent]:
         """Where each parameter's gradient lies in the slots, and in DeepSpeed's buffer of all gradients."""
         places, offset = {}, 0
         for param in self._trained():
             index, begin, numel = self.grad_position[self.get_param_id(param)]
-            places[param.ds_id] = Place(index, begin, begin + numel, offset)
+            places[param.ds_id] = Extent(index, begin, begin + numel, offset)
             offset += numel
         return places
 
@@ -187,13 +188,13 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
     def _padded(self, param: Any, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient as it would be on the accelerator, so that its norm is the same to the bit. With weights on the
         host it is as in ZeRO-Offload, without padding."""
-        missing = 0 if self._weights_on_host else param.partition_numel() - gradient.numel()
+        missing = 0 if self.offload_param else param.partition_numel() - gradient.numel()
         return torch.nn.functional.pad(gradient.view(-1), (0, missing)) if missing else gradient
 
     def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> Any:
         """With weights on the host as DeepSpeed does, whose ZeRO-Offload that run equals; otherwise as for gradients on
         the accelerator."""
-        if self._host_gradients is None or self._weights_on_host:
+        if self._host_gradients is None or self.offload_param:
             return super().complete_grad_norm_calculation_for_cpu_offload(params)
         return self._norm_of_known(self._host_gradients, [param.ds_id for param in params], params)
 

@@ -42,11 +42,12 @@ from deepspeed_ext.runtime.ranks import (
     require_same_plan,
     together,
 )
+from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_adam
 from deepspeed_ext.zenflow.step.copies import Run, largest_block_apart, mixed
 from deepspeed_ext.zenflow.step.shown_state import ShownTensor, plain
 from deepspeed_ext.zenflow.step.supported import require_publishable
-from deepspeed_ext.zenflow.worker.sizes import dtype_name, gradient_dtype
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import dtype_name
 
 __all__ = ["ZenFlowStepping"]
 
@@ -85,11 +86,17 @@ class ZenFlowStepping(GradientsOnHost):
 
     def _start_adam(self, groups: Sequence[int]) -> None:
         """Start the worker. `groups` holds the index of each partition's parameter group."""
-        names = dtype_name(self.dtype), dtype_name(self.gradient_accumulation_dtype)
-        grad_dtype = getattr(torch, gradient_dtype(*names))
-        weights_dtype = self._weights(0).dtype
         self._dp_ranks = ranks = RankGroup.of(self.dp_process_group, keeps_scratch=True)
-        require_publishable(self._start.run.config, dtype_name(weights_dtype))
+        caller = Caller(
+            dtype_name(self._weights(0).dtype),
+            dtype_name(self.gradient_accumulation_dtype),
+            self._place_of_weights,
+            self._can_take_gradients,
+            1 if self._can_take_gradients else ranks.size,
+            self._flattens_sums,
+            self._bucket_bytes,
+        )
+        require_publishable(self._start.run.config, caller.weights_dtype)
         holders = [self._holders(index, ranks) for index in range(len(groups))]
         others = [RankGroup.of(group) for group in later_groups(self)]
         open_communicators([self._start.ranks, ranks, *holders, *others])
@@ -98,18 +105,18 @@ class ZenFlowStepping(GradientsOnHost):
             self.optimizer,
             groups,
             self._weights,
-            grad_dtype=grad_dtype,
-            sharers=ranks,
-            holders=holders,
-            weights_on_host=self._weights_on_host,
-            gradients=self._gradient_bytes(len(groups), grad_dtype),
+            caller,
+            ranks,
+            holders,
         )
         self._warn_of_mixed_blocks()
         scaler = self.torch_autocast_gradscaler
         self._autocast_scale = None if scaler is None else AutocastScale(scaler)
         drain = partial(self._drain_together, shows_moments=False)
         self.exact_weights = ExactWeights(self.zenflow_adam, self._weights, drain, self._spread_weights)
-        self._step = Step([GradientReceiver(state.master.data, grad_dtype) for state in self.zenflow_adam.states])
+        grad_dtype = getattr(torch, self.zenflow_adam.decided.dtypes.gradient)
+        receivers = [GradientReceiver(each.master.data, grad_dtype) for each in self.zenflow_adam.states]
+        self._step = Step(receivers)
         self._interruption = Interruption()
         self._backward_pass = BackwardPass(self.clear_backward_seen_flag, self._trained)
         self._backward_hook_state = self._backward_pass

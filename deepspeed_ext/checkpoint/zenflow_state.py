@@ -18,7 +18,7 @@ from deepspeed_ext.checkpoint.saved_state import VERSION, SavedState
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import raise_together
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam, has_room_for
+from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
@@ -157,6 +157,6 @@ def _host_share(saved: SavedState) -> str:
 def _unaffordable_interval(adam: OffloadedAdam, there: int | None) -> str | None:
     """Name a checkpoint's interval, which may have been chosen on another host, if any rank here has no memory for it.
     A collective."""
-    if not raise_together(adam.ranks, None, CheckpointError, flag=not has_room_for(adam, there)):
+    if not raise_together(adam.ranks, None, CheckpointError, flag=not adam.has_room_for(there)):
         return None
     return f"zenflow.update_interval ({there} in the checkpoint, but a host has no memory for so many gradients)"

@@ -25,7 +25,7 @@ Gradients come to their slot in their step or, with ``gradients_on_host`` and wi
 (``offload_param``), during backward. Then the host computes the weights, and D and hot blocks are there, too.
 
 Gradients are handed over in the dtype of the weights. The exception is fp16: its gradients are handed over in the
-accumulation dtype, which is fp32 when gradients are accumulated (see `sizes.gradient_dtype`).
+accumulation dtype, which is fp32 when gradients are accumulated (see `plan.arrays.Dtypes`).
 
 The predictive rule adds:
 
@@ -57,6 +57,7 @@ rule; `schedule` says what each step does, `partition` describes the data, and `
 what depends on the user's optimizer: a file for Adam and one for Lion. `rules` holds the two rules, `predictive` and
 `selective`. `transfers` copies between accelerator and host, and `kernels` holds the arithmetic on the accelerator.
 `worker` holds the optimizer process, the shared memory and the connection; `worker.kernel` the arithmetic over host
-memory. `start` builds all of this from the config, which `step.supported` checks. `deepspeed_ext.checkpoint` saves,
-checks and restores the state.
+memory. `plan` decides what lives where, from facts that `agreement` exchanges between ranks; `start`
+builds exactly that. `step.supported` checks the config. `deepspeed_ext.checkpoint` saves, checks and
+restores the state.
 """

@@ -38,7 +38,7 @@ MODULES = tuple(
         "adapter": "grad_norm zero_config",
         "checkpoint": "folder skeleton",
         "checkpoint/reshard": "layout saved target",
-        "commands/memory": "accelerator config_file host parts plan report rules setup",
+        "commands/memory": "accelerator config_file host parts plan report setup",
         "config": "core_binding section zenflow zero",
         "cores": "accelerators allowed core_split exchange fair_shares host_facts placement plan topology"
         " tuning_results",
@@ -48,12 +48,13 @@ MODULES = tuple(
         "runtime": "cgroup cpulist host_memory memory ranks stopwatch",
         "zenflow/kernels": "definition lion",
         "zenflow/optimizers": "adam adam_estimator lion",
+        "zenflow/plan": "arrays chunks decide facts held lanes places plan predictive rule_bytes selective",
         "zenflow/rules": "blocks",
-        "zenflow/rules/predictive": "guard probe schedule settings",
-        "zenflow/rules/selective": "hot_exchange schedule selection settings",
+        "zenflow/rules/predictive": "guard probe schedule",
+        "zenflow/rules/selective": "hot_exchange schedule selection",
         "zenflow/step": "metrics partition schedule",
         "zenflow/transfers": "beside_step inside_step",
-        "zenflow/worker": "arena messages sizes",
+        "zenflow/worker": "arena messages",
     }.items()
     for name in names.split()
 )

@@ -23,18 +23,13 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.zenflow.worker.arena import (
-    Arena,
-    ArenaLayout,
-    ArraySpec,
-    PlacedArray,
-    partition_specs,
-    plan_layout,
-)
+from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, ArraySpec, PlacedArray, plan_layout
+from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Kernel, Publish, library_path, load_kernel
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from tests.perf import report
+from tests.support.arenas import arena_kinds
 
 INTERVAL, BLOCK_SIZE = 4, 32
 SIZES = {
@@ -105,15 +100,8 @@ def head_to_tail(specs: Sequence[ArraySpec]) -> ArenaLayout:
 def _pass_arena(
     numel: int, plan: Callable[[Sequence[ArraySpec]], ArenaLayout], state: StateLayout = ADAM_STATE
 ) -> Arena:
-    what: dict[str, Any] = {
-        "publish_dtype": "bfloat16",
-        "grad_dtype": "bfloat16",
-        "per_block": ("block_means", "float32", True),
-        "states": state.arrays,
-        "scales": state.scales,
-    }
-    slots = {"slots": INTERVAL, "touched_slots": INTERVAL}
-    arena = Arena.create(plan(partition_specs(0, numel, block_size=BLOCK_SIZE, **slots, **what)))
+    kinds = arena_kinds(INTERVAL, layout=state)
+    arena = Arena.create(plan(kinds.of(0, numel)))
     for slot in range(INTERVAL):
         arena.tensor("g", slot=slot).normal_()
     arena.tensor("v").fill_(128 if state.is_coded else 1e-2)

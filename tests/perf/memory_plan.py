@@ -12,7 +12,8 @@ import argparse
 from itertools import product
 from typing import Any
 
-from deepspeed_ext.commands.memory.parts import Phase, Place
+from deepspeed_ext.commands.memory.parts import Place
+from deepspeed_ext.zenflow.plan.held import Phase
 from tests.perf import report
 from tests.support.memory_runs import PARAMS, WAYS, compared, memory_config
 from tests.support.ranks import close_pools

@@ -30,16 +30,16 @@ from deepspeed_ext.flatten.rollback import restore_parameters
 from deepspeed_ext.gather.plan import ParameterFacts, plan_gather
 from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup, _Told, raise_together, require_same_plan
+from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all
+from deepspeed_ext.zenflow.plan.facts import Caller
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.blocks import BlockSet
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
-from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveSchedule
 from deepspeed_ext.zenflow.rules.selective.selection import select
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
-from deepspeed_ext.zenflow.step import link
-from deepspeed_ext.zenflow.worker.arena import plan_layout
-from deepspeed_ext.zenflow.worker.sizes import arena_specs
+from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from tests.support.rehearsed_ranks import RANKS_PER_HOST, Rehearsal, on_hosts, that_differ
 from tests.support.topologies import cores
 
@@ -152,15 +152,14 @@ def core_plans(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
 
 
 def zenflow_start(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
-    """What `start_adam` and `WorkerLink` agree on and lay out, without a worker."""
-    config = ZenFlowConfig(update_interval=4, overlap_step=True)
+    """The facts that ranks exchange and the plan that they make of them, without a worker."""
+    run_of = ZenFlowRun.of(ZenFlowConfig(update_interval=4, overlap_step=True))
+    weights = [torch.empty(-(-SELECTED_NUMEL // ranks.size), dtype=torch.bfloat16, device="meta")]
     rehearsal.others = on_hosts
 
     def run() -> None:
-        require_same_plan("ZenFlow", (config.model_dump(), [0]), ranks)
-        numel = -(-SELECTED_NUMEL // ranks.size)
-        plan_layout(arena_specs(PredictiveSettings.of(config), [numel], "bfloat16", "bfloat16"))
-        link._require_room(1 << 20, ranks)
+        facts = facts_of_all(weights, Caller("bfloat16", "bfloat16"), ADAM_STATE, ranks)
+        assert agreed_plan(facts, run_of, ranks).layout.nbytes
 
     return run
 

@@ -14,7 +14,8 @@ import torch
 from deepspeed import comm as dist
 from torch.utils._pytree import tree_leaves
 
-from deepspeed_ext.zenflow.worker import sizes
+from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan.places import Place
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
@@ -138,7 +139,7 @@ def train_in(order: str | None, seed: int, config: dict[str, Any], count: int, c
 
     simulation.configure(order, seed)  # type: ignore[arg-type]
     try:
-        with nullcontext() if chunk is None else patch.object(sizes, "CHUNK_NUMEL", chunk):
+        with nullcontext() if chunk is None else patch.object(chunks, "CHUNK_NUMEL", chunk):
             return trained(config, count, in_chunks=chunk is not None)
     finally:
         simulation.configure("held")
@@ -146,7 +147,7 @@ def train_in(order: str | None, seed: int, config: dict[str, Any], count: int, c
 
 def trained(config: dict[str, Any], count: int, *, in_chunks: bool = False) -> Outcome:
     engine = make_engine(config)
-    assert not in_chunks or engine.optimizer.zenflow_adam.link.transfers.passes_chunks
+    assert not in_chunks or engine.optimizer.zenflow_adam.link.transfers.handed_over is Place.IN_TRANSIT
     losses = train(engine, batches(count, dist.get_rank()))
     saved = saved_tensors(engine) if hasattr(engine.optimizer, "zenflow_adam") else []
     outcome = Outcome(losses, weights_of(engine), [*full_masters_of(engine), *saved])

@@ -126,7 +126,7 @@ def body(way: tuple[Any, ...], link: float, worker: float) -> dict[str, float]:
     """Times of a step and of one alone, in microseconds, and bytes of the accelerator per parameter between steps."""
     from deepspeed.accelerator import get_accelerator
 
-    from deepspeed_ext.zenflow.worker import sizes
+    from deepspeed_ext.zenflow.plan import chunks
     from tests.support.simulated_accelerator import simulation
     from tests.support.simulated_accelerator.worker_time import worker_time
 
@@ -137,7 +137,7 @@ def body(way: tuple[Any, ...], link: float, worker: float) -> dict[str, float]:
     def run(link_gb_per_s: float, ns_per_element: float) -> tuple[list[Any], dict[str, float]]:
         speeds = {"operator_us": 10.0, "memory_gb_per_s": 1e6, "collective_us": 0.0, "network_gb_per_s": 1e6}
         with (
-            patch.object(sizes, "CHUNK_NUMEL", NUMEL // LONG_CHUNKS),
+            patch.object(chunks, "CHUNK_NUMEL", NUMEL // LONG_CHUNKS),
             worker_time(ns_per_element),
             host_time(ns_per_element / 1e3 / passed) as after_step,
         ):

@@ -26,7 +26,8 @@ import torch
 from deepspeed import comm as dist
 from torch import nn
 
-from deepspeed_ext.zenflow.worker import sizes
+from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
 from tests.perf import report
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
@@ -61,7 +62,7 @@ class Way:
     chunks: int = 16
     overlap_comm: bool = False
     host_share: float = 1.0
-    slots: int = sizes.SLOTS_OF_CHUNKS
+    slots: int = SLOTS_OF_CHUNKS
 
     def config(self) -> dict[str, Any]:
         config = zenflow_config(
@@ -110,8 +111,8 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
     def run(link_gb_per_s: float, ns_per_element: float) -> tuple[list[Any], float]:
         speeds = {"operator_us": 10.0, "memory_gb_per_s": 1e6, "collective_us": 0.0, "network_gb_per_s": 1e6}
         with (
-            patch.object(sizes, "CHUNK_NUMEL", numel // way.chunks),
-            patch.object(sizes, "SLOTS_OF_CHUNKS", way.slots),
+            patch.object(chunks, "CHUNK_NUMEL", numel // way.chunks),
+            patch.object(chunks, "SLOTS_OF_CHUNKS", way.slots),
             worker_time(ns_per_element),
         ):
             engine = make_engine(way.config(), model=partial(Layers, way.layers))

@@ -29,12 +29,14 @@ from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.commands.memory.config_file import read_config
 from deepspeed_ext.commands.memory.model_file import read_model
-from deepspeed_ext.commands.memory.parts import MemoryPlan, Phase, Place
+from deepspeed_ext.commands.memory.parts import MemoryPlan, Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks
+from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan.held import Phase
+from deepspeed_ext.zenflow.plan.places import Arrival
 from deepspeed_ext.zenflow.rules.predictive import probe
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
-from deepspeed_ext.zenflow.worker import sizes
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.compare import base_config
 from tests.support.meter import LiveBytes
@@ -230,7 +232,7 @@ def measure(config: dict[str, Any], model: str | None = None) -> Measured:
 
 def in_proportion() -> AbstractContextManager[Any]:
     """Context in which the chunks that travel beside a step are as small as a part of the model as in a large one."""
-    return patch.object(sizes, "CHUNK_NUMEL", 1 << 12)
+    return patch.object(chunks, "CHUNK_NUMEL", 1 << 12)
 
 
 class OfConfig(nn.Module):
@@ -300,7 +302,7 @@ def _note_state(engine: Any, found: Measured) -> None:
     adam.drain(shows_moments=False)
     found.arena = resident_bytes(adam.link.arena)
     idle = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)
-    if idle is not None and adam.link.fills_early and not engine.optimizer._sums_apart:
+    if idle is not None and adam.decided.arrival is Arrival.IN_BACKWARD and not engine.optimizer._sums_apart:
         found.untouched = idle.nbytes
     found.numels = [partition.master.numel() for partition in adam.partitions]
     for partition in adam.partitions:

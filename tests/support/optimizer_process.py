@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import psutil
 
-from deepspeed_ext.zenflow.worker.arena import Arena, partition_specs, plan_layout
+from deepspeed_ext.zenflow.plan.arrays import plan_layout
+from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish, library_path
 from deepspeed_ext.zenflow.worker.messages import PartitionPass, WorkerPlan
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
+from tests.support.arenas import arena_kinds
 from tests.support.waiting import GENEROUS_SECONDS
 
 NUMEL = 10_000
@@ -22,8 +24,7 @@ PASS = PartitionPass(0, (0,), (STEP,), Publish.exact(STEP.bias_correction2_sqrt,
 
 def make_plan(numel: int = NUMEL, **changes) -> WorkerPlan:
     """A plan for one partition of `numel` elements; `changes` are other fields of it."""
-    dtypes = {"publish_dtype": "bfloat16", "grad_dtype": "bfloat16", "per_block": ("block_means", "float32", True)}
-    layout = plan_layout(partition_specs(0, numel, block_size=32, slots=1, touched_slots=1, **dtypes))
+    layout = plan_layout(arena_kinds().of(0, numel))
     return replace(WorkerPlan(layout, 32, None, 1, library_path()), **changes)
 
 

@@ -17,6 +17,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
+from deepspeed_ext.zenflow.plan.arrays import ArrayKey
 from deepspeed_ext.zenflow.rules.blocks import AdamBlocks
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
@@ -24,7 +25,7 @@ from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
 from deepspeed_ext.zenflow.transfers.inside_step import Transfers
-from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey
+from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 

@@ -7,8 +7,8 @@ import ast
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "deepspeed_ext"
-PLANNERS = ("commands/memory", "checkpoint/reshard", "config", "cores", "flatten", "gather", "runtime")
-SCHEDULES = ("schedule.py", "settings.py", "guard.py", "sizes.py")
+PLANNERS = ("commands/memory", "checkpoint/reshard", "config", "cores", "flatten", "gather", "runtime", "zenflow/plan")
+SCHEDULES = ("schedule.py", "guard.py")
 FILLED_IN = {
     "cores/placement.py:RoleCores",
     "cores/process_threads.py:_Before",

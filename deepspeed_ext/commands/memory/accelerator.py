@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deepspeed_ext.commands.memory.parts import Part, Phase, largest
-from deepspeed_ext.commands.memory.rules import bytes_of, share_step_bytes
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
 from deepspeed_ext.flatten.plan import TIERS, FlattenFacts, required_bytes
+from deepspeed_ext.zenflow.plan.held import SHARE, Held, Part, Phase, largest
+from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import CONVERTED_NUMEL, accelerator_share_bytes, arena_specs, landing_bytes
 
 __all__ = ["accelerator_parts"]
 
@@ -22,7 +21,6 @@ NORM_BYTES = 8
 """Bytes per element in DeepSpeed's norm of a gradient, which is computed in fp64."""
 
 MOMENTS = ("moment m", "moment v")
-SHARE = "optimizer's share"
 Parts = tuple[Part, ...]
 
 
@@ -37,15 +35,16 @@ class _Accelerator:
     def __init__(self, model: Model, ranks: Ranks, setup: Setup) -> None:
         self.model, self.setup, self.ranks = model, setup, ranks
         self.params, self.largest, self.weight = model.params, model.largest, model.itemsize
-        self.dtype, self.grad_dtype = model.dtype, setup.handed_over_dtype(model)
-        self.publish_dtype = setup.publish_dtype(model)
+        self.dtype, self.dtypes = model.dtype, setup.dtypes(model)
+        self.held = None if setup.zenflow is None else Held(setup.zenflow_plan(model, ranks))
+        self.leaves_early = setup.copies in (Copies.WEIGHTS, Copies.NONE)
         self.accumulated = DTYPE_BYTES[setup.accumulation_dtype(model)]
-        self.handed = DTYPE_BYTES[self.grad_dtype] if setup.zenflow is not None else FLOAT_BYTES
+        self.handed = DTYPE_BYTES[self.dtypes.gradient] if setup.zenflow is not None else FLOAT_BYTES
         self.partitions = setup.partitions(model, ranks)
         self.numel = sum(run.numel * run.times for run in self.partitions)
         self.most = max(run.numel for run in self.partitions)
         self.filled = min(setup.reduce_bucket_size, model.params)
-        self.whole, self.on_host = not setup.partitions_weights, setup.weights_on_host
+        self.whole, self.on_host = not setup.partitions_weights, setup.weights is Place.HOST
 
     def phases(self) -> Mapping[Phase, Parts]:
         between = self.between()
@@ -73,35 +72,13 @@ class _Accelerator:
             held += [Part("master", 0 if aliased else FLOAT_BYTES * self.numel)]
             held += [Part(moment, FLOAT_BYTES * self.numel) for moment in MOMENTS[: len(self.setup.layout.moments)]]
         if not self.whole:
-            if not (self.setup.offload or self.setup.fills_early):
+            if not (self.setup.offload or self.leaves_early):
                 held.append(Part("gradients", self.accumulated * self.numel))
             if self.setup.contiguous_gradients:
                 held.append(Part("reduction buckets", self.weight * self.setup.reduce_bucket_size))
         elif self.setup.offload:
             held.append(Part("offload buffer", self.weight * self.largest))
-        return held + (self.zenflow() if self.setup.zenflow is not None and not self.setup.fills_early else [])
-
-    def zenflow(self) -> list[Part]:
-        """Landing buffers, the share of the optimizer and the rule's own state."""
-        rule, kept = self.setup.rule, {"landing buffers": self.landing_buffers(), SHARE: 0}
-        for run in self.partitions:
-            there = self.setup.stepped_there(run.numel)
-            kept[SHARE] += accelerator_share_bytes(there, rule.block_size, rule.layout) * run.times
-            for kind, nbytes in bytes_of(rule, run.numel - there, self.weight).kept.items():
-                kept[kind] = kept.get(kind, 0) + nbytes * run.times
-        return [Part(kind, nbytes) for kind, nbytes in kept.items()]
-
-    def landing_buffers(self) -> int:
-        """Bytes of the landing buffers."""
-        if not self.setup.hides_transfers:
-            return 0
-        nbytes = 0
-        for whole, count in self.partitions:
-            numel = whole - self.setup.stepped_there(whole)
-            specs = arena_specs(self.setup.rule, [numel], self.publish_dtype, self.grad_dtype)
-            means = sum(spec.nbytes for spec in specs if spec.kind in ("block_means", "known"))
-            nbytes += count * landing_bytes(numel, self.grad_dtype, self.publish_dtype, means)
-        return nbytes
+        return held + ([] if self.held is None else self.held.on_accelerator())
 
     # -- start-up -------------------------------------------------------------------------------------------------
 
@@ -143,7 +120,7 @@ class _Accelerator:
         if self.setup.offload:
             copies = max(across, NORM_BYTES * self.largest)
             return [[*common, Part("reduction copies", copies)]]
-        if self.setup.fills_early:
+        if self.leaves_early:
             return [[*common, *moment] for moment in self._leaving()]
         own = Part("gradients", self.accumulated * self.numel)
         if self.accumulated != self.weight:
@@ -195,8 +172,8 @@ class _Accelerator:
         """Moments of the optimizer step."""
         if self.setup.offload:
             return [[]]
-        if self.setup.fills_early:
-            return [self._lifting(self.numel), self.exchange()]
+        if self.held is not None and self.leaves_early:
+            return [self.held.lifting(self.numel), self.exchange()]
         copied = self.accumulated == self.weight  # otherwise the gradients are one flat tensor already
         made = self.accumulated * self.numel if copied else 0
         converted = self.handed * self.numel if self.handed != self.accumulated else 0
@@ -204,34 +181,22 @@ class _Accelerator:
             Part("gradients", self.accumulated * self.numel),
             Part("flat gradient", made + converted),
         ]
-        return [gathered, self.updating(self.numel), self.exchange()]
+        return [
+            gathered,
+            self.updating(self.numel),
+            self.exchange(),
+        ]
 
     def updating(self, numel: int) -> list[Part]:
         """Memory while a partition of `numel` elements is updated."""
         flat = Part("flat gradient", self.handed * numel)
-        if self.setup.zenflow is None:
+        if self.held is None:
             return [flat, Part("temporaries", 0 if self.setup.fused_adam else FLOAT_BYTES * numel)]
-        arrived, in_place, there = DTYPE_BYTES[self.publish_dtype], self.setup.hides_transfers, self.setup.stepped_there
-        on_host, others = numel - there(numel), self.numel - numel
-        step = bytes_of(self.setup.rule, on_host, self.weight, arrived_bytes=arrived, in_place=in_place).step
-        waiting = bytes_of(self.setup.rule, others - there(others), self.weight).waiting  # of the other sub-groups
-        share = share_step_bytes(there(numel), self.setup.rule.block_size, self.setup.rule.layout)
-        return [flat, Part("temporaries", max(step, share)), Part("new hot weights", waiting)]
-
-    def _lifting(self, numel: int) -> list[Part]:
-        """Memory while weights that the host has computed come to a partition of `numel` elements."""
-        rule, arrived = self.setup.rule, DTYPE_BYTES[self.publish_dtype]
-        converted = arrived * min(numel, CONVERTED_NUMEL) if arrived != self.weight else 0
-        return [Part("temporaries", converted), Part("new hot weights", bytes_of(rule, numel, self.weight).waiting)]
+        return [flat, *self.held.updating(numel)]
 
     def exchange(self) -> list[Part]:
         """Memory while stages 1 and 2 exchange only hot weights."""
-        if self.setup.zenflow is None:
-            return []
-        if self.setup.stepped_there(self.numel):  # all weights change in every step
-            return []
-        nbytes = bytes_of(self.setup.rule, self.numel, self.weight, ranks=self.ranks.count).exchange
-        return [Part("hot weights of all ranks", nbytes)]
+        return [] if self.held is None else self.held.exchange(self.ranks.count)
 
     # -- stage 3 --------------------------------------------------------------------------------------------------
 
@@ -245,13 +210,13 @@ class _Accelerator:
             live = again = copy = 0
         made = Part("gradient being made", weight * self.largest)
         reduced = 0
-        norm = 0 if setup.fills_early and not self.on_host else NORM_BYTES
+        norm = 0 if self.leaves_early and not self.on_host else NORM_BYTES
         if setup.sums_apart(self.model) and self.on_host:
             floats = FLOAT_BYTES * (2 if self.ranks.count == 1 else 1)  # one rank's sum is not made in place
             reduced = (NORM_BYTES + floats + weight) * -(-self.largest // self.ranks.count)
         elif self.accumulated != weight:
             reduced = FLOAT_BYTES * -(-self.filled // self.ranks.count)
-        elif setup.offload or setup.fills_early:
+        elif setup.offload or self.leaves_early:
             reduced = (norm + weight) * -(-self.largest // self.ranks.count)
         return [
             [Part("live parameters", weight * live), Part("gather copies", weight * copy)],
@@ -267,8 +232,8 @@ class _Accelerator:
         """Moments of the optimizer step, which goes from sub-group to sub-group."""
         if self.setup.offload or self.on_host:
             return [[]]
-        if self.setup.fills_early:
-            return [self._lifting(self.most)]
+        if self.held is not None and self.leaves_early:
+            return [self.held.lifting(self.most)]
         numel = self.most
         converted = self.handed * numel if self.handed != self.accumulated else 0
         return [[Part("flat gradient", self.accumulated * numel + converted)], self.updating(numel)]

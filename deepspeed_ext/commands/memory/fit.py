@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_ext.commands.memory.activations import typical_activations
-from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Phase, Place
+from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Place
 from deepspeed_ext.commands.memory.plan import plan_memory, settled_on
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
 from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
 from deepspeed_ext.commands.memory.ways import inexactness, kind_of, name_of, ways
+from deepspeed_ext.zenflow.plan.held import Phase
 
 __all__ = [
     "GPU_RESERVE",

@@ -9,36 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from deepspeed_ext.commands.memory.host_save import HostSave
-from deepspeed_ext.commands.memory.parts import Part, Phase, largest
-from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Run, Setup
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
-from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
-from deepspeed_ext.zenflow.worker.arena import plan_layout
+from deepspeed_ext.zenflow.plan.held import Held, Part, Phase, largest
+from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import UPLOAD_NUMEL, ChunkSlots, arena_specs, chunk_of, chunk_slots, slot_specs
 
 __all__ = ["host_parts"]
-
-ARENA_KINDS = {
-    "p": "master",
-    "m": "moment m",
-    "v": "moment v",
-    "m_scales": "scales of m",
-    "v_scales": "scales of v",
-    "y": "published weights",
-    "g": "gradient ring",
-    "chunks": "chunks in transit",
-    "block_means": "block means",
-    "known": "signs and means",
-    "updates": "update counts",
-}
-"""Names of the arena's kinds of arrays in a report; "chunks" are gradients and y that pass through a few places. Others
-take no memory between steps: where moments that are codes are shown to those who read or load them."""
-
-MOST_PLACED = 32
-"""Maximum number of partitions that are placed in the arena one by one."""
 
 Parts = tuple[Part, ...]
 
@@ -67,13 +44,14 @@ class _Host:
 
     def __init__(self, model: Model, ranks: Ranks, setup: Setup, first: bool) -> None:
         self.model, self.setup, self.first = model, setup, first
+        self.held = None if setup.zenflow is None else Held(setup.zenflow_plan(model, ranks))
         self.partitions = setup.partitions(model, ranks)
         self.numel = sum(run.numel * run.times for run in self.partitions)
         self.most = max(run.numel for run in self.partitions)
 
     def phases(self) -> Mapping[Phase, Parts]:
         between = self.between()
-        saving = HostSave(self.model, self.setup, self.on_host(), self.numel, self.most, self.first)
+        saving = HostSave(self.model, self.setup, self.held, self.numel, self.most, self.first)
         return {
             Phase.START: self.start(between),
             Phase.BETWEEN: largest(between),
@@ -84,67 +62,16 @@ class _Host:
 
     def between(self) -> list[Part]:
         """Memory that is held all the time."""
-        whole = self.model.itemsize * self.numel if self.setup.weights_on_host else 0
+        whole = self.model.itemsize * self.numel if self.setup.weights is Place.HOST else 0
         weights = _by_torch(self.setup, "weights", whole, pins=True)
-        if self.setup.zenflow is not None:
-            hot = sum(bytes_of(self.setup.rule, run.numel).kept_on_host * run.times for run in self.on_host())
-            return [weights, *self.arena(at_start=False), Part("hot state", hot, page_locked=True), *self.beside()]
+        if self.held is not None:
+            return [weights, *self.held.on_host(), self.sums()]
         return [weights, *(self.offloaded() if self.setup.offload else [])]
 
-    def beside(self) -> list[Part]:
-        """What ZenFlow keeps to compute weights on the host: the rule's state, sums of gradients, and buffers through
-        which weights go to the accelerator."""
-        if not self.setup.fills_early:
-            return []
-        kept = dict[str, int]()
-        for run in self.partitions:
-            for kind, nbytes in bytes_of(self.setup.rule, run.numel, self.model.itemsize).kept.items():
-                kept[kind] = kept.get(kind, 0) + nbytes * run.times
-        sums = FLOAT_BYTES * self.numel if self.setup.sums_apart(self.model) else 0
-        parts = [Part(kind, nbytes) for kind, nbytes in kept.items()]
-        uploads = not self.setup.weights_on_host and isinstance(self.setup.rule, PredictiveSettings)
-        numel = min(self.most, chunk_of(UPLOAD_NUMEL, self.setup.rule.block_size)) if uploads else 0
-        buffers = Part("weights on their way", 2 * self.model.itemsize * numel, page_locked=True)
-        return [*parts, _by_torch(self.setup, "accumulated gradients", sums), buffers]
-
-    def on_host(self) -> list[Run]:
-        """The partitions without what steps on the accelerator."""
-        return [Run(run.numel - self.setup.stepped_there(run.numel), run.times) for run in self.partitions]
-
-    def arena(self, *, at_start: bool) -> list[Part]:
-        """The arena's arrays, in whole pages."""
-        rule, model = self.setup.rule, self.model
-        publish_dtype, grad_dtype = self.setup.publish_dtype(model), self.setup.handed_over_dtype(model)
-        open_interval = self.setup.zenflow is not None and self.setup.zenflow.interval is None
-        nbytes, slots = dict.fromkeys(ARENA_KINDS, 0), self.chunk_slots()
-        if slots is not None:
-            nbytes["chunks"] = sum(plan_layout(slot_specs(slots, publish_dtype, grad_dtype)).page_bytes().values())
-        for numels, count in self.laid_out():
-            there, dtypes = [self.setup.stepped_there(numel) for numel in numels], (publish_dtype, grad_dtype)
-            pages = plan_layout(arena_specs(rule, numels, *dtypes, there, in_chunks=slots is not None)).page_bytes()
-            kept = {key: size for key, size in pages.items() if key.kind in ARENA_KINDS}
-            for key, size in kept.items():
-                nbytes[key.kind] += 0 if at_start and open_interval and key.slot >= rule.least_slots else size * count
-        exchanged = {"g", "y", "chunks", "block_means", "known"}
-        if self.setup.fills_early:
-            exchanged = {"g"} if self.setup.weights_on_host else {"g", "y"}
-        return [Part(ARENA_KINDS[kind], size, kind in exchanged) for kind, size in nbytes.items()]
-
-    def chunk_slots(self) -> ChunkSlots | None:
-        """Places for chunks in place of whole gradients; None: the ring has those."""
-        if not self.setup.hides_transfers:
-            return None
-        dtypes = self.setup.publish_dtype(self.model), self.setup.handed_over_dtype(self.model)
-        runs = self.on_host()
-        whole = sum(run.numel * run.times for run in runs)
-        return chunk_slots(self.setup.rule, whole, max(run.numel for run in runs), *dtypes)
-
-    def laid_out(self) -> list[tuple[list[int], int]]:
-        """Groups of partitions whose arrays are placed together, and the number of such groups. Exact for up to
-        `MOST_PLACED` partitions. With more, each counts like the first; its arrays may lie on one page more or less."""
-        if sum(run.times for run in self.partitions) <= MOST_PLACED:
-            return [([run.numel for run in self.partitions for _ in range(run.times)], 1)]
-        return [([run.numel], run.times) for run in self.partitions]
+    def sums(self) -> Part:
+        """Sums of gradients that are on the host in another dtype than that of the ring."""
+        nbytes = FLOAT_BYTES * self.numel if self.setup.sums_apart(self.model) else 0
+        return _by_torch(self.setup, "accumulated gradients", nbytes)
 
     def offloaded(self) -> list[Part]:
         """State and buffers of DeepSpeed's ZeRO-Offload."""
@@ -181,13 +108,13 @@ class _Host:
     def building(self, between: list[Part]) -> Parts:
         """Memory while the optimizer is built. ZeRO-Offload allocates Adam's moments in the first step."""
         weight = self.model.itemsize
-        if self.setup.zenflow is not None:
-            arena = self.arena(at_start=True)
+        if self.held is not None:
+            arena = self.held.arena(at_start=True)
             if self.setup.partitions_weights:
                 weights, *sums = [part for part in between if part.kind in ("weights", "accumulated gradients")]
                 copied = [part for part in sums if part.page_locked]  # by DeepSpeed, to lock its pages
                 return largest(
-                    [weights, *arena, *([] if self.setup.weights_on_host else [self.staging()])],
+                    [weights, *arena, *([] if self.setup.weights is Place.HOST else [self.staging()])],
                     [weights, *arena, *sums, *copied],
                     self.defragmentation(),
                 )
@@ -212,15 +139,12 @@ class _Host:
 
     def staging(self) -> Part:
         """The chunks through which a partition of the masters is copied from the accelerator."""
-        most = max(run.numel for run in self.on_host())
+        most = self.most if self.held is None else self.held.largest_on_host
         return Part("staging", 2 * min(STAGING_CHUNK_BYTES, self.model.itemsize * most), page_locked=True)
 
     def temporaries(self) -> Part:
-        """Temporaries of an optimizer step. Torch's AdamW on the host: two of a partition's size. ZenFlow: the state
-        that is moved when hot blocks are selected, or those of hot blocks that step on the host."""
-        if self.setup.zenflow is not None:
-            rule = bytes_of(self.setup.rule, self.most, self.model.itemsize)
-            steps_here = self.setup.fills_early and isinstance(self.setup.rule, SelectiveSettings)
-            return Part("temporaries", max(rule.moved, rule.step if steps_here else 0))
+        """Temporaries of an optimizer step. Torch's AdamW on the host: two of a partition's size."""
+        if self.held is not None:
+            return self.held.moved()
         uses_torch = self.setup.offload and not self.setup.fused_adam
         return Part("temporaries", 2 * FLOAT_BYTES * self.most if uses_torch else 0)

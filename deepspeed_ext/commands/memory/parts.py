@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
+from deepspeed_ext.zenflow.plan.held import Part, Phase
 
-__all__ = ["Capacity", "MemoryPlan", "Part", "Phase", "Place", "largest"]
+__all__ = ["Capacity", "MemoryPlan", "Place"]
 
 
 class Place(enum.Enum):
@@ -16,43 +17,6 @@ class Place(enum.Enum):
 
     ACCELERATOR = "accelerator"
     HOST = "host"
-
-
-class Phase(enum.Enum):
-    """A part of a run. Memory held between steps is also held in the three phases after it."""
-
-    START = "start-up"
-    BETWEEN = "between steps"
-    BACKWARD = "forward and backward"
-    STEP = "optimizer step"
-    SAVE = "save"
-
-
-@dataclass(frozen=True)
-class Part:
-    """Memory of one kind.
-
-    Attributes:
-        kind: the kind of its content.
-        nbytes: bytes of one rank.
-        page_locked: host memory that cannot be swapped and that the accelerator reaches directly.
-    """
-
-    kind: str
-    nbytes: int
-    page_locked: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.nbytes >= 0, f"{self.kind}: {self.nbytes} bytes"
-
-
-def largest(*moments: Sequence[Part]) -> tuple[Part, ...]:
-    """The moment of a phase with the most bytes, without its empty parts."""
-    return tuple(part for part in max(moments, key=_total) if part.nbytes)
-
-
-def _total(parts: Sequence[Part]) -> int:
-    return sum(part.nbytes for part in parts)
 
 
 @dataclass(frozen=True)
@@ -76,7 +40,7 @@ class MemoryPlan:
 
     def nbytes(self, place: Place, phase: Phase) -> int:
         """Maximum bytes of a rank within a phase."""
-        return _total(self.parts[place, phase])
+        return sum(part.nbytes for part in self.parts[place, phase])
 
     def peak(self, place: Place) -> int:
         """Maximum bytes of a rank over all phases."""

@@ -11,8 +11,10 @@ from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Place
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.flatten.plan import FlattenFacts, choose_tier
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import MOST_FOR_GRADIENTS, gradient_bytes, may_choose_host, prefers_host
+from deepspeed_ext.zenflow.plan import places
+from deepspeed_ext.zenflow.plan.decide import MOST_FOR_GRADIENTS
+from deepspeed_ext.zenflow.plan.facts import RankFacts
+from deepspeed_ext.zenflow.plan.places import Copies
 
 __all__ = ["neighbours", "plan_memory", "settled_on"]
 
@@ -46,23 +48,22 @@ def settled_on(capacity: Capacity, model: Model, ranks: Ranks, setup: Setup) -> 
 
 def _with_gradients(accelerator: int, host: int | None, model: Model, ranks: Ranks, setup: Setup) -> Setup:
     zenflow = setup.zenflow
-    if zenflow is None or zenflow.gradients_on_host is not None or setup.weights_on_host or setup.stage == 1:
+    if (
+        zenflow is None
+        or zenflow.gradients_on_host is not None
+        or setup.weights is places.Place.HOST
+        or setup.stage == 1
+    ):
         return setup
-    if not may_choose_host(zenflow.hide_transfers, setup.host_share):
-        return setup
-    dtypes = setup.accumulation_dtype(model), setup.handed_over_dtype(model)
-    items = model.itemsize, *(DTYPE_BYTES[dtype] for dtype in dtypes)
-    partitions = setup.partitions(model, ranks)  # perhaps one an element
-    numel, largest = sum(run.numel * run.times for run in partitions), max(run.numel for run in partitions)
+    partitions = tuple(setup.partitions(model, ranks))
+    numel = sum(run.numel * run.times for run in partitions)
     weights = model.itemsize * (numel if setup.partitions_weights else model.params)
-    needed = gradient_bytes(numel, largest, *items, flattens=setup.partitions_weights)
-    there, here = (
-        replace(setup, zenflow=ZenFlowConfig(**zenflow.model_dump(exclude_unset=True) | {"gradients_on_host": chosen}))
-        for chosen in (False, True)
-    )
-    if not prefers_host(needed, accelerator - weights):
-        return there
-    return there if host is not None and plan_memory(model, ranks, here).host_peak() > host else here
+    of_host = () if host is None else (("machine", host),)
+    facts = RankFacts(partitions, accelerator - weights, accelerator, host_free=of_host)
+    plan = setup.zenflow_plan(model, ranks, facts)
+    chosen = {"gradients_on_host": plan.copies is Copies.WEIGHTS}
+    section = zenflow.model_dump(exclude_unset=True) | chosen
+    return replace(setup, zenflow=ZenFlowConfig(**section))
 
 
 def _flattened(accelerator: int, model: Model, ranks: Ranks, setup: Setup) -> Setup:
@@ -75,18 +76,18 @@ def _flattened(accelerator: int, model: Model, ranks: Ranks, setup: Setup) -> Se
 
 
 def _notes(setup: Setup) -> Iterator[str]:
-    zenflow = setup.zenflow
+    zenflow, leaves_early = setup.zenflow, setup.copies in (Copies.WEIGHTS, Copies.NONE)
     if setup.partitions_weights:
         yield "live parameters: the most that max_live_parameters and max_reuse_distance allow"
-    if setup.partitions_weights and setup.fills_early:
+    if setup.partitions_weights and leaves_early:
         yield "start-up: a module that zero.Init has not partitioned is moved to the accelerator whole; not counted"
     if zenflow is not None and zenflow.interval is None:
         yield f"the interval is measured at the start: 1 to {setup.rule.longest_interval}, counted as the longest"
-    if zenflow is not None and zenflow.hide_transfers is None and not setup.fills_early:
+    if zenflow is not None and zenflow.hide_transfers is None and not leaves_early:
         yield "the landing buffers are left out if a rank would have less than a tenth of its accelerator memory free"
-    if zenflow is not None and zenflow.hide_transfers is False and setup.partitions_weights and not setup.fills_early:
+    if zenflow is not None and zenflow.hide_transfers is False and setup.partitions_weights and not leaves_early:
         yield "a slow link may keep one more flat gradient of a sub-group alive"
-    if zenflow is not None and zenflow.gradients_on_host is None and setup.stage != 1 and not setup.fills_early:
+    if zenflow is not None and zenflow.gradients_on_host is None and setup.stage != 1 and not leaves_early:
         yield f"gradients go to the host if they would take more than {MOST_FOR_GRADIENTS:.0%} of what is free"
     if zenflow is not None and zenflow.rule == "selective":
         yield "hot blocks are counted as if all ranks had as many; a rank may have up to twice as many"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Phase, Place
+from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Place
+from deepspeed_ext.zenflow.plan.held import Phase
 
 __all__ = ["as_json", "as_text"]
 

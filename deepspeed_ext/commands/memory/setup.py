@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
 from deepspeed_ext.config import FlattenTier, ZenFlowConfig
 from deepspeed_ext.flatten.plan import flat_numel
-from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
+from deepspeed_ext.zenflow.plan.arrays import Dtypes
+from deepspeed_ext.zenflow.plan.decide import decide
+from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan, head_of
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
-from deepspeed_ext.zenflow.worker.sizes import accelerator_numel, gradient_dtype
 
 __all__ = ["FLOAT_BYTES", "Model", "Ranks", "Run", "Setup", "Stage", "typical_largest"]
 
@@ -63,14 +68,6 @@ class Ranks:
     per_host: int
 
 
-class Run(NamedTuple):
-    """Some partitions of equal size."""
-
-    numel: int
-    """Elements of each partition."""
-    times: int
-
-
 @dataclass(frozen=True)
 class Setup:
     """A run's settings. The defaults are DeepSpeed's; sizes are in elements.
@@ -113,8 +110,8 @@ class Setup:
     @property
     def name(self) -> str:
         """The run in a few words."""
-        where = ", offload_param" if self.weights_on_host else ""
-        if self.fills_early and not self.weights_on_host:
+        where = ", offload_param" if self.weights is Place.HOST else ""
+        if self.copies is Copies.WEIGHTS:
             where = ", gradients_on_host"
         if self.zenflow is None:
             return ("ZeRO-Offload" if self.offload else "ZeRO") + where
@@ -135,17 +132,15 @@ class Setup:
         return self.stage == _PARTITIONS_WEIGHTS
 
     @property
-    def weights_on_host(self) -> bool:
-        """Whether partitions of the weights are on the host."""
-        return self.offload_param and self.partitions_weights
+    def weights(self) -> Place:
+        """Where partitions of the weights are."""
+        return Place.HOST if self.offload_param and self.partitions_weights else Place.ACCELERATOR
 
     @property
-    def fills_early(self) -> bool:
-        """Whether ZenFlow's gradients go to the host during backward. If the config does not say, they stay:
-        `settled_on` chooses as a run does."""
-        if self.zenflow is None:
-            return False
-        return self.weights_on_host or (self.zenflow.gradients_on_host is True and self.stage != 1)
+    def copies(self) -> Copies | None:
+        """What crosses the link because of ZenFlow, if there is room for what the config does not
+        forbid; None: no ZenFlow."""
+        return None if self.zenflow is None else _zenflow_plan(_ANY_MODEL, _ONE_RANK, self).copies
 
     @property
     def overlaps(self) -> bool:
@@ -154,30 +149,20 @@ class Setup:
 
     @property
     def rule(self) -> PredictiveSettings | SelectiveSettings:
-        """Settings of ZenFlow's rule. If the interval is not set, the longest that measurement may choose is
-        assumed."""
-        assert self.zenflow is not None
-        settings: PredictiveSettings | SelectiveSettings
-        if self.zenflow.rule == "selective":
-            settings = SelectiveSettings.of(self.zenflow)
-        else:
-            layout = replace(self.layout, moment_dtype=self.zenflow.state_dtype)
-            settings = PredictiveSettings.of(self.zenflow, layout=layout)
-        return replace(
-            settings,
-            update_interval=settings.longest_interval,
-            weights_on_host=self.weights_on_host,
-            fills_early=self.fills_early,
-        )
+        """Settings of ZenFlow's rule."""
+        return _zenflow_plan(_ANY_MODEL, _ONE_RANK, self).rule
+
+    def zenflow_plan(self, model: Model, ranks: Ranks, mine: RankFacts | None = None) -> ZenFlowPlan:
+        """ZenFlow's plan of a rank.
+
+        Args:
+            mine: what each rank of a host has; None: there is room for what the config does not forbid.
+        """
+        return _zenflow_plan(model, ranks, self, mine)
 
     def stepped_there(self, numel: int) -> int:
         """How many of a partition's `numel` elements step on the accelerator, with ZenFlow."""
-        return accelerator_numel(numel, self.host_share, self.rule.block_size) if self.zenflow is not None else 0
-
-    @property
-    def hides_transfers(self) -> bool:
-        """Whether ZenFlow has landing buffers on the accelerator; assumed if not set."""
-        return self.zenflow is not None and self.zenflow.hide_transfers is not False and not self.fills_early
+        return 0 if self.zenflow is None else head_of(numel, self.host_share, self.rule.block_size)
 
     def accumulation_dtype(self, model: Model) -> str:
         """Dtype in which gradients are accumulated."""
@@ -185,17 +170,15 @@ class Setup:
             return "float32" if self.accumulation > 1 else model.dtype
         return "float32" if self.accumulates_fp32 else model.dtype
 
-    def handed_over_dtype(self, model: Model) -> str:
-        """Dtype in which ZenFlow hands gradients over."""
-        return gradient_dtype(model.dtype, self.accumulation_dtype(model))
+    def dtypes(self, model: Model) -> Dtypes:
+        """ZenFlow's dtypes."""
+        published = None if self.zenflow is None else self.zenflow.publish_dtype
+        return Dtypes.of(model.dtype, self.accumulation_dtype(model), published)
 
     def sums_apart(self, model: Model) -> bool:
         """Whether ZenFlow sums gradients on the host in another dtype than it hands them over in."""
-        return self.fills_early and self.accumulation_dtype(model) != self.handed_over_dtype(model)
-
-    def publish_dtype(self, model: Model) -> str:
-        """Dtype in which ZenFlow's worker sends weights."""
-        return (self.zenflow and self.zenflow.publish_dtype) or model.dtype
+        on_host = self.copies in (Copies.WEIGHTS, Copies.NONE)
+        return on_host and self.dtypes(model).sums_apart
 
     def partition_numel(self, model: Model, ranks: Ranks) -> int:
         """Elements of all partitions of a rank, with padding. At stage 3 each parameter has its own padding of fewer
@@ -210,3 +193,22 @@ class Setup:
             return [Run(numel, 1)]
         whole, rest = divmod(numel, self.sub_group_size)
         return [Run(self.sub_group_size, whole), *([Run(rest, 1)] if rest else [])]
+
+
+_ANY_MODEL, _ONE_RANK = Model(1, 1, "bfloat16"), Ranks(1, 1)
+"""For what does not depend on sizes."""
+
+
+@lru_cache(maxsize=4096)
+def _zenflow_plan(model: Model, ranks: Ranks, setup: Setup, mine: RankFacts | None = None) -> ZenFlowPlan:
+    assert setup.zenflow is not None
+    caller = Caller(
+        model.dtype,
+        setup.accumulation_dtype(model),
+        setup.weights,
+        takes_gradients=setup.stage != 1,
+        flattens_sums=setup.partitions_weights,
+    )
+    mine = mine or RankFacts(tuple(setup.partitions(model, ranks)))
+    facts = ZenFlowFacts((mine,) * ranks.per_host, caller, layout=setup.layout)
+    return decide(facts, setup.zenflow, host_share=setup.host_share)

@@ -1,27 +1,15 @@
-"""Computes what an optimizer step moves, and how long that takes on a given machine. Pure functions.
-
-A step's chain is: gradients down the link, the optimizer's pass over host memory, weights up the link. All three work
-at once, chunk by chunk, so the slowest of them decides. What a run can hide lies beside the next forward and backward;
-the rest is exposed in every step.
-
-Not counted: the first and the last chunk, in which only one of the three works (1/64 of each), launches, and the waits
-of a link that several GPUs share.
-"""
+"""Computes what an optimizer step moves, and how long that takes on a given machine. Pure functions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import arena_specs
+from deepspeed_ext.zenflow.plan.lanes import Speeds, Traffic, lanes_of, traffic_of
+from deepspeed_ext.zenflow.plan.places import Place
 
-__all__ = ["Machine", "StepTime", "Traffic", "step_time", "traffic"]
+__all__ = ["Machine", "StepTime", "step_time", "traffic"]
 
-_NUMEL = 1 << 20
-"""Elements of the partition whose arrays are counted."""
 _FLOPS_PER_TOKEN = 6
 """Floating-point operations per parameter and token, forward and backward."""
 
@@ -43,20 +31,6 @@ class Machine:
     def seconds(self, active: int, tokens: int) -> float:
         """Seconds of forward and backward of `tokens`, each of which uses `active` parameters."""
         return _FLOPS_PER_TOKEN * active * tokens / self.flops
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes per element of a rank's partition in an optimizer step, on average over an interval.
-
-    Attributes:
-        down, up: over the link.
-        passed: moved in host memory, by the optimizer's pass and by the transfers.
-    """
-
-    down: float = 0.0
-    up: float = 0.0
-    passed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +61,7 @@ class StepTime:
 def traffic(model: Model, setup: Setup) -> Traffic:
     """What a run moves."""
     if setup.zenflow is not None:
-        return _zenflow(model, setup)
+        return traffic_of(setup.zenflow_plan(model, Ranks(1, 1)))
     return _offload(model) if setup.offload else Traffic()
 
 
@@ -99,49 +73,23 @@ def _offload(model: Model) -> Traffic:
     return Traffic(down, up, adam + copy + down + up)
 
 
-def _zenflow(model: Model, setup: Setup) -> Traffic:
-    """From the arrays of the arena: every gradient goes down; y and the block means come up once an interval."""
-    rule, publish_dtype, grad_dtype = setup.rule, setup.publish_dtype(model), setup.handed_over_dtype(model)
-    interval = rule.update_interval or rule.longest_interval
-    specs = arena_specs(rule, [_NUMEL], publish_dtype, grad_dtype)
-    kinds = (*rule.layout.kinds, *rule.layout.scales)
-    state = sum(spec.nbytes for spec in specs if spec.kind in kinds) / _NUMEL
-    means = sum(spec.nbytes for spec in specs if spec.kind in ("block_means", "known")) / _NUMEL
-    gradient, published = DTYPE_BYTES[grad_dtype], DTYPE_BYTES[publish_dtype] + means
-    every = rule.steps_between_selections(interval) if isinstance(rule, SelectiveSettings) else 0
-    moved = len("pmv") * bytes_of(rule, _NUMEL).moved / _NUMEL / every if every else 0.0  # hot state, both ways
-    down, up = gradient + moved, published / interval + moved
-    return Traffic(down, up, gradient + (2 * state + published) / interval + down + up)
-
-
 def step_time(model: Model, ranks: Ranks, setup: Setup, machine: Machine) -> StepTime:
-    """How long the optimizer's chain takes, and which part of it a step can hide.
+    """How long the optimizer's chain takes, and which part of it a step can hide (see `plan.lanes`).
 
-    ZenFlow hides all of it with landing buffers, and without them the pass. With gradients on the host it exposes the
-    estimate there, which reads gradients and y and writes weights; and, at the same time, the weights' way up, if they
-    are not on the host, too. Weights on the host come up twice beside forward and backward. ZeRO-Offload hides only
-    gradients that go down during backward; its pass and the weights' way up follow. What steps on the accelerator takes
-    no time here.
+    Weights on the host come up twice beside forward and backward. ZeRO-Offload hides only gradients
+    that go down during backward; its pass and the weights' way up follow.
     """
-    whole, moves = setup.partition_numel(model, ranks), traffic(model, setup)
-    numel = whole - setup.stepped_there(whole)
+    numel, moves = setup.partition_numel(model, ranks), traffic(model, setup)
+    # DeepSpeed fetches weights that are on the host in every forward and backward pass
+    fetches = 2 * setup.accumulation if setup.weights is Place.HOST else 0
+    fetched = fetches * model.itemsize * numel / machine.link
+    if setup.zenflow is not None:
+        speeds = Speeds(machine.link, machine.host / ranks.per_host)
+        lanes = lanes_of(setup.zenflow_plan(model, ranks), speeds)
+        beside = max(lanes.beside, fetched) if setup.zenflow.overlapped else lanes.beside
+        return StepTime(max(lanes.down, lanes.up), lanes.host, lanes.exposed, beside)
     down, up = moves.down * numel / machine.link, moves.up * numel / machine.link
     host = moves.passed * numel * ranks.per_host / machine.host
-    transfer = max(down, up)
-    # DeepSpeed fetches weights that are on the host in every forward and backward pass
-    fetched = 2 * setup.accumulation * model.itemsize * whole / machine.link if setup.weights_on_host else 0.0
-    if setup.zenflow is None:
-        sent = 0.0 if setup.weights_on_host else up
-        return StepTime(transfer, host, host + sent if setup.offload else 0.0, max(down, fetched))
-    if not setup.zenflow.overlapped:
-        return StepTime(transfer, host, max(transfer, host), 0.0)
-    if setup.fills_early:
-        sent = 0.0 if setup.weights_on_host else model.itemsize * numel / machine.link
-        if isinstance(setup.rule, SelectiveSettings):
-            sent = 0.0 if setup.weights_on_host else up
-        touched = moves.down + (2 if setup.weights_on_host else 3) * model.itemsize  # the link reads weights, too
-        estimate = touched * numel * ranks.per_host / machine.host
-        return StepTime(max(transfer, sent), host, max(estimate, sent), max(down, host, fetched))
-    if not setup.hides_transfers:
-        return StepTime(transfer, host, transfer, host)
-    return StepTime(transfer, host, 0.0, max(transfer, host))
+    sent = 0.0 if setup.weights is Place.HOST else up
+    exposed = host + sent if setup.offload else 0.0
+    return StepTime(max(down, up), host, exposed, max(down, fetched))

@@ -11,6 +11,7 @@ from typing import Any
 
 from deepspeed_ext.commands.memory.setup import Setup, Stage
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.plan.places import Copies, Place
 
 __all__ = ["inexactness", "kind_of", "name_of", "ways"]
 
@@ -98,10 +99,10 @@ def name_of(setup: Setup) -> str:
         parts.append(MOMENTS[setup.zenflow.state_dtype])
     if setup.host_share < 1.0:
         parts.append(f"{1 - setup.host_share:.0%} on the GPU")
-    if setup.weights_on_host:
+    if setup.weights is Place.HOST:
         parts.append("weights on host")
-    elif setup.fills_early:
+    elif setup.copies is Copies.WEIGHTS:
         parts.append("gradients on host")
-    elif setup.zenflow is not None and not setup.hides_transfers:
+    elif setup.copies is Copies.INSIDE_STEP:
         parts.append("copies in the step")
     return ", ".join(parts)

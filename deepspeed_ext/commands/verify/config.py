@@ -12,9 +12,9 @@ from deepspeed_ext.commands.verify.batches import Batches, plan_batches
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.config.file import section_of
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.plan.predictive import LONGEST_MEASURED
+from deepspeed_ext.zenflow.plan.selective import LONGEST_CHOSEN
 from deepspeed_ext.zenflow.rules.predictive.schedule import WARM_UP_STEPS
-from deepspeed_ext.zenflow.rules.predictive.settings import LONGEST_MEASURED
-from deepspeed_ext.zenflow.rules.selective.settings import LONGEST_CHOSEN
 from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS
 
 __all__ = ["Plan", "Rule", "plan_check"]

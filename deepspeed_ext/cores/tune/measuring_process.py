@@ -52,7 +52,7 @@ def adam_pass_step(elements: int) -> Step:
     import torch
 
     from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Array, Publish, library_path, load_kernel
-    from deepspeed_ext.zenflow.worker.sizes import dtype_name
+    from deepspeed_ext.zenflow.worker.kernel.adam_pass import dtype_name
 
     library = library_path()
     state = [torch.zeros(elements) for _ in range(3)]

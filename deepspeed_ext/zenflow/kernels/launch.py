@@ -17,7 +17,7 @@ import torch
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.kernels import definition, host
 from deepspeed_ext.zenflow.kernels.definition import HotConstants
-from deepspeed_ext.zenflow.worker.sizes import ACCELERATOR_CHUNK_NUMEL, LARGEST_KERNEL_BLOCK, chunk_of
+from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, LARGEST_KERNEL_BLOCK, chunk_of
 
 __all__ = [
     "NORM_PART",

@@ -10,7 +10,7 @@ import torch
 from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.kernels.definition import HotConstants
-from deepspeed_ext.zenflow.worker.sizes import LARGEST_KERNEL_BLOCK
+from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
 
 __all__ = ["PREPARED_NUMEL", "estimates", "first_elements", "hot_steps", "norms", "prepare"]
 

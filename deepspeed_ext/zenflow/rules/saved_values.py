@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, LionStep
-from deepspeed_ext.zenflow.worker.sizes import dtype_name
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import dtype_name
 
 __all__ = [
     "GRADIENT_DTYPES",

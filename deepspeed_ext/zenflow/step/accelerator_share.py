@@ -11,8 +11,7 @@ Source of the idea: ZeRO-Offload++ (DeepSpeed's "Twin-Flow"), which moves whole 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,24 +19,13 @@ import torch
 
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime import memory as allocation
-from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.ranks import RankGroup, together
+from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout, StepConstants
-from deepspeed_ext.zenflow.worker.sizes import (
-    RuleSettings,
-    accelerator_numel,
-    accelerator_share_bytes,
-    arena_specs,
-    landing_bytes,
-)
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
 
-__all__ = ["AcceleratorShare", "ShareFacts", "bytes_beside_share", "host_share_that_fits", "units_that_fit"]
-
-_SMALLEST_STEP = 1 / 1024
-"""Ranks agree on the share in units of this."""
+__all__ = ["AcceleratorShare"]
 
 
 @dataclass(frozen=True)
@@ -88,10 +76,9 @@ class AcceleratorShare:
     @classmethod
     def on_all_ranks(
         cls,
+        plan: ZenFlowPlan,
         weights: Sequence[torch.Tensor],
-        numels: Sequence[int],
         arena: Arena,
-        block_size: int,
         kind: HostedOptimizer,
         ranks: RankGroup,
     ) -> AcceleratorShare:
@@ -100,14 +87,17 @@ class AcceleratorShare:
         Raises:
             OutOfMemoryError: on every rank, if the accelerator of any has no memory for it.
         """
+        heads, block_size = [each.head for each in plan.partitions], plan.rule.block_size
         share = allocation.try_on_all_ranks(
-            "zenflow.accelerator_share", lambda: cls(weights, numels, arena, block_size, kind), ranks
+            "zenflow.accelerator_share",
+            lambda: cls(weights, heads, arena, block_size, kind),
+            ranks,
         )
         if share is None:
-            needed = sum(accelerator_share_bytes(numel, block_size, kind.layout) for numel in numels)
             raise OutOfMemoryError(
-                f"offload_optimizer.ratio keeps {needed:,} bytes of the optimizer on the accelerator of rank "
-                f'{ranks.rank}, and a rank has no memory for that: raise the ratio, or set it to "auto"'
+                f"offload_optimizer.ratio keeps {plan.share_bytes:,} bytes of the optimizer on the "
+                f"accelerator of rank {ranks.rank}, and a rank has no memory for that: raise the ratio, "
+                'or set it to "auto"'
             )
         return share
 
@@ -160,99 +150,3 @@ class AcceleratorShare:
     def tensors(self, index: int) -> list[torch.Tensor]:
         """What a partition's share keeps on the accelerator between steps."""
         return [*self._parts[index].state, *([self._updates] if index == 0 else [])]
-
-
-@dataclass(frozen=True)
-class ShareFacts:
-    """What decides how much of the optimizer an accelerator can hold, as plain values.
-
-    Attributes:
-        numels: elements of this rank's partitions.
-        free, total: bytes of the accelerator, now.
-        reserve_fraction: of `total`, which stays free for activations and temporaries.
-        later: bytes of gradients, of their flat copy and of DeepSpeed's buckets, none of which exists
-            yet.
-        beside: bytes that a partition takes besides for so many elements that step on the host:
-            landing buffer and state of the rule.
-    """
-
-    numels: Sequence[int]
-    block_size: int
-    layout: StateLayout
-    free: int
-    total: int
-    reserve_fraction: float
-    later: int
-    beside: Callable[[int], int]
-
-    @property
-    def room(self) -> int:
-        """Bytes for the optimizer and what depends on its share."""
-        return self.free - self.later - round(self.total * self.reserve_fraction)
-
-    def bytes_at(self, host_share: float) -> int:
-        """Bytes that the optimizer takes on the accelerator if `host_share` of it is on the host."""
-        nbytes = 0
-        for numel in self.numels:
-            there = accelerator_numel(numel, host_share, self.block_size)
-            nbytes += accelerator_share_bytes(there, self.block_size, self.layout)
-            nbytes += self.beside(numel - there)
-        return nbytes
-
-
-def bytes_beside_share(
-    settings: RuleSettings,
-    publish_dtype: str,
-    grad_dtype: str,
-    weights_bytes: int,
-    hides_transfers: bool,
-    numel: int,
-) -> int:
-    """Bytes that a partition of `numel` elements, which step on the host, takes on the accelerator:
-    its landing buffer, if copies may run beside the step, and the state of the rule.
-
-    Args:
-        weights_bytes: bytes of an element of the weights.
-    """
-    kept = settings.accelerator_bytes(numel, weights_bytes)
-    if not hides_transfers:
-        return kept
-    arrays = arena_specs(settings, [numel], publish_dtype, grad_dtype)
-    means = sum(each.nbytes for each in arrays if each.kind in ("block_means", "known"))
-    return kept + landing_bytes(numel, grad_dtype, publish_dtype, means)
-
-
-def units_that_fit(facts: ShareFacts) -> int:
-    """The largest share on the accelerator for which there is room, in units of `_SMALLEST_STEP`; 0
-    if there is none for any. A pure function. An element takes more bytes where it steps there."""
-    shares = range(round(1 / _SMALLEST_STEP) + 1)
-    taken = bisect_right(shares, facts.room, key=lambda u: facts.bytes_at(1.0 - u * _SMALLEST_STEP))
-    return max(taken - 1, 0)
-
-
-def host_share_that_fits(facts: Callable[[], ShareFacts], ranks: RankGroup) -> float:
-    """The smallest share on the host, so that the rest of every rank's optimizer fits into its accelerator. A
-    collective.
-
-    Args:
-        facts: finds this rank's; called only if the accelerator is not the CPU.
-        ranks: the ranks that the model is spread over.
-
-    Returns:
-        The same on every rank, from 0 to 1; 1 if the accelerator is the CPU.
-    """
-    if get_accelerator().is_synchronized_device():
-        return 1.0
-    units, told = 0, ""
-    with together(ranks):
-        mine = facts()
-        units = units_that_fit(mine)
-        told = (
-            f"of {mine.total:,} bytes of accelerator memory {mine.free:,} were free, gradients will take "
-            f"{mine.later:,}, and {mine.reserve_fraction:.0%} stay free for activations "
-            "(zenflow.offload_reserve_fraction)"
-        )
-    share = 1.0 - ranks.minimum(units)[0] * _SMALLEST_STEP
-    if ranks.rank == 0:
-        logger.info(f"offload_optimizer.ratio = {share:.4g}: {told}")
-    return share

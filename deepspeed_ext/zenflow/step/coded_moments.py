@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 
+from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.codes import decode, encode
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from deepspeed_ext.zenflow.worker.messages import Span
-from deepspeed_ext.zenflow.worker.sizes import CODED_CHUNK_NUMEL, chunk_of
 
 __all__ = ["CodedMoment", "CodedMoments"]
 

@@ -8,31 +8,31 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
-from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError, StateError, WorkerError
-from deepspeed_ext.runtime import host_memory as memory
+from deepspeed_ext.errors import DeepSpeedExtError, StateError, WorkerError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.handlers import is_of_handler
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.own_process import OwnProcess
-from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, together
+from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.beside_step import ChunkSlot, HiddenTransfers, LandingBuffer
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
-from deepspeed_ext.zenflow.worker.arena import OF_CHUNKS, Arena, ArrayKey, ArraySpec, bytes_at_start, plan_layout
+from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import ArenaTouch, WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-from deepspeed_ext.zenflow.worker.sizes import chunk_numel
 
-__all__ = ["UpdatePhase", "WorkerLink", "host_shortage"]
+__all__ = ["UpdatePhase", "WorkerLink", "WorkerThreads"]
 
 _SHARE_OF_GROUP_TIMEOUT = 0.8
 """The remaining share allows for other ranks that reached the collective earlier."""
@@ -51,18 +51,42 @@ class UpdatePhase(enum.Enum):
     """Like `READ`, but p, m, v may have been written from outside: the next step publishes them again."""
 
 
+@dataclass(frozen=True)
+class WorkerThreads:
+    """How a worker runs.
+
+    Attributes:
+        placement: its cores and memory node; None: inherited.
+        count: its threads.
+        timeout_seconds: longest time without progress before it counts as failed.
+    """
+
+    placement: WorkerPlacement | None
+    count: int
+    timeout_seconds: float
+
+    def start(self, arena: Arena, plan: ZenFlowPlan) -> OptimizerProcess:
+        """Start the worker on this rank's arena, which `plan` describes."""
+        placement = None if self.placement is None else str(self.placement)
+        chunk = None if plan.chunks is None else plan.chunks.numel
+        how = placement, self.count, library_path(), chunk
+        return OptimizerProcess(
+            arena,
+            WorkerPlan(arena.layout, plan.rule.block_size, *how),
+            rank=dist.get_rank(),
+            timeout_seconds=self.timeout_seconds,
+        )
+
+
 class WorkerLink:
     """Creates the arena, starts the worker and communicates with it.
 
     Args:
-        specs: the arrays of the arena.
-        buffers: landing buffers of each partition, if copies run beside the next step; None: inside of it.
-        block_size: elements per block; the worker splits its work at block boundaries.
-        placement: the worker's cores and memory node; None: inherited.
-        weights_on_host: whether weights are on the host, so nothing is copied in or beside a step.
-        fills_early: whether gradients are in their slots before a step, so nothing is copied beside it.
-        ranks: the ranks that the model is spread over; each of them builds one of these, and all get
-            the error of one.
+        plan: the arena, and what crosses the link.
+        buffers: landing buffers of each partition, if copies run beside the next step.
+        threads: of the worker, where they run, and how long it may make no progress.
+        ranks: the ranks that the model is spread over; each of them builds one of these, and all get the
+            error of one.
 
     Attributes:
         home: the process that this belongs to.
@@ -82,65 +106,44 @@ class WorkerLink:
 
     def __init__(
         self,
-        specs: Sequence[ArraySpec],
-        buffers: Sequence[LandingBuffer] | None,
-        *,
-        block_size: int,
-        placement: WorkerPlacement | None,
-        threads: int,
-        weights_on_host: bool,
-        fills_early: bool,
+        plan: ZenFlowPlan,
+        buffers: Sequence[LandingBuffer],
+        threads: WorkerThreads,
         ranks: RankGroup,
-        timeout_seconds: float,
         metrics: Metrics,
     ) -> None:
         self.home = OwnProcess("the optimizer's state")
         self.page_locks = PageLocks()
-        self.fills_early = fills_early
         self.phase = UpdatePhase.READ
         self.write_wait_seconds = 0.0
         self._ranks = ranks
         self._metrics = metrics
         self._kept = KeptError()
         self._gradients_in_flight = 0
-        self._touched = {spec.key for spec in specs if spec.touched}
-        self.longest_wait_seconds = _longest_wait_seconds(timeout_seconds, ranks)
-        layout = plan_layout(specs)
-        word = None if placement is None else str(placement)
-        chunk = None
-        if buffers is not None:
-            chunk = chunk_numel(sum(spec.numel for spec in specs if spec.kind == "p"), block_size)
-        plan = WorkerPlan(layout, block_size, word, threads, library_path(), chunk)
-        _require_room(bytes_at_start(specs), ranks, gradients_are_early=fills_early and not weights_on_host)
+        self._touched = {spec.key for spec in plan.arena if spec.touched}
+        self.longest_wait_seconds = _longest_wait_seconds(threads.timeout_seconds, ranks)
         try:
             with together(ranks, WorkerError):
-                self.arena = Arena.create(layout)
-                self.process = OptimizerProcess(self.arena, plan, rank=dist.get_rank(), timeout_seconds=timeout_seconds)
-                results = _results(self.arena, block_size)
-                if buffers is None:
-                    self.transfers = Transfers(
-                        self.process, results, block_size, metrics.waiting, weights_on_host, fills_early
-                    )
-                else:
-                    self.transfers = HiddenTransfers(
-                        self.process,
-                        results,
-                        buffers,
-                        block_size,
-                        timeout_seconds,
-                        metrics.waiting,
-                        _slots_of_chunks(self.arena),
-                    )
+                self.arena = Arena.create(plan.layout)
+                self.process = threads.start(self.arena, plan)
+                self.transfers = self._transfers(plan, buffers, threads.timeout_seconds)
                 parts = self.process, self.transfers, self.page_locks
                 # Runs at `close` or at garbage collection, but not at exit, which frees everything without waiting.
                 self._end_copies = weakref.finalize(self, _end_copies, *parts, os.getpid())
                 self._end_copies.atexit = False
-                self.lock([spec.key for spec in specs if spec.touched and spec.exchanged])
+                self.lock([spec.key for spec in plan.arena if spec.touched and spec.exchanged])
         except BaseException:
             self.abandon()
             raise
         if self.process.ready.warning:
             logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")
+
+    def _transfers(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer], timeout_seconds: float) -> Transfers:
+        results, waiting = _results(self.arena, plan.rule.block_size), self._metrics.waiting
+        if plan.chunks is None:
+            return Transfers(self.process, results, plan.rule.block_size, waiting, plan.copies)
+        slots, how = _slots_of_chunks(self.arena), (plan.chunks, timeout_seconds, waiting)
+        return HiddenTransfers(self.process, results, buffers, *how, slots)
 
     def lock(self, keys: Sequence[ArrayKey]) -> None:
         """Page-lock these arrays, so that their copies overlap with computation. Idempotent.
@@ -323,39 +326,3 @@ def _longest_wait_seconds(timeout_seconds: float, ranks: RankGroup) -> float:
     if ranks.size == 1:
         return math.inf
     return max(timeout_seconds, _SHARE_OF_GROUP_TIMEOUT * ranks.timeout_seconds)
-
-
-def host_shortage(nbytes: int, ranks: RankGroup) -> str | None:
-    """Compare the memory that all ranks of a host, or of a control group, need with what is available. A collective.
-
-    Args:
-        nbytes: what this rank needs.
-
-    Returns:
-        What this rank's host lacks, in words; None: nothing.
-    """
-    with together(ranks):
-        host = host_id()
-        mine = nbytes, memory.available_by_limit()
-    found = ranks.gather_among(host, mine).values()
-    for limit in {limit for _, free in found for limit in free}:
-        sharers = [(needed, free[limit]) for needed, free in found if limit in free]
-        needed, available = sum(needed for needed, _ in sharers), max(0, min(left for _, left in sharers))
-        if needed > available:
-            return (
-                f"{needed:,} bytes of host memory for {len(sharers)} rank(s) on one host, but {available:,} are "
-                "available"
-            )
-    return None
-
-
-def _require_room(nbytes: int, ranks: RankGroup, *, gradients_are_early: bool = False) -> None:
-    """Raise on every rank if this rank's host has no memory for what its ranks need. A collective."""
-    shortage = host_shortage(nbytes, ranks)
-    with together(ranks):
-        if shortage is not None:
-            instead = "set zenflow.gradients_on_host to false, or " if gradients_are_early else ""
-            raise OutOfMemoryError(
-                f"the optimizer's state needs {shortage}: {instead}use more hosts, a smaller zenflow.update_interval "
-                "or more memory"
-            )

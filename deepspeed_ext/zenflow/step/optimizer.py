@@ -22,6 +22,8 @@ from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
+from deepspeed_ext.zenflow.plan.places import Place
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
@@ -30,17 +32,17 @@ from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.schedule import StepPlan
 from deepspeed_ext.zenflow.step.shown_state import ShownState, write
-from deepspeed_ext.zenflow.worker.arena import ArrayKey
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
-__all__ = ["OffloadedAdam", "has_room_for"]
+__all__ = ["OffloadedAdam"]
 
 
 class OffloadedAdam:
     """Adam or Lion in a separate process. Built by `deepspeed_ext.zenflow.start.start_adam`.
 
     Args:
+        decided: the plan that everything was built from.
         rule: the update rule, built on the same partitions and link.
         partitions: this rank's partitions, with p in place.
         states: p and the moments of the same partitions, as DeepSpeed sees them.
@@ -51,7 +53,7 @@ class OffloadedAdam:
         ranks: the ranks that the model is spread over; each of them builds one of these.
 
     Attributes:
-        rule, partitions, states, share, coded, link, kind, ranks: the arguments.
+        decided, rule, partitions, states, share, coded, link, kind, ranks: the arguments.
         counts: for each partition, the updates of p and the moments whose gradients have been taken so far (t of the
             newest). They differ only if a user has reset the state of some partitions.
         shown: what users reach of the optimizer.
@@ -60,6 +62,7 @@ class OffloadedAdam:
 
     def __init__(
         self,
+        decided: ZenFlowPlan,
         rule: UpdateRule[Any],
         partitions: Sequence[Partition],
         states: Sequence[WholeState],
@@ -71,6 +74,7 @@ class OffloadedAdam:
         ranks: RankGroup,
         metrics: Metrics,
     ) -> None:
+        self.decided = decided
         self.rule = rule
         self.partitions = partitions
         self.states = states
@@ -129,7 +133,7 @@ class OffloadedAdam:
         # Runs even if the worker has failed: weights that do not depend on it stay correct until all ranks wait.
         with in_profile("zenflow.step_partition"), self.link.keeping():
             plan, partition, transfers = self._current_plan, self.partitions[index], self.link.transfers
-            slot = None if transfers.passes_chunks else self.coming_slot(index)
+            slot = self.coming_slot(index) if transfers.handed_over is Place.HOST else None
             step = self.kind.step(partition.group, self.counts[index] + 1, grad_scale)
             if self.share is not None:
                 grad = self._step_share(self.share, index, grad, step)
@@ -177,7 +181,7 @@ class OffloadedAdam:
                     self.link.depart(tasks, gradients=plan.handed_over, publishes=rule.schedule.plan().waits_first)
                 rule.end_step(plan)
             if (wanted := rule.measured_interval(plan)) is not None:
-                interval = self._affordable(wanted)
+                interval = self._agreed_interval(wanted)
                 with self.link.keeping():
                     rule.schedule.choose_interval(interval)
                     self.lock_ring()
@@ -366,39 +370,45 @@ class OffloadedAdam:
         share.step(index, grad[:numel], step, self.states[index].weights()[:numel])
         return grad[numel:]
 
-    def _affordable(self, wanted: int) -> int:
-        """The longest interval up to `wanted` whose gradients fit into every rank's host memory; raise on every rank if
-        not even the shortest does. A collective."""
-        longest = shortest = self.rule.schedule.shortest_interval
+    def _agreed_interval(self, wanted: int) -> int:
+        """The longest interval up to `wanted` that the plan allows with every rank's free host memory;
+        raise on every rank if there is none. A collective."""
+        shortest = self.decided.rule.shortest_interval
+        longest = shortest
         with self.link.keeping():
             room = _available_bytes()
-            fitting = [n for n in range(shortest, wanted + 1) if _further_bytes(self, n) <= room]
-            longest = max(fitting, default=0)
-            if not fitting:
+            longest = self.decided.affordable_interval(wanted, room)
+            if longest == 0:
+                needed = self.decided.further_bytes(None, shortest)
                 raise OutOfMemoryError(
-                    f"the gradients of {shortest} steps, the shortest interval that zenflow.overlap_lag = {shortest} "
-                    f"allows, need {_further_bytes(self, shortest):,} more bytes of host memory, but {room:,} are "
-                    "available to each rank of the host: lower zenflow.overlap_lag, or use more hosts or more memory"
+                    f"the gradients of {shortest} steps, the shortest interval that "
+                    f"zenflow.overlap_lag = {shortest} allows, need {needed:,} more bytes of host "
+                    f"memory, but {room:,} are available to each rank of the host: lower "
+                    "zenflow.overlap_lag, or use more hosts or more memory"
                 )
         interval = min(wanted, self.ranks.minimum(longest)[0])
         if interval < shortest:
             self.link.raise_kept()
         if interval < wanted and self.ranks.rank == 0:
             logger.warning(
-                f"zenflow.update_interval = {interval}, not {wanted}: host memory has no room for the gradients of "
-                "more steps"
+                f"zenflow.update_interval = {interval}, not {wanted}: host memory has no room for the "
+                "gradients of more steps"
             )
         return interval
 
+    def has_room_for(self, interval: int | None) -> bool:
+        """Whether this rank's host memory has room for the gradients of `interval`."""
+        needed = self.decided.further_bytes(self.rule.schedule.interval, interval)
+        return needed <= 0 or needed <= _available_bytes()
+
     def lock_ring(self) -> None:
-        """Page-lock the ring slots in use, whose number is known only once the interval is. Nothing may be in
-        flight."""
-        if self.link.transfers.passes_chunks:
-            if (self.rule.schedule.interval or 1) == 1:
-                return
+        """Page-lock the ring slots in use, whose number is known only once the interval is. Nothing may
+        be in flight."""
+        used = self.decided.ring_slots(self.rule.schedule.interval)
+        if used:
             self.link.transfers.keep_whole()
-        slots = range(min(len(self.partitions[0].ring), self.rule.schedule.ring) if self.partitions else 0)
-        self.link.lock([ArrayKey("g", partition.index, slot) for partition in self.partitions for slot in slots])
+        keys = (self.link.arena.keys("g", partition.index)[:used] for partition in self.partitions)
+        self.link.lock([key for each in keys for key in each])
 
     def measurements(self) -> dict[str, float]:
         """The metrics of the last step that have been measured, by name; units are in the names."""
@@ -409,21 +419,6 @@ class OffloadedAdam:
         """Stop the worker. Masters and moments stay readable. Idempotent."""
         self.shown.close()
         self.link.close()
-
-
-def has_room_for(adam: OffloadedAdam, interval: int | None) -> bool:
-    """Whether this rank's host memory has room for the gradients of `interval`."""
-    needed = _further_bytes(adam, interval)
-    return needed <= 0 or needed <= _available_bytes()
-
-
-def _further_bytes(adam: OffloadedAdam, interval: int | None) -> int:
-    """Bytes that the ring at `interval` needs beyond those in use: a slot takes memory when it is first written."""
-    schedule, in_use, wanted = adam.rule.schedule, adam.rule.schedule.ring, adam.rule.schedule.ring_at(interval)
-    if adam.link.transfers.passes_chunks:
-        in_use, wanted = 0, 0 if schedule.ring_at(interval) == 1 else wanted
-    slot_bytes = sum(slot.nbytes for partition in adam.partitions for slot in partition.ring[:1])
-    return (wanted - in_use) * slot_bytes
 
 
 def _available_bytes() -> int:

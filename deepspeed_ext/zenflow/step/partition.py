@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.plan.places import Place, Places
 
 __all__ = ["Partition", "WholeState"]
 
@@ -57,7 +58,7 @@ class Partition:
         per_block: the rule's per-block array in the arena, 1-D [ceil(n / block_size)].
         ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient that went into it.
             Empty, or not used: gradients and y pass through the host in chunks.
-        on_host: whether the host computes the weights, from gradients that are there.
+        places: where its arrays are.
         collected: constants of the gradients that have not been handed over, oldest first, made by
             `HostedOptimizer.step`.
     """
@@ -72,8 +73,8 @@ class Partition:
     grad_dtype: torch.dtype
     per_block: torch.Tensor
     ring: list[torch.Tensor]
+    places: Places
     scales: tuple[torch.Tensor, ...] = ()
-    on_host: bool = False
     collected: list[Any] = field(default_factory=list)
 
     @property
@@ -84,4 +85,4 @@ class Partition:
     @property
     def device(self) -> torch.device:
         """Where the weights are computed: device of the gradients, and of what the rule keeps."""
-        return torch.device("cpu") if self.on_host else self.weights().device
+        return torch.device("cpu") if self.places.gradient is Place.HOST else self.weights().device

@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
+from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.schedule import Schedule, StepPlan
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
-from deepspeed_ext.zenflow.worker.sizes import CONVERTED_NUMEL, RuleSettings
 
 __all__ = ["UpdateRule"]
 

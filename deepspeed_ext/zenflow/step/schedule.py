@@ -84,11 +84,6 @@ class Schedule(ABC, Generic[PlanT, StateT]):
         """Synchronous steps at the start."""
 
     @property
-    def shortest_interval(self) -> int:
-        """The shortest interval that the settings allow."""
-        return 1
-
-    @property
     def ring(self) -> int:
         """Number of ring slots in use."""
         return self.ring_at(self.state.interval)

@@ -4,7 +4,7 @@ When a step has computed its weights, its gradient is copied to a landing buffer
 copied to the host during the next forward, in chunks of whole blocks. The worker steps each chunk as it arrives, and y
 of the chunk is copied back during backward, into the part of the buffer that its gradient has left.
 
-On the host a chunk has a place only while it is there, if nobody reads it afterwards (`sizes.chunk_slots`): a few
+On the host a chunk has a place only while it is there, if nobody reads it afterwards (`plan.decide`): a few
 slots, which chunks take in turn. A chunk is sent once the one before it in its slot has been sent back. Otherwise every
 partition keeps whole gradients.
 """
@@ -18,24 +18,20 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.ranks import RankGroup, together
+from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.stopwatch import Stopwatch, StreamStopwatch
+from deepspeed_ext.zenflow.plan.chunks import Chunks
+from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-from deepspeed_ext.zenflow.worker.sizes import chunk_numel, dtype_name, landing_bytes
 
-__all__ = ["ChunkSlot", "HiddenTransfers", "LandingBuffer", "allocate_landing_buffers"]
-
-_FREE_SHARE = 0.1
-"""Share of device memory that must stay free, unless the user asks for the buffers."""
+__all__ = ["ChunkSlot", "HiddenTransfers", "LandingBuffer", "allocated_on_all_ranks"]
 
 
 class LandingBuffer:
@@ -89,55 +85,20 @@ class LandingBuffer:
         self.landed.record()
 
 
-def allocate_landing_buffers(
-    wanted: bool | None,
-    results: Sequence[Results],
-    grad_dtype: torch.dtype,
-    ranks: RankGroup,
-    later: int = 0,
+def allocated_on_all_ranks(
+    results: Sequence[Results], grad_dtype: torch.dtype, ranks: RankGroup
 ) -> list[LandingBuffer] | None:
-    """Allocate a buffer for each partition, for `HiddenTransfers`. A collective.
-
-    Args:
-        wanted: whether the user asks for buffers; None: allocate them if every rank keeps a tenth of its memory free.
-        later: bytes of the accelerator that the run will take besides.
+    """Allocate a buffer for each partition. A collective.
 
     Returns:
-        The buffers; None on every rank if copies stay inside the step.
-
-    Raises:
-        OutOfMemoryError: on every rank, if `wanted` and any rank has no memory for them.
+        The buffers; None on every rank if any rank has no memory for them.
     """
-    accelerator = get_accelerator()
-    if accelerator.is_synchronized_device() or wanted is False:
-        return None
-    needed = sum(_needed_bytes(host, grad_dtype) for host in results)
-    with together(ranks):
-        free, total = allocation.free_accelerator_bytes(), allocation.total_accelerator_bytes()
-    buffers = None
-    if wanted or ranks.all(free - needed - later >= total * _FREE_SHARE):
-        device = torch.device(accelerator.current_device_name())
-        buffers = allocation.try_on_all_ranks(
-            "zenflow.allocate_landing_buffers",
-            lambda: [LandingBuffer(host, grad_dtype, device) for host in results],
-            ranks,
-        )
-    found = f"that takes {needed:,} bytes of device memory, and {free:,} of {total:,} are free; "
-    found += f"gradients and the optimizer's share will take {later:,}"
-    if wanted and buffers is None:
-        raise OutOfMemoryError(
-            f"zenflow.hide_transfers is true, but a rank cannot allocate the landing buffers: {found} on rank "
-            f"{ranks.rank}. Leave the field out, and the copies run inside of the step"
-        )
-    if ranks.rank == 0:
-        where = "inside of the" if buffers is None else "beside the next"
-        logger.debug(f"ZenFlow copies gradients and results {where} step: beside it, {found} (zenflow.hide_transfers)")
-    return buffers
-
-
-def _needed_bytes(host: Results, grad_dtype: torch.dtype) -> int:
-    means = 0 if host.block_means is None else host.block_means.nbytes
-    return landing_bytes(host.published.numel(), dtype_name(grad_dtype), dtype_name(host.published.dtype), means)
+    device = torch.device(get_accelerator().current_device_name())
+    return allocation.try_on_all_ranks(
+        "zenflow.landing_buffers",
+        lambda: [LandingBuffer(host, grad_dtype, device) for host in results],
+        ranks,
+    )
 
 
 @dataclass(frozen=True)
@@ -201,8 +162,9 @@ class HiddenTransfers(Transfers):
     """`Transfers` that run beside the next step.
 
     Args:
-        process, results, block_size, waiting: as for `Transfers`.
-        buffers: of each partition in order, from `allocate_landing_buffers`.
+        process, results, waiting: as for `Transfers`.
+        buffers: of each partition in order.
+        chunks: their sizes.
         timeout_seconds: longest time without progress, before waiting is an error.
         slots: places through which chunks pass, until `keep_whole`; empty: they lie in the partitions' own arrays.
     """
@@ -212,14 +174,14 @@ class HiddenTransfers(Transfers):
         process: OptimizerProcess,
         results: Sequence[Sequence[Results]],
         buffers: Sequence[LandingBuffer],
-        block_size: int,
+        chunks: Chunks,
         timeout_seconds: float,
         waiting: Stopwatch,
         slots: Sequence[ChunkSlot] = (),
     ) -> None:
-        super().__init__(process, results, block_size, waiting)
+        super().__init__(process, results, chunks.block_size, waiting, Copies.BESIDE_STEP)
         accelerator = get_accelerator()
-        self._chunk_numel = chunk_numel(sum(host.published.numel() for host, *_ in results), block_size)
+        self._chunk_numel = chunks.numel
         self._buffers = buffers
         self._chunk_slots = slots
         self._has_y = not slots  # the host has the newest y
@@ -350,8 +312,8 @@ class HiddenTransfers(Transfers):
         return buffer.results
 
     @property
-    def passes_chunks(self) -> bool:
-        return bool(self._chunk_slots)
+    def handed_over(self) -> Place:
+        return Place.IN_TRANSIT if self._chunk_slots else Place.HOST
 
     def keep_whole(self) -> None:
         self._chunk_slots = ()

@@ -10,12 +10,13 @@ import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.stopwatch import Stopwatch
+from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.weight_upload import WeightUpload
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-from deepspeed_ext.zenflow.worker.sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 
 __all__ = ["Results", "Transfers"]
 
@@ -41,9 +42,9 @@ class Results:
 class Transfers:
     """Copies inside the step: gradients to the arena on a separate stream, and results when they are read.
 
-    On an accelerator without streams (the CPU), copies are done when the calls return. If the ring is filled early,
-    gradients are in their slots before they are taken, and the host computes the weights: only these are copied, or
-    nothing, if they are on the host, too.
+    If gradients come to the ring in backward, they are in their slots before they are taken, and the host
+    computes the weights: only these are copied, or nothing, if they are on the host, too (`Copies`). On the
+    CPU as the accelerator nothing crosses a link either, and copies are done when the calls return.
 
     A step calls `ready` and `take` for each partition, then `start`, then `depart`. `wait` comes before `published` and
     `block_means`, in this step or a later one.
@@ -54,8 +55,7 @@ class Transfers:
     Args:
         results: the arrays of the arena that the worker writes, of each partition in order, for each slot of its ring.
         waiting: runs while the accelerator waits for copies.
-        weights_on_host: whether weights are on the host.
-        fills_early: whether gradients are in their slots before they are taken.
+        copies: what crosses the link.
     """
 
     def __init__(
@@ -64,20 +64,20 @@ class Transfers:
         results: Sequence[Sequence[Results]],
         block_size: int,
         waiting: Stopwatch,
-        weights_on_host: bool = False,
-        fills_early: bool = False,
+        copies: Copies,
     ) -> None:
-        accelerator = get_accelerator()
         self._process = process
         self._results = results
         self._block_size = block_size
         self._waiting = waiting
         self._slots = [0] * len(results)  # of each partition: where its newest y is
         self._read: dict[int, list[tuple[Span, Any]]] = {}  # by partition: parts of y, and events after their reading
-        self._lifts = not (weights_on_host or accelerator.is_synchronized_device())
-        self._down: Any = accelerator.Stream() if self._lifts and not fills_early else None
+        self._lifts = copies is not Copies.NONE
+        self._down: Any = None
+        if copies in (Copies.INSIDE_STEP, Copies.BESIDE_STEP):
+            self._down = get_accelerator().Stream()
         self._upload: WeightUpload | None = None
-        if self._lifts and fills_early:
+        if copies is Copies.WEIGHTS:
             most = max((first.published.numel() for first, *_ in results), default=0)
             self._upload = WeightUpload(most, block_size, waiting)
         self._newest: Any = None  # recorded after the newest copy down
@@ -189,9 +189,10 @@ class Transfers:
         return means
 
     @property
-    def passes_chunks(self) -> bool:
-        """Whether gradients and y pass through the host in chunks. Otherwise they lie in their slots there."""
-        return False
+    def handed_over(self) -> Place:
+        """Where gradients that are handed over, and their y, are on the host: whole in their slots, or
+        in transit."""
+        return Place.HOST
 
     def keep_whole(self) -> None:
         """From now on, keep gradients and y in their slots. Nothing may be in flight."""

@@ -23,7 +23,9 @@ from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.child_process import end_with_parent
 from deepspeed_ext.runtime.page_nodes import nodes_of_pages, placement_warning, sampled_pages
-from deepspeed_ext.zenflow.worker.arena import OF_CHUNKS, Arena, ArrayKey
+from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
+from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel
 from deepspeed_ext.zenflow.worker.kernel import AdamPass, Array, Kernel, LionPass, MeanPass, NativeKernel, load_kernel
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
@@ -44,7 +46,6 @@ from deepspeed_ext.zenflow.worker.messages import (
     WorkerPlan,
     WorkerTask,
 )
-from deepspeed_ext.zenflow.worker.sizes import CODED_CHUNK_NUMEL, chunk_of
 
 __all__ = ["block_bytes", "main", "write_from_arena"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from deepspeed_ext.zenflow.worker.arena import ArenaLayout, ArrayKey
+from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, ArrayKey
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPublish, LionStep
 

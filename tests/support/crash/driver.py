@@ -23,7 +23,8 @@ from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
 from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, plan_layout
+from deepspeed_ext.zenflow.plan.arrays import ArraySpec, plan_layout
+from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.main import write_from_arena
 from deepspeed_ext.zenflow.worker.messages import ArenaWrite
 from tests.support.crash.fork_ranks import run_forked

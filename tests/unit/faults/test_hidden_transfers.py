@@ -19,10 +19,11 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.errors import DeepSpeedExtError, WorkerError
 from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.transfers.beside_step import Chunk, LandingBuffer
 from deepspeed_ext.zenflow.transfers.courier import Parcel
-from deepspeed_ext.zenflow.worker import sizes
 from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import PartitionPass
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -100,10 +101,11 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
     found, rank = [], dist.get_rank()
     for state, chunk in cases:
         message, ended = "no error", 0.0
-        with patch.object(sizes, "CHUNK_NUMEL", 512):
+        with patch.object(chunks, "CHUNK_NUMEL", 512):
             engine = make_engine(config)
             link = engine.optimizer.zenflow_adam.link
-            assert link.transfers.passes_chunks is (config["zero_optimization"]["zenflow"]["update_interval"] == 1)
+            interval = config["zero_optimization"]["zenflow"]["update_interval"]
+            assert link.transfers.handed_over is (Place.IN_TRANSIT if interval == 1 else Place.HOST)
             data = [on_device(batch) for batch in batches(WITHOUT_FAULT + UNTIL_ERROR, rank)]
             train(engine, data[:WITHOUT_FAULT])
             dist.barrier()

@@ -372,7 +372,7 @@ def test_all_ranks_have_the_same_error(
     require_same_errors(ended, name, at_least=0 if every > 1 else 30)  # 12 more if the worker is slow
 
 
-ON_HOST = ("adapter/gradients_on_host.py:", "adapter/host_gradients.py:", "zenflow/transfers/weight_upload.py:")
+ON_HOST = ("adapter/gradients_on_host.py:", "zenflow/transfers/weight_upload.py:")
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.plan.plan import head_of
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
 from deepspeed_ext.zenflow.rules.saved_values import StepValues
-from deepspeed_ext.zenflow.worker.sizes import accelerator_numel
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
 from tests.support.ranks import is_simulated, run_ranks
@@ -224,7 +224,7 @@ def test_a_ratio_that_means_nothing_is_refused_by_name(ratio: object, zenflow: b
 
 @given(st.integers(0, 10_000), st.floats(0, 1), st.sampled_from([1, 32, 256]))
 def test_a_ratio_is_obeyed_to_within_one_block(numel: int, ratio: float, block: int) -> None:
-    there = accelerator_numel(numel, ratio, block)
+    there = head_of(numel, ratio, block)
     assert there % block == 0
     assert 0 <= there <= numel
     assert abs((numel - there) - ratio * numel) < block

@@ -18,8 +18,7 @@ from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state, s
 from torch import nn
 
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError
-from deepspeed_ext.runtime import memory
-from deepspeed_ext.zenflow import gradients_place
+from deepspeed_ext.runtime import host_memory, memory
 from deepspeed_ext.zenflow.transfers import weight_upload
 from tests.support.compare import allow_fp16
 from tests.support.experts import ExpertModel, expert_groups, replicas_differ
@@ -422,10 +421,12 @@ def test_what_contradicts_it_is_refused_by_name(stage: int, zenflow: dict, zero:
 
 def chosen(config: dict[str, Any], free: list[int], has_host_room: bool = True) -> bool:
     """Whether a run chooses the host, if this rank's accelerator has so many bytes free."""
-    shortage = None if has_host_room or dist.get_rank() == 0 else "too much"
+    room, numel = {"machine": ROOMY}, sum(each.numel() for each in OddModel().parameters())
+    if not has_host_room and dist.get_rank() == 1:  # 14.1 bytes per parameter fit, 16.1 do not
+        room["its control group"] = 15 * numel // dist.get_world_size()
     with (
         patch.object(memory, "free_accelerator_bytes", lambda: free[dist.get_rank()]),
-        patch.object(gradients_place, "host_shortage", lambda *_: shortage),
+        patch.object(host_memory, "available_by_limit", lambda: room),
     ):
         engine = make_engine(config)
     found = goes_to_host(engine)

@@ -87,7 +87,7 @@ def train_apart(config: dict[str, Any]) -> tuple[int, list[str]]:
 def test_replicated_parameters_stay_equal_although_workers_are_not_equally_fast(
     stage: int, ranks: int, dtype: torch.dtype
 ) -> None:
-    config = zenflow_config(stage, dtype, lr=1e-2, full_warm_up_rounds=8)
+    config = zenflow_config(stage, dtype, lr=1e-2, full_warm_up_rounds=8, update_interval="measured")
     assert run_ranks(ranks, train_apart, config, pool=POOL) == [(2, [])] * ranks
 
 
@@ -234,7 +234,8 @@ def train_pipeline(config: dict[str, Any], kills: bool) -> tuple[int | None, str
 @pytest.mark.parametrize("kills", [False, True])
 def test_stages_of_a_pipeline_choose_alike_and_fail_together(kills: bool) -> None:
     """In groups of their own, because the last stage waits for the other's activations."""
-    config = zenflow_config(1, torch.float32, accumulation=2, full_warm_up_rounds=8)
+    section = {"full_warm_up_rounds": 8, "update_interval": "measured"}
+    config = zenflow_config(1, torch.float32, accumulation=2, **section)
     outcomes = run_fresh_ranks(2, train_pipeline, config, kills, timeout_seconds=120.0)
     assert [outcome.error for outcome in outcomes] == [None, None]
     first, second = (outcome.value for outcome in outcomes)

@@ -14,11 +14,12 @@ import torch
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import Estimate, HostedOptimizer
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.predictive import LONGEST_MEASURED, PredictiveSettings
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictivePlan, PredictiveSchedule, WeightSource
-from deepspeed_ext.zenflow.rules.predictive.settings import LONGEST_MEASURED, PredictiveSettings
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
@@ -65,13 +66,15 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     def __init__(
         self,
-        settings: PredictiveSettings,
+        plan: ZenFlowPlan,
         partitions: Sequence[Partition],
         link: WorkerLink,
         ranks: RankGroup,
         kind: HostedOptimizer,
         metrics: Metrics,
     ) -> None:
+        settings = plan.rule
+        assert isinstance(settings, PredictiveSettings)
         self._kind = kind
         self._factor = settings.prediction_error_factor
         schedule = PredictiveSchedule(
@@ -79,8 +82,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             settings.overlapped,
             settings.warm_up_steps,
             guarded=self._factor > 0.0,
-            fills_early=settings.fills_early,
-            fills_before_y=settings.fills_before_y,
+            arrival=plan.arrival,
         )
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [PredictionState() for _ in partitions]

@@ -18,10 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.predictive import ring_of
 from deepspeed_ext.zenflow.rules.predictive.guard import GuardState
 from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS, Schedule, State, StepPlan
 
-__all__ = ["WARM_UP_STEPS", "PredictivePlan", "PredictiveSchedule", "PredictiveState", "WeightSource", "ring_of"]
+__all__ = ["WARM_UP_STEPS", "PredictivePlan", "PredictiveSchedule", "PredictiveState", "WeightSource"]
 
 WARM_UP_STEPS = 40
 """Predictions are poor while moments have seen few gradients: with one warm-up step instead of 40, the loss of
@@ -70,16 +72,6 @@ class PredictiveState(State):
     guard: GuardState = field(default_factory=GuardState)
 
 
-def ring_of(interval: int, fills_early: bool = False, fills_before_y: bool = False) -> int:
-    """Number of ring slots needed at `interval`, overlapped.
-
-    An interval's gradients are in flight while the next interval's are collected. The last of these may reuse a slot
-    that was in flight, because its step waits for the worker first; not if it `fills_early`, before its step. At
-    interval 1 it reuses the slot of y, which its step has read; not if the step `fills_before_y`, before it reads y.
-    """
-    return max(2 * interval - (not fills_early), 1 + fills_before_y)
-
-
 class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
     """Advances through the steps.
 
@@ -89,8 +81,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         overlap: False makes every step synchronous.
         warm_up_steps: synchronous steps at the start, at least an interval; None: `WARM_UP_STEPS`.
         guarded: whether the guard judges probes.
-        fills_early: whether gradients are written to the ring before their step begins.
-        fills_before_y: whether gradients are written to the ring before their step reads y.
+        arrival: when gradients come to the ring.
     """
 
     def __init__(
@@ -99,11 +90,10 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         overlap: bool,
         warm_up_steps: int | None,
         guarded: bool = False,
-        fills_early: bool = False,
-        fills_before_y: bool = False,
+        arrival: Arrival = Arrival.AFTER_Y,
     ) -> None:
         super().__init__(PredictiveState(interval=interval))
-        self._fills = fills_early, fills_before_y
+        self._arrival = arrival
         self._overlap = overlap
         self._warm_up_steps = WARM_UP_STEPS if warm_up_steps is None else warm_up_steps
         self._guarded = guarded and overlap
@@ -115,7 +105,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         return max(self._warm_up_steps, self.state.interval or MEASURED_STEPS + 1)
 
     def ring_at(self, interval: int | None) -> int:
-        return ring_of(interval or 1, *self._fills) if self._overlap else 1
+        return ring_of(interval or 1, self._arrival) if self._overlap else 1
 
     def plan(self) -> PredictivePlan:
         state, guard = self.state, self.state.guard

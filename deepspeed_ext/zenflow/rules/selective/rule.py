@@ -21,11 +21,12 @@ from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet
 from deepspeed_ext.zenflow.rules.selective.saved import SelectivePartitionValues
 from deepspeed_ext.zenflow.rules.selective.schedule import SelectivePlan, SelectiveSchedule
 from deepspeed_ext.zenflow.rules.selective.selection import scores, select
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
@@ -70,14 +71,17 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
 
     def __init__(
         self,
-        settings: SelectiveSettings,
+        plan: ZenFlowPlan,
         partitions: Sequence[Partition],
         link: WorkerLink,
         ranks: RankGroup,
         kind: HostedOptimizer,
         metrics: Metrics,
     ) -> None:
-        super().__init__(settings.block_size, SelectiveSchedule(settings), partitions, link, metrics)
+        settings = plan.rule
+        assert isinstance(settings, SelectiveSettings)
+        schedule = SelectiveSchedule(settings, plan.arrival)
+        super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [SelectionState() for _ in partitions]
         self._settings = settings
         self._ranks = ranks

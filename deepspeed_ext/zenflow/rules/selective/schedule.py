@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
+from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.step.schedule import Schedule, State, StepPlan
 
 __all__ = ["SelectivePlan", "SelectiveSchedule", "SelectiveState"]
@@ -60,22 +61,20 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
     Args:
         settings: settings of the rule. If they leave the interval open, call `choose_interval` at the end of the
             warm-up, which has at least one step.
+        arrival: when gradients come to the ring.
     """
 
-    def __init__(self, settings: SelectiveSettings) -> None:
+    def __init__(self, settings: SelectiveSettings, arrival: Arrival = Arrival.AFTER_Y) -> None:
         super().__init__(SelectiveState(interval=settings.update_interval))
         self._settings = settings
+        self._arrival = arrival
 
     @property
     def warm_up_steps(self) -> int:
         return self._settings.warm_up_steps
 
-    @property
-    def shortest_interval(self) -> int:
-        return self._settings.lag or 1
-
     def ring_at(self, interval: int | None) -> int:
-        return self._settings.least_slots if interval is None else self._settings.ring_at(interval)
+        return self._settings.ring_at(interval, self._arrival)
 
     def plan(self) -> SelectivePlan:
         state = self.state

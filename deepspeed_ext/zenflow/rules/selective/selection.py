@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.zenflow.rules.selective.settings import hot_blocks, most_hot_blocks
+from deepspeed_ext.zenflow.plan.selective import hot_blocks, most_hot_blocks
 
 __all__ = ["scores", "select"]
 

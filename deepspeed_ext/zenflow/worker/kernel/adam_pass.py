@@ -22,7 +22,7 @@ After the last step, with that step's d and the values of `Publish`::
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from deepspeed_ext.zenflow.worker.kernel.rounding import CODE_DTYPES, LARGEST_CODED_BLOCK
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
@@ -30,9 +30,15 @@ from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 if TYPE_CHECKING:
     from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPass
 
-__all__ = ["ADAM_STATE", "DTYPE_BYTES", "AdamPass", "AdamStep", "Array", "Kernel", "MeanPass", "Publish"]
+__all__ = ["ADAM_STATE", "DTYPE_BYTES", "AdamPass", "AdamStep", "Array", "Kernel", "MeanPass", "Publish", "dtype_name"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "uint8": 1}
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a torch dtype as the arena and the config write it, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
 
 ADAM_STATE = StateLayout("adam", (("m", "exp_avg"), ("v", "exp_avg_sq")), per_block=("block_means", "float32"))
 

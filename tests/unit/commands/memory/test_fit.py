@@ -29,12 +29,14 @@ from deepspeed_ext.commands.memory.fit import (
     suggested,
 )
 from deepspeed_ext.commands.memory.fit_config import READERS, config_of
-from deepspeed_ext.commands.memory.parts import Capacity, Phase, Place
+from deepspeed_ext.commands.memory.parts import Capacity, Place
 from deepspeed_ext.commands.memory.plan import settled_on
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 from deepspeed_ext.commands.memory.traffic import Machine, step_time, traffic
 from deepspeed_ext.commands.memory.ways import inexactness, kind_of, name_of, ways
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.plan.held import Phase
+from deepspeed_ext.zenflow.plan.places import Copies
 
 GIB = 1 << 30
 SEVEN_B = Model(7_000_000_000, 139_886_592, "bfloat16")
@@ -147,17 +149,17 @@ def test_ways_are_all_combinations_of_the_product_and_no_repetition() -> None:
         (setup.stage, setup.zenflow.rule, setup.zenflow.state_dtype, setup.zenflow.interval, place)
         for setup in ours
         if setup.zenflow is not None and setup.host_share == 1.0
-        for place in [(setup.hides_transfers, setup.fills_early, setup.weights_on_host)]
+        for place in [setup.copies]
     }
     moments = ("float32", "bfloat16", "int8")
-    places = [(True, False, False), (False, False, False), (False, True, False), (False, True, True)]
+    places = list(Copies)
     rules = [("predictive", dtype, interval) for dtype in moments for interval in (1, 2)]
     assert combinations == {
         (stage, *rule, place)
         for stage in (2, 3)
         for rule in [*rules, ("selective", "float32", 4)]
         for place in places
-        if stage == 3 or place != places[-1]
+        if stage == 3 or place is not Copies.NONE
     }
     assert {setup.host_share for setup in ours} == {1.0, 0.75, 0.5, 0.25}
 
@@ -362,8 +364,9 @@ def test_gradients_are_where_a_run_puts_them(
     """Beside 13 GiB of weights, 7 billion gradients take 26 at stage 2, and 15 at stage 3."""
     setup = Setup(stage=stage, zenflow=ZenFlowConfig(update_interval=1, **section), host_share=share)
     settled = settled_on(Capacity(None if gib is None else gib * GIB), SEVEN_B, ON_ONE, setup)
-    assert settled.fills_early is expected
-    assert not settled_on(Capacity(24 * GIB), SEVEN_B, ON_ONE, replace(setup, stage=1)).fills_early
+    assert (settled.copies is Copies.WEIGHTS) is expected
+    at_stage_1 = settled_on(Capacity(24 * GIB), SEVEN_B, ON_ONE, replace(setup, stage=1))
+    assert at_stage_1.copies is not Copies.WEIGHTS
 
 
 def test_seven_billion_parameters_train_on_one_gpu_of_24_gb_with_gradients_on_the_host() -> None:
@@ -388,7 +391,8 @@ def test_what_the_host_computes_exposes_the_longer_of_link_and_estimate() -> Non
 def test_gradients_stay_where_the_host_has_no_memory_for_them(host: int, expected: bool) -> None:
     """16.3 bytes per parameter with gradients there, and 14.2 without."""
     setup = Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1))
-    assert settled_on(Capacity(24 * GIB, host * GIB), SEVEN_B, ON_ONE, setup).fills_early is expected
+    settled = settled_on(Capacity(24 * GIB, host * GIB), SEVEN_B, ON_ONE, setup)
+    assert (settled.copies is Copies.WEIGHTS) is expected
 
 
 def test_sub_groups_of_one_element_are_counted_and_not_listed() -> None:

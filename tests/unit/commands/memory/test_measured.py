@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 
 from deepspeed_ext.checkpoint import skeleton
-from deepspeed_ext.commands.memory.host import ARENA_KINDS
-from deepspeed_ext.commands.memory.parts import Phase, Place
+from deepspeed_ext.commands.memory.parts import Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model
 from deepspeed_ext.flatten import staging
+from deepspeed_ext.zenflow.plan.held import ARENA_KINDS, Phase
 from deepspeed_ext.zenflow.step import coded_moments
 from tests.support.memory_runs import LARGEST, LAYERS, PARAMS, WAYS, Measured, compared, measure, memory_config, planned
 from tests.support.ranks import run_ranks

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.commands.memory.parts import Phase, Place
+from deepspeed_ext.commands.memory.parts import Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.plan.held import Phase
 
 Numbers = tuple[int, int, int, int, int]
 """Bytes at start-up, between steps, in forward and backward, in the optimizer step, in a save."""
@@ -154,7 +155,12 @@ ROWS: list[tuple[Model, Ranks, dict[str, Any], dict[str, Numbers]]] = [
             "overlap_comm": False,
             "sub_group_size": 1000,
             "max_reuse_distance": 3000,
-            "zenflow": {"update_rule": "predictive", "hide_transfers": False, "publish_dtype": "float32"},
+            "zenflow": {
+                "update_rule": "predictive",
+                "update_interval": "measured",
+                "hide_transfers": False,
+                "publish_dtype": "float32",
+            },
         },
         {
             "accelerator": (40008, 27092, 1000047092, 100440, 27092),

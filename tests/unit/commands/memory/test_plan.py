@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.commands import main as cli
 from deepspeed_ext.commands.memory.command import parse_numel
-from deepspeed_ext.commands.memory.parts import MemoryPlan, Part, Phase, Place, largest
+from deepspeed_ext.commands.memory.parts import MemoryPlan, Place
 from deepspeed_ext.commands.memory.plan import neighbours, plan_memory
 from deepspeed_ext.commands.memory.report import as_json, as_text, detail_text, neighbours_text
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
 from deepspeed_ext.commands.memory.ways import name_of, ways
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.plan.held import Part, Phase, largest
 from tests.support.paths import ROOT
 
 MIB = 1 << 20

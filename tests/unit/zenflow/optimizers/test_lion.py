@@ -6,13 +6,13 @@ import pytest
 import torch
 from deepspeed.ops.lion import DeepSpeedCPULion
 
-from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.kernels import lion as kernels
 from deepspeed_ext.zenflow.optimizers.choose import hosted
 from deepspeed_ext.zenflow.optimizers.lion import HostedLion
-from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
 from deepspeed_ext.zenflow.worker.kernel import LionStep
 from tests.support.same import assert_same
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.zenflow.plan.selective import hot_blocks, most_hot_blocks
 from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet, BlocksOfRanks
 from deepspeed_ext.zenflow.rules.selective.selection import scores, select
-from deepspeed_ext.zenflow.rules.selective.settings import hot_blocks, most_hot_blocks
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.thread_ranks import run_together
 

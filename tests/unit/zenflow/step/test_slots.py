@@ -10,23 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource
 from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveSchedule
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 
-BEFORE_THE_STEP, BEFORE_Y, AFTER_Y = FILLED = ("before the step", "before y is read", "after y was read")
-"""When a gradient is written to its slot."""
 EVENTS = (*["nothing"] * 8, "expose", "load", "restart")
 
 
 class Predictive:
     """What the rule does with its schedule, as far as slots are concerned."""
 
-    def __init__(self, random: Random, filled: str) -> None:
+    def __init__(self, random: Random, arrival: Arrival) -> None:
         interval = random.choice([None, 1, 1, 2, 3, 4, 7])
-        fills = filled == BEFORE_THE_STEP, filled == BEFORE_Y
-        self._how = (interval, random.random() < 0.9, random.randint(0, 9), True, *fills)
-        self._random = random
+        self._how = (interval, random.random() < 0.9, random.randint(0, 9), True, arrival)
+        self._random, self.shortest_interval = random, 1
         self.schedule: Any = self.fresh()
 
     def fresh(self) -> PredictiveSchedule:
@@ -52,17 +50,18 @@ class Predictive:
 class Selective:
     """The same of the selective rule."""
 
-    def __init__(self, random: Random, filled: str) -> None:
+    def __init__(self, random: Random, arrival: Arrival) -> None:
         lag = random.choice([None, 1, 1, 2, 3])
         interval = random.choice([None, *(n for n in (1, 2, 3, 4, 7) if n >= (lag or 1))])
         select = random.choice([None, 0, 8, 9])
-        fills = {"fills_early": filled == BEFORE_THE_STEP, "fills_before_y": filled == BEFORE_Y}
+        self._arrival = arrival
         warm_up = random.randint(1, 5)
-        self._settings = SelectiveSettings(interval, lag, warm_up, 0.1, select, False, 1.0, block_size=32, **fills)
+        self._settings = SelectiveSettings(interval, lag, warm_up, 0.1, select, False, 1.0, block_size=32)
+        self.shortest_interval = lag or 1
         self.schedule: Any = self.fresh()
 
     def fresh(self) -> SelectiveSchedule:
-        return SelectiveSchedule(self._settings)
+        return SelectiveSchedule(self._settings, self._arrival)
 
     def arrived(self) -> None: ...
 
@@ -147,20 +146,20 @@ def read_first(rule: Any, ring: Ring, plan: Any) -> bool:
     return False
 
 
-def walk(rule: Any, random: Random, steps: int, filled: str) -> int:
+def walk(rule: Any, random: Random, steps: int, arrival: Arrival) -> int:
     """Train, in the order of `OffloadedAdam`. Returns how often y was read before the step's gradient took its slot."""
     ring, replaced = Ring(), 0
     for _ in range(steps):
         event = random.choice(EVENTS)
         if event != "nothing":
             ring = happens(event, rule, ring)
-        if filled == BEFORE_THE_STEP:
+        if arrival is Arrival.IN_BACKWARD:
             ring.write(rule.schedule.coming)
         plan = begin(rule, ring, event == "expose")
-        if filled == BEFORE_Y:
+        if arrival is Arrival.BEFORE_Y:
             ring.write(rule.schedule.coming)
         replaced += read_first(rule, ring, plan)
-        if filled == AFTER_Y:
+        if arrival is Arrival.AFTER_Y:
             ring.write(rule.schedule.coming)
         if plan.handed_over:
             assert plan.handed_over == len(ring.collected)
@@ -172,27 +171,27 @@ def walk(rule: Any, random: Random, steps: int, filled: str) -> int:
         if rule.publishes_again(plan):
             ring.publish_again(rule.schedule.handed_over)
         if rule.chooses(plan):
-            rule.schedule.choose_interval(random.randint(rule.schedule.shortest_interval, 8))
+            rule.schedule.choose_interval(random.randint(rule.shortest_interval, 8))
     return replaced
 
 
-@pytest.mark.parametrize("filled", FILLED)
+@pytest.mark.parametrize("arrival", Arrival)
 @pytest.mark.parametrize("kind", [Predictive, Selective])
 @settings(deadline=None, max_examples=200)
 @given(seed=st.integers(0, 2**32))
 def test_neither_a_gradient_nor_y_is_overwritten_while_it_is_needed(
-    kind: type[Predictive | Selective], filled: str, seed: int
+    kind: type[Predictive | Selective], arrival: Arrival, seed: int
 ) -> None:
     """In seeded orders of steps, looks from outside, loads and restarts, while the guard trips and recovers."""
     random = Random(seed)
-    walk(kind(random, filled), random, 60, filled)
+    walk(kind(random, arrival), random, 60, arrival)
 
 
 @pytest.mark.parametrize("kind", [Predictive, Selective])
 def test_a_gradient_takes_the_slot_of_the_y_that_its_step_reads_only_if_it_comes_after(kind: Any) -> None:
     times = {
-        filled: sum(walk(kind(random, filled), random, 60, filled) for random in map(Random, range(100)))
-        for filled in FILLED
+        arrival: sum(walk(kind(random, arrival), random, 60, arrival) for random in map(Random, range(100)))
+        for arrival in Arrival
     }
-    assert times.pop(AFTER_Y) > 0
+    assert times.pop(Arrival.AFTER_Y) > 0
     assert set(times.values()) == {0}

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import hypothesis
 import pytest
 import torch
 from deepspeed import comm as dist
-from hypothesis import settings
-from hypothesis import strategies as st
 
-from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow import start
+from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.rules.predictive import rule
-from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
 from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS
-from deepspeed_ext.zenflow.worker import sizes
-from deepspeed_ext.zenflow.worker.sizes import chunk_slots
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
@@ -38,8 +30,8 @@ CHUNK = 512
 @contextmanager
 def small_chunks(*, whole: bool = False) -> Iterator[None]:
     """Partitions of many chunks, which pass through slots, or lie in `whole` gradients."""
-    without = patch.object(start, "chunk_slots", lambda *_: None)
-    with patch.object(sizes, "CHUNK_NUMEL", CHUNK):
+    without = patch.object(chunks, "SLOTS_OF_CHUNKS", 1 << 40)  # which would take more than whole gradients
+    with patch.object(chunks, "CHUNK_NUMEL", CHUNK):
         if not whole:
             yield
             return
@@ -53,7 +45,7 @@ def trained(config: dict[str, Any], between: Callable[[Any], None] | None, whole
     with small_chunks(whole=whole):
         engine = make_engine(config, groups=two_groups)
         adam, losses = engine.optimizer.zenflow_adam, []
-        assert adam.link.transfers.passes_chunks is not whole
+        assert adam.link.transfers.handed_over is (Place.HOST if whole else Place.IN_TRANSIT)
         for batch in batches(7 * accumulation, dist.get_rank()):
             losses += train(engine, [batch])
             if between is not None and engine.is_gradient_accumulation_boundary():
@@ -163,7 +155,7 @@ def measured(config: dict[str, Any], interval: int, away: bool) -> tuple[dict[st
         engine = make_engine(config, groups=two_groups)
         adam, losses, in_chunks = engine.optimizer.zenflow_adam, [], []
         for batch in batches(2 * MEASURED_STEPS + 6, dist.get_rank()):
-            in_chunks.append(adam.link.transfers.passes_chunks)
+            in_chunks.append(adam.link.transfers.handed_over is Place.IN_TRANSIT)
             losses += train(engine, [batch])
             if away:
                 away_and_back(engine)
@@ -188,8 +180,8 @@ def given(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("interval", [1, 2])
 def test_a_measured_interval_keeps_whole_gradients_only_if_it_is_longer_than_1(interval: int, away: bool) -> None:
-    measured = {"update_interval": "measured", "full_warm_up_rounds": MEASURED_STEPS + 2}
-    config = zenflow_config(2, prediction_error_factor=1e6, **measured)
+    section = {"update_interval": "measured", "full_warm_up_rounds": MEASURED_STEPS + 2}
+    config = zenflow_config(2, prediction_error_factor=1e6, **section)
     told = zenflow_config(
         2, full_warm_up_rounds=MEASURED_STEPS + 2, prediction_error_factor=1e6, update_interval=interval
     )
@@ -199,50 +191,3 @@ def test_a_measured_interval_keeps_whole_gradients_only_if_it_is_longer_than_1(i
     assert in_chunks[-1] is (interval == 1)
     assert bool(touched) is (interval == 2)
     assert_same(expected, found)
-
-
-# -- which runs have it, and how many places --------------------------------------------------------------------------
-
-
-@hypothesis.given(
-    numels=st.lists(st.integers(0, 1 << 30), min_size=1, max_size=5),
-    block_size=st.integers(1, 300),
-    published=st.sampled_from(["bfloat16", "float32"]),
-)
-@settings(max_examples=200, deadline=None)
-def test_places_take_less_than_whole_gradients_and_hold_every_chunk(
-    numels: list[int], block_size: int, published: str
-) -> None:
-    rule = PredictiveSettings.of(ZenFlowConfig(update_interval=1, block_size=block_size))
-    found = chunk_slots(rule, sum(numels), max(numels), published, "bfloat16")
-    if published == "float32":
-        assert found is None, "y is larger than the gradient"
-    if found is None:
-        return
-    assert found.count * found.numel < sum(numels)
-    assert found.numel >= min(max(numels), sizes.chunk_numel(sum(numels), block_size))
-
-
-AT_ONE = PredictiveSettings.of(ZenFlowConfig(update_interval=1))
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        PredictiveSettings.of(ZenFlowConfig(update_interval=2)),
-        replace(AT_ONE, weights_on_host=True, fills_early=True),
-        replace(AT_ONE, fills_early=True),
-        replace(AT_ONE, fills_before_y=True),
-        SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, update_interval=1)),
-    ],
-)
-def test_what_somebody_reads_on_the_host_stays_whole(rule: Any) -> None:
-    assert chunk_slots(rule, 1 << 30, 1 << 30, "bfloat16", "bfloat16") is None
-
-
-def test_seven_billion_parameters_take_less_than_a_tenth_of_their_gradients() -> None:
-    rule = PredictiveSettings.of(ZenFlowConfig(update_interval=1))
-    found = chunk_slots(rule, 7 * 10**9, 7 * 10**9, "bfloat16", "bfloat16")
-    assert found is not None
-    assert found.count * found.numel < 0.07 * 7 * 10**9
-    assert chunk_slots(rule, 1 << 20, 1 << 20, "bfloat16", "bfloat16") is None

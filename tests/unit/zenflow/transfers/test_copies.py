@@ -25,13 +25,15 @@ from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.stopwatch import stopwatch
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
+from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
+from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.rules.blocks import BlockSet
 from deepspeed_ext.zenflow.step import rule as rule_module
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.transfers import inside_step as transfers_module
 from deepspeed_ext.zenflow.transfers import streams as streams_module
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocate_landing_buffers
+from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocated_on_all_ranks
 from deepspeed_ext.zenflow.transfers.courier import Courier
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
@@ -94,10 +96,12 @@ def transfers_of(kind: str, numel: int) -> Transfers:
     process: Any = SimpleNamespace(newest=0, wait_for=lambda number: None)
     results = [Results(torch.empty(numel), None)]
     if kind == "inside" or get_accelerator().is_synchronized_device():
-        return Transfers(process, [results], 32, stopwatch())
-    buffers = allocate_landing_buffers(True, results, torch.float32, RankGroup.alone())
+        is_on_cpu = get_accelerator().is_synchronized_device()
+        copies = Copies.NONE if is_on_cpu else Copies.INSIDE_STEP
+        return Transfers(process, [results], 32, stopwatch(), copies)
+    buffers = allocated_on_all_ranks(results, torch.float32, RankGroup.alone())
     assert buffers is not None
-    return HiddenTransfers(process, [results], buffers, 32, timeout_seconds=60.0, waiting=stopwatch())
+    return HiddenTransfers(process, [results], buffers, Chunks(32, chunk_numel(numel, 32)), 60.0, stopwatch())
 
 
 def delivered(transfers: Transfers) -> None:
@@ -340,7 +344,7 @@ def test_flat_gradients_do_not_pile_up_behind_the_link() -> None:
         patch.object(transfers_module, "get_accelerator", lambda: accelerator),
         patch.object(streams_module, "get_accelerator", lambda: accelerator),
     ):
-        transfers = Transfers(MagicMock(), [], 32, MagicMock())
+        transfers = Transfers(MagicMock(), [], 32, MagicMock(), Copies.INSIDE_STEP)
         for _ in range(3):
             transfers.take(0, MagicMock(), MagicMock(), MagicMock())
     waits = [f"waited for {number}, blocking=True" for number in (1, 2)]

@@ -17,12 +17,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.zenflow.plan.arrays import ArrayKey
+from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.transfers import inside_step as transfers_module
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocate_landing_buffers
+from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocated_on_all_ranks
 from deepspeed_ext.zenflow.transfers.inside_step import Results
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
-from deepspeed_ext.zenflow.worker.arena import ArrayKey
 from deepspeed_ext.zenflow.worker.messages import ArenaTouch, PartitionPass, Publish
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.perf.stepping import Linears
@@ -76,9 +77,9 @@ def closed_with_results_on_their_way(numel: int) -> None:
     device = accelerator.current_device_name()
     process: Any = SimpleNamespace(newest=0, wait_for=lambda number: None, submit=lambda tasks: 0)
     results = [Results(accelerator.pin_memory(torch.ones(numel)), None)]  # locked, but not by `PageLocks`
-    buffers = allocate_landing_buffers(True, results, torch.float32, RankGroup.alone())
+    buffers = allocated_on_all_ranks(results, torch.float32, RankGroup.alone())
     assert buffers is not None
-    transfers = HiddenTransfers(process, [results], buffers, 32, timeout_seconds=60.0, waiting=stopwatch())
+    transfers = HiddenTransfers(process, [results], buffers, Chunks(32, chunk_numel(numel, 32)), 60.0, stopwatch())
     transfers.take(0, torch.ones(numel, device=device), torch.zeros(numel), transfers.ready())
     transfers.depart([], publishes=True)
     transfers._courier.wait()

@@ -7,9 +7,8 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 
-from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.transfers import beside_step
-from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer, allocate_landing_buffers
+from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer
 from deepspeed_ext.zenflow.transfers.inside_step import Results
 
 CPU = torch.device("cpu")
@@ -52,24 +51,3 @@ def test_gradient_and_results_share_one_memory_from_its_two_ends(published: torc
     assert memory.data_ptr() == g.untyped_storage().data_ptr() == y.data_ptr()
     assert memory.nbytes() == 10 * max(published.itemsize, gradient.itemsize)
     assert g.data_ptr() + 10 * gradient.itemsize == memory.data_ptr() + memory.nbytes()
-
-
-@pytest.mark.parametrize(
-    ("wanted", "free", "are_allocated"),
-    [(None, 120, True), (None, 119, False), (True, 119, True), (False, 1000, False)],
-)
-def test_without_being_asked_for_they_leave_a_tenth_of_the_memory_free(
-    wanted: bool | None, free: int, are_allocated: bool
-) -> None:
-    """They take 20 bytes of 1,000; a model that just fits must not end for want of memory because of them."""
-    accelerator = MagicMock()
-    accelerator.return_value.is_synchronized_device.return_value = False
-    accelerator.return_value.current_device_name.return_value = "cpu"
-    results = [Results(torch.zeros(10, dtype=torch.bfloat16), None)]
-    with (
-        patch.object(beside_step, "get_accelerator", accelerator),
-        patch.object(beside_step.allocation, "free_accelerator_bytes", lambda: free),
-        patch.object(beside_step.allocation, "total_accelerator_bytes", lambda: 1000),
-    ):
-        found = allocate_landing_buffers(wanted, results, torch.bfloat16, RankGroup.alone())
-    assert (found is not None) is are_allocated

@@ -12,11 +12,11 @@ import torch
 
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.stopwatch import stopwatch
-from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocate_landing_buffers
+from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS, Chunks, chunk_numel, chunk_of
+from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocated_on_all_ranks
 from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
 from deepspeed_ext.zenflow.transfers.inside_step import Results
-from deepspeed_ext.zenflow.worker import sizes
-from deepspeed_ext.zenflow.worker.sizes import MOST_CHUNKS, chunk_numel, chunk_of
 from tests.simulated.overlap import WIDTH, Layers
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
@@ -63,8 +63,8 @@ def test_there_are_at_most_64_whole_chunks(numel: int, block_size: int) -> None:
     chunk = chunk_numel(numel, block_size)
     assert chunk % block_size == 0
     assert -(-numel // chunk) <= MOST_CHUNKS
-    assert chunk >= chunk_of(sizes.CHUNK_NUMEL, block_size)
-    assert chunk == chunk_of(sizes.CHUNK_NUMEL, block_size) or (chunk - block_size) * MOST_CHUNKS < numel
+    assert chunk >= chunk_of(chunks.CHUNK_NUMEL, block_size)
+    assert chunk == chunk_of(chunks.CHUNK_NUMEL, block_size) or (chunk - block_size) * MOST_CHUNKS < numel
 
 
 SCALE = 1 << 14
@@ -93,14 +93,13 @@ def launches(numels: list[int]) -> tuple[int, int]:
         send(courier, sent, *more)
 
     with (
-        patch.object(sizes, "CHUNK_NUMEL", sizes.CHUNK_NUMEL // SCALE),
+        patch.object(chunks, "CHUNK_NUMEL", chunks.CHUNK_NUMEL // SCALE),
         patch.object(Courier, "send", noted),
     ):
-        buffers = allocate_landing_buffers(True, results, torch.bfloat16, RankGroup.alone())
+        buffers = allocated_on_all_ranks(results, torch.bfloat16, RankGroup.alone())
         assert buffers is not None
-        transfers = HiddenTransfers(
-            process, [[each] for each in results], buffers, 32, timeout_seconds=60.0, waiting=stopwatch()
-        )
+        sizes = Chunks(32, chunk_numel(sum(numels), 32))
+        transfers = HiddenTransfers(process, [[each] for each in results], buffers, sizes, 60.0, stopwatch())
         free = {"operator_us": 0.0, "memory_gb_per_s": 1e9, "copy_us": 0.0, "link_gb_per_s": 1e9}
         with simulation.timeline(launch_us=1.0, collective_us=0.0, network_gb_per_s=1e9, **free):
             for index, gradient in enumerate(gradients):

@@ -12,11 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.errors import UnsupportedError
-from deepspeed_ext.zenflow.rules.predictive.schedule import ring_of
+from deepspeed_ext.zenflow.plan.arrays import ArraySpec, plan_layout
+from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.predictive import ring_of
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker import arena as arena_module
-from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, partition_specs, plan_layout
+from deepspeed_ext.zenflow.worker.arena import Arena
+from tests.support.arenas import arena_kinds
 from tests.support.resident import resident_bytes
 
 PAGE, MIB = 4096, 1 << 20
@@ -47,9 +50,8 @@ def test_places_are_aligned_and_on_pages_of_their_own(described: list[tuple[str,
 @example(numel=1 << 22, publish_dtype="float32", ring=30, partitions=1)
 def test_arrays_that_are_read_together_begin_apart(numel: int, publish_dtype: str, ring: int, partitions: int) -> None:
     """Else the heads of equally long arrays of a power of two elements compete for cache sets and memory banks."""
-    how: dict[str, Any] = {"block_size": 32, "grad_dtype": "bfloat16", "per_block": ("block_means", "float32", True)}
-    how |= {"publish_dtype": publish_dtype, "slots": ring, "touched_slots": ring}
-    specs = [partition_specs(i, numel, **how) for i in range(partitions)]
+    kinds = arena_kinds(ring, published=publish_dtype)
+    specs = [kinds.of(i, numel) for i in range(partitions)]
     places = plan_layout([spec for partition in specs for spec in partition]).by_key()
     for partition in specs:
         big = [places[spec.key].offset for spec in partition if spec.nbytes >= MIB]
@@ -79,12 +81,9 @@ def test_host_bytes_per_parameter() -> None:
     """12 (p, m, v) + 2 per slot of the ring + 4/32 (block means), by the pages that are touched; y in fp32 has an array
     of its own."""
     n = 1 << 20
-    how: dict[str, Any] = {"block_size": 32, "grad_dtype": "bfloat16", "per_block": ("block_means", "float32", True)}
     for publish_dtype, interval, expected in (("bfloat16", 1, 14.125), ("float32", 1, 18.125), ("bfloat16", 4, 26.125)):
-        slots = ring_of(interval)
-        layout = plan_layout(
-            partition_specs(0, n, publish_dtype=publish_dtype, slots=slots, touched_slots=slots, **how)
-        )
+        slots = ring_of(interval, Arrival.AFTER_Y)
+        layout = plan_layout(arena_kinds(slots, published=publish_dtype).of(0, n))
         arena = Arena.create(layout)
         assert resident_bytes(arena) == 0
         for spec, _ in layout.arrays:
@@ -98,9 +97,8 @@ def test_host_bytes_per_parameter() -> None:
 @pytest.mark.parametrize("publish_dtype", ["float32", "bfloat16", "float16"])
 def test_y_replaces_the_gradient_of_its_slot_if_their_items_have_one_size(publish_dtype: str, grad_dtype: str) -> None:
     """Otherwise it has one array of its own, for every slot, which overlaps no gradient."""
-    how: dict[str, Any] = {"block_size": 32, "per_block": ("block_means", "float32", True)}
-    how |= {"publish_dtype": publish_dtype, "grad_dtype": grad_dtype, "slots": 3, "touched_slots": 3}
-    layout = plan_layout([*partition_specs(0, 100, **how), *partition_specs(1, 50, **how)])
+    kinds = arena_kinds(3, published=publish_dtype, gradient=grad_dtype)
+    layout = plan_layout([*kinds.of(0, 100), *kinds.of(1, 50)])
     arena, pages = Arena.create(layout), layout.page_bytes()
     replaces = getattr(torch, publish_dtype).itemsize == getattr(torch, grad_dtype).itemsize
     for index, slot in itertools.product(range(2), range(3)):

@@ -176,7 +176,8 @@ SUSPENDED = """
 import os, sys
 sys.path.insert(0, {root!r})
 os.close(0)  # as a job without stdin
-from deepspeed_ext.zenflow.worker.arena import Arena, ArraySpec, plan_layout
+from deepspeed_ext.zenflow.plan.arrays import ArraySpec, plan_layout
+from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.messages import WorkerPlan
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 layout = plan_layout([ArraySpec("p", "float32", 5)])

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource, ring_of
+from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.predictive import ring_of
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource
 from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS, is_overloaded, smallest_interval
 
 
@@ -17,19 +19,19 @@ def walk(schedule: PredictiveSchedule, steps: int) -> list:
 
 
 @pytest.mark.parametrize(
-    ("interval", "early", "before_y", "slots"),
+    ("interval", "arrival", "slots"),
     [
-        (1, False, False, 1),
-        (4, False, False, 7),
-        (1, False, True, 2),
-        (4, False, True, 7),
-        (1, True, True, 2),
-        (4, True, False, 8),
+        (1, Arrival.AFTER_Y, 1),
+        (4, Arrival.AFTER_Y, 7),
+        (1, Arrival.BEFORE_Y, 2),
+        (4, Arrival.BEFORE_Y, 7),
+        (1, Arrival.IN_BACKWARD, 2),
+        (4, Arrival.IN_BACKWARD, 8),
     ],
 )
-def test_slots_of_the_ring(interval: int, early: bool, before_y: bool, slots: int) -> None:
-    assert ring_of(interval, early, before_y) == slots
-    assert PredictiveSchedule(interval, True, None, False, early, before_y).ring == slots
+def test_slots_of_the_ring(interval: int, arrival: Arrival, slots: int) -> None:
+    assert ring_of(interval, arrival) == slots
+    assert PredictiveSchedule(interval, True, None, False, arrival).ring == slots
 
 
 @pytest.mark.parametrize("interval", [1, 4, 64])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.commands.memory.rules import bytes_of
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
+from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config

@@ -10,6 +10,7 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_adam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from tests.support.models import batches, on_device, two_groups
@@ -102,9 +103,9 @@ def compare_with_simulation(numel: int, interval: int, lag: int, every: int, ste
         optimizer,
         [0],
         lambda index: weights,
-        grad_dtype=torch.float32,
-        sharers=ranks,
-        holders=[ranks],
+        Caller("float32", "float32"),
+        ranks,
+        [ranks],
     )
     simulated = Simulated(start, 16, 0.25, interval, lag, every)
     found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
 from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
-from deepspeed_ext.zenflow.worker.arena import Arena, ArrayKey, partition_specs, plan_layout
+from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, ArrayKey, Dtypes, PerBlock, plan_layout
+from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
 from deepspeed_ext.zenflow.worker.main import block_bytes
 from tests.support.kernels import LIBRARY, needs_native
@@ -70,19 +73,10 @@ def test_without_chunks_each_thread_would_have_the_memory_of_others() -> None:
 
 @pytest.mark.parametrize("numel", [1, 31, 32, 1000, 4096])
 def test_bytes_of_a_block_are_those_of_each_array(numel: int) -> None:
-    specs = partition_specs(
-        0,
-        numel,
-        block_size=32,
-        publish_dtype="bfloat16",
-        grad_dtype="float32",
-        slots=1,
-        touched_slots=1,
-        per_block=("known", "int32", True),
-        per_block_width=2,
-        states=(("p", "float32"), ("m", "int8"), ("v", "uint8")),
-        scales=("m_scales", "v_scales"),
-    )
+    dtypes, known = Dtypes("bfloat16", "float32", "float32", "bfloat16"), PerBlock("known", "int32", True)
+    layout = replace(ADAM_STATE, moment_dtype="int8", with_signs=True)
+    kinds = ArenaKinds(layout, 32, dtypes, known, lifts_y=True, slots=1, touched_slots=1)
+    specs = [spec for spec in kinds.of(0, numel) if not spec.kind.endswith("shown")]
     arena = Arena.create(plan_layout(specs))
     found = {spec.kind: block_bytes(arena, ArrayKey(spec.kind, 0), 32) for spec in specs}
     assert found == {"p": 128, "m": 32, "v": 32, "m_scales": 1, "v_scales": 1, "y": 64, "known": 8, "g": 128}

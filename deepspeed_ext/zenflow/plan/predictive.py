@@ -6,16 +6,30 @@ from dataclasses import dataclass
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.rules.predictive.schedule import ring_of
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
+from deepspeed_ext.zenflow.plan.arrays import PerBlock
+from deepspeed_ext.zenflow.plan.places import Arrival, Place, Places
+from deepspeed_ext.zenflow.plan.rule import RuleSettings
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
-from deepspeed_ext.zenflow.worker.sizes import RuleSettings
 
-__all__ = ["LONGEST_MEASURED", "PredictiveSettings"]
+__all__ = ["LONGEST_MEASURED", "PredictiveSettings", "ring_of"]
 
 LONGEST_MEASURED = 2
-"""Longest interval chosen by measurement. Interval 4 raises the loss by 7 % with larger batches (docs/results.md),
-so only a config may choose it."""
+"""Longest interval chosen by measurement. Interval 4 raises the loss by 7 % with larger batches
+(docs/results.md), so only a config may choose it."""
+
+
+# Note: [the slot of y]
+# y lies in the slot of the newest gradient that went into it. An interval's gradients are in flight
+# while the next interval's are collected. The last of these may reuse a slot that was in flight,
+# because its step waits for the worker first; not if it arrives in backward, before its step. At
+# interval 1 that is the slot of y, which the step has read by then; not if the gradient arrives
+# before the step reads y.
+
+
+def ring_of(interval: int, arrival: Arrival) -> int:
+    """Number of ring slots needed at `interval`, overlapped (see Note: [the slot of y])."""
+    return max(2 * interval - (arrival is not Arrival.IN_BACKWARD), 1 if arrival is Arrival.AFTER_Y else 2)
 
 
 @dataclass(frozen=True)
@@ -54,34 +68,31 @@ class PredictiveSettings(RuleSettings):
         )
 
     @property
+    def shortest_interval(self) -> int:
+        return 1
+
+    @property
     def longest_interval(self) -> int:
         return self.update_interval or LONGEST_MEASURED
 
-    @property
-    def slots(self) -> int:
-        return ring_of(self.longest_interval, self.fills_early, self.fills_before_y) if self.overlapped else 1
+    def ring_at(self, interval: int | None, arrival: Arrival) -> int:
+        return ring_of(interval or 1, arrival) if self.overlapped else 1
 
     @property
-    def least_slots(self) -> int:
-        return ring_of(1, self.fills_early, self.fills_before_y) if self.overlapped else 1
+    def steps_each_gradient(self) -> bool:
+        return True
 
     @property
-    def passes_chunks(self) -> bool:
-        """With one gradient at a time, at least until the interval is measured, and weights on the accelerator."""
-        one = self.least_slots if self.update_interval is None else self.slots
-        return one == 1 and not (self.fills_early or self.fills_before_y)
+    def estimates(self) -> bool:
+        return self.overlapped
 
     @property
-    def per_block(self) -> tuple[str, str, bool]:
+    def steps_beside_worker(self) -> bool:
+        return False
+
+    def per_block(self, places: Places) -> PerBlock:
         """What the estimate is made from, copied to the accelerator if that computes it."""
-        return (*self.layout.per_block, not self.fills_early)
-
-    def accelerator_bytes(self, numel: int, weights_bytes: int) -> int:
-        """The estimate's value of each block, and D."""
-        if not self.overlapped or self.fills_early:
-            return 0
-        remembered = DTYPE_BYTES["float32"] * -(-numel // self.block_size) * self.per_block_width
-        return remembered + (numel * weights_bytes if self.drifts else 0)
+        return PerBlock(*self.layout.per_block, exchanged=places.gradient is Place.ACCELERATOR)
 
     @property
     def drifts(self) -> bool:
@@ -90,5 +101,6 @@ class PredictiveSettings(RuleSettings):
 
     @property
     def with_drift(self) -> tuple[bool, ...]:
-        """Whether estimates use D; both values while the interval is not chosen yet, because some then do."""
+        """Whether estimates use D; both values while the interval is not chosen yet, because some
+        then do."""
         return (True, False) if self.overlapped and self.update_interval is None else (self.drifts,)

@@ -7,10 +7,18 @@ from dataclasses import dataclass
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.zenflow.worker.sizes import RuleSettings
+from deepspeed_ext.zenflow.plan.arrays import PerBlock
+from deepspeed_ext.zenflow.plan.places import Arrival, Places
+from deepspeed_ext.zenflow.plan.rule import RuleSettings
 
-__all__ = ["LONGEST_CHOSEN", "SelectiveSettings", "hot_blocks", "most_hot_blocks", "ring_of"]
+__all__ = [
+    "LONGEST_CHOSEN",
+    "SelectiveSettings",
+    "hot_blocks",
+    "most_hot_blocks",
+    "ring_of",
+    "unknown_epoch",
+]
 
 _AUTO_SELECT_STEPS = 16
 LONGEST_CHOSEN = 8
@@ -19,14 +27,15 @@ _BALANCE = 2
 _STATE_BYTES = 3 * 4
 """Bytes per element of a hot block: p, m and v in fp32."""
 _COUNT_BYTES = 4
-_ID_BYTES = 8
 
 
-def ring_of(interval: int, lag: int, fills_early: bool = False, fills_before_y: bool = False) -> int:
-    """Number of ring slots needed: an interval's gradients stay in flight for `lag` steps, and the last of these
-    waits before it writes its own gradient; not if it `fills_early`, before its step. At interval 1 that gradient
-    reuses the slot of y, which its step has read; not if the step `fills_before_y`, before it reads y."""
-    return max(interval + max(0, lag - (not fills_early)), 1 + (fills_before_y and lag > 0))
+def ring_of(interval: int, lag: int, arrival: Arrival) -> int:
+    """Number of ring slots needed: an interval's gradients stay in flight for `lag` steps, and the
+    last of these waits before it writes its own gradient; not if that arrives in backward, before
+    its step. At interval 1 that gradient reuses the slot of y, which its step has read; not if it
+    arrives before the step reads y (see Note: [the slot of y])."""
+    least = 2 if lag and arrival is Arrival.BEFORE_Y else 1
+    return max(interval + max(0, lag - (arrival is not Arrival.IN_BACKWARD)), least)
 
 
 def hot_blocks(blocks: int, ratio: float) -> int:
@@ -44,13 +53,13 @@ class SelectiveSettings(RuleSettings):
     """Settings of the selective rule, which knows Adam only."""
 
     lag: int | None
-    """Optimizer steps from a hand-over to applying its result; None: not overlapped, the step waits for its own
-    result."""
+    """Optimizer steps from a hand-over to applying its result; None: not overlapped, the step waits
+    for its own result."""
     warm_up_steps: int
     topk_ratio: float
     select_every_steps: int | None
-    """Optimizer steps between selections, before rounding up to whole intervals; 0: select once; None: derived from
-    the interval."""
+    """Optimizer steps between selections, before rounding up to whole intervals; 0: select once;
+    None: derived from the interval."""
     keeps_hot_on_host: bool
     auto_ratio: float
 
@@ -88,46 +97,51 @@ class SelectiveSettings(RuleSettings):
         return settings
 
     @property
+    def overlapped(self) -> bool:
+        """Whether steps after the warm-up are overlapped."""
+        return self.lag is not None
+
+    @property
+    def shortest_interval(self) -> int:
+        return self.lag or 1
+
+    @property
     def longest_interval(self) -> int:
-        """If the first selection chooses it: at least the lag, and at most the number of steps until the next one."""
+        """If the first selection chooses it: at least the lag, and at most the number of steps
+        until the next one."""
         longest = min(LONGEST_CHOSEN, self.select_every_steps or LONGEST_CHOSEN)
         return self.update_interval or max(longest, self.lag or 0)
 
-    @property
-    def slots(self) -> int:
-        return self.ring_at(self.longest_interval)
-
-    def ring_at(self, interval: int) -> int:
-        """Slots of the gradient ring at `interval`."""
-        return ring_of(interval, self.lag or 0, self.fills_early, self.fills_before_y)
+    def ring_at(self, interval: int | None, arrival: Arrival) -> int:
+        lag = self.lag or 0
+        return ring_of(1, min(lag, 1), arrival) if interval is None else ring_of(interval, lag, arrival)
 
     @property
-    def least_slots(self) -> int:
-        return ring_of(1, min(self.lag or 0, 1), self.fills_early, self.fills_before_y)
-
-    @property
-    def passes_chunks(self) -> bool:
+    def steps_each_gradient(self) -> bool:
         """False: the mean of several gradients is made on the host."""
         return False
 
     @property
-    def per_block(self) -> tuple[str, str, bool]:
+    def estimates(self) -> bool:
+        return False
+
+    @property
+    def steps_beside_worker(self) -> bool:
+        """True: hot blocks."""
+        return True
+
+    def per_block(self, places: Places) -> PerBlock:
         """Update counts, which stay on the host."""
-        return ("updates", "int32", False)
+        return PerBlock("updates", "int32", exchanged=False)
 
     def hot_blocks(self, numel: int) -> int:
-        """Hot blocks of a partition of `numel` elements, if every rank has an equal share of them."""
+        """Hot blocks of a partition of `numel` elements, if every rank has an equal share of
+        them."""
         return hot_blocks(-(-numel // self.block_size), self.topk_ratio)
 
     def hot_state_bytes(self, blocks: int) -> int:
         """Bytes of p, m, v and update counts of `blocks` hot blocks."""
         return blocks * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
-
-    def accelerator_bytes(self, numel: int, weights_bytes: int) -> int:
-        """Numbers, state and new weights of hot blocks."""
-        hot = self.hot_blocks(numel)
-        state = 0 if self.keeps_hot_on_host else self.hot_state_bytes(hot)
-        return state + hot * (_ID_BYTES + self.block_size * weights_bytes)
 
     def steps_between_selections(self, interval: int) -> int:
         """Optimizer steps between two selections of hot blocks.
@@ -158,9 +172,15 @@ def _select_every_steps(config: ZenFlowConfig, steps_per_epoch: int | None) -> i
         )
     if strategy != "epoch":
         return given
-    if not steps_per_epoch:
-        logger.warning(
-            'zenflow.select_strategy = "epoch": the length of an epoch is known only if deepspeed.initialize is '
-            "given training_data; hot blocks are selected once. Set select_strategy = step and select_interval"
-        )
     return (given or 1) * (steps_per_epoch or 0)
+
+
+def unknown_epoch(config: ZenFlowConfig, steps_per_epoch: int | None) -> str | None:
+    """A warning if hot blocks are to be selected every so many epochs of unknown length; None:
+    there is nothing to warn of."""
+    if config.rule != "selective" or config.select_strategy != "epoch" or steps_per_epoch:
+        return None
+    return (
+        'zenflow.select_strategy = "epoch": the length of an epoch is known only if deepspeed.initialize is '
+        "given training_data; hot blocks are selected once. Set select_strategy = step and select_interval"
+    )

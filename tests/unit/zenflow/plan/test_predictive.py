@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ext.commands.memory.rules import bytes_of
-from deepspeed_ext.zenflow.rules.predictive.settings import LONGEST_MEASURED, PredictiveSettings
+from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.predictive import LONGEST_MEASURED, PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
 
 NUMEL, BLOCKS = 3 * 32 + 5, 4
 
@@ -27,7 +28,6 @@ def test_nothing_else_is_kept_moves_waits_or_is_exchanged() -> None:
     rule = settings(2)
     taken = bytes_of(rule, NUMEL, 2, ranks=4)
     assert taken.kept_on_host == taken.moved == taken.waiting == taken.exchange == 0
-    assert rule.per_block == ("block_means", "float32", True)
 
 
 @pytest.mark.parametrize(
@@ -35,5 +35,5 @@ def test_nothing_else_is_kept_moves_waits_or_is_exchanged() -> None:
 )
 def test_the_ring_holds_nearly_two_intervals(interval: int | None, overlapped: bool, slots: int) -> None:
     rule = settings(interval, overlapped)
-    assert rule.slots == slots
+    assert rule.ring_at(rule.longest_interval, Arrival.AFTER_Y) == slots
     assert rule.longest_interval == (interval or LONGEST_MEASURED)

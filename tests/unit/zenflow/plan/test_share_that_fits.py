@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from deepspeed_ext.commands.memory.parts import Phase, Place
+from deepspeed_ext.commands.memory.parts import Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.step.accelerator_share import ShareFacts, bytes_beside_share, units_that_fit
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.sizes import gradient_bytes
+from deepspeed_ext.zenflow.plan.decide import decide
+from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.held import Phase
 
 GB, GIB, UNITS = 10**9, 2**30, 1024
 
 
-def facts_of(model: Model, ranks: Ranks, setup: Setup, total: int, reserve: float = 0.15) -> ShareFacts:
+def facts_of(model: Model, ranks: Ranks, setup: Setup, total: int) -> ZenFlowFacts:
     """What a run knows once only its weights are on an accelerator of `total` bytes."""
-    partitions = [run.numel for run in setup.partitions(model, ranks) for _ in range(run.times)]
-    summed, handed = setup.accumulation_dtype(model), setup.handed_over_dtype(model)
-    items = model.itemsize, DTYPE_BYTES[summed], DTYPE_BYTES[handed]
-    whole = sum(partitions) * (1 if setup.partitions_weights else ranks.count)
-    gradients = gradient_bytes(sum(partitions), max(partitions), *items, flattens=setup.partitions_weights)
-    buckets = model.itemsize * setup.reduce_bucket_size
-    publish = setup.publish_dtype(model)
-    beside = partial(bytes_beside_share, setup.rule, publish, handed, model.itemsize, setup.hides_transfers)
-    return ShareFacts(
-        numels=partitions,
-        block_size=setup.rule.block_size,
-        layout=setup.rule.layout,
-        free=total - model.itemsize * whole,
-        total=total,
-        reserve_fraction=reserve,
-        later=gradients + buckets,
-        beside=beside,
+    partitions = tuple(setup.partitions(model, ranks))
+    whole = sum(run.numel * run.times for run in partitions)
+    whole *= 1 if setup.partitions_weights else ranks.count
+    caller = Caller(
+        model.dtype,
+        setup.accumulation_dtype(model),
+        takes_gradients=True,
+        flattens_sums=setup.partitions_weights,
+        bucket_bytes=model.itemsize * setup.reduce_bucket_size,
     )
+    free = max(0, total - model.itemsize * whole)
+    return ZenFlowFacts((RankFacts(partitions, free, total),), caller)
+
+
+def units_that_fit(facts: ZenFlowFacts, setup: Setup, reserve: float = 0.15) -> int:
+    """The share on the accelerator that is chosen if it is left open, in units."""
+    assert setup.zenflow is not None
+    section = setup.zenflow.model_dump(exclude_unset=True) | {"offload_reserve_fraction": reserve}
+    return round((1.0 - decide(facts, ZenFlowConfig(**section), host_share=None).host_share) * UNITS)
 
 
 def peak_at(model: Model, ranks: Ranks, setup: Setup, host_share: float) -> int:
@@ -56,11 +56,12 @@ def test_seven_billion_parameters_on_80_gb() -> None:
     setup = Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1))
     total = 80 * GIB
     facts = facts_of(model, Ranks(1, 1), setup, total)
-    share = units_that_fit(facts) / UNITS
+    share = units_that_fit(facts, setup) / UNITS
     assert 0.15 < share < 0.3
     assert peak_at(model, Ranks(1, 1), setup, 1.0 - share) + 0.1 * total < total
     assert peak_at(model, Ranks(1, 1), setup, 0.5) > total
-    assert units_that_fit(facts_of(model, Ranks(8, 8), Setup(stage=3, zenflow=setup.zenflow), total)) == UNITS
+    sharded = Setup(stage=3, zenflow=setup.zenflow)
+    assert units_that_fit(facts_of(model, Ranks(8, 8), sharded, total), sharded) == UNITS
 
 
 @st.composite
@@ -90,16 +91,20 @@ def test_what_is_chosen_fits_by_our_plan_and_a_little_more_memory_never_means_le
 ) -> None:
     model, ranks, setup, gib = run
     facts = facts_of(model, ranks, setup, gib * GIB)
-    units = units_that_fit(facts)
-    assert units <= units_that_fit(facts_of(model, ranks, setup, (gib + 8) * GIB))
+    units = units_that_fit(facts, setup)
+    assert units <= units_that_fit(facts_of(model, ranks, setup, (gib + 8) * GIB), setup)
     assume(units > 0)
     live = 2 * 2 * 10**9 if setup.stage == 3 else 0  # gathered layers count as activations
     assert peak_at(model, ranks, setup, 1.0 - units / UNITS) <= gib * GIB + live
 
 
-@pytest.mark.parametrize("short", ["later", "reserve_fraction"])
+@pytest.mark.parametrize("short", ["later", "reserve"])
 def test_nothing_steps_on_an_accelerator_that_has_no_room(short: str) -> None:
-    model = Model(GB, typical_largest(GB), "bfloat16")
-    facts = facts_of(model, Ranks(1, 1), Setup(stage=2, zenflow=ZenFlowConfig()), 24 * GIB)
-    assert units_that_fit(facts) > 0
-    assert units_that_fit(replace(facts, **{short: 40 * GIB if short == "later" else 0.99})) == 0
+    model, setup = Model(GB, typical_largest(GB), "bfloat16"), Setup(stage=2, zenflow=ZenFlowConfig())
+    facts = facts_of(model, Ranks(1, 1), setup, 24 * GIB)
+    assert units_that_fit(facts, setup) > 0
+    if short == "reserve":
+        assert units_that_fit(facts, setup, reserve=0.99) == 0
+        return
+    buckets = replace(facts, caller=replace(facts.caller, bucket_bytes=40 * GIB))
+    assert units_that_fit(buckets, setup) == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.adapter.host_gradients import HostGradients, Place
+from deepspeed_ext.adapter.gradients_on_host import Extent, HostGradients
 from tests.support.poison import delay
 from tests.support.ranks import run_ranks
 
@@ -21,7 +21,7 @@ def finished(sums_apart: bool, ends_early: bool) -> list[bool]:
     device = accelerator.current_device_name()
     slots = [accelerator.pin_memory(torch.full((4 * NUMEL,), float("nan"), dtype=torch.bfloat16))]
     sums = accelerator.pin_memory(torch.full((4 * NUMEL,), float("nan"))) if sums_apart else None
-    places = {number: Place(0, number * NUMEL, (number + 1) * NUMEL, number * NUMEL) for number in range(4)}
+    places = {number: Extent(0, number * NUMEL, (number + 1) * NUMEL, number * NUMEL) for number in range(4)}
     gradients = HostGradients(places, slots.__getitem__, sums, torch.linalg.vector_norm)
     made = [torch.randn(NUMEL, device=device).bfloat16() for _ in range(4)]
     expected = [each.cpu() for each in made]
@@ -53,7 +53,7 @@ def shown_and_written(sums_apart: bool) -> dict[str, tuple[float, float]]:
     accelerator = get_accelerator()
     device = accelerator.current_device_name()
     slots, sums = [torch.zeros(3 * NUMEL, dtype=torch.bfloat16)], torch.zeros(3 * NUMEL) if sums_apart else None
-    places = {number: Place(0, number * NUMEL, (number + 1) * NUMEL, number * NUMEL) for number in range(3)}
+    places = {number: Extent(0, number * NUMEL, (number + 1) * NUMEL, number * NUMEL) for number in range(3)}
     gradients = HostGradients(places, slots.__getitem__, sums, torch.linalg.vector_norm)
     made = [torch.randn(NUMEL, device=device) for _ in range(3)]
     made = made if sums_apart else [each.bfloat16() for each in made]
@@ -85,7 +85,7 @@ def read_at_once() -> bool:
     accelerator = get_accelerator()
     slots = [accelerator.pin_memory(torch.full((NUMEL,), float("nan"), dtype=torch.bfloat16))]
     sums = accelerator.pin_memory(torch.full((NUMEL,), float("nan")))
-    gradients = HostGradients({0: Place(0, 0, NUMEL, 0)}, slots.__getitem__, sums, torch.linalg.vector_norm)
+    gradients = HostGradients({0: Extent(0, 0, NUMEL, 0)}, slots.__getitem__, sums, torch.linalg.vector_norm)
     made = torch.randn(NUMEL, device=accelerator.current_device_name())
     expected = made.cpu().bfloat16()
     accelerator.synchronize()
@@ -107,7 +107,7 @@ def weights_from_the_slot() -> bool:
     """Whether weights that are still on their way up from a slot are right if its next gradient is zero."""
     accelerator = get_accelerator()
     slots = [accelerator.pin_memory(torch.ones(NUMEL, dtype=torch.bfloat16))]
-    gradients = HostGradients({0: Place(0, 0, NUMEL, 0)}, slots.__getitem__, None, torch.linalg.vector_norm)
+    gradients = HostGradients({0: Extent(0, 0, NUMEL, 0)}, slots.__getitem__, None, torch.linalg.vector_norm)
     weights = torch.zeros(NUMEL, dtype=torch.bfloat16, device=accelerator.current_device_name())
     accelerator.synchronize()
     delay()

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.commands.memory.rules import bytes_of
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings, hot_blocks, most_hot_blocks, ring_of
+from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings, hot_blocks, most_hot_blocks, ring_of
 
 BLOCK, NUMEL, HOT = 32, 10 * 32 + 5, 3
 """3 of 11 blocks are hot: a quarter, rounded up."""
@@ -45,7 +46,6 @@ def test_what_moves_waits_is_saved_and_is_exchanged() -> None:
     assert (taken.moved, taken.waiting) == (HOT * BLOCK * 4, HOT * BLOCK * 2)
     assert (taken.copied, taken.saved) == (4 * 11, (8 * HOT,))
     assert [bytes_of(rule, NUMEL, 2, ranks=ranks).exchange for ranks in (1, 2, 5)] == [0, 3 * HOT * 64, 6 * HOT * 64]
-    assert rule.per_block == ("updates", "int32", False)
 
 
 def test_a_block_is_hot_if_any_is_and_no_rank_has_more_than_twice_its_share() -> None:
@@ -55,16 +55,18 @@ def test_a_block_is_hot_if_any_is_and_no_rank_has_more_than_twice_its_share() ->
 
 @pytest.mark.parametrize(("interval", "lag", "slots"), [(1, 1, 1), (4, 0, 4), (4, 1, 4), (4, 2, 5), (4, 4, 7)])
 def test_the_ring_holds_an_interval_and_what_is_in_flight(interval: int, lag: int, slots: int) -> None:
-    assert ring_of(interval, lag) == slots
-    assert settings(update_interval=interval, lag=lag or None).slots == slots
+    assert ring_of(interval, lag, Arrival.AFTER_Y) == slots
+    rule = settings(update_interval=interval, lag=lag or None)
+    assert rule.ring_at(rule.longest_interval, Arrival.AFTER_Y) == slots
 
 
 @pytest.mark.parametrize(("interval", "lag", "slots"), [(1, 0, 1), (1, 1, 2), (4, 0, 4), (4, 1, 4), (4, 2, 5)])
 def test_gradients_made_on_the_host_never_come_to_the_slot_of_the_y_that_their_step_reads(
     interval: int, lag: int, slots: int
 ) -> None:
-    assert ring_of(interval, lag, fills_before_y=True) == slots
-    assert settings(update_interval=interval, lag=lag or None, fills_before_y=True).slots == slots
+    assert ring_of(interval, lag, Arrival.BEFORE_Y) == slots
+    rule = settings(update_interval=interval, lag=lag or None)
+    assert rule.ring_at(rule.longest_interval, Arrival.BEFORE_Y) == slots
 
 
 @pytest.mark.parametrize(
@@ -119,12 +121,8 @@ def test_a_lag_up_to_the_time_between_selections_is_accepted_and_without_overlap
 
 
 @pytest.mark.parametrize("lag", [None, 1, 4])
-@pytest.mark.parametrize("fills_early", [False, True])
-@pytest.mark.parametrize("fills_before_y", [False, True])
-def test_while_the_interval_is_open_the_ring_has_the_slots_of_interval_one(
-    lag: int | None, fills_early: bool, fills_before_y: bool
-) -> None:
+@pytest.mark.parametrize("arrival", Arrival)
+def test_while_the_interval_is_open_the_ring_has_the_slots_of_interval_one(lag: int | None, arrival: Arrival) -> None:
     """With fewer, a gradient would be overwritten before the worker has read it."""
-    place = {"fills_early": fills_early, "fills_before_y": fills_before_y}
-    of_one = settings(update_interval=1, lag=None if lag is None else 1, **place)
-    assert settings(update_interval=None, lag=lag, **place).least_slots == of_one.slots
+    of_one = settings(update_interval=1, lag=None if lag is None else 1)
+    assert settings(update_interval=None, lag=lag).ring_at(None, arrival) == of_one.ring_at(1, arrival)

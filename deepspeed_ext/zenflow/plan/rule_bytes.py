@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deepspeed_ext.commands.memory.setup import FLOAT_BYTES
-from deepspeed_ext.zenflow.rules.predictive.settings import PredictiveSettings
-from deepspeed_ext.zenflow.rules.selective.settings import SelectiveSettings
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
-from deepspeed_ext.zenflow.worker.sizes import ACCELERATOR_CHUNK_NUMEL, chunk_of
 
 __all__ = ["RuleBytes", "bytes_of", "share_step_bytes"]
 
+FLOAT_BYTES = DTYPE_BYTES["float32"]
 _STATE_BYTES = 3 * FLOAT_BYTES
 """Bytes per element of a hot block: p, m and v in fp32."""
 _COUNT_BYTES, _ID_BYTES, _SIGN_BYTES = 4, 8, 1

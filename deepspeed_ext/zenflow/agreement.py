@@ -1,0 +1,83 @@
+"""Measures what a plan depends on, on every rank, and makes the plan: facts are exchanged once, and
+plans compared once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from deepspeed_ext.runtime import host_memory, memory
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.procfs import host_id
+from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
+from deepspeed_ext.zenflow.plan.decide import decide
+from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.selective import unknown_epoch
+from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+
+__all__ = ["agreed_plan", "facts_of_all", "without_landing"]
+
+
+def facts_of_all(
+    weights: Sequence[torch.Tensor], caller: Caller, layout: StateLayout, ranks: RankGroup
+) -> ZenFlowFacts:
+    """Measure, and tell all ranks. A collective.
+
+    Args:
+        weights: this rank's partitions, which are in their places.
+        ranks: the ranks of the model; all of them call this.
+    """
+    with together(ranks):
+        mine = RankFacts(
+            tuple(Run(part.numel()) for part in weights),
+            memory.free_accelerator_bytes(),
+            memory.total_accelerator_bytes(),
+            host_id(),
+            tuple(sorted(host_memory.available_by_limit().items())),
+        )
+    found = ranks.gather_among("ZenFlow", mine)
+    return ZenFlowFacts(
+        tuple(found[rank] for rank in range(ranks.size)),
+        caller,
+        ranks.rank,
+        layout,
+        is_on_cpu=get_accelerator().is_synchronized_device(),
+    )
+
+
+def agreed_plan(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFlowPlan:
+    """The plan of this rank. A collective.
+
+    Args:
+        ranks: the ranks of the model.
+
+    Raises:
+        ConfigError: the section contradicts itself.
+        PlanMismatchError: the ranks have different settings.
+    """
+    fields = run.config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
+    by_epoch = run.config.select_strategy == "epoch"  # otherwise ranks may load different data
+    settings = fields, run.steps_per_epoch if by_epoch else None, run.host_share
+    with together(ranks, otherwise=None):
+        plan = decide(facts, run.config, host_share=run.host_share, steps_per_epoch=run.steps_per_epoch)
+    require_same_plan("ZenFlow", (settings, facts.caller, plan.decisions), ranks)
+    if ranks.rank == 0:
+        _log(plan, unknown_epoch(run.config, run.steps_per_epoch))
+    return plan
+
+
+def without_landing(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFlowPlan:
+    """The plan of this rank once a rank could not allocate landing buffers. A collective."""
+    return agreed_plan(replace(facts, refuses_landing=True), run, ranks)
+
+
+def _log(plan: ZenFlowPlan, warning: str | None) -> None:
+    if warning is not None:
+        logger.warning(warning)
+    for reason in plan.reasons:
+        (logger.info if reason.is_open else logger.debug)(str(reason))

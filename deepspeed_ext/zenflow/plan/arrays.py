@@ -1,0 +1,263 @@
+"""Describes the arrays of the arena, and places them: pure functions and plain values.
+`worker.arena` maps the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+
+__all__ = [
+    "OF_CHUNKS",
+    "PAGE_BYTES",
+    "ArenaKinds",
+    "ArenaLayout",
+    "ArrayKey",
+    "ArraySpec",
+    "Dtypes",
+    "PerBlock",
+    "PlacedArray",
+    "bytes_at_start",
+    "plan_layout",
+    "round_up",
+    "slot_arrays",
+]
+
+OF_CHUNKS = -1
+"""In place of a partition's number: places that chunks of all partitions take in turn."""
+
+PAGE_BYTES = 4096
+_LINE_BYTES = 64
+_BIG_BYTES = 1 << 20
+"""The position of an array matters only from this size on; smaller arrays stay in a cache
+anyway."""
+_HUGE_PAGE_BYTES = 1 << 21
+_APART_BYTES = 3 * PAGE_BYTES + 5 * _LINE_BYTES
+"""Staggers the starts of arrays so that they do not share cache sets. Both numbers are odd, so
+`_PLACES` arrays start on as many different lines of a page; then the pattern repeats."""
+_PLACES = 64
+
+
+class ArrayKey(NamedTuple):
+    """Identifies an array by kind, partition and, for gradients and y, slot of the ring."""
+
+    kind: str
+    """``p``, a moment (``m``, ``v``), its scales or where it is shown (``m_scales``, ``m_shown``),
+    ``y``, ``g``, or the kind of the rule's per-block array (see `deepspeed_ext.zenflow`)."""
+    partition: int = 0
+    slot: int = 0
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Describes one array of the arena."""
+
+    kind: str
+    dtype: str
+    """A key of `DTYPE_BYTES`."""
+    numel: int
+    partition: int = 0
+    slot: int = 0
+    touched: bool = True
+    """The worker touches its pages at start, which places them on its memory node; otherwise on
+    first use."""
+    exchanged: bool = False
+    """It is copied to or from the accelerator and therefore page-locked."""
+    before: int = 0
+    """Elements directly before it that step on the accelerator (see `Arena.whole`). The worker does
+    not know them; they take memory only while they are shown."""
+    replaced_by: str | None = None
+    """Dtype of y, which takes the place of this gradient; None: it does not. Both have the same
+    item size, so y of an element replaces only the gradient of that element."""
+
+    @property
+    def key(self) -> ArrayKey:
+        """Its key."""
+        return ArrayKey(self.kind, self.partition, self.slot)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes, without what lies before it."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def before_bytes(self) -> int:
+        """The size in bytes of what lies before it."""
+        return self.before * DTYPE_BYTES[self.dtype]
+
+
+class PlacedArray(NamedTuple):
+    """An array and its offset in the arena, in bytes."""
+
+    spec: ArraySpec
+    offset: int
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """Positions of all arrays. Trainer and worker hold equal copies."""
+
+    arrays: tuple[PlacedArray, ...]
+    nbytes: int
+
+    def by_key(self) -> Mapping[ArrayKey, PlacedArray]:
+        """The arrays by key. There is a y for each slot of the ring: in the place of its gradient,
+        or always the same array."""
+        found = {array.spec.key: array for array in self.arrays}
+        for spec, offset in self.arrays:
+            if spec.replaced_by is not None:
+                published = replace(spec, kind="y", dtype=spec.replaced_by, replaced_by=None)
+                found[published.key] = PlacedArray(published, offset)
+            elif spec.kind == "g" and (own := found.get(ArrayKey("y", spec.partition))) is not None:
+                found[ArrayKey("y", spec.partition, spec.slot)] = own
+        return MappingProxyType(found)
+
+    def page_bytes(self) -> Mapping[ArrayKey, int]:
+        """Bytes of the pages of each array: the memory that it takes once all of it is touched. No
+        page holds two arrays."""
+        return MappingProxyType({array.spec.key: _page_bytes(array) for array in self.arrays})
+
+
+def _page_bytes(array: PlacedArray) -> int:
+    first = array.offset // PAGE_BYTES * PAGE_BYTES
+    return 0 if array.spec.numel == 0 else round_up(array.offset + array.spec.nbytes, PAGE_BYTES) - first
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Names of dtypes, keys of `DTYPE_BYTES`.
+
+    Attributes:
+        weights: of the model's weights.
+        summed: in which gradients of micro-steps are added up.
+        gradient: in which they are handed over.
+        published: of y.
+    """
+
+    weights: str
+    summed: str
+    gradient: str
+    published: str
+
+    @classmethod
+    def of(cls, weights: str, summed: str, published: str | None) -> Dtypes:
+        """The dtypes of a run, with ``publish_dtype`` as given.
+
+        Gradients are handed over in the weights' dtype, or for fp16 weights in that of their sums:
+        fp16 cannot represent gradients that were added up in fp32; bf16 has the range of fp32.
+        """
+        return cls(weights, summed, summed if weights == "float16" else weights, published or weights)
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether gradients are added up in another dtype than they are handed over in."""
+        return self.summed != self.gradient
+
+    @property
+    def y_replaces_gradient(self) -> bool:
+        """Whether y takes the place of the newest gradient: their items have one size. Otherwise y
+        of some elements would replace gradients of others, which another thread may not have
+        read."""
+        return DTYPE_BYTES[self.published] == DTYPE_BYTES[self.gradient]
+
+
+class PerBlock(NamedTuple):
+    """The rule's array with an entry for each block."""
+
+    kind: str
+    dtype: str
+    exchanged: bool
+    """It is copied to the accelerator."""
+
+
+@dataclass(frozen=True)
+class ArenaKinds:
+    """What the arrays of all partitions have in common.
+
+    Attributes:
+        layout: p and the optimizer's moments.
+        block_size: elements of a block.
+        dtypes: of gradients and y.
+        per_block: the rule's array.
+        lifts_y: whether y is copied to the accelerator; gradients always come from there.
+        slots: slots of the gradient ring.
+        touched_slots: those that are certainly used; the others take memory only on first use.
+    """
+
+    layout: StateLayout
+    block_size: int
+    dtypes: Dtypes
+    per_block: PerBlock
+    lifts_y: bool
+    slots: int
+    touched_slots: int
+
+    def of(self, partition: int, numel: int, before: int = 0) -> list[ArraySpec]:
+        """The arrays of one partition (see the glossary in `deepspeed_ext.zenflow`).
+
+        Args:
+            numel: its elements that step on the host, n.
+            before: elements before them, of the same partition of ZeRO, that step on the
+                accelerator.
+        """
+        blocks, dtypes, replaces = -(-numel // self.block_size), self.dtypes, self.dtypes.y_replaces_gradient
+        shown = self.layout.shown if self.layout.is_coded else ()
+        kind, dtype, exchanged = self.per_block
+        entries = blocks * self.layout.per_block_width(self.block_size)
+        gradient = ArraySpec(
+            "g",
+            dtypes.gradient,
+            numel,
+            partition,
+            exchanged=True,
+            replaced_by=dtypes.published if replaces else None,
+        )
+        return [
+            *(ArraySpec(name, its, numel, partition, before=before) for name, its in self.layout.arrays),
+            *(ArraySpec(name, "uint8", blocks, partition) for name in self.layout.scales),
+            *(ArraySpec(name, "float32", numel, partition, touched=False) for name in shown),
+            *([] if replaces else [ArraySpec("y", dtypes.published, numel, partition, exchanged=self.lifts_y)]),
+            ArraySpec(kind, dtype, entries, partition, exchanged=exchanged),
+            *(replace(gradient, slot=slot, touched=slot < self.touched_slots) for slot in range(self.slots)),
+        ]
+
+
+def slot_arrays(slots: int, numel: int, dtypes: Dtypes) -> list[ArraySpec]:
+    """Places of `numel` elements for chunks in transit: gradients of a chunk, and then its y."""
+    gradient = ArraySpec("g", dtypes.gradient, numel, OF_CHUNKS, exchanged=True, replaced_by=dtypes.published)
+    return [replace(gradient, slot=slot) for slot in range(slots)]
+
+
+def bytes_at_start(specs: Iterable[ArraySpec]) -> int:
+    """Bytes of the arrays that the worker touches at start; the others take memory on first use."""
+    return sum(spec.nbytes for spec in specs if spec.touched)
+
+
+def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:
+    """Place `specs` one after the other, no two on one page, because page-locking is per page.
+
+    A pass reads several arrays at once. If arrays of a power-of-two size simply followed each
+    other, their starts would fall into the same cache sets and memory banks and evict each other.
+    So each big array starts behind a multiple of 2 MiB, at a distance that grows by `_APART_BYTES`
+    per array. The bytes between arrays are never touched: they take addresses but no memory.
+    """
+    assert len({spec.key for spec in specs}) == len(specs), "keys of arrays are unique"
+    arrays: list[PlacedArray] = []
+    end = big = 0
+    for spec in specs:
+        is_big = spec.nbytes >= _BIG_BYTES
+        offset = round_up(end + spec.before_bytes, _HUGE_PAGE_BYTES if is_big else PAGE_BYTES)
+        if is_big:
+            offset += big % _PLACES * _APART_BYTES
+            big += 1
+        arrays.append(PlacedArray(spec, offset))
+        end = offset + spec.nbytes
+    return ArenaLayout(tuple(arrays), max(PAGE_BYTES, round_up(end, PAGE_BYTES)))
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

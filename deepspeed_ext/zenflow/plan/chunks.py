@@ -1,0 +1,79 @@
+"""Defines how much is copied or computed at once, which bounds temporaries, in elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "ACCELERATOR_CHUNK_NUMEL",
+    "CHUNK_NUMEL",
+    "CODED_CHUNK_NUMEL",
+    "CONVERTED_NUMEL",
+    "LARGEST_KERNEL_BLOCK",
+    "MOST_CHUNKS",
+    "SLOTS_OF_CHUNKS",
+    "UPLOAD_NUMEL",
+    "Chunks",
+    "chunk_numel",
+    "chunk_of",
+]
+
+LARGEST_KERNEL_BLOCK = 256
+"""Elements of the largest block for which there is a device kernel; larger ones are computed as
+torch operations."""
+
+CONVERTED_NUMEL = 1 << 24
+"""Elements converted at once while they are copied from the arena to the weights."""
+
+UPLOAD_NUMEL = 1 << 23
+"""Elements that the host computes at once if their weights are on an accelerator, before rounding
+to blocks."""
+
+ACCELERATOR_CHUNK_NUMEL = 1 << 23
+"""Elements computed at once on an accelerator without a kernel, before rounding to blocks."""
+
+CHUNK_NUMEL = 1 << 24
+"""Minimum number of elements of a chunk that travels beside the step, before rounding to whole
+blocks."""
+
+CODED_CHUNK_NUMEL = 1 << 18
+"""Elements of a moment that are encoded or decoded at once, before rounding to whole blocks."""
+
+MOST_CHUNKS = 64
+"""Maximum number of chunks of all partitions together, not counting the last of each. More chunks
+cost launches, two per chunk and step; fewer make a step wait longer, by about one chunk's copies
+and pass."""
+
+SLOTS_OF_CHUNKS = 4
+"""Chunks that are on the host at once, if each has a place only while it is there: one with the
+worker, the next one behind it, and one on its way in each direction. At least 2: the courier hands
+a chunk over before it waits for the one before."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Chunks that travel beside the step.
+
+    Attributes:
+        block_size: elements of a block.
+        numel: elements of a chunk, whole blocks; the last chunk of a partition may be shorter.
+        slots: places on the host, which take turns: a gradient of the chunk, and then its y. 0:
+            chunks lie in whole gradients.
+        slot_numel: elements of each place.
+    """
+
+    block_size: int
+    numel: int
+    slots: int = 0
+    slot_numel: int = 0
+
+
+def chunk_numel(numel: int, block_size: int) -> int:
+    """Elements per chunk, if all partitions together have `numel` elements."""
+    fewest = -(-numel // MOST_CHUNKS)
+    return max(chunk_of(CHUNK_NUMEL, block_size), -(-fewest // block_size) * block_size)
+
+
+def chunk_of(chunk_numel: int, block_size: int) -> int:
+    """`chunk_numel` rounded down to whole blocks, but at least one block."""
+    return max(1, chunk_numel // block_size) * block_size

@@ -1,0 +1,344 @@
+"""Decides everything about a run: one pure function from facts and config to the plan.
+
+The order of the decisions: where gradients wait, how much steps on the accelerator, whether copies
+run beside the next step, whether gradients and y pass through the host in chunks. Each one sees
+those before it, and the memory of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan.arrays import ArraySpec, Dtypes, bytes_at_start, slot_arrays
+from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
+from deepspeed_ext.zenflow.plan.facts import RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.places import (
+    EVERYTHING_ON_HOST,
+    Arrival,
+    Copies,
+    Place,
+    Places,
+)
+from deepspeed_ext.zenflow.plan.plan import (
+    PartitionPlan,
+    Reason,
+    ZenFlowPlan,
+    head_of,
+    kinds_of,
+    landing_bytes,
+    share_bytes,
+)
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+
+__all__ = ["MOST_FOR_GRADIENTS", "decide"]
+
+MOST_FOR_GRADIENTS = 0.5
+"""Share of the accelerator's free memory that gradients may take."""
+
+LEAST_FREE = 0.1
+"""Share of the accelerator's memory that must stay free beside landing buffers, unless the user
+asks for them."""
+
+Partitions = tuple[Run, ...]
+_BESIDE = "copies beside the next step"
+_SHARE_UNITS = 1024
+"""A share that is not given is a multiple of one over this."""
+
+_ON_ACCELERATOR = Places(Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST, Place.HOST, Arrival.AFTER_Y)
+_IN_BACKWARD = Places(Place.ACCELERATOR, Place.HOST, Place.HOST, Place.HOST, Arrival.IN_BACKWARD)
+
+
+def decide(
+    facts: ZenFlowFacts,
+    config: ZenFlowConfig,
+    *,
+    host_share: float | None = 1.0,
+    steps_per_epoch: int | None = None,
+) -> ZenFlowPlan:
+    """The plan of a run.
+
+    Args:
+        config: the ``zenflow`` section.
+        host_share: the share of each partition that steps on the host
+            (``offload_optimizer.ratio``); None: as little as the accelerators' free memory allows.
+        steps_per_epoch: optimizer steps per epoch; None: unknown.
+
+    Raises:
+        ConfigError: the section contradicts itself.
+    """
+    caller = facts.caller
+    dtypes = Dtypes.of(caller.weights_dtype, caller.summed_dtype, config.publish_dtype)
+    choice = _Choice(facts, config, _settings_of(config, facts, steps_per_epoch), dtypes)
+    return choice.made(host_share)
+
+
+def _settings_of(
+    config: ZenFlowConfig, facts: ZenFlowFacts, steps_per_epoch: int | None = None
+) -> PredictiveSettings | SelectiveSettings:
+    """The settings of the config's rule."""
+    if config.rule == "selective":
+        return SelectiveSettings.of(config, steps_per_epoch)
+    layout = replace(facts.layout, moment_dtype=config.state_dtype)
+    return PredictiveSettings.of(config, layout=layout)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The decisions, each a method."""
+
+    facts: ZenFlowFacts
+    config: ZenFlowConfig
+    rule: PredictiveSettings | SelectiveSettings
+    dtypes: Dtypes
+
+    def made(self, wanted_share: float | None) -> ZenFlowPlan:
+        """All of them, in order."""
+        places, of_gradients = self.gradients(wanted_share)
+        host_share, of_share = self.share(wanted_share)
+        places, of_copies = self.landing(places, host_share)
+        mine = self.facts.mine.partitions
+        found, of_chunks = self.chunks(mine, places, host_share)
+        shortage = self._host_shortage(places, host_share)
+        if found is not None and found.slots:
+            places = replace(places, handed_over=Place.IN_TRANSIT)
+        partitions = tuple(
+            PartitionPlan(run.numel, self._head(run.numel, host_share), places, run.times) for run in mine
+        )
+        if shortage is not None:
+            instead = "set zenflow.gradients_on_host to false, or " if places.copies is Copies.WEIGHTS else ""
+            shortage = (
+                f"the optimizer's state needs {shortage}: {instead}use more hosts, a smaller "
+                "zenflow.update_interval or more memory"
+            )
+        reasons = (of_gradients, of_share, of_copies, of_chunks)
+        return ZenFlowPlan(self.rule, self.dtypes, partitions, host_share, found, shortage, reasons)
+
+    # -- where gradients wait ----------------------------------------------------------------------
+
+    def gradients(self, host_share: float | None) -> tuple[Places, Reason]:
+        """Where the weights are, and where gradients wait for their step."""
+        if self.facts.is_on_cpu and self.facts.caller.weights is Place.ACCELERATOR:
+            why = "the CPU is the accelerator, so all memory is the host's"
+            return EVERYTHING_ON_HOST, Reason("gradients", why)
+        leave, why = self._leave(host_share)
+        if not leave:
+            return _ON_ACCELERATOR, Reason("zenflow.gradients_on_host = False", why)
+        weights = self.facts.caller.weights
+        return replace(_IN_BACKWARD, weights=weights), Reason("zenflow.gradients_on_host = True", why)
+
+    def _leave(self, host_share: float | None) -> tuple[bool, str]:
+        """Whether gradients go to the host during backward, and why."""
+        caller, wanted = self.facts.caller, self.config.gradients_on_host
+        if caller.weights is Place.HOST:
+            return True, "offload_param keeps the weights on the host"
+        if not caller.takes_gradients:
+            return False, "at this stage a rank keeps gradients of other partitions"
+        if wanted is not None:
+            return wanted, "the config says so"
+        if self.config.hide_transfers:
+            return False, "hide_transfers needs gradients on the accelerator"
+        if host_share != 1.0:
+            return False, "what steps on the accelerator needs its gradients there"
+        return self._leave_by_memory()
+
+    def _leave_by_memory(self) -> tuple[bool, str]:
+        """Whether they would take too much of any accelerator, and every host has room for them.
+
+        Landing buffers would not fit beside so many gradients, so the step exposes copies anyway.
+        """
+        needs = self._by_shape(self._gradient_bytes)
+        tight = [
+            rank
+            for rank in self.facts.ranks
+            if rank.accelerator_free is not None and needs[rank.partitions] > MOST_FOR_GRADIENTS * rank.accelerator_free
+        ]
+        rank = (tight or self.facts.ranks)[0]
+        free = "unknown" if rank.accelerator_free is None else f"{rank.accelerator_free:,}"
+        why = (
+            f"they would take {needs[rank.partitions]:,} bytes of the accelerator, where {free} are "
+            f"free, and should take at most {MOST_FOR_GRADIENTS:.0%} of what is free on any rank"
+        )
+        if not tight:
+            return False, why
+        sums = DTYPE_BYTES[self.dtypes.summed] if self.dtypes.sums_apart else 0
+        short = self._host_shortage(_IN_BACKWARD, 1.0, sums)
+        return short is None, why if short is None else f"{why}; but a host is short: {short}"
+
+    def _gradient_bytes(self, partitions: Partitions) -> int:
+        """Bytes of accelerator memory that gradients take at once if they stay there until their
+        step: all that DeepSpeed keeps, and one partition that it makes flat."""
+        names = self.dtypes.weights, self.dtypes.summed, self.dtypes.gradient
+        weights, summed, handed_over = (DTYPE_BYTES[name] for name in names)
+        largest = max((run.numel for run in partitions), default=0)
+        copied = summed * largest if self.facts.caller.flattens_sums or summed == weights else 0
+        converted = handed_over * largest if handed_over != summed else 0
+        kept = summed * _total(partitions) * self.facts.caller.kept_partitions
+        return kept + copied + converted
+
+    # -- what steps on the accelerator -------------------------------------------------------------
+
+    def share(self, wanted: float | None) -> tuple[float, Reason]:
+        """The share of each partition that steps on the host."""
+        if wanted is not None:
+            return wanted, Reason(f"offload_optimizer.ratio = {wanted:.4g}", "the config says so")
+        if self.facts.is_on_cpu:
+            return 1.0, Reason("offload_optimizer.ratio = 1", "the CPU is the accelerator")
+        units, tightest = min((self._units(rank), at) for at, rank in enumerate(self.facts.ranks))
+        rank, share = self.facts.ranks[tightest], 1.0 - units / _SHARE_UNITS
+        why = (
+            f"of {rank.accelerator_total or 0:,} bytes of accelerator memory "
+            f"{rank.accelerator_free or 0:,} were free, gradients will take "
+            f"{self._later(rank.partitions):,}, and {self.config.offload_reserve_fraction:.0%} stay "
+            "free for activations (zenflow.offload_reserve_fraction)"
+        )
+        return share, Reason(f"offload_optimizer.ratio = {share:.4g}", why, is_open=True)
+
+    def _units(self, rank: RankFacts) -> int:
+        """The largest share of a rank's optimizer that fits into its accelerator, in units; 0 if there
+        is no room for any. An element takes more bytes where it steps there."""
+        reserve = round((rank.accelerator_total or 0) * self.config.offload_reserve_fraction)
+        room = (rank.accelerator_free or 0) - self._later(rank.partitions) - reserve
+        units = range(_SHARE_UNITS + 1)
+        fitting = bisect_right(units, room, key=lambda u: self._bytes_at(rank.partitions, 1.0 - u / _SHARE_UNITS))
+        return max(fitting - 1, 0)
+
+    def _later(self, partitions: Partitions) -> int:
+        """Bytes of the accelerator that gradients will take: none of them exists at the start."""
+        return self._gradient_bytes(partitions) + self.facts.caller.bucket_bytes
+
+    def _bytes_at(self, partitions: Partitions, host_share: float) -> int:
+        """Bytes of the accelerator for the share of the optimizer, and for what the rest keeps there:
+        the rule's state and, if copies may run beside the step, landing buffers."""
+        nbytes = self._share_bytes(partitions, host_share)
+        for run in self._on_host(partitions, host_share):
+            of_rule = bytes_of(self.rule, run.numel, DTYPE_BYTES[self.dtypes.weights])
+            nbytes += (sum(of_rule.kept.values()) + of_rule.waiting) * run.times
+        if self.config.hide_transfers is not False:
+            nbytes += self._landing_bytes(partitions, _ON_ACCELERATOR, host_share)
+        return nbytes
+
+    def _share_bytes(self, partitions: Partitions, host_share: float) -> int:
+        return sum(share_bytes(self.rule, self._head(run.numel, host_share)) * run.times for run in partitions)
+
+    def _head(self, numel: int, host_share: float) -> int:
+        return head_of(numel, host_share, self.rule.block_size)
+
+    def _on_host(self, partitions: Partitions, host_share: float) -> list[Run]:
+        return [Run(run.numel - self._head(run.numel, host_share), run.times) for run in partitions]
+
+    # -- copies beside the step --------------------------------------------------------------------
+
+    def landing(self, places: Places, host_share: float) -> tuple[Places, Reason]:
+        """Whether y lands on the accelerator beside the next step."""
+        wanted, inside = self.config.hide_transfers, "copies inside of the step"
+        if places.copies is not Copies.INSIDE_STEP:
+            return places, Reason("no copies of gradients and y", "the host computes the weights")
+        beside = replace(places, published=Place.ACCELERATOR)
+        if wanted is False:
+            return places, Reason(inside, "zenflow.hide_transfers is false")
+        if wanted:
+            return beside, Reason(_BESIDE, "zenflow.hide_transfers is true")
+        if self.facts.refuses_landing:
+            return places, Reason(inside, "a rank could not allocate the landing buffers")
+        needs = self._by_shape(partial(self._landing_bytes, places=places, host_share=host_share))
+        missing = {
+            needs[rank.partitions] - self._left(rank, host_share)
+            for rank in self.facts.ranks
+            if rank.accelerator_free is not None
+        }
+        why = (
+            f"landing buffers take {max(needs.values()):,} bytes of device memory, and beside them "
+            f"{LEAST_FREE:.0%} must stay free on any rank"
+        )
+        if (most := max(missing, default=0)) > 0:
+            return places, Reason(inside, f"{why}: {most:,} bytes are missing")
+        return beside, Reason(_BESIDE, why)
+
+    def _landing_bytes(self, partitions: Partitions, places: Places, host_share: float) -> int:
+        kinds = kinds_of(self.rule, self.dtypes, places)
+        found = self._on_host(partitions, host_share)
+        return sum(landing_bytes(kinds, run.numel) * run.times for run in found)
+
+    def _left(self, rank: RankFacts, host_share: float) -> int:
+        """Bytes of a rank's accelerator for landing buffers, beside gradients, its share of the
+        optimizer and what must stay free."""
+        free, total = rank.accelerator_free or 0, rank.accelerator_total or 0
+        taken = self._later(rank.partitions) + self._share_bytes(rank.partitions, host_share)
+        return free - taken - math.ceil(total * LEAST_FREE)
+
+    def chunks(self, partitions: Partitions, places: Places, host_share: float) -> tuple[Chunks | None, Reason]:
+        """The chunks of copies beside the step, and whether gradients are on the host only while
+        their chunk is.
+
+        They have slots only if nobody reads a gradient or y on the host after its chunk has been
+        stepped and sent back, at least while the interval is open; if y fits into the place of the
+        gradient; and if slots take less than whole gradients.
+        """
+        name = "gradients on the host"
+        if places.copies is not Copies.BESIDE_STEP:
+            return None, Reason(name, "whole, because none are copied beside the step")
+        size, block_size = self._on_host(partitions, host_share), self.rule.block_size
+        numel, largest = _total(size), max((run.numel for run in size), default=0)
+        whole = Chunks(block_size, chunk_numel(numel, block_size))
+        in_use = self.rule.ring_at(self.rule.update_interval, places.arrival)
+        if not self.rule.steps_each_gradient or in_use > 1:
+            return whole, Reason(name, "whole, because several of an interval are read there")
+        if not self.dtypes.y_replaces_gradient:
+            return whole, Reason(name, "whole, because y does not fit into their place")
+        slot_numel = min(whole.numel, largest)
+        if chunks.SLOTS_OF_CHUNKS * slot_numel >= numel:
+            return whole, Reason(name, "whole, because places for chunks would take as much")
+        slots = replace(whole, slots=chunks.SLOTS_OF_CHUNKS, slot_numel=slot_numel)
+        return slots, Reason(name, f"in {slots.slots} places, which chunks take in turn")
+
+    # -- the host ----------------------------------------------------------------------------------
+
+    def _host_shortage(self, places: Places, host_share: float, sums: int = 0) -> str | None:
+        """What the first host that is short lacks, in words, if its ranks touch all that they need
+        at start; None: nothing.
+
+        Args:
+            sums: bytes of an element of the sums of gradients that are on the host, too.
+        """
+        needs = self._by_shape(partial(self._host_bytes, places=places, host_share=host_share, sums=sums))
+        sharers: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for rank in self.facts.ranks:
+            for limit, free in rank.host_free:
+                sharers.setdefault((rank.host, limit), []).append((needs[rank.partitions], free))
+        for found in sharers.values():
+            needed, available = sum(need for need, _ in found), min(free for _, free in found)
+            if needed > max(0, available):
+                return (
+                    f"{needed:,} bytes of host memory for {len(found)} rank(s) on one host, but "
+                    f"{max(0, available):,} are available"
+                )
+        return None
+
+    def _host_bytes(self, partitions: Partitions, places: Places, host_share: float, sums: int) -> int:
+        """Bytes that a rank touches on its host at start."""
+        found, _ = self.chunks(partitions, places, host_share)
+        slots: list[ArraySpec] = []
+        if found is not None and found.slots:
+            slots = slot_arrays(found.slots, found.slot_numel, self.dtypes)
+            places = replace(places, handed_over=Place.IN_TRANSIT)
+        kinds = kinds_of(self.rule, self.dtypes, places)
+        runs = self._on_host(partitions, host_share)
+        arrays = sum(bytes_at_start(kinds.of(0, run.numel)) * run.times for run in runs)
+        return arrays + bytes_at_start(slots) + sums * _total(partitions)
+
+    def _by_shape(self, function: Callable[[Partitions], int]) -> dict[Partitions, int]:
+        """The result of `function` for the partitions of each rank. Most ranks have equal ones."""
+        return {shape: function(shape) for shape in {rank.partitions for rank in self.facts.ranks}}
+
+
+def _total(partitions: Sequence[Run]) -> int:
+    return sum(run.numel * run.times for run in partitions)

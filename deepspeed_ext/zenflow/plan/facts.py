@@ -1,0 +1,94 @@
+"""Lists what a plan depends on besides the config: what ranks measure, and what their caller can
+do. Plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deepspeed_ext.zenflow.plan.places import Place
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+
+__all__ = ["Caller", "RankFacts", "Run", "ZenFlowFacts"]
+
+
+class Run(NamedTuple):
+    """Some partitions of equal size."""
+
+    numel: int
+    """Elements of each partition."""
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank has.
+
+    Attributes:
+        partitions: its partitions, in the same order on every rank.
+        accelerator_free, accelerator_total: bytes of its accelerator once the weights are in their
+            places; None: not known, so there is room for what the config does not forbid.
+        host: identifies its host.
+        host_free: for each limit of host memory, such as the machine's or a control group's, the
+            bytes that are still available. Ranks of one host with the same limit share it. Empty:
+            not known.
+    """
+
+    partitions: tuple[Run, ...]
+    accelerator_free: int | None = None
+    accelerator_total: int | None = None
+    host: str = ""
+    host_free: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Caller:
+    """What the ZeRO optimizer around ZenFlow does with weights and gradients.
+
+    Attributes:
+        weights_dtype: name of the weights' dtype.
+        summed_dtype: name of the dtype in which gradients of micro-steps are added up.
+        weights: where partitions of the weights are.
+        takes_gradients: whether a gradient can go to the host during backward.
+        kept_partitions: how many ranks' partitions of the gradients a rank keeps until they are
+            reduced, its own among them.
+        flattens_sums: whether a partition's gradients are copied to a flat tensor even if they are
+            added up in another dtype than that of the weights.
+        bucket_bytes: bytes of the accelerator for gradients that are being reduced.
+    """
+
+    weights_dtype: str
+    summed_dtype: str
+    weights: Place = Place.ACCELERATOR
+    takes_gradients: bool = False
+    kept_partitions: int = 1
+    flattens_sums: bool = False
+    bucket_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ZenFlowFacts:
+    """The facts of a run, equal on all ranks but for `rank`.
+
+    Attributes:
+        ranks: what each rank has.
+        caller: the same on every rank.
+        rank: for which of them the plan is made.
+        layout: the optimizer's state; its moments are fp32.
+        is_on_cpu: the CPU is the accelerator.
+        refuses_landing: a rank could not allocate landing buffers for which there seemed to be
+            room.
+    """
+
+    ranks: tuple[RankFacts, ...]
+    caller: Caller
+    rank: int = 0
+    layout: StateLayout = ADAM_STATE
+    is_on_cpu: bool = False
+    refuses_landing: bool = False
+
+    @property
+    def mine(self) -> RankFacts:
+        """What the rank of the plan has."""
+        return self.ranks[self.rank]

@@ -1,0 +1,110 @@
+"""Predicts how long a step's copies and its pass take, and which part of them every step waits for.
+
+A step's chain is: gradients down the link, the optimizer's pass over host memory, y up the link. All three
+work at once, chunk by chunk, so the slowest of them decides. What runs beside the next forward and backward
+is hidden if these take at least as long; the rest is exposed in every step. What steps on the accelerator
+takes no time here.
+
+Not counted: the first and the last chunk, in which only one of the three works (1/64 of each), launches,
+and the waits of a link that several accelerators share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+
+__all__ = ["Lanes", "Speeds", "Traffic", "lanes_of", "traffic_of"]
+
+_NUMEL = 1 << 20
+"""Elements of the partition whose arrays are counted."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Speeds of one rank, in bytes per second.
+
+    Attributes:
+        link: between its accelerator and its host, each way, both ways at once.
+        host: its share of the host's memory; reads and writes count alike.
+    """
+
+    link: float
+    host: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes per element of a rank's partition in an optimizer step, on average over an interval.
+
+    Attributes:
+        down, up: over the link.
+        passed: moved in host memory, by the optimizer's pass and by the transfers.
+    """
+
+    down: float = 0.0
+    up: float = 0.0
+    passed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Seconds of an optimizer step on one rank beside forward and backward.
+
+    Attributes:
+        down, up: copies over the link.
+        host: the pass over host memory.
+        exposed: what every step waits for, however long forward and backward take.
+        beside: what is hidden if forward and backward take at least as long.
+    """
+
+    down: float
+    up: float
+    host: float
+    exposed: float
+    beside: float
+
+
+def traffic_of(plan: ZenFlowPlan) -> Traffic:
+    """What a step moves: every gradient goes down; y and the block means come up once an interval."""
+    rule, dtypes, interval = plan.rule, plan.dtypes, plan.rule.longest_interval
+    specs = plan.kinds.of(0, _NUMEL)
+    kinds = (*rule.layout.kinds, *rule.layout.scales)
+    state = sum(spec.nbytes for spec in specs if spec.kind in kinds) / _NUMEL
+    means = sum(spec.nbytes for spec in specs if spec.kind in ("block_means", "known")) / _NUMEL
+    gradient, published = DTYPE_BYTES[dtypes.gradient], DTYPE_BYTES[dtypes.published] + means
+    every = rule.steps_between_selections(interval) if isinstance(rule, SelectiveSettings) else 0
+    # the state of hot blocks, both ways
+    moved = len("pmv") * bytes_of(rule, _NUMEL).moved / _NUMEL / every if every else 0.0
+    down, up = gradient + moved, published / interval + moved
+    return Traffic(down, up, gradient + (2 * state + published) / interval + down + up)
+
+
+def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
+    """How long the chain takes, and which part of it a step can hide.
+
+    With landing buffers all of it is hidden, and without them the pass. If the host computes the weights,
+    the estimate there is exposed, which reads gradients and y and writes weights, or the weights' way up
+    at the same time, if they are not on the host, too.
+    """
+    moves, item = traffic_of(plan), DTYPE_BYTES[plan.dtypes.weights]
+    numel = sum(each.on_host * each.times for each in plan.partitions)
+    down, up = moves.down * numel / speeds.link, moves.up * numel / speeds.link
+    host, transfer = moves.passed * numel / speeds.host, max(down, up)
+    if not plan.rule.overlapped:
+        return Lanes(down, up, host, max(transfer, host), 0.0)
+    if plan.copies is Copies.BESIDE_STEP:
+        return Lanes(down, up, host, 0.0, max(transfer, host))
+    if plan.copies is Copies.INSIDE_STEP:
+        return Lanes(down, up, host, transfer, host)
+    lifts = plan.copies is Copies.WEIGHTS
+    whole = up if isinstance(plan.rule, SelectiveSettings) else item * numel / speeds.link
+    sent = whole if lifts else 0.0
+    touched = moves.down + (3 if lifts else 2) * item  # the link reads weights, too
+    estimate = touched * numel / speeds.host
+    return Lanes(down, max(up, sent), host, max(estimate, sent), max(down, host))

@@ -1,0 +1,238 @@
+"""Holds the plan of a run: a frozen value from which everything is built, and that whoever steps
+asks."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from deepspeed_ext.zenflow.plan.arrays import (
+    ArenaKinds,
+    ArenaLayout,
+    ArraySpec,
+    Dtypes,
+    plan_layout,
+    slot_arrays,
+)
+from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK, Chunks
+from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, Places
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+
+__all__ = ["Kernel", "PartitionPlan", "Reason", "ZenFlowPlan", "head_of", "kinds_of", "landing_bytes", "share_bytes"]
+
+
+class Kernel(enum.Enum):
+    """A device kernel that steps launch."""
+
+    NORM = "norm of a gradient"
+    STEP = "exact step of blocks"
+    ESTIMATE = "estimate of an update in flight"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why something was decided.
+
+    Attributes:
+        decision: its name and value, as a config would give it.
+        why: in a sentence.
+        is_open: whether the config left it to be decided.
+    """
+
+    decision: str
+    why: str
+    is_open: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.decision}: {self.why}"
+
+
+@dataclass(frozen=True)
+class PartitionPlan:
+    """One partition of ZeRO, or some of equal size.
+
+    Attributes:
+        numel: its elements.
+        head: how many of them, at its start, step on the accelerator.
+        places: where the arrays of the rest are.
+        times: number of such partitions; above 1 only in a plan that nothing is built from.
+    """
+
+    numel: int
+    head: int
+    places: Places
+    times: int = 1
+
+    @property
+    def on_host(self) -> int:
+        """Elements that step on the host."""
+        return self.numel - self.head
+
+
+@dataclass(frozen=True)
+class ZenFlowPlan:
+    """Everything that is decided about a run of one rank.
+
+    Attributes:
+        rule: settings of the update rule.
+        dtypes: of weights, gradients and y.
+        partitions: this rank's partitions.
+        host_share: share of each that steps on the host.
+        chunks: of copies beside the next step; None: there are none.
+        shortage: why a host cannot hold this; None: it can, as far as is known.
+        reasons: why it was decided so, the same on every rank.
+    """
+
+    rule: PredictiveSettings | SelectiveSettings
+    dtypes: Dtypes
+    partitions: tuple[PartitionPlan, ...]
+    host_share: float
+    chunks: Chunks | None
+    shortage: str | None
+    reasons: tuple[Reason, ...]
+
+    # -- places ------------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> Places:
+        """Where the arrays of the partitions are: today the same for all."""
+        return self.partitions[0].places
+
+    @property
+    def copies(self) -> Copies:
+        """What crosses the link."""
+        return self.places.copies
+
+    @property
+    def arrival(self) -> Arrival:
+        """When gradients come to the ring."""
+        return self.places.arrival
+
+    @property
+    def decisions(self) -> tuple[object, ...]:
+        """What all ranks must have decided alike: all but the sizes of this rank's arrays."""
+        places = replace(self.places, handed_over=Place.HOST)  # in transit if partitions are large
+        return (self.rule, self.dtypes, places, self.host_share, self.shortage)
+
+    # -- the arena ---------------------------------------------------------------------------------
+
+    @cached_property
+    def kinds(self) -> ArenaKinds:
+        """What the arrays of all partitions have in common."""
+        return kinds_of(self.rule, self.dtypes, self.places)
+
+    @cached_property
+    def arena(self) -> tuple[ArraySpec, ...]:
+        """The arrays of the arena; of partitions of equal size, those of one."""
+        partitions = (
+            spec for index, each in enumerate(self.partitions) for spec in self.kinds.of(index, each.on_host, each.head)
+        )
+        return (*partitions, *self._slot_arrays())
+
+    def _slot_arrays(self) -> Iterator[ArraySpec]:
+        if self.chunks is not None and self.chunks.slots:
+            yield from slot_arrays(self.chunks.slots, self.chunks.slot_numel, self.dtypes)
+
+    @cached_property
+    def layout(self) -> ArenaLayout:
+        """The arena with all arrays in their places."""
+        return plan_layout(self.arena)
+
+    # -- the interval ------------------------------------------------------------------------------
+
+    def ring_slots(self, interval: int | None) -> int:
+        """Slots of whole gradients on the host at `interval`; None: while it is open."""
+        slots = self.rule.ring_at(interval, self.arrival)
+        return 0 if slots == 1 and self.places.handed_over is Place.IN_TRANSIT else slots
+
+    def _ring_bytes(self, interval: int | None) -> int:
+        """Bytes of the gradients that are on the host at `interval`, without chunks in transit."""
+        elements = sum(each.on_host * each.times for each in self.partitions)
+        return self.ring_slots(interval) * elements * DTYPE_BYTES[self.dtypes.gradient]
+
+    def further_bytes(self, now: int | None, wanted: int | None) -> int:
+        """Bytes that the ring at interval `wanted` takes beyond those at interval `now`: a slot
+        takes memory when it is first written."""
+        return self._ring_bytes(wanted) - self._ring_bytes(now)
+
+    def affordable_interval(self, wanted: int, room: int) -> int:
+        """The longest interval up to `wanted` whose further gradients fit into `room` bytes of host
+        memory; 0: not even the shortest."""
+        fitting = (n for n in range(self.rule.shortest_interval, wanted + 1) if self.further_bytes(None, n) <= room)
+        return max(fitting, default=0)
+
+    # -- the accelerator ---------------------------------------------------------------------------
+
+    @property
+    def has_share(self) -> bool:
+        """Whether some elements step on the accelerator."""
+        return any(each.head for each in self.partitions)
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of the landing buffers."""
+        if self.copies is not Copies.BESIDE_STEP:
+            return 0
+        return sum(landing_bytes(self.kinds, each.on_host) * each.times for each in self.partitions)
+
+    @property
+    def share_bytes(self) -> int:
+        """Bytes of p and the moments on the accelerator."""
+        return sum(share_bytes(self.rule, each.head) * each.times for each in self.partitions)
+
+    @property
+    def kernels(self) -> frozenset[Kernel]:
+        """Device kernels that steps launch, if the device has any."""
+        if self.rule.block_size > LARGEST_KERNEL_BLOCK:
+            return frozenset()
+        found = {Kernel.NORM}
+        computes_there = self.places.gradient is Place.ACCELERATOR
+        if self.has_share or (self.rule.steps_beside_worker and computes_there):
+            found.add(Kernel.STEP)
+        if self.rule.estimates and computes_there:
+            found.add(Kernel.ESTIMATE)
+        return frozenset(found)
+
+
+def kinds_of(rule: PredictiveSettings | SelectiveSettings, dtypes: Dtypes, places: Places) -> ArenaKinds:
+    """The arrays of partitions with these places. While the interval is open, only the slots of the
+    gradient ring that interval 1 needs are touched at start."""
+    in_transit, is_open = places.handed_over is Place.IN_TRANSIT, rule.update_interval is None
+    slots = 0 if in_transit and not is_open else rule.ring_at(rule.longest_interval, places.arrival)
+    touched = rule.ring_at(None, places.arrival) if is_open else slots
+    return ArenaKinds(
+        layout=rule.layout,
+        block_size=rule.block_size,
+        dtypes=dtypes,
+        per_block=rule.per_block(places),
+        lifts_y=places.weights is Place.ACCELERATOR,
+        slots=slots,
+        touched_slots=0 if in_transit else touched,
+    )
+
+
+def landing_bytes(kinds: ArenaKinds, numel: int) -> int:
+    """Bytes of the landing buffer of a partition of `numel` elements on the host: 2 per element if
+    gradients and y have 16 bits, plus the per-block array if the accelerator reads it."""
+    item = max(DTYPE_BYTES[kinds.dtypes.gradient], DTYPE_BYTES[kinds.dtypes.published])
+    entries = -(-numel // kinds.block_size) * kinds.layout.per_block_width(kinds.block_size)
+    per_block = entries * DTYPE_BYTES[kinds.per_block.dtype] if kinds.per_block.exchanged else 0
+    return numel * item + per_block
+
+
+def share_bytes(rule: PredictiveSettings | SelectiveSettings, numel: int) -> int:
+    """Bytes of accelerator memory of `numel` elements that step there: p, the moments, and a count
+    for each block if the optimizer needs it."""
+    counts = DTYPE_BYTES["int32"] * (numel // rule.block_size) if rule.layout.counts_updates else 0
+    return len(rule.layout.kinds) * DTYPE_BYTES["float32"] * numel + counts
+
+
+def head_of(numel: int, host_share: float, block_size: int) -> int:
+    """How many of a partition's `numel` elements step on the accelerator: whole blocks, as near as
+    possible to all but `host_share` of them."""
+    wanted = round(numel * (1.0 - host_share) / block_size) * block_size
+    return min(wanted, numel // block_size * block_size)

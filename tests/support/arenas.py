@@ -1,0 +1,24 @@
+"""Arrays of an arena, without a plan of a run."""
+
+from __future__ import annotations
+
+from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, ArraySpec, Dtypes, PerBlock
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+
+
+def arena_kinds(
+    slots: int = 1,
+    *,
+    published: str = "bfloat16",
+    gradient: str = "bfloat16",
+    layout: StateLayout = ADAM_STATE,
+) -> ArenaKinds:
+    """Those of the predictive rule with blocks of 32 elements, all slots of the ring in use."""
+    dtypes, means = Dtypes("bfloat16", gradient, gradient, published), PerBlock("block_means", "float32", True)
+    return ArenaKinds(layout, 32, dtypes, means, lifts_y=True, slots=slots, touched_slots=slots)
+
+
+def partition_arrays(numel: int, slots: int = 1, **changes: str) -> list[ArraySpec]:
+    """Those of one partition; `changes` as for `arena_kinds`."""
+    return arena_kinds(slots, **changes).of(0, numel)  # type: ignore[arg-type]

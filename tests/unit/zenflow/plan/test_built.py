@@ -1,0 +1,96 @@
+"""What a start builds is what the plan says, array by array, and the plan is that of ``plan --memory``."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from deepspeed_ext.commands.memory.config_file import read_config
+from deepspeed_ext.commands.memory.setup import Model, Ranks
+from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan.facts import RankFacts, Run
+from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
+from tests.support.models import OddModel, two_groups
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import make_engine, zenflow_config
+
+ON_HOST = {"device": "cpu"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "interval 1": ({"update_interval": 1}, {}),
+    "interval 2": ({"update_interval": 2}, {}),
+    "open": ({"update_interval": "measured"}, {}),
+    "copies in the step": ({"update_interval": 1, "hide_transfers": False}, {}),
+    "int8": ({"update_interval": 1, "state_dtype": "int8"}, {}),
+    "y in fp32": ({"update_interval": 2, "publish_dtype": "float32"}, {}),
+    "gradients on the host": ({"update_interval": 1, "gradients_on_host": True}, {}),
+    "a share": ({"update_interval": 1}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+    "offload_param": ({"update_interval": 1}, {"offload_param": ON_HOST, "offload_optimizer": ON_HOST}),
+    "selective": ({"topk_ratio": 0.1, "select_interval": 4, "update_interval": 2}, {}),
+}
+
+
+def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
+    """This rank's plan, and how what was built differs from it."""
+    with patch.object(chunks, "CHUNK_NUMEL", 512):
+        engine = make_engine(config, groups=two_groups)
+    adam = engine.optimizer.zenflow_adam
+    plan, arena, transfers = adam.decided, adam.link.arena, adam.link.transfers
+    said: list[tuple[str, Any, Any]] = [
+        ("arena", plan.layout, arena.layout),
+        ("ring", plan.rule.ring_at(plan.rule.update_interval, plan.arrival), adam.rule.schedule.ring),
+        ("handed over", plan.places.handed_over, transfers.handed_over),
+        ("beside", plan.copies is Copies.BESIDE_STEP, isinstance(transfers, HiddenTransfers)),
+        ("lifts", plan.copies is not Copies.NONE, transfers._lifts),
+    ]
+    for decided, partition in zip(plan.partitions, adam.partitions, strict=True):
+        numels = partition.master.numel(), partition.weights().numel()
+        said.append(("on the host", (decided.on_host,) * 2, numels))
+        said.append(("places", decided.places, partition.places))
+        where = Place.HOST if partition.device.type == "cpu" else Place.ACCELERATOR
+        said.append(("gradient", decided.places.gradient, where))
+    if isinstance(transfers, HiddenTransfers):
+        assert plan.chunks is not None
+        results = [buffer.results for buffer in transfers._buffers]
+        tensors = [each for one in results for each in (one.published, one.block_means)]
+        y_and_means = sum(each.nbytes for each in tensors if each is not None)
+        equal_items = plan.dtypes.y_replaces_gradient
+        said.append(("landing", plan.landing_bytes if equal_items else y_and_means, y_and_means))
+        said.append(("chunk", plan.chunks.numel, transfers._chunk_numel))
+        said.append(("slots", plan.chunks.slots, len(transfers._chunk_slots)))
+    parts = [] if adam.share is None else adam.share._parts
+    share = sum(tensor.nbytes for part in parts for tensor in part.state)
+    counts = sum(4 * (each.head // plan.rule.block_size) for each in plan.partitions)
+    said.append(("share", plan.share_bytes, share + counts))
+    engine.destroy()
+    return plan, [f"{name}: planned {planned}, built {made}" for name, planned, made in said if planned != made]
+
+
+@pytest.mark.parametrize("device", ["sim", "cpu"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_a_start_builds_the_plan_that_plan_memory_shows(case: str, stage: int, device: str) -> None:
+    section, zero = CASES[case]
+    if stage == 1 and section.get("gradients_on_host"):
+        pytest.skip("refused")
+    config = zenflow_config(stage, **section)
+    config["zero_optimization"] |= zero
+    [(plan, differences)] = run_ranks(1, built, config, device=device, pool=f"built {stage == 3}")
+    assert differences == []
+    if device == "sim":
+        numels = tuple(Run(each.numel) for each in plan.partitions)
+        with tempfile.TemporaryDirectory() as folder, patch.object(chunks, "CHUNK_NUMEL", 512):
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(config))
+            setup = read_config(str(path), 1).setup
+            params = sum(parameter.numel() for parameter in OddModel().parameters())
+            model = Model(params, params, "bfloat16")
+            shown = setup.zenflow_plan(model, Ranks(1, 1), RankFacts(numels))
+        assert replace(shown, reasons=plan.reasons) == plan

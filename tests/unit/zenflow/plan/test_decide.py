@@ -1,0 +1,392 @@
+"""The plan of a run: what it decides, and what holds for every one of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, Dtypes
+from deepspeed_ext.zenflow.plan.decide import decide
+from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.places import EVERYTHING_ON_HOST, Arrival, Copies, Place
+from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
+
+GIB, MIB = 1 << 30, 1 << 20
+SELECTIVE = {"topk_ratio": 0.1, "select_interval": 16}
+
+
+def facts_of(*ranks: RankFacts, **changes: Any) -> ZenFlowFacts:
+    """Those of a run at stage 2 in bf16; `changes` are fields of the facts or of the caller."""
+    of_caller = {name: changes.pop(name) for name in list(changes) if name in Caller.__dataclass_fields__}
+    usual = {"weights_dtype": "bfloat16", "summed_dtype": "bfloat16", "takes_gradients": True}
+    return ZenFlowFacts(ranks, Caller(**usual | of_caller), **changes)
+
+
+def one_rank(numel: int, free: int | None = None, total: int | None = None) -> RankFacts:
+    return RankFacts((Run(numel),), free, total if total is not None else free)
+
+
+def plan_of(facts: ZenFlowFacts, *, host_share: float | None = 1.0, **config: Any) -> ZenFlowPlan:
+    return decide(facts, ZenFlowConfig(**config), host_share=host_share)
+
+
+# -- one decision at a time --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "summed", "expected"),
+    [
+        ("float16", "float32", "float32"),
+        ("float16", "float16", "float16"),
+        ("bfloat16", "float32", "bfloat16"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "float32", "float32"),
+    ],
+)
+def test_gradients_have_the_weights_dtype_but_what_fp16_cannot_hold(weights: str, summed: str, expected: str) -> None:
+    assert Dtypes.of(weights, summed, None).gradient == expected
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "flattens", "nbytes"),
+    [
+        (("bfloat16", "bfloat16"), False, 2 * 160 + 2 * 100),
+        (("bfloat16", "float32"), False, 4 * 160 + 2 * 100),
+        (("bfloat16", "float32"), True, 4 * 160 + (4 + 2) * 100),
+        (("float32", "float32"), True, 4 * 160 + 4 * 100),
+    ],
+)
+def test_gradients_go_to_the_host_beyond_half_of_what_is_free(
+    dtypes: tuple[str, str], flattens: bool, nbytes: int
+) -> None:
+    """They take what is kept, and one flat partition."""
+    for free, expected in ((2 * nbytes, Place.ACCELERATOR), (2 * nbytes - 1, Place.HOST)):
+        rank = RankFacts((Run(100), Run(30, 2)), free, 1 << 20)
+        how = dict(zip(("weights_dtype", "summed_dtype"), dtypes, strict=True))
+        plan = plan_of(facts_of(rank, flattens_sums=flattens, **how))
+        assert plan.places.gradient is expected
+
+
+@pytest.mark.parametrize(
+    ("config", "host_share", "caller", "expected"),
+    [
+        ({}, 1.0, {}, Copies.WEIGHTS),
+        ({"hide_transfers": False}, 1.0, {}, Copies.WEIGHTS),
+        ({"hide_transfers": True}, 1.0, {}, Copies.BESIDE_STEP),
+        ({"gradients_on_host": False}, 1.0, {}, Copies.INSIDE_STEP),
+        ({}, 0.5, {}, Copies.INSIDE_STEP),
+        ({}, None, {}, Copies.INSIDE_STEP),
+        ({}, 1.0, {"takes_gradients": False}, Copies.INSIDE_STEP),
+        ({"gradients_on_host": False}, 1.0, {"weights": Place.HOST}, Copies.NONE),
+    ],
+)
+def test_a_full_accelerator_sends_gradients_to_the_host_unless_something_needs_them_there(
+    config: dict[str, Any], host_share: float | None, caller: dict[str, Any], expected: Copies
+) -> None:
+    plan = plan_of(facts_of(one_rank(MIB, MIB, GIB), **caller), host_share=host_share, **config)
+    assert plan.copies is expected
+    in_backward = expected in (Copies.WEIGHTS, Copies.NONE)
+    assert (plan.arrival is Arrival.IN_BACKWARD) is in_backward
+
+
+def test_gradients_stay_where_a_host_has_no_memory_for_them() -> None:
+    """A second slot takes 2 bytes a parameter."""
+    for room, expected in ((16.2, Place.HOST), (16.1, Place.ACCELERATOR)):
+        rank = replace(one_rank(MIB, MIB, GIB), host_free=(("machine", round(room * MIB)),))
+        plan = plan_of(facts_of(one_rank(MIB, GIB), rank), update_interval=1)
+        assert plan.places.gradient is expected
+        assert plan.shortage is None
+
+
+def test_on_the_cpu_everything_is_on_the_host_but_a_given_share() -> None:
+    for config in ({}, {"gradients_on_host": True}, {"hide_transfers": True}, SELECTIVE):
+        plan = plan_of(facts_of(one_rank(MIB, GIB), is_on_cpu=True), **config)
+        assert plan.places == EVERYTHING_ON_HOST
+        assert plan.copies is Copies.NONE
+    assert plan_of(facts_of(one_rank(MIB, GIB), is_on_cpu=True), host_share=None).host_share == 1.0
+    early = plan_of(facts_of(one_rank(MIB, GIB), is_on_cpu=True, weights=Place.HOST))
+    assert early.arrival is Arrival.IN_BACKWARD
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "expected"),
+    [(None, 3120, True), (None, 3119, False), (True, 0, True), (False, 1 << 20, False)],
+)
+def test_landing_buffers_leave_a_tenth_of_the_memory_free_unless_they_are_asked_for(
+    wanted: bool | None, free: int, expected: bool
+) -> None:
+    """Those of 500 elements under the selective rule take 1,000 bytes, and gradients and their flat copy
+    2,000. A model that just fits must not end for want of memory because of them."""
+    rank = one_rank(500, free, 1200)
+    plan = plan_of(facts_of(rank, takes_gradients=False), hide_transfers=wanted, **SELECTIVE)
+    assert (plan.copies is Copies.BESIDE_STEP) is expected
+    assert plan.landing_bytes == (1000 if expected else 0)
+    refused = replace(facts_of(rank, takes_gradients=False), refuses_landing=True)
+    if wanted is None:
+        assert plan_of(refused, **SELECTIVE).copies is Copies.INSIDE_STEP
+
+
+def test_a_share_of_the_optimizer_and_landing_buffers_do_not_take_the_same_memory() -> None:
+    """12 bytes per parameter and 2, beside 8 of gradients: with 21 free ones, beside a tenth, only the
+    share fits."""
+    numel = 32 * 1000
+    for room, expected in ((21, False), (23, True)):
+        rank = one_rank(2 * numel, room * numel + 10_000, 100_000)
+        plan = plan_of(facts_of(rank, takes_gradients=False), host_share=0.5)
+        assert (plan.copies is Copies.BESIDE_STEP) is expected
+        assert plan.share_bytes == 12 * numel + 4 * numel // 32
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        ({"update_interval": 2}, {}),
+        ({"update_interval": 1, "gradients_on_host": True}, {}),
+        ({"update_interval": 1, "hide_transfers": False}, {}),
+        ({"update_interval": 1}, {"weights": Place.HOST}),
+        ({"update_interval": 1}, {"is_on_cpu": True}),
+        ({"update_interval": 1, "publish_dtype": "float32"}, {}),
+        ({"update_interval": 1, **SELECTIVE}, {}),
+    ],
+)
+def test_what_somebody_reads_on_the_host_stays_whole(config: dict[str, Any], changes: dict[str, Any]) -> None:
+    plan = plan_of(facts_of(one_rank(1 << 30), **changes), **config)
+    assert plan.places.handed_over is Place.HOST
+    assert plan_of(facts_of(one_rank(1 << 30)), update_interval=1).chunks.slots
+
+
+def test_seven_billion_parameters_take_less_than_a_tenth_of_their_gradients() -> None:
+    found = plan_of(facts_of(one_rank(7 * 10**9)), update_interval=1).chunks
+    assert found is not None
+    assert 0 < found.slots * found.slot_numel < 0.07 * 7 * 10**9
+    assert plan_of(facts_of(one_rank(1 << 20)), update_interval=1).chunks.slots == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {Kernel.NORM, Kernel.ESTIMATE}),
+        ({"overlap_step": False}, {Kernel.NORM}),
+        ({"gradients_on_host": True}, {Kernel.NORM}),
+        (SELECTIVE, {Kernel.NORM, Kernel.STEP}),
+        ({"block_size": 512}, set()),
+    ],
+)
+def test_kernels_are_those_of_what_is_computed_on_the_accelerator(
+    config: dict[str, Any], expected: set[Kernel]
+) -> None:
+    assert plan_of(facts_of(one_rank(MIB)), **config).kernels == expected
+    if not config:
+        shared = plan_of(facts_of(one_rank(MIB)), host_share=0.5)
+        assert shared.kernels == expected | {Kernel.STEP}
+
+
+# -- the host ----------------------------------------------------------------------------------------
+
+
+def below(job: int, task: int) -> list[dict[str, int]]:
+    """Four ranks in control groups of their own, below one group."""
+    return [{"machine": 990, "job": job, f"task {rank}": task} for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("rooms", "hosts", "says"),
+    [
+        ([{"machine": 40}] * 4, "aaaa", ""),
+        ([{"machine": 39}] * 4, "aaaa", "for 4 rank(s) on one host, but 40,894,464 are available"),
+        ([{"machine": 39}] * 4, "aabb", ""),
+        (below(job=40, task=10), "aaaa", ""),
+        (below(job=39, task=10), "aaaa", "for 4 rank(s)"),
+        (below(job=40, task=9), "aaaa", "for 1 rank(s)"),
+    ],
+)
+def test_ranks_are_added_up_below_each_limit_that_they_share(
+    rooms: list[dict[str, int]], hosts: str, says: str
+) -> None:
+    """Each needs 10 MiB: 14 bytes for an element, and 4 for a block of 65,536."""
+    numel = 10 * MIB // 14 - 100
+    ranks = [
+        RankFacts(
+            (Run(numel),),
+            host=host,
+            host_free=tuple((name, room * MIB) for name, room in sorted(each.items())),
+        )
+        for host, each in zip(hosts, rooms, strict=True)
+    ]
+    config = {"update_interval": 1, "hide_transfers": False, "block_size": 65536}
+    told = {plan_of(facts_of(*ranks, rank=at), **config).shortage for at in range(4)}
+    assert len(told) == 1, "all ranks say the same"
+    [shortage] = told
+    assert (shortage is None) is (not says)
+    assert says in (shortage or "")
+
+
+# -- every plan --------------------------------------------------------------------------------------
+
+
+def sizes(most: int) -> st.SearchStrategy[tuple[Run, ...]]:
+    runs = st.builds(Run, st.integers(0, most), st.integers(1, 3))
+    return st.lists(runs, min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def sections(draw: st.DrawFn) -> dict[str, Any]:
+    section: dict[str, Any] = {
+        "update_interval": draw(st.sampled_from([None, "measured", 1, 2, 5])),
+        "hide_transfers": draw(st.sampled_from([None, True, False])),
+        "publish_dtype": draw(st.sampled_from([None, "float32"])),
+    }
+    if section["hide_transfers"] is not True:
+        section["gradients_on_host"] = draw(st.sampled_from([None, True, False]))
+    if draw(st.booleans()):
+        section |= SELECTIVE
+    else:
+        section["block_size"] = draw(st.sampled_from([1, 24, 32, 256]))
+        section["state_dtype"] = draw(st.sampled_from(["float32", "bfloat16", "int8"]))
+    return section
+
+
+@st.composite
+def runs_of(draw: st.DrawFn) -> tuple[ZenFlowFacts, dict[str, Any], float | None]:
+    """Facts, a section and a share."""
+    most = draw(st.sampled_from([300, 1 << 22, 1 << 33]))
+    shape = draw(sizes(most))
+    numel = sum(run.numel * run.times for run in shape)
+    rank = st.builds(
+        RankFacts,
+        st.just(shape),
+        st.one_of(st.none(), st.integers(0, 20 * numel + 100)),
+        st.just(20 * numel + 100),
+        st.sampled_from(["a", "b"]),
+        st.one_of(st.just(()), st.integers(0, 40 * numel).map(lambda room: (("machine", room),))),
+    )
+    ranks = draw(st.lists(rank, min_size=1, max_size=3))
+    facts = facts_of(
+        *ranks,
+        weights_dtype=draw(st.sampled_from(["bfloat16", "float16", "float32"])),
+        summed_dtype=draw(st.sampled_from(["bfloat16", "float32"])),
+        weights=draw(st.sampled_from([Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST])),
+        takes_gradients=draw(st.booleans()),
+        flattens_sums=draw(st.booleans()),
+        is_on_cpu=draw(st.sampled_from([False, False, True])),
+    )
+    return facts, draw(sections()), draw(st.sampled_from([1.0, 1.0, 0.5, 0.0, None]))
+
+
+@given(runs_of())
+@settings(max_examples=300, deadline=None)
+def test_all_ranks_decide_alike_and_always_the_same(
+    case: tuple[ZenFlowFacts, dict[str, Any], float | None],
+) -> None:
+    facts, section, share = case
+    plans = [plan_of(replace(facts, rank=rank), host_share=share, **section) for rank in (*range(len(facts.ranks)), 0)]
+    assert plans[0] == plans[-1]
+    assert len({repr(plan.decisions) for plan in plans}) == 1
+    assert len({plan.reasons for plan in plans}) == 1
+    assert all(str(reason) for reason in plans[0].reasons)
+
+
+@given(runs_of())
+@settings(max_examples=300, deadline=None)
+def test_every_byte_of_the_arena_belongs_to_something(
+    case: tuple[ZenFlowFacts, dict[str, Any], float | None],
+) -> None:
+    """p and the moments of what steps on the host, the rule's array, and gradients that are whole or
+    in transit, once."""
+    facts, section, share = case
+    plan = plan_of(facts, host_share=share, **section)
+    layout, item = plan.rule.layout, {"float32": 4, "bfloat16": 2, "float16": 2}
+    moment = {"float32": 4, "bfloat16": 2, "int8": 1}[layout.moment_dtype]
+    gradient = item[plan.dtypes.gradient]
+    apart = 0 if plan.dtypes.y_replaces_gradient else item[plan.dtypes.published]
+    for index, each in enumerate(plan.partitions):
+        arrays = [spec for spec in plan.arena if spec.partition == index]
+        blocks, n = -(-each.on_host // plan.rule.block_size), each.on_host
+        coded = layout.is_coded
+        expected = n * (4 + 2 * moment + apart) + 4 * blocks + (2 * blocks + 8 * n if coded else 0)
+        slots = len([spec for spec in arrays if spec.kind == "g"])
+        assert sum(spec.nbytes for spec in arrays) == expected + slots * n * gradient
+        assert each.head + each.on_host == each.numel
+    of_chunks = [spec for spec in plan.arena if spec.partition == OF_CHUNKS]
+    assert bool(of_chunks) == (plan.places.handed_over is Place.IN_TRANSIT)
+    if of_chunks:
+        assert plan.chunks is not None
+        assert sum(spec.numel for spec in of_chunks) < sum(each.on_host * each.times for each in plan.partitions)
+        largest = max(each.on_host for each in plan.partitions)
+        assert plan.chunks.slot_numel >= min(largest, plan.chunks.numel)
+    assert (plan.chunks is not None) == (plan.copies is Copies.BESIDE_STEP) == bool(plan.copies is Copies.BESIDE_STEP)
+    longest = plan.rule.longest_interval
+    assert plan.ring_slots(longest) <= max(
+        len([spec for spec in plan.arena if (spec.kind, spec.partition) == ("g", 0)]), 0
+    )
+
+
+RANK = {
+    (Place.HOST, Place.HOST): 0,
+    (Place.ACCELERATOR, Place.HOST): 1,
+    (Place.ACCELERATOR, Place.ACCELERATOR): 2,
+}
+"""Where gradients and y are, from the fewest to the most bytes of the accelerator."""
+
+
+@given(runs_of(), st.floats(1.0, 4.0))
+@settings(max_examples=400, deadline=None)
+def test_more_memory_of_the_accelerator_never_takes_anything_off_it(
+    case: tuple[ZenFlowFacts, dict[str, Any], float | None], factor: float
+) -> None:
+    facts, section, share = case
+    roomy = replace(
+        facts,
+        ranks=tuple(
+            rank
+            if rank.accelerator_free is None
+            else replace(rank, accelerator_free=math.ceil(rank.accelerator_free * factor))
+            for rank in facts.ranks
+        ),
+    )
+    less, more = (plan_of(each, host_share=share, **section) for each in (facts, roomy))
+    before, after = (RANK[plan.places.gradient, plan.places.published] for plan in (less, more))
+    assert before <= after
+    assert more.host_share <= less.host_share
+
+
+@given(runs_of(), st.integers(0, 1 << 36))
+@settings(max_examples=200, deadline=None)
+def test_more_host_memory_never_shortens_the_interval_and_never_lacks_more(
+    case: tuple[ZenFlowFacts, dict[str, Any], float | None], room: int
+) -> None:
+    facts, section, share = case
+    plan = plan_of(facts, host_share=share, **section)
+    longest = plan.rule.longest_interval
+    found = [plan.affordable_interval(longest, each) for each in (0, room, 2 * room, 1 << 80)]
+    assert found == sorted(found)
+    assert found[-1] == longest or longest < plan.rule.shortest_interval
+    if plan.shortage is None and section.get("gradients_on_host") is not None:
+        roomy = replace(
+            facts,
+            ranks=tuple(
+                replace(each, host_free=tuple((name, 2 * free) for name, free in each.host_free))
+                for each in facts.ranks
+            ),
+        )
+        assert plan_of(roomy, host_share=share, **section).shortage is None
+
+
+def test_lion_has_fewer_bytes_and_one_interval() -> None:
+    plan = plan_of(facts_of(one_rank(1 << 20), layout=LION_STATE), hide_transfers=False)
+    kinds = {spec.kind for spec in plan.arena}
+    assert kinds == {"p", "m", "known", "g"}
+    assert plan.rule.longest_interval == 1
+
+
+def test_chunks_are_as_large_as_a_part_of_the_model() -> None:
+    plan = plan_of(facts_of(one_rank(7 * 10**9)), update_interval=1)
+    assert plan.chunks.numel == chunks.chunk_numel(7 * 10**9, plan.rule.block_size)
