@@ -80,7 +80,7 @@ def records(path: str) -> list[Record]:
             offset = member.header_offset + _LOCAL_HEADER.size + sum(lengths)
             behind = offset + member.file_size
             if mark != _RECORD or member.compress_type != zipfile.ZIP_STORED or behind > end:
-                raise CheckpointError(f"{path} is damaged at byte {member.header_offset:,}")
+                raise _damaged(path, f"at byte {member.header_offset:,}")
             places = [entry + 16]
             if behind != end:
                 file.seek(behind)
@@ -96,7 +96,7 @@ def records(path: str) -> list[Record]:
 
 def _exactly(header: bytes, path: str) -> bytes:
     if len(header) not in (_LOCAL_HEADER.size, _DIRECTORY_ENTRY.size):
-        raise CheckpointError(f"{path} ends in the middle of a record")
+        raise _damaged(path, "and ends in the middle of a record")
     return header
 
 
@@ -104,7 +104,7 @@ def _require_descriptor(descriptor: bytes, member: zipfile.ZipInfo, path: str) -
     layout = _DESCRIPTORS.get(len(descriptor))
     expected = (_DESCRIPTOR, member.CRC, member.file_size, member.file_size)
     if layout is None or layout.unpack(descriptor) != expected:
-        raise CheckpointError(f"{path} is damaged behind its record {member.filename!r}")
+        raise _damaged(path, f"behind its record {member.filename!r}")
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def require_sound(path: str, most_bytes: int | None = None) -> Sequence[Record]:
     except zipfile.BadZipFile as error:
         with open(path, "rb") as file:
             if file.read(2) == _RECORD[:2]:
-                raise CheckpointError(f"{path} is damaged or incomplete: {error}") from None
+                raise _damaged(path, f"or incomplete ({error})") from None
         found = []
     if not found or not all(record.has_sum for record in found):
         folder, name = os.path.split(path)
@@ -163,7 +163,11 @@ def _require_same(path: str, record: Record) -> None:
                 break
             crc, place = zlib.crc32(chunk[:size], crc), place + size
     if place < end or crc != record.crc:
-        raise CheckpointError(
-            f"{path} is damaged: its record {record.name!r} has not the bytes that were saved (sum {crc:08x}, "
-            f"expected {record.crc:08x}): load an earlier checkpoint by its tag"
+        raise _damaged(
+            path,
+            f"in its record {record.name!r}: the sum of its bytes is {crc:08x}, expected {record.crc:08x}",
         )
+
+
+def _damaged(path: str, how: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged {how}: load an earlier checkpoint by its tag")

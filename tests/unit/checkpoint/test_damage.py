@@ -107,7 +107,7 @@ def test_a_large_record_is_compared_beside_the_load_and_what_the_load_says_of_it
     content = bytearray(path.read_bytes())
     content[large.offset + large.nbytes - 1] ^= 1
     path.write_bytes(content)
-    damage = f"{path} is damaged: its record '{large.name}'"
+    damage = f"{path} is damaged in its record '{large.name}'"
     with pytest.raises(CheckpointError, match=damage), checking(str(path)):
         raise ValueError("what torch made of it")
     require_sound(str(path), most_bytes=sums.SMALL_BYTES)

@@ -138,7 +138,8 @@ def test_an_interval_left_open_takes_the_saved_one_if_its_gradients_find_room(
     saved: int, goes_on: bool, tmp_path: Path
 ) -> None:
     run_ranks(1, save_mid_interval, zenflow_config(2, update_interval=saved), str(tmp_path))
-    found = run_ranks(1, load_other_settings, zenflow_config(2), str(tmp_path))[0]
+    measured = zenflow_config(2, update_interval="measured")
+    found = run_ranks(1, load_other_settings, measured, str(tmp_path))[0]
     assert found["updates"] == 7
     assert found["interval"] == (saved if goes_on else None)
 
