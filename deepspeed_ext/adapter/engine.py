@@ -217,9 +217,9 @@ class Engine(EngineSettings):
         """
         self._require(ZenFlowStepping.require_states_here)
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
-        if ends_step:
-            self._require(ZenFlowStepping.require_steppable, self.managed_gradient_accumulation())
-            self._parts.require_known_state()
+        if ends_step and isinstance(self.optimizer, ZenFlowStepping):
+            managed = self.managed_gradient_accumulation()
+            self._parts.require_known_state(partial(self.optimizer.require_steppable, managed))
         with self._recording(Work.STEP):
             super().step(lr_kwargs)
         if ends_step:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -26,7 +26,7 @@ from deepspeed_ext.config import ZenFlowConfig, given_of_the_other_rule, idle_fi
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.ranks import KeptError, RankGroup, within
+from deepspeed_ext.runtime.ranks import KeptError, RankGroup, together, within
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
@@ -217,14 +217,23 @@ class Parts:
             if logs:
                 logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
 
-    def require_known_state(self) -> None:
-        """Check that what a user has changed of the optimizer's state can be taken over.
+    def require_known_state(self, first: Callable[[], None] | None = None) -> None:
+        """Check, before anything changes, that what a user has changed of the optimizer's state can be
+        taken over. A collective with ZenFlow, so that no rank goes on alone.
+
+        Args:
+            first: another check, made before.
 
         Raises:
-            StateError: see `ShownState.changes`.
+            StateError: on every rank, if it cannot on any rank; see `ShownState.changes`.
         """
-        if self.adam is not None and not self.adam.link.failed:  # otherwise all ranks get its error
-            self.adam.shown.changes()
+        if self.adam is None:
+            return
+        with together(self.ranks, otherwise=None):
+            if first is not None:
+                first()
+            if not self.adam.link.failed:  # otherwise all ranks get its error
+                self.adam.shown.changes()
 
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives. A

@@ -78,6 +78,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine.forward",
         "adapter/engine.py:Engine.backward",
         "adapter/engine.py:Engine._backward_prologue",
+        "adapter/parts.py:Parts.require_known_state",
         "cores/exchange.py:_require_same_host_plan",
         "flatten/exchange.py:broadcasts",
         "adapter/gradients_on_host.py:GradientsOnHost._norm_of_known",
