@@ -26,7 +26,15 @@ from deepspeed_ext.cores import initial_mask
 # Before torch: an OpenMP runtime that binds threads would narrow the mask that core binding starts from.
 initial_mask.record()
 
-__all__ = ["__version__", "disable", "enable", "errors", "initialize"]
+__all__ = [
+    "__version__",
+    "disable",
+    "enable",
+    "errors",
+    "initialize",
+    "weight_parts",
+    "weights",
+]
 
 __version__ = "0.2.0"
 
@@ -60,3 +68,46 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     from deepspeed_ext.adapter import enable as switch
 
     return switch.initialize(*args, **kwargs)
+
+
+def weights(engine: Any, bucket_bytes: int = 1 << 28, on_rank: int | None = None) -> Any:
+    """Iterate over the exact weights of an engine with ZenFlow, whole, from host memory.
+
+    Also works between `engine.offload_states` and `reload_states`, and uses no accelerator memory.
+    A collective: every rank calls it and iterates to the end, between two steps.
+
+    Args:
+        bucket_bytes: of the tensors that are made at a time. This rank needs twice as much host
+            memory, and at least that of twice the largest parameter.
+        on_rank: the data-parallel rank that gets the weights, the others nothing; None: all ranks.
+
+    Returns:
+        An iterator of (name in the state dict, tensor): p rounded to the nearest value of the
+        weight's dtype, on the host; frozen parameters and buffers as they are. All names of a tied
+        parameter have one tensor. What was yielded may be kept.
+
+    Raises:
+        StateError: also while iterating, on all ranks, if one stops early or the engine steps.
+        UnsupportedError: no ZenFlow; experts, tensor-parallel ranks, pipelines, quantized weights.
+        WorkerError: on every rank, if any rank's optimizer process has failed.
+    """
+    from deepspeed_ext.adapter import weight_stream
+
+    return weight_stream.weights(engine, bucket_bytes, on_rank)
+
+
+def weight_parts(engine: Any) -> Any:
+    """Iterate over this rank's elements of the exact weights, as `weights`, but without an exchange.
+
+    Only the call is a collective, not the iteration. What all ranks have comes from rank 0.
+
+    Returns:
+        An iterator of parts with ``names``, ``shape`` of the whole, ``begin``, the number of the
+        first element in row-major order, and ``values``, 1-D on the host. A rank may have none.
+
+    Raises:
+        StateError, UnsupportedError, WorkerError: as `weights`.
+    """
+    from deepspeed_ext.adapter import weight_stream
+
+    return weight_stream.weight_parts(engine)

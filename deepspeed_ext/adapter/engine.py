@@ -23,6 +23,7 @@ from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedEngine,
     DeepSpeedHybridEngine,
+    OffloadDeviceEnum,
     OffloadStateTypeEnum,
     PipelineEngine,
     Swap,
@@ -247,7 +248,13 @@ class Engine(EngineSettings):
 
     # -- states on the host -------------------------------------------------------------------------------------------
 
-    def offload_states(self, include: Container[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
         """Offload as DeepSpeed does. With ZenFlow this is a collective and waits for an update in flight; ``lp_params``
         includes frozen parameters, and ``optim_states`` means all that ZenFlow keeps on the accelerator between steps.
 
@@ -255,13 +262,13 @@ class Engine(EngineSettings):
             OutOfMemoryError: with ZenFlow, on every rank, if any rank's host has no memory for them; all states,
                 including those offloaded before, are on the accelerator again.
         """
-        theirs = partial(super().offload_states, include, *args, **kwargs)
+        theirs = partial(super().offload_states, include, device, pin_memory, non_blocking)
         if not isinstance(self.optimizer, ZenFlowStepping):
             theirs()
             return
         self.optimizer.zenflow_adam.link.home.require()
         try:
-            self._parts.offloader.offload(theirs, self.module, self.optimizer, self._parts.ranks)
+            self._parts.offloader.offload(theirs, self.module, self.optimizer, self._parts.ranks, pins=pin_memory)
         except Exception:
             self.reload_states()
             raise

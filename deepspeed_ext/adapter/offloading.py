@@ -24,8 +24,17 @@ class Offloader:
     def __init__(self) -> None:
         self._frozen: Parked | None = None
 
-    def offload(self, theirs: Callable[[], None], module: Any, optimizer: Any, world: RankGroup) -> None:
-        """Move the states that `theirs` moves, and with the weights also those that are not trained.
+    def offload(
+        self,
+        theirs: Callable[[], None],
+        module: Any,
+        optimizer: Any,
+        world: RankGroup,
+        *,
+        pins: bool,
+    ) -> None:
+        """Move the states that `theirs` moves, and with the weights also those that are not trained,
+        to page-locked memory if `pins`.
 
         Raises:
             OutOfMemoryError: on every rank, if any rank's host has no memory for them.
@@ -33,7 +42,7 @@ class Offloader:
         with together(world, otherwise=None), _refusals("the host", "states to offload"):
             theirs()
             if OffloadStateTypeEnum.lp_params in optimizer.offloaded_states:
-                self._frozen = self._frozen or Parked(_frozen_weights(module))
+                self._frozen = self._frozen or Parked(_frozen_weights(module), pins=pins)
 
     def reload(self, theirs: Callable[[], None], world: RankGroup) -> None:
         """Move all states back.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from deepspeed_ext.adapter.grad_norm import gradient_norm
 from deepspeed_ext.adapter.gradients_on_host import Extent, HostGradients
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.adapter.upstream import (
+    OffloadDeviceEnum,
     OffloadStateTypeEnum,
     Swap,
     TensorFragment,
@@ -28,6 +29,7 @@ from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
+from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.ranks import RankGroup, together
 from deepspeed_ext.zenflow.plan.places import Arrival, Place
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
@@ -83,6 +85,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
 
     single_partition_of_fp32_groups: list[Any]
     hot_exchange: HotExchange | None = None
+    _sums: Parked | None = None
     _makes_masters = False  # p in the arena is made from the weights
 
     def __init__(
@@ -305,15 +308,41 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         theirs = super().unscale_and_clip_grads
         self._find_factor(lambda one: theirs([one], total_norm))
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Offload, also what an accumulation of gradients holds between its micro-steps: the sums,
+        and DeepSpeed's empty buckets, which stage 1 keeps until the last of them."""
         try:
-            super().offload_states(*args, **kwargs)
+            if include is None or OffloadStateTypeEnum.lp_grads in include:
+                self._sums = self._sums or Parked(self._summed(), unused=self._empty_buckets(), pins=pin_memory)
+            super().offload_states(include, device, pin_memory, non_blocking)
         except Exception:  # some may have moved: marked as offloaded, reloading moves them back
             self.offloaded_states |= {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
             raise
 
+    def _summed(self) -> Iterator[torch.Tensor]:
+        """The gradients that micro-steps have summed and no boundary has reduced."""
+        for param in self._trained():
+            for gradient in (param.grad, param.grad_accum):
+                if gradient is not None:
+                    yield gradient
+        for gradients in self.all_grad_tensors.values():
+            yield from gradients or ()
+
+    def _empty_buckets(self) -> list[torch.Tensor]:
+        buckets = [bucket for bucket in self.ipg_buckets.values() if bucket.elements == 0]
+        return [buffer for bucket in buckets for buffer in bucket.buffer]
+
     def reload_states(self, non_blocking: bool = False) -> None:
         super().reload_states(non_blocking)
+        if self._sums is not None:
+            self._sums.restore()
+            self._sums = None
         self._link_optimizer_states()  # DeepSpeed links the masters only
 
     # -- state ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from deepspeed_ext.runtime.log import warn_once
 from deepspeed_ext.runtime.ranks import (
     RankGroup,
     agreed,
+    communicating_on_host,
     open_communicators,
     require_same_plan,
     together,
@@ -277,7 +278,7 @@ class ZenFlowStepping(GradientsOnHost):
         for receiver in self._step.receivers:  # they keep the last step's weights
             receiver.release()
         if OffloadStateTypeEnum.optim_states in wanted:
-            self.zenflow_adam.offload()
+            self.zenflow_adam.offload(pins=pin_memory)
             self._states_away = True
         wanted -= {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
         super().offload_states(wanted, device, pin_memory, non_blocking)
@@ -296,6 +297,22 @@ class ZenFlowStepping(GradientsOnHost):
         """
         self._require_whole()
         self._require_here(states)
+
+    def settle_masters(self) -> None:
+        """Wait on all ranks until p is final, also while states are on the host. A collective.
+
+        Raises:
+            StateError: an exception has interrupted a step or a load.
+            WorkerError: on every rank, if any rank's optimizer process has failed.
+        """
+        self.zenflow_adam.link.home.require()
+        self._require_whole(Work.BACKWARD)
+        self._drain_together(shows_moments=False)
+
+    @cached_property
+    def host_ranks(self) -> RankGroup:
+        """The data-parallel ranks, for tensors on the host. The first use is a collective."""
+        return communicating_on_host(self.dp_process_group)
 
     def require_saveable(self) -> None:
         """Like `require_states_here`, but an interrupted backward pass is accepted: it changes nothing

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from deepspeed_ext.runtime import memory
+
 __all__ = ["Parked"]
 
 
@@ -15,23 +17,44 @@ class Parked:
     If the host has no memory for all of them, the constructor raises before any has moved.
 
     Args:
-        tensors: none shares its memory with another tensor; tensors already on the host are not moved.
+        tensors: none shares its memory with another one; the same object may come twice. Tensors
+            already on the host are not moved.
+        unused: tensors whose values nobody reads again: their memory is freed without a copy, and
+            comes back uninitialized.
+        pins: whether the copies are page-locked, if possible.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        found = [tensor for tensor in tensors if tensor.device.type != "cpu"]
-        copies = [_on_host(tensor) for tensor in found]
-        self._tensors = [(tensor, tensor.device) for tensor in found]
-        for tensor, copy in zip(found, copies, strict=True):
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor],
+        unused: Iterable[torch.Tensor] = (),
+        *,
+        pins: bool = False,
+    ) -> None:
+        found = {id(tensor): tensor for tensor in tensors if tensor.device.type != "cpu"}
+        copies = [_on_host(tensor, pins) for tensor in found.values()]
+        self._tensors = [(tensor, tensor.device) for tensor in found.values()]
+        self._unused = [(tensor, tensor.data.to("meta")) for tensor in unused]
+        for tensor, copy in zip(found.values(), copies, strict=True):
             tensor.data = copy
+        for tensor, _ in self._unused:
+            tensor.data = tensor.data.new_empty(0)
 
     def restore(self) -> None:
-        """Move all of them back to their devices. Idempotent; if device memory runs out, the rest stays on the host."""
+        """Move all of them back to their devices. Idempotent; if device memory runs out, the rest
+        stays on the host."""
         while self._tensors:
             tensor, device = self._tensors[-1]
             tensor.data = tensor.data.to(device)
             self._tensors.pop()
+        while self._unused:
+            tensor, shape = self._unused[-1]
+            tensor.data = torch.empty_like(shape, device=tensor.device)
+            self._unused.pop()
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.data.to("cpu")
+def _on_host(tensor: torch.Tensor, pins: bool) -> torch.Tensor:
+    if not pins or not tensor.is_contiguous():
+        return tensor.data.to("cpu")
+    copy = memory.host_empty(tensor.numel(), tensor.dtype, pin=True)
+    return copy.view(tensor.shape).copy_(tensor.data)

@@ -36,6 +36,7 @@ __all__ = [
     "RankGroup",
     "agreed",
     "all_gather_single",
+    "communicating_on_host",
     "open_communicators",
     "raise_together",
     "rank_list",
@@ -265,6 +266,21 @@ class GridRanks(RankGroup):
             rank, place = divmod(rank, axis.size)
             places.append(place)
         return places
+
+
+def communicating_on_host(group: Any) -> RankGroup:
+    """The ranks of `group` (None: all) as a group for tensors on the host: itself if its backend
+    can, otherwise a new one of gloo, since NCCL communicates nothing but tensors of its devices. A
+    collective of the group; keep what it returns."""
+    host = torch.device("cpu")
+    found: Any = torch.distributed.group.WORLD if group is None else group
+    try:
+        found._get_backend(host)
+    except RuntimeError:
+        members = torch.distributed.get_process_group_ranks(found)
+        found = torch.distributed.new_group(members, backend="gloo", use_local_synchronization=True)
+        return RankGroup.of(found, host)
+    return RankGroup.of(group, host)
 
 
 def open_communicators(groups: Sequence[RankGroup]) -> None:

@@ -303,15 +303,18 @@ class OffloadedAdam:
         self.link.phase = UpdatePhase.EXPOSED
         return not self.link.failed
 
-    def offload(self) -> None:
+    def offload(self, *, pins: bool = True) -> None:
         """Wait for the update in flight, and free the accelerator memory that is held between steps. Call `reload`
         before the next step. Idempotent. If the host has no memory for it, nothing is freed.
+
+        Args:
+            pins: whether the copies on the host are page-locked, if possible.
 
         If this rank's worker has failed, nothing is freed, and the next step raises the error on every rank."""
         self.link.wait()
         if self._parked is None and not self.link.failed:
             beside = [tensor for partition in self.partitions for tensor in self._beside_weights(partition)]
-            self._parked = Parked(beside)
+            self._parked = Parked(beside, pins=pins)
             with self.link.keeping():
                 self.link.transfers.release()
 

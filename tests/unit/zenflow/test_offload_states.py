@@ -272,3 +272,34 @@ def dead_worker() -> str:
 
 def test_a_dead_worker_is_the_error_of_the_next_step() -> None:
     assert "optimizer process" in run_ranks(1, dead_worker)[0]
+
+
+def left_between_micro_steps(stage: int, rule: str, dtype: torch.dtype) -> None:
+    """The most bytes a parameter that are left while states are away, anywhere in an accumulation."""
+    config = zenflow_config(stage, dtype, accumulation=3, **RULES[rule])
+    config["zero_optimization"]["reduce_bucket_size"] = 100_000
+    data, found = [on_device(batch) for batch in batches(9, rank=0)], []
+    accelerator = get_accelerator()
+    before = accelerator.memory_allocated()
+    engine = make_engine(config, model=lambda: Adapted(160), groups=two_groups)
+    for batch in data:
+        train(engine, [batch])
+        engine.offload_states()
+        found.append(accelerator.memory_allocated() - before)
+        engine.reload_states()
+    engine.destroy()
+    numel = sum(param.numel() for param in Adapted(160).parameters())
+    assert max(found) <= 0.05 * numel, found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_between_micro_steps_memory_is_free_too(stage: int, rule: str, dtype: torch.dtype) -> None:
+    run_ranks(1, left_between_micro_steps, stage, rule, dtype, device="sim")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sums_of_fp32_weights_come_back(stage: int) -> None:
+    config = zenflow_config(stage, torch.float32, accumulation=3, update_interval=1)
+    run_ranks(2, goes_on_to_the_bit, config, "page-locked", device="sim")

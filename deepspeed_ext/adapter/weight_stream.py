@@ -1,0 +1,279 @@
+"""Streams a model's exact weights from host memory, under the names of its state dict.
+
+Each rank has p of its partitions in host memory. For one bucket of parameters after the other, the
+ranks round their elements and exchange them in a group that communicates host tensors. Nothing of
+it touches the accelerator, which may belong to an inference engine meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_ext.adapter.reshard_target import target_of
+from deepspeed_ext.adapter.upstream import is_stored_quantized
+from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
+from deepspeed_ext.checkpoint.reshard.layout import Fragment, Placement
+from deepspeed_ext.errors import StateError, UnsupportedError
+from deepspeed_ext.runtime.ranks import RankGroup
+
+__all__ = ["WeightPart", "weight_parts", "weights"]
+
+_ALIGNMENT = 16
+"""Bytes; of each fragment in a message."""
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """This rank's elements of a parameter or buffer.
+
+    Attributes:
+        names: its names in the state dict; several if it is tied.
+        shape: of the whole.
+        begin: number of the first element, in row-major order.
+        values: 1-D, on the host, in the dtype of the model's weight.
+    """
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    begin: int
+    values: torch.Tensor
+
+
+def weights(engine: Any, bucket_bytes: int, on_rank: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """See `deepspeed_ext.weights`."""
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}, expected a positive number of bytes")
+    stream = _Stream(engine)
+    if on_rank is not None and not 0 <= on_rank < stream.ranks.size:
+        raise ValueError(f"on_rank is {on_rank}, expected None or a number from 0 to {stream.ranks.size - 1}")
+    return stream.whole(bucket_bytes, on_rank)
+
+
+def weight_parts(engine: Any) -> Iterator[WeightPart]:
+    """See `deepspeed_ext.weight_parts`."""
+    return _Stream(engine).parts()
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A parameter or buffer.
+
+    Attributes:
+        names: see `WeightPart`.
+        fragments: who holds which elements; None: every rank has all of them.
+        sources: this rank's flat tensors to which the fragments refer, 1-D, any dtype and device;
+            without fragments, the tensor itself.
+    """
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    fragments: tuple[Fragment, ...] | None
+    sources: Sequence[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def held_by(self, rank: int) -> Iterator[Fragment]:
+        return (each for each in self.fragments or () if each.rank == rank)
+
+    def read(self, fragment: Fragment) -> torch.Tensor:
+        """This rank's elements of a fragment, 1-D."""
+        numel = fragment.end - fragment.begin
+        return self.sources[fragment.flat].narrow(0, fragment.offset, numel)
+
+
+class _Stream:
+    """The weights of an engine between two of its steps."""
+
+    def __init__(self, engine: Any) -> None:
+        optimizer = engine.optimizer
+        _require_supported(engine)
+        optimizer.settle_masters()
+        self._engine = engine
+        self._step = engine.global_steps
+        self.ranks: RankGroup = optimizer.host_ranks
+        target = target_of(optimizer, engine._get_zero_param_shapes())
+        self._masters = [state.master.detach() for state in optimizer.zenflow_adam.states]
+        self._placements = target.layout.placements
+        self._entries = self._find_entries()
+
+    def _find_entries(self) -> list[_Entry]:
+        """All tensors of the state dict in its order; tied ones at the first of their names."""
+        first_names = {id(param): name for name, param in self._engine.module.named_parameters()}
+        found: dict[int, tuple[list[str], torch.Tensor]] = {}
+        for name, value in self._engine.module.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor):
+                found.setdefault(id(value), ([], value))[0].append(name)
+        return [
+            self._entry(tuple(names), value, self._placements.get(first_names.get(key, "")))
+            for key, (names, value) in found.items()
+        ]
+
+    def _entry(self, names: tuple[str, ...], value: Any, placed: Placement | None) -> _Entry:
+        shape, sources = torch.Size(getattr(value, "ds_shape", value.shape)), self._masters
+        if placed is None and hasattr(value, "ds_tensor"):  # not trained, partitioned
+            placed = Placement.of_one(value.ds_numel, self.ranks.size)
+            sources = [value.ds_tensor.detach().view(-1)]
+        if placed is None:
+            return _Entry(names, shape, value.dtype, None, [value.detach()])
+        return _Entry(names, shape, value.dtype, tuple(placed.fragments(0, placed.numel)), sources)
+
+    def parts(self) -> Iterator[WeightPart]:
+        """This rank's elements; what every rank has comes from the first one. No collective."""
+        for entry in self._entries:
+            self._require_no_step()
+            for fragment in entry.held_by(self.ranks.rank):
+                values = entry.read(fragment).to("cpu", entry.dtype, copy=True)
+                yield WeightPart(entry.names, entry.shape, fragment.begin, values)
+            if entry.fragments is None and self.ranks.rank == 0:
+                values = entry.sources[0].to("cpu", copy=True).reshape(-1)
+                yield WeightPart(entry.names, entry.shape, 0, values)
+
+    # Note: [a rank that stops to read]
+    # Before it exchanges a bucket, each rank tells the others that it goes on. One whose consumer
+    # raises, or breaks its loop, tells them that it does not: they raise, and wait for nobody.
+    # After the last of these agreements a rank must not say more, since no one listens.
+
+    def whole(self, bucket_bytes: int, on_rank: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole tensors. A collective, which every rank iterates to its end."""
+        buckets = list(_buckets(self._entries, bucket_bytes))
+        left = len(buckets)
+        try:
+            for bucket in buckets:
+                self._require_no_step()
+                exchange = _Exchange(bucket, self.ranks, on_rank)
+                exchange.prepare()
+                left -= 1
+                if not self.ranks.all(True):
+                    left = 0
+                    raise StateError(
+                        "another rank has stopped to read the weights: its error says why. All ranks "
+                        "must iterate to the end"
+                    )
+                for names, tensor in exchange.run():
+                    for name in names:
+                        yield name, tensor
+        finally:
+            if left:
+                self.ranks.all(False)
+
+    def _require_no_step(self) -> None:
+        if self._engine.global_steps != self._step:
+            raise StateError(
+                f"the engine has stepped (step {self._engine.global_steps}, was {self._step}) while "
+                "its weights were read: read all of them between two steps"
+            )
+
+
+class _Exchange:
+    """Makes whole tensors of a bucket. All ranks compute the same messages: one from each rank."""
+
+    def __init__(self, bucket: Sequence[_Entry], ranks: RankGroup, on_rank: int | None) -> None:
+        self._bucket = bucket
+        self._ranks = ranks
+        self._on_rank = on_rank
+        self._receives = on_rank in (None, ranks.rank)
+        self._sends = ranks.size > 1 and on_rank != ranks.rank
+        self._wholes: list[torch.Tensor] = []
+        self._message: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        """Round this rank's elements, and allocate what arrives. No collective."""
+        rank = self._ranks.rank
+        if self._receives:
+            self._wholes = [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in self._bucket]
+            for entry, whole in zip(self._bucket, self._wholes, strict=True):
+                if entry.fragments is None:
+                    whole.copy_(entry.sources[0])
+                for fragment in entry.held_by(rank):
+                    _elements(whole, fragment).copy_(entry.read(fragment))
+        pieces, nbytes = self._pieces(rank)
+        if self._sends and nbytes:
+            self._message = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            for number, fragment, place in pieces:
+                entry = self._bucket[number]
+                self._message[place].view(entry.dtype).copy_(entry.read(fragment))
+
+    def _pieces(self, rank: int) -> tuple[list[tuple[int, Fragment, slice]], int]:
+        """What `rank` sends: number in the bucket, fragment and place in its message, which has so
+        many bytes."""
+        found, end = [], 0
+        for number, entry in enumerate(self._bucket):
+            for fragment in entry.held_by(rank):
+                nbytes = (fragment.end - fragment.begin) * entry.dtype.itemsize
+                found.append((number, fragment, slice(end, end + nbytes)))
+                end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return found, end
+
+    def run(self) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+        """Exchange, and yield names and tensors; on ranks that receive nothing, none. A collective
+        until the first is yielded."""
+        for owner in range(self._ranks.size):
+            pieces, nbytes = self._pieces(owner)
+            if nbytes and self._ranks.size > 1 and owner != self._on_rank:
+                message = self._passed(owner, nbytes)
+                if message is not None and owner != self._ranks.rank:
+                    for number, fragment, place in pieces:
+                        whole = self._wholes[number]
+                        _elements(whole, fragment).copy_(message[place].view(whole.dtype))
+        self._message = None
+        if self._receives:
+            yield from zip((each.names for each in self._bucket), self._wholes, strict=True)
+
+    def _passed(self, owner: int, nbytes: int) -> torch.Tensor | None:
+        """The message of `owner`; None on a rank that neither sends nor receives it."""
+        is_mine, group = owner == self._ranks.rank, self._ranks.group
+        if not is_mine and not self._receives:
+            return None
+        message = self._message
+        if not is_mine or message is None:
+            message = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if self._on_rank is None:
+            source = self._ranks.global_rank(owner)
+            torch.distributed.broadcast(message, source, group=group)
+        elif is_mine:
+            torch.distributed.send(message, self._ranks.global_rank(self._on_rank), group=group)
+        else:
+            torch.distributed.recv(message, self._ranks.global_rank(owner), group=group)
+        return message
+
+
+def _elements(whole: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+    return whole.view(-1)[fragment.begin : fragment.end]
+
+
+def _buckets(entries: Sequence[_Entry], bucket_bytes: int) -> Iterator[list[_Entry]]:
+    """Successive entries of up to `bucket_bytes`; a larger one alone."""
+    bucket: list[_Entry] = []
+    for entry in entries:
+        if bucket and sum(each.nbytes for each in bucket) + entry.nbytes > bucket_bytes:
+            yield bucket
+            bucket = []
+        bucket.append(entry)
+    if bucket:
+        yield bucket
+
+
+def _require_supported(engine: Any) -> None:
+    if not isinstance(getattr(engine, "optimizer", None), ZenFlowStepping):
+        raise UnsupportedError(
+            "the weights of this engine are not in host memory: expected an engine with "
+            "zero_optimization.zenflow, built while the extension is enabled. Of others, take "
+            "engine.module.state_dict()"
+        )
+    if engine.has_moe_layers or engine.mp_world_size > 1:
+        raise UnsupportedError(
+            "weights of experts, and of a model that tensor-parallel ranks or stages of a pipeline "
+            "share, cannot be streamed: save a checkpoint and convert that"
+        )
+    if any(is_stored_quantized(param) for param in engine.module.parameters()):
+        raise UnsupportedError(
+            "frozen weights that are stored quantized cannot be streamed: set "
+            "zero_quantized_nontrainable_weights to false"
+        )
