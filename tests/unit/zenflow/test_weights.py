@@ -147,7 +147,7 @@ def steps_meanwhile() -> None:
         next(stream)
     train(engine, batches(1, rank=0))
     for stream in streams:
-        with pytest.raises(StateError, match="has stepped .step 2, was 1."):
+        with pytest.raises(StateError, match=r"has stepped .step 2, was 1."):
             list(stream)
     engine.destroy()
 
@@ -158,7 +158,7 @@ def test_a_step_while_weights_are_read_is_an_error() -> None:
 
 def refusals() -> None:
     engine = make_engine(offload_config(zenflow_config(2)), model=Named)
-    with pytest.raises(UnsupportedError, match="zero_optimization.zenflow"):
+    with pytest.raises(UnsupportedError, match=r"zero_optimization.zenflow"):
         deepspeed_ext.weights(engine)
     engine.destroy()
     engine = make_engine(zenflow_config(2), model=Named)

@@ -1,0 +1,98 @@
+"""Writes a model to a folder of safetensors as Hugging Face's libraries read it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from deepspeed_ext.errors import UnsupportedError
+
+__all__ = ["save"]
+
+_INDEX = "model.safetensors.index.json"
+
+
+def save(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    folder: str | os.PathLike[str],
+    max_shard_bytes: int = 2 << 30,
+) -> list[Path]:
+    """Write tensors to ``model.safetensors``, or to numbered shards and their index.
+
+    Of tensors with several names, which follow each other, the first is written, as
+    ``save_pretrained`` does. An older model in the folder is replaced only once all is written.
+
+    Args:
+        weights: such as `deepspeed_ext.weights(engine, on_rank=0)`. With several ranks each calls
+            this; one that gets no tensors writes nothing.
+        max_shard_bytes: of one file, which is held in host memory until it is written; a larger
+            tensor is alone in its file.
+
+    Returns:
+        The files, the index last.
+
+    Raises:
+        UnsupportedError: safetensors is not installed. No tensor was read.
+        OSError: a file could not be written; what was there before still is.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise UnsupportedError("writing safetensors needs the library of that name: pip install safetensors") from error
+    folder = Path(folder)
+    shards: list[list[str]] = []
+    shard: dict[str, torch.Tensor] = {}
+    sizes: list[int] = []
+    written: list[Path] = []
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        written.append(folder / f".model-{len(shards) + 1:05}.safetensors.part")
+        save_file(shard, written[-1], metadata={"format": "pt"})
+        shards.append(list(shard))
+        sizes.append(_nbytes(shard))
+        shard.clear()
+
+    try:
+        last: torch.Tensor | None = None
+        for name, tensor in weights:
+            if tensor is last:
+                continue
+            last = tensor
+            if shard and _nbytes(shard) + tensor.nbytes > max_shard_bytes:
+                write()
+            shard[name] = tensor.contiguous()
+        if shard:
+            write()
+        return _renamed(folder, written, shards, sum(sizes)) if shards else []
+    finally:
+        for path in written:
+            path.unlink(missing_ok=True)
+
+
+def _nbytes(shard: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in shard.values())
+
+
+def _renamed(folder: Path, written: list[Path], shards: list[list[str]], total: int) -> list[Path]:
+    """Give the files their names, write the index, and remove an older model's other files."""
+    count = len(shards)
+    names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
+    names = names if count > 1 else ["model.safetensors"]
+    for path, name in zip(written, names, strict=True):
+        path.replace(folder / name)
+    if count > 1:
+        where = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        part = folder / f".{_INDEX}.part"
+        part.write_text(json.dumps(index, indent=2) + "\n")
+        part.replace(folder / _INDEX)
+        names.append(_INDEX)
+    for path in [*folder.glob("model*.safetensors"), folder / _INDEX]:
+        if path.name not in names:
+            path.unlink(missing_ok=True)
+    return [folder / name for name in names]

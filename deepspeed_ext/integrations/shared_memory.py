@@ -1,0 +1,158 @@
+"""Hands tensors to another process of this host through shared memory.
+
+The memory is a memfd of one bucket, which both processes map and use again and again. It has no
+name, so that nothing is left in /dev/shm however either process ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from deepspeed_ext.errors import StateError, UnsupportedError
+
+__all__ = ["hand_over", "receive"]
+
+_ALIGNMENT = 64
+_MEMORY, _TENSORS, _END, _BROKEN, _READ = "memory", "tensors", "end", "broken", "read"
+"""What a message is. The reader sends two: it has read what is in the memory, or stops."""
+
+
+def hand_over(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    connection: Connection | None,
+    bucket_bytes: int = 1 << 28,
+) -> None:
+    """Copy tensors to another process, which calls `receive`, and wait until it has read them.
+
+    Args:
+        weights: such as `deepspeed_ext.weights(engine)`; on the host.
+        connection: to the other process, with nothing else on it meanwhile: an end of
+            ``multiprocessing.Pipe()``, or what a ``Listener`` of the family AF_UNIX accepts. None
+            on a rank that gets no weights: it only iterates.
+        bucket_bytes: of the shared memory; more if a tensor is larger.
+
+    Raises:
+        StateError: the other process has ended, or closed its end, before it had read everything.
+        UnsupportedError: the platform has no memfd.
+    """
+    if connection is None:
+        for _ in weights:
+            pass
+        return
+    if not hasattr(os, "memfd_create"):
+        raise UnsupportedError("shared memory without a name needs memfd_create, which Linux has")
+    sender = _Sender(connection, bucket_bytes)
+    try:
+        for name, tensor in weights:
+            sender.add(name, tensor)
+        sender.flush()
+        connection.send((_END, None))
+    except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+        raise StateError(
+            "the process that receives the weights has ended or closed the connection: start it "
+            "again and hand over all weights"
+        ) from error
+    except BaseException:
+        with suppress(OSError):
+            connection.send((_BROKEN, None))
+        raise
+
+
+def receive(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and tensors that another process hands over.
+
+    A tensor is a view of shared memory, valid until the next is asked for: copy what is kept, as an
+    inference engine does that loads it. Iterate to the end.
+
+    Args:
+        connection: the other end of that of `hand_over`.
+
+    Raises:
+        StateError: the other process ended, or failed, before it had handed over everything.
+    """
+    memory: torch.Tensor | None = None
+    reads = False
+    try:
+        while (message := connection.recv())[0] != _END:
+            kind, content = message
+            if kind == _BROKEN:
+                raise StateError("the process that hands over weights has failed; see its error")
+            if kind == _MEMORY:
+                memory = _mapped(reduction.recv_handle(connection), content)
+                continue
+            assert memory is not None, "the memory comes first"
+            reads = True
+            for name, dtype, shape, begin, nbytes in content:
+                values = memory[begin : begin + nbytes].view(dtype)
+                yield name, values.view(shape)
+            reads = False
+            connection.send(_READ)
+    except EOFError as error:
+        raise StateError("the process that hands over weights has ended before the last") from error
+    finally:
+        if reads:
+            with suppress(OSError):
+                connection.send(_BROKEN)
+
+
+def _mapped(fileno: int, nbytes: int) -> torch.Tensor:
+    """Map a memfd, and close it; 1-D uint8."""
+    try:
+        return torch.frombuffer(mmap.mmap(fileno, nbytes), dtype=torch.uint8)
+    finally:
+        os.close(fileno)
+
+
+class _Sender:
+    """Fills the shared memory and tells the reader what is in it."""
+
+    def __init__(self, connection: Connection, bucket_bytes: int) -> None:
+        self._connection = connection
+        self._bucket_bytes = bucket_bytes
+        self._memory: torch.Tensor | None = None
+        self._told: list[tuple[Any, ...]] = []
+        self._end = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._memory is None or self._end + tensor.nbytes > self._memory.numel():
+            self.flush()
+            self._make_room(tensor.nbytes)
+        assert self._memory is not None
+        place = self._memory[self._end : self._end + tensor.nbytes]
+        place.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
+        shape = tuple(tensor.shape)
+        self._told.append((name, tensor.dtype, shape, self._end, tensor.nbytes))
+        self._end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def _make_room(self, nbytes: int) -> None:
+        """Have memory for a tensor: new memory if it is larger than what there is."""
+        if self._memory is not None and nbytes <= self._memory.numel():
+            return
+        size = max(self._bucket_bytes, nbytes, 1)
+        fileno = os.memfd_create("deepspeed_ext-weights", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fileno, size)
+            self._connection.send((_MEMORY, size))
+            reduction.send_handle(self._connection, fileno, os.getpid())
+            self._memory = _mapped(os.dup(fileno), size)
+        finally:
+            os.close(fileno)
+
+    def flush(self) -> None:
+        """Wait until the reader has read what is in the memory."""
+        if self._told:
+            self._connection.send((_TENSORS, self._told))
+            if self._connection.recv() != _READ:
+                raise StateError(
+                    "the process that receives the weights has stopped before the last: iterate over "
+                    "receive(...) to the end"
+                )
+        self._told, self._end = [], 0
