@@ -27,8 +27,13 @@ def first_products() -> None:
         linear(torch.ones(8, 8, device=device, dtype=dtype)).sum().backward()
 
 
-def held(stage: int, rule: str, hidden: bool) -> dict[str, int]:
-    """Bytes on the accelerator: before the engine, between steps, while everything is away, and back again."""
+BUCKET_NUMEL = 4_000_000
+"""``reduce_bucket_size`` of `held` between micro-steps."""
+
+
+def held(stage: int, rule: str, hidden: bool, micro_steps: int = 1) -> dict[str, int]:
+    """Bytes on the accelerator: before the engine, between steps, while everything is away, and back
+    again; with several micro-steps a step, also after one of them."""
     accelerator, found = get_accelerator(), {}
 
     def note(name: str) -> None:
@@ -37,17 +42,25 @@ def held(stage: int, rule: str, hidden: bool) -> dict[str, int]:
 
     first_products()
     note("before")
-    config = zenflow_config(stage, hide_transfers=hidden, **RULES[rule])
+    config = zenflow_config(stage, accumulation=micro_steps, hide_transfers=hidden, **RULES[rule])
+    if micro_steps > 1:
+        config["zero_optimization"]["reduce_bucket_size"] = BUCKET_NUMEL
     engine = make_engine(config, model=lambda: Adapted(160), groups=two_groups)
-    data = [on_device(batch) for batch in batches(8, rank=0)]
+    data = [on_device(batch) for batch in batches(3 + 5 * micro_steps, rank=0)]
     note("inputs")
-    train(engine, data[:5])
+    train(engine, data[: 5 * micro_steps])
     note("between steps")
     engine.offload_states()
     note("away")
     engine.reload_states()
     note("back")
-    train(engine, data[5:])
+    train(engine, data[5 * micro_steps : 5 * micro_steps + 1])
+    if micro_steps > 1:
+        note("between micro-steps")
+        engine.offload_states()
+        note("away from micro-steps")
+        engine.reload_states()
+    train(engine, data[5 * micro_steps + 1 :])
     note("after")
     engine.destroy()
     return found

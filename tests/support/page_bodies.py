@@ -103,12 +103,14 @@ def _first_names(page: str, tiny: Any) -> dict[str, Any]:
         "folder": "checkpoints",
         "prompts": [0, 1],
         "generate": lambda batch: batch,
+        "load_weights": list,
+        "connection": None,
         "train_on": lambda engine, samples: _train(engine),
         "deepspeed_ext": deepspeed_ext,
     }
-    if page in ("docs/resuming.md", "docs/migrating_from_deepspeed_zenflow.md", "docs/trainers.md"):
+    if page in ("docs/resuming.md", "docs/migrating_from_deepspeed_zenflow.md", "docs/rl.md"):
         config = base_config(SAVED_STAGE, torch.bfloat16)
-        if page == "docs/trainers.md":
+        if page == "docs/rl.md":
             config["zero_optimization"] |= {
                 "zenflow": {"update_rule": "predictive"},
                 "core_binding": {"enabled": False},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -53,10 +54,8 @@ def reader() -> Iterator[Connection]:
     theirs.close()
     yield ours
     if process.is_alive():
-        try:
+        with contextlib.suppress(OSError):
             ours.send("end")
-        except OSError:
-            pass
     process.join()
     ours.close()
 
