@@ -39,16 +39,20 @@ class Policy(nn.Module):
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens)
         hidden = (hidden + self.down(torch.relu(self.up(hidden)))) * self.scale
-        return self.head(hidden).float()
+        return self.head(hidden)
 
     def forward(self, tokens: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         """The policy gradient's loss: of each sample's tokens, times its advantage."""
-        chosen = self.logits(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+        chosen = self.logits(tokens[:, :-1]).float().log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
         return -(chosen.mean(1) * advantages).mean()
 
 
 def generate(policy: Policy, number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample from the policy; tokens [GROUP * PROMPTS, LENGTH] and advantages within each group."""
+    """Sample from the policy; tokens [GROUP * PROMPTS, LENGTH] and advantages within each group.
+
+    In fp64: two processes may round 16-bit products differently, and sample another token.
+    """
+    policy = copy.deepcopy(policy).double()
     generator = torch.Generator().manual_seed(100 * number + rank)
     first = torch.randint(0, VOCABULARY, (PROMPTS,), generator=generator)
     tokens = first.repeat_interleave(GROUP)[:, None]
@@ -56,9 +60,9 @@ def generate(policy: Policy, number: int, rank: int) -> tuple[torch.Tensor, torc
         for _ in range(LENGTH - 1):
             chances = policy.logits(tokens[:, -1:])[:, 0].softmax(-1)
             tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
-    rewards = (tokens < VOCABULARY // 2).float().mean(1).view(PROMPTS, GROUP)
+    rewards = (tokens < VOCABULARY // 2).double().mean(1).view(PROMPTS, GROUP)
     scaled = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-    return tokens, scaled.flatten()
+    return tokens, scaled.flatten().float()
 
 
 class Generator:
@@ -168,7 +172,7 @@ def both_loops(config: dict[str, Any], iterations: int, remote: bool) -> tuple[i
         other.close()
     else:
         losses, received = loop(config, iterations, asleep)
-    assert losses == expected
+    assert_same(expected, losses, "losses")
     assert_same(shown, received, "the generator's weights")
     changed = [not torch.equal(each, received[0][name]) for name, each in received[-1].items()]
     return sum(changed), losses

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing.connection import Connection
 
 import pytest
@@ -35,7 +35,7 @@ def reads(connection: Connection) -> None:
         received = shared_memory.receive(connection)
         if order == "stop":
             next(received)
-            received.close()
+            del received  # which ends it
             continue
         if order == "die":
             next(received)
