@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
