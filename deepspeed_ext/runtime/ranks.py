@@ -183,14 +183,27 @@ class RankGroup:
             key: compared by its ``repr``.
             value: any object that pickles.
         """
+        return self._gathered(value, _number(key), only_alike=True)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in order. A collective.
+
+        Args:
+            value: any object that pickles: keep it small.
+        """
+        found = self._gathered(value, 0, only_alike=False)
+        return [found[rank] for rank in range(self.size)]
+
+    def _gathered(self, value: Any, number: int, *, only_alike: bool) -> dict[int, Any]:
+        """The values of the ranks, or only of those with this rank's `number`, by rank. A collective."""
         if self.size == 1:
             return {0: value}
-        content, number = pickle.dumps(value), _number(key)
+        content = pickle.dumps(value)
         heads = self.all_gather(self._on_device((number, len(content))).clone()).cpu()
         sent = torch.zeros(int(heads[:, 1].max()), dtype=torch.uint8, device="cpu")
         sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         contents = self.all_gather(sent.to(self.device)).cpu()
-        members = (heads[:, 0] == number).nonzero().view(-1).tolist()
+        members = (heads[:, 0] == number).nonzero().view(-1).tolist() if only_alike else range(self.size)
         return {rank: pickle.loads(bytes(contents[rank, : heads[rank, 1]].tolist())) for rank in members}
 
     def _on_device(self, values: tuple[int, ...]) -> torch.Tensor:

@@ -40,9 +40,8 @@ def facts_of_all(
             host_id(),
             tuple(sorted(host_memory.available_by_limit().items())),
         )
-    found = ranks.gather_among("ZenFlow", mine)
     return ZenFlowFacts(
-        tuple(found[rank] for rank in range(ranks.size)),
+        tuple(ranks.gather_objects(mine)),
         caller,
         ranks.rank,
         layout,

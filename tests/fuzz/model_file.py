@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch._dynamo  # noqa: F401 (makes a folder when it is imported, which no case may do)
+
 from deepspeed_ext.commands.memory import model_file, model_shapes
 from deepspeed_ext.errors import DeepSpeedExtError
 from deepspeed_ext.runtime.confined import offline

@@ -56,7 +56,7 @@ GROUPS = (
     Group("training", "gather, ZenFlow and resume on one rank, NCCL", (ACCELERATOR,), 70, 1, ranks=1),
     Group("moments", "moments in bf16 and of 8 bits", ("tests/unit/zenflow/test_state_dtype.py",), 25, 1),
     Group("lion", "Lion", ("tests/unit/zenflow/test_lion.py",), 20, 2),
-    Group("gradients-on-host", "gradients_on_host", ("tests/unit/adapter/test_host_gradients.py",), 10, 1),
+    Group("gradients-on-host", "gradients_on_host", ("tests/unit/adapter/test_gradients_on_host.py",), 10, 1),
 )
 """In the order in which they run."""
 

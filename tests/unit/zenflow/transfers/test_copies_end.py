@@ -123,7 +123,7 @@ def touched_before_locked(config: dict[str, Any]) -> list[str]:
 
 def test_the_worker_touches_memory_before_it_is_locked() -> None:
     """Else it would lie on the trainer's memory node; what it holds stays."""
-    found = run_ranks(1, touched_before_locked, zenflow_config(2))
+    found = run_ranks(1, touched_before_locked, zenflow_config(2, update_interval="measured"))
     assert found == [["touch g 2", "touched", "lock 2", "lock 2"]]
 
 

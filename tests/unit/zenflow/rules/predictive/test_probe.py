@@ -17,6 +17,7 @@ BLOCK = 4
 def sample_of(numel: int, most_blocks: int, seed: int = 1, index: int = 0) -> tuple[Sample, torch.Tensor]:
     state = tuple(torch.arange(numel, dtype=torch.float32) + 1000 * number for number in range(3))
     partition: Any = SimpleNamespace(master=state[0], moments=state[1:], scales=(), state=state, index=index)
+    partition.weights = lambda: torch.empty(0, dtype=torch.bfloat16)
     none: Any = None
     return Sample.take(partition, torch.arange(numel).bfloat16(), none, BLOCK, none, most_blocks, seed), state[0]
 
@@ -50,6 +51,7 @@ def test_moments_that_are_codes_are_decoded(numel: int) -> None:
     codes = (numbers % 100 - 50).to(torch.int8), (numbers % 200).to(torch.uint8)
     scales = tuple((100 + torch.arange(blocks) % 20).to(torch.uint8) for _ in codes)
     partition: Any = SimpleNamespace(master=numbers.float(), moments=codes, scales=scales, index=0)
+    partition.weights = lambda: torch.empty(0, dtype=torch.bfloat16)
     none: Any = None
     sample = Sample.take(partition, numbers.bfloat16(), none, BLOCK, none, 8, 1)
     for moment, of_moment, found in zip(codes, scales, sample.state[1:], strict=True):

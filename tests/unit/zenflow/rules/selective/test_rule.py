@@ -107,6 +107,7 @@ def compare_with_simulation(numel: int, interval: int, lag: int, every: int, ste
         ranks,
         [ranks],
     )
+    optimizer.param_groups[0]["params"] = adam.shown.masters
     simulated = Simulated(start, 16, 0.25, interval, lag, every)
     found = []
     for number in range(steps):
