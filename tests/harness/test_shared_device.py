@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import nccl_probe, shared_device
+from tests.support import ranks as ranks_module
 from tests.support.nccl_probe import CASES, Probed, cases, probe
 from tests.support.ranks import RankPool, run_fresh_ranks
 
@@ -131,6 +132,7 @@ def settings_of() -> dict[str, Any]:
 
 def test_ranks_get_their_settings_before_their_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, where the group is gloo's whatever the settings say."""
+    monkeypatch.setattr(ranks_module, "_simulated", frozenset())  # whose ranks share nothing
     monkeypatch.setattr(shared_device, "is_shared", lambda ranks: True)
     monkeypatch.setenv(shared_device.GIVEN, "nccl")
     found = [outcome.value for outcome in run_fresh_ranks(2, settings_of, device="accelerator")]

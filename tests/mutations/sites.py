@@ -15,9 +15,12 @@ ORDERS = frozenset({"wait_stream", "wait_event", "record_stream", "record", "syn
 OUR_NAMES_FOR_THEM = frozenset({"_wait", "_record", "_finish", "_order_gathers"})
 """Methods of the package that do nothing but such a wait: each call of one is a wait of its own."""
 NOT_OF_A_DEVICE = frozenset(
-    {"process", "_process", "all_limited", "initial_mask", "startup", "link", "self", "_courier", "transfers", "moment"}
+    {
+        *("process", "_process", "all_limited", "initial_mask", "startup", "link", "self", "_courier"),
+        *("interruption", "moment", "transfers"),
+    }
 )
-"""Receivers of such a method that are processes, threads, files, callers of what is listed, or moments to measure."""
+"""Receivers of such a method that are processes, threads, files, callers of what is listed, records, or moments to measure."""
 
 
 @dataclass(frozen=True)
