@@ -20,7 +20,8 @@ NOT_OF_A_DEVICE = frozenset(
         *("interruption", "moment", "transfers"),
     }
 )
-"""Receivers of such a method that are processes, threads, files, callers of what is listed, records, or moments to measure."""
+"""Receivers of such a method that are processes, threads, files, records, callers of what is listed, or
+moments to measure."""
 
 
 @dataclass(frozen=True)
