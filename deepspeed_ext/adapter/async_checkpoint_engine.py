@@ -8,7 +8,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from multiprocessing.util import Finalize
@@ -172,14 +172,15 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
                 self._complete_alone(*self._saving)
 
     def _complete_alone(self, info: Any, folder: CheckpointFolder) -> None:
-        with contextlib.suppress(OSError):  # without its sign, the save is given up
-            files.replace_file(os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"), self._said())
         if not self._leads:
+            with contextlib.suppress(OSError):  # without its sign, the save is given up
+                files.replace_file(os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"), self._said())
             return
         try:
             with advised():
                 if not folder.is_marked:
-                    _require_all(folder.staging, self._ranks.size)
+                    others = set(range(self._ranks.size)) - {self._ranks.rank}
+                    _require_all(self._said(), folder.staging, others)
                     folder.mark()
                 _remove_signs(folder.staging)
                 folder.swap()
@@ -301,9 +302,10 @@ def _finish_file(path: str, holes: list[Hole], process: OptimizerProcess, number
         files.sync_folder(os.path.dirname(path))
 
 
-def _require_all(staging: str, size: int) -> None:
-    """Wait until `size` ranks have reported that their files are written; raise if a rank could not, or is silent."""
-    wanted = {f"{_WRITTEN}{rank}" for rank in range(size)}
+def _require_all(said_here: str, staging: str, others: Iterable[int]) -> None:
+    """Wait until the other ranks have reported that their files are written; raise if a rank could not,
+    or is silent. The leading rank's own word, `said_here`, needs no file, which a full disk would refuse."""
+    wanted = {f"{_WRITTEN}{rank}" for rank in others}
     last, silent_since = None, time.monotonic()
     while missing := wanted - set(names := os.listdir(staging)):
         seen = {(name, status.st_mtime_ns, status.st_blocks) for name, status in _statuses(staging, names)}
@@ -316,7 +318,7 @@ def _require_all(staging: str, size: int) -> None:
                 "rank when training ends"
             )
         time.sleep(_POLL_SECONDS)
-    said = []
+    said = [said_here]
     for name in sorted(wanted):
         with open(os.path.join(staging, name), encoding="utf-8") as file:
             said.append(file.read())

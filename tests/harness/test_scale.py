@@ -68,20 +68,24 @@ def test_agreements_are_the_same_among_many_ranks(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "per_rank"),
+    ("name", "per_rank", "most_instructions"),
     [
-        ("core plans", 600),
-        ("ZenFlow start: layout, room", 350),  # 16 for each control group with a limit that this machine has
-        ("every rank has an error of its own", 8),
-        ("plans differ on every rank", 8),
+        ("core plans", 600, 40),
+        # Bytes: 16 for each control group with a limit that this machine has. Instructions: each rank
+        # adds up what the ranks of every host need, 10 ms among 1,024.
+        ("ZenFlow start: layout, room", 350, 300),
+        ("every rank has an error of its own", 8, 40),
+        ("plans differ on every rank", 8, 40),
     ],
 )
-def test_other_hosts_cost_little(name: str, per_rank: int, tmp_path: Path) -> None:
+def test_other_hosts_cost_little(
+    name: str, per_rank: int, most_instructions: int, tmp_path: Path
+) -> None:
     """Each rank more is some bytes and a few instructions. Where all differ, only the first ones are told."""
     few, many = few_and_many(name, tmp_path)
     assert many.collectives == few.collectives
     assert many.received - few.received <= per_rank * (MANY - FEW)
-    assert many.instructions - few.instructions <= 40 * (MANY - FEW)
+    assert many.instructions - few.instructions <= most_instructions * (MANY - FEW)
 
 
 def test_the_selection_exchanges_no_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

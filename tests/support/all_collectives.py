@@ -13,7 +13,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -23,6 +23,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.adapter.gather_hooks import FetchedParameter, GatherHandle
+from deepspeed_ext.adapter.weight_stream import _Entry, _Exchange
+from deepspeed_ext.checkpoint.reshard.layout import Placement
 from deepspeed_ext.cores.exchange import agree, report_rank
 from deepspeed_ext.cores.plan import PlanRequest
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError
@@ -30,7 +32,12 @@ from deepspeed_ext.flatten import exchange as flat_exchange
 from deepspeed_ext.flatten import rollback, tiers
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.gather.launch import can_group, gather_singles, gather_together
-from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan
+from deepspeed_ext.runtime.ranks import (
+    RankGroup,
+    communicating_on_host,
+    raise_together,
+    require_same_plan,
+)
 from deepspeed_ext.zenflow.rules.blocks import BlockSet
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 from deepspeed_ext.zenflow.rules.selective.selection import select
@@ -204,6 +211,28 @@ def hot_blocks(ranks: RankGroup) -> None:
     assert flat.sum().item() == flat.numel() // 4, "of a quarter of the blocks of all ranks, each element is 1"
 
 
+def weights_from_the_host(ranks: RankGroup) -> None:
+    """Whole tensors of which each rank holds a part, on all ranks and on one, in a group of the host."""
+    host = communicating_on_host(ranks.group)
+    if host.size == 1:
+        host = replace(host, size=_One(1))
+    names, numel = ("weight",), 1000
+    values = torch.arange(numel, dtype=torch.float32)
+    placed = Placement.of_one(numel, int(host.size))
+    flat = torch.zeros(-(-numel // int(host.size)))
+    for fragment in placed.fragments(0, numel):
+        if fragment.rank == host.rank:
+            span = slice(fragment.offset, fragment.offset + fragment.end - fragment.begin)
+            flat[span] = values[fragment.begin : fragment.end]
+    entry = _Entry(names, values.shape, torch.bfloat16, tuple(placed.fragments(0, numel)), [flat])
+    for on_rank in (None, int(host.size) - 1):
+        exchange = _Exchange([entry], host, on_rank)
+        exchange.prepare()
+        for found, whole in exchange.run():
+            assert found == names
+            same(values.bfloat16(), whole, f"weights on rank {on_rank}")
+
+
 WAYS: dict[str, Callable[[RankGroup], None]] = {
     way.__name__: way
     for way in (
@@ -216,6 +245,7 @@ WAYS: dict[str, Callable[[RankGroup], None]] = {
         flat_buffer,
         flattened,
         hot_blocks,
+        weights_from_the_host,
     )
 }
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,14 +12,17 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 from deepspeed_ext.errors import WorkerError
+from deepspeed_ext.zenflow.worker import channel
 from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.channel import Channel, Patience
 from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -91,25 +95,39 @@ def test_a_file_that_cannot_be_written_is_not_the_workers_end(path: str, tmp_pat
         assert process.failed_write(number + 1) is None
 
 
-def test_an_answer_begins_the_timeout_anew(tmp_path: Path) -> None:
-    """A long queue of work that advances is not a silent worker."""
+def test_an_answer_begins_the_timeout_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long queue of work that advances is not a silent worker: 0.9 s pass before each of four answers,
+    by a clock that the test sets."""
     paths = [tmp_path / f"fifo{number}" for number in range(4)]
     for path in paths:
         os.mkfifo(path)
+    clock = SimpleNamespace(now=0.0)
+    passed: list[float] = []
 
-    def read_slowly() -> None:
-        for path in paths:  # to open one for writing waits for a reader
-            time.sleep(0.6)
-            os.close(os.open(path, os.O_RDONLY))
+    def read_late(self: Channel, patience: Patience | None = None, *, is_shared: bool = False) -> None:
+        """The trainer's wait: the worker opens a file to write when it has a reader."""
+        assert patience is not None
+        if len(passed) <= process._done and process._done < len(paths):
+            passed.append(0.9)
+            for _ in range(9):
+                patience.begin_slice()
+                clock.now += 0.1
+                patience.end_slice()
+            os.close(os.open(paths[process._done], os.O_RDONLY))
+        poller = select.poll()
+        poller.register(self._end, select.POLLIN)
+        poller.poll(60_000)
 
     with running() as (_, process):
         process._timeout_seconds = 1.0  # of what follows, not of the start
-        thread = threading.Thread(target=read_slowly)
-        thread.start()
         for path in paths:
             process.submit([ArenaWrite(str(path), ())])
+        monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        monkeypatch.setattr(Channel, "idle", read_late)
         process.wait()
-        thread.join()
+        assert len(passed) == len(paths)
 
 
 def submit_and_wait(process: OptimizerProcess, task: WorkerTask) -> None:
@@ -178,6 +196,7 @@ sys.path.insert(0, {root!r})
 os.close(0)  # as a job without stdin
 from deepspeed_ext.zenflow.plan.arrays import ArraySpec, plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.channel import Channel, Patience
 from deepspeed_ext.zenflow.worker.messages import WorkerPlan
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 layout = plan_layout([ArraySpec("p", "float32", 5)])
