@@ -78,9 +78,7 @@ def test_agreements_are_the_same_among_many_ranks(name: str, tmp_path: Path) -> 
         ("plans differ on every rank", 8, 40),
     ],
 )
-def test_other_hosts_cost_little(
-    name: str, per_rank: int, most_instructions: int, tmp_path: Path
-) -> None:
+def test_other_hosts_cost_little(name: str, per_rank: int, most_instructions: int, tmp_path: Path) -> None:
     """Each rank more is some bytes and a few instructions. Where all differ, only the first ones are told."""
     few, many = few_and_many(name, tmp_path)
     assert many.collectives == few.collectives

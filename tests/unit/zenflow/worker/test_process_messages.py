@@ -95,9 +95,7 @@ def test_a_file_that_cannot_be_written_is_not_the_workers_end(path: str, tmp_pat
         assert process.failed_write(number + 1) is None
 
 
-def test_an_answer_begins_the_timeout_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_begins_the_timeout_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long queue of work that advances is not a silent worker: 0.9 s pass before each of four answers,
     by a clock that the test sets."""
     paths = [tmp_path / f"fifo{number}" for number in range(4)]
