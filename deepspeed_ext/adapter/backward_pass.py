@@ -17,10 +17,17 @@ import torch
 
 from deepspeed_ext.adapter.interruption import Interruption, Work
 from deepspeed_ext.adapter.upstream import BackwardHookStateManager
+from deepspeed_ext.errors import StateError
 
 __all__ = ["BackwardPass"]
 
 _NO_TASK = -1
+_TWICE = (
+    "a parameter has got a second gradient inside one engine.backward(loss), from a pass within that "
+    "pass: a hook that runs the model again, as GradCache's does, or a reentrant checkpoint. DeepSpeed "
+    "reduces each parameter once in that call. Call loss.backward() instead; checkpoints work with "
+    "use_reentrant=False, too"
+)
 
 
 class BackwardPass(BackwardHookStateManager):
@@ -45,6 +52,7 @@ class BackwardPass(BackwardHookStateManager):
         self._begins, self._parameters = begins, parameters
         self._is_open = False
         self._graph_task = _NO_TASK
+        self._tasks: list[set[int]] = []  # graph tasks that reduced gradients, for each call that is recorded
         self._reduced = 0  # gradients, of all passes
         self._reduced_before = 0  # when the last pass began, as the next one
         self._left_before: list[Any] = []
@@ -64,6 +72,8 @@ class BackwardPass(BackwardHookStateManager):
         """Called before each gradient is reduced, also in graph tasks that no output has announced."""
         if not self._is_open and self.backward_seen_this_step:
             self.enter_backward()
+        for tasks in self._tasks:
+            tasks.add(torch._C._current_graph_task_id())
         self._reduced += 1
 
     def queue_post_backward_callback(self) -> bool:
@@ -80,16 +90,25 @@ class BackwardPass(BackwardHookStateManager):
 
     @contextmanager
     def recorded(self, interruption: Interruption) -> Iterator[None]:
-        """Wrap a call that may reduce gradients, perhaps inside a pass that goes on."""
+        """Wrap a call that may reduce gradients, perhaps inside a pass that goes on.
+
+        Raises:
+            StateError: DeepSpeed has refused a second gradient of a parameter, from a nested pass.
+        """
         was_open, before = self._is_open, self._reduced
+        self._tasks.append(set())
         try:
             # Inside a pass that goes on, gradients that wait for their hook may be its own.
             with interruption.recorded(Work.BACKWARD, lambda: self._has_changed(before, may_be_left=not was_open)):
                 yield
-        except BaseException:
+        except BaseException as error:
             if not was_open:
                 self._close()
+            if len(self._tasks[-1]) > 1 and isinstance(error, AssertionError):
+                raise StateError(_TWICE) from error
             raise
+        finally:
+            self._tasks.pop()
 
     def notice(self, interruption: Interruption) -> None:
         """Record a pass that an exception has ended; see [the end of a backward pass]."""

@@ -246,6 +246,33 @@ def test_an_interrupted_pass_is_one_true_error_and_can_be_saved(
         assert save == ""
 
 
+def nested_twice(stage: int) -> str:
+    """What ``engine.backward`` says of a loss whose hook runs two passes that the engine counts as one."""
+    engine = make_engine(zenflow_config(stage, torch.float32), model=LinearNet)
+    loss = leaf(engine).sum() * 1.0
+
+    def parts(gradient: torch.Tensor) -> None:
+        with torch.enable_grad():
+            for number in range(2):
+                drawn_loss(engine, number).backward()
+
+    loss.register_hook(parts)
+    try:
+        engine.backward(loss)
+    except StateError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_passes_inside_the_engines_own_are_one_true_error(stage: int) -> None:
+    """DeepSpeed's own is an assertion, without a text at stage 3. In ``loss.backward()`` they train."""
+    (said,) = run_ranks(1, nested_twice, stage)
+    assert "Call loss.backward() instead" in said
+
+
 def steps_without_backward(stage: int, accumulation: int) -> list[str]:
     config = zenflow_config(stage, torch.float32, accumulation=accumulation)
     engine, said = make_engine(config, model=LinearNet), []
