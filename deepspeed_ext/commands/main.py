@@ -1,4 +1,4 @@
-"""The command line: ``deepspeed-ext doctor, config, plan, tune, verify, report, run``.
+"""The command line: ``deepspeed-ext doctor, config, plan, tune, verify, report, run, completion``.
 
 Each command imports what it needs when it runs, so ``plan`` does not import torch.
 """
@@ -12,7 +12,7 @@ import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from deepspeed_ext import __version__
 from deepspeed_ext.commands.argument_types import (
@@ -30,19 +30,21 @@ from deepspeed_ext.commands.argument_types import (
     reserved_cores,
     whole,
 )
+from deepspeed_ext.commands.completion import SHELLS, script
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
 
 __all__ = ["main"]
 
 EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_UNREAD = 1, 2, 128 + 13
 EXAMPLES = {
-    "report": "deepspeed-ext report outputs/hf --svg report.svg",
     "doctor": "deepspeed-ext doctor",
     "config": "deepspeed-ext config trainer_zenflow > ds.json",
     "plan": "deepspeed-ext plan --memory --params 7e9 --gpus 1 --gpu-gb 24 --host-gb 128 --write ds.json",
     "tune": "deepspeed-ext tune --quick",
     "verify": "deepspeed-ext verify --config ds.json",
+    "report": "deepspeed-ext report outputs/hf --svg report.svg",
     "run": "deepspeed-ext run train.py --lr 1e-4",
+    "completion": "deepspeed-ext completion zsh > ~/.deepspeed-ext.zsh",
 }
 """A command line for the end of each command's --help."""
 OF_CORES = {"root", "allowed", "gpu_node", "pt_reserved_cores", "optimizer_cores", "svg"}
@@ -54,7 +56,20 @@ OF_MEMORY = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports bad input in one line on stderr, with exit status 2; --help shows the usage."""
+    """Reports bad input in one line on stderr, with exit status 2; --help shows the usage.
+
+    Attributes:
+        arguments: all that were added, in order; `completion` reads them.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.arguments: list[argparse.Action] = []
+        super().__init__(*args, **options)
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """Add an argument, as argparse does, and keep it in `arguments`."""
+        self.arguments.append(super().add_argument(*names, **options))
+        return self.arguments[-1]
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {' '.join(message.split())}\n")
@@ -100,9 +115,7 @@ def _report_error(arguments: argparse.Namespace, error: Exception, status: int) 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="deepspeed-ext", description="Tools of the deepspeed_ext package.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(
-        dest="verb", required=True, metavar="doctor | config | plan | tune | verify | report | run"
-    )
+    commands = parser.add_subparsers(dest="verb", required=True, metavar=" | ".join(EXAMPLES))
     _add_doctor(commands)
     _add_config(commands)
     _add_plan(commands)
@@ -110,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_report(commands)
     _add_run(commands)
+    _add_completion(commands, parser)
     for name, command in commands.choices.items():
         command.epilog = f"example: {EXAMPLES[name]}"
         command.formatter_class = argparse.RawDescriptionHelpFormatter  # which does not break the example
@@ -291,6 +305,23 @@ def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     run.set_defaults(command=_prepare_run)
+
+
+def _add_completion(commands: "argparse._SubParsersAction[_Parser]", parser: _Parser) -> None:
+    completion = commands.add_parser(
+        "completion",
+        help="print a script with which a shell completes commands and options",
+        allow_abbrev=False,
+    )
+    completion.add_argument("shell", choices=SHELLS)
+
+    def run(arguments: argparse.Namespace) -> int:
+        parsers = {"": parser.arguments}
+        parsers |= {name: command.arguments for name, command in commands.choices.items()}
+        print(script(parsers, arguments.shell), end="")
+        return 0
+
+    completion.set_defaults(command=run)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
