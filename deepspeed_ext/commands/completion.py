@@ -1,7 +1,8 @@
 """Writes a script with which bash or zsh completes the command line of ``deepspeed-ext``.
 
-It is made from the arguments of the parsers, so it offers what they accept. zsh runs the script for bash, by its own
-``bashcompinit``. Where the script has no words, such as after ``--config``, the shell offers files.
+It is made from the parsers, so it offers what they accept; argparse lists its arguments only as
+``_actions``. zsh runs the script for bash, by its own ``bashcompinit``. Where the script has no words,
+such as after ``--config``, the shell offers files.
 """
 
 import argparse
@@ -19,16 +20,12 @@ autoload -U +X bashcompinit && bashcompinit
 """What zsh needs before ``complete``."""
 
 
-def script(arguments: Mapping[str, Sequence[argparse.Action]], shell: str) -> str:
-    """The whole script, for one of `SHELLS`.
-
-    Args:
-        arguments: of each command; under the name "" those of the program itself.
-    """
-    commands = {name: of_it for name, of_it in arguments.items() if name}
-    first = " ".join([*commands, *_options(arguments[""])])
-    after = "".join(_after_options(*command) for command in commands.items())
-    words = "".join(_words(*command) for command in commands.items())
+def script(program: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], shell: str) -> str:
+    """The whole script, for one of `SHELLS`, of a program and its commands."""
+    arguments = {name: parser._actions for name, parser in commands.items()}
+    first = " ".join([*commands, *_options(program._actions)])
+    after = "".join(_after_options(*command) for command in arguments.items())
+    words = "".join(_words(*command) for command in arguments.items())
     return f"""{ZSH if shell == "zsh" else ""}\
 _deepspeed_ext() {{  # of the shell: $2 is the word that is typed, $3 the one before
   local words="" command="${{COMP_WORDS[1]}}"

@@ -12,7 +12,7 @@ import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from deepspeed_ext import __version__
 from deepspeed_ext.commands.argument_types import (
@@ -56,20 +56,7 @@ OF_MEMORY = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports bad input in one line on stderr, with exit status 2; --help shows the usage.
-
-    Attributes:
-        arguments: all that were added, in order; `completion` reads them.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.arguments: list[argparse.Action] = []
-        super().__init__(*args, **options)
-
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """Add an argument, as argparse does, and keep it in `arguments`."""
-        self.arguments.append(super().add_argument(*names, **options))
-        return self.arguments[-1]
+    """Reports bad input in one line on stderr, with exit status 2; --help shows the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {' '.join(message.split())}\n")
@@ -316,9 +303,7 @@ def _add_completion(commands: "argparse._SubParsersAction[_Parser]", parser: _Pa
     completion.add_argument("shell", choices=SHELLS)
 
     def run(arguments: argparse.Namespace) -> int:
-        parsers = {"": parser.arguments}
-        parsers |= {name: command.arguments for name, command in commands.choices.items()}
-        print(script(parsers, arguments.shell), end="")
+        print(script(parser, commands.choices, arguments.shell), end="")
         return 0
 
     completion.set_defaults(command=run)
