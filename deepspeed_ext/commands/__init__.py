@@ -1,1 +1,1 @@
-"""The command line: ``deepspeed-ext doctor, config, plan, tune, verify, run``."""
+"""The command line: ``deepspeed-ext doctor, config, plan, tune, verify, report, run, completion``."""

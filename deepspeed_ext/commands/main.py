@@ -1,4 +1,4 @@
-"""The command line: ``deepspeed-ext doctor, config, plan, tune, verify, report, run``.
+"""The command line: ``deepspeed-ext doctor, config, plan, tune, verify, report, run, completion``.
 
 Each command imports what it needs when it runs, so ``plan`` does not import torch.
 """
@@ -30,19 +30,21 @@ from deepspeed_ext.commands.argument_types import (
     reserved_cores,
     whole,
 )
+from deepspeed_ext.commands.completion import SHELLS, script
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
 
 __all__ = ["main"]
 
 EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_UNREAD = 1, 2, 128 + 13
 EXAMPLES = {
-    "report": "deepspeed-ext report outputs/hf --svg report.svg",
     "doctor": "deepspeed-ext doctor",
     "config": "deepspeed-ext config trainer_zenflow > ds.json",
     "plan": "deepspeed-ext plan --memory --params 7e9 --gpus 1 --gpu-gb 24 --host-gb 128 --write ds.json",
     "tune": "deepspeed-ext tune --quick",
     "verify": "deepspeed-ext verify --config ds.json",
+    "report": "deepspeed-ext report outputs/hf --svg report.svg",
     "run": "deepspeed-ext run train.py --lr 1e-4",
+    "completion": "deepspeed-ext completion zsh > ~/.deepspeed-ext.zsh",
 }
 """A command line for the end of each command's --help."""
 OF_CORES = {"root", "allowed", "gpu_node", "pt_reserved_cores", "optimizer_cores", "svg"}
@@ -100,9 +102,7 @@ def _report_error(arguments: argparse.Namespace, error: Exception, status: int) 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="deepspeed-ext", description="Tools of the deepspeed_ext package.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(
-        dest="verb", required=True, metavar="doctor | config | plan | tune | verify | report | run"
-    )
+    commands = parser.add_subparsers(dest="verb", required=True, metavar=" | ".join(EXAMPLES))
     _add_doctor(commands)
     _add_config(commands)
     _add_plan(commands)
@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_report(commands)
     _add_run(commands)
+    _add_completion(commands, parser)
     for name, command in commands.choices.items():
         command.epilog = f"example: {EXAMPLES[name]}"
         command.formatter_class = argparse.RawDescriptionHelpFormatter  # which does not break the example
@@ -291,6 +292,21 @@ def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     run.set_defaults(command=_prepare_run)
+
+
+def _add_completion(commands: "argparse._SubParsersAction[_Parser]", parser: _Parser) -> None:
+    completion = commands.add_parser(
+        "completion",
+        help="print a script with which a shell completes commands and options",
+        allow_abbrev=False,
+    )
+    completion.add_argument("shell", choices=SHELLS)
+
+    def run(arguments: argparse.Namespace) -> int:
+        print(script(parser, commands.choices, arguments.shell), end="")
+        return 0
+
+    completion.set_defaults(command=run)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import quoted
 
-__all__ = ["config_text", "listing"]
+__all__ = ["config_names", "config_text", "listing"]
 
 PACKAGE = Path(__file__).resolve().parent.parent
 FOLDER = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
@@ -15,8 +15,13 @@ FOLDER = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.pare
 
 
 def listing() -> str:
-    """The folder, and the names that `config_text` accepts."""
-    return "\n".join([f"in {FOLDER}:", *(f"  {path.stem}" for path in _files())])
+    """The folder, and `config_names`."""
+    return "\n".join([f"in {FOLDER}:", *(f"  {name}" for name in config_names())])
+
+
+def config_names() -> list[str]:
+    """The names that `config_text` accepts."""
+    return [path.stem for path in _files()]
 
 
 def config_text(name: str) -> str:

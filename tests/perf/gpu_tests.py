@@ -15,6 +15,7 @@ __all__ = ["GROUPS", "part_of", "parts"]
 
 COLLECTIVES, ACCELERATOR = "tests/unit/runtime/test_all_collectives.py", "tests/unit/adapter/test_accelerator.py"
 DEATH, EXPERTS = "tests/unit/faults/test_rank_death.py", "tests/unit/zenflow/test_experts.py"
+TENSOR_PARALLEL = "tests/unit/zenflow/test_model_parallel.py"
 COPIES, OFFLOAD_STATES = "tests/unit/zenflow/transfers/test_copies.py", "tests/unit/zenflow/test_offload_states.py"
 FLATTEN = "tests/unit/flatten/test_gpu.py"
 KERNELS = ("tests/unit/zenflow/kernels/test_gpu.py", "tests/unit/zenflow/kernels/test_alignment.py")
@@ -48,6 +49,7 @@ GROUPS = (
     Group("flatten", f"tiers of flattening, 2 {SHARED}", (FLATTEN,), 10, 1),
     Group("training-2", f"gather, ZenFlow and resume, 2 {SHARED}", (ACCELERATOR,), 92, 1, ranks=2),
     Group("training-3", f"gather, ZenFlow and resume, 3 {SHARED}", (ACCELERATOR,), 130, 1, ranks=3),
+    Group("model-parallel", f"replicated parameters of 2 tensor-parallel {SHARED}", (TENSOR_PARALLEL,), 25, 1),
     Group("experts", f"expert groups, 2 {SHARED}", (EXPERTS,), 20, 1),
     Group("offload-states", f"device memory while states are away, 2 {SHARED}", (OFFLOAD_STATES,), 10, 2),
     Group("others", "whatever no other part has", (), 15, 2),

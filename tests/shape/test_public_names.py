@@ -56,6 +56,7 @@ COMMANDS = {
     " --memory --model --optimizer-cores --params --pt-reserved-cores --root --svg --tflops"
     " --tokens --write",
     "run": "--help arguments script",
+    "completion": "--help shell",
     "report": "--help --svg run",
     "verify": "--config --help --json --ranks --steps --timeout --upstream",
     "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick --ranks"

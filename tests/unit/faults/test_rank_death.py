@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import pytest
 from deepspeed import comm as dist
 
 from tests.support.models import batches
-from tests.support.ranks import is_simulated, run_fresh_ranks
+from tests.support.ranks import run_fresh_ranks
 from tests.support.waiting import GENEROUS_SECONDS, wait_until
 from tests.support.zenflow import make_engine, train, zenflow_config
 
 GOOD, MORE = 3, 3
 GROUP_TIMEOUT_SECONDS = 20.0
+FAILED = 3
 
 
 def last_rank_dies(config: dict[str, Any], folder: str) -> None:
@@ -28,7 +30,11 @@ def last_rank_dies(config: dict[str, Any], folder: str) -> None:
     Path(folder, str(rank)).write_text(f"{os.getpid()} {worker}")
     if rank == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    train(engine, batches(MORE, rank))
+    try:
+        train(engine, batches(MORE, rank))
+    except Exception:
+        traceback.print_exc()
+        os._exit(FAILED)  # as a script does: a rank that lived on would keep its connections, and the others would wait
 
 
 @pytest.mark.parametrize(
@@ -39,8 +45,6 @@ def last_rank_dies(config: dict[str, Any], folder: str) -> None:
     ],
 )
 def test_the_others_end_and_so_do_all_optimizer_processes(ranks: int, stage: int, device: str, tmp_path: Path) -> None:
-    if is_simulated(device) and ranks > 2:
-        pytest.skip("a simulated rank that has failed lives on, and the groups of the others have no timeout")
     outcomes = run_fresh_ranks(
         ranks,
         last_rank_dies,
@@ -52,9 +56,9 @@ def test_the_others_end_and_so_do_all_optimizer_processes(ranks: int, stage: int
     )
     assert outcomes[-1].exit_code == -signal.SIGKILL
     for outcome in outcomes[:-1]:
-        assert outcome.value is None
-        assert not outcome.hung, outcome.error
-        assert "was still running" not in (outcome.error or ""), outcome.error
+        assert outcome.error is None, outcome.error
+        ends = [FAILED, -signal.SIGABRT] if device == "accelerator" else [FAILED]  # NCCL's watchdog may abort a rank
+        assert outcome.exit_code in ends
     pids = [int(word) for file in tmp_path.iterdir() for word in file.read_text().split()]
     assert len(pids) == 2 * ranks
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), "the end of all processes")

@@ -42,7 +42,8 @@ def batches_of(engine: Any, steps: int, width: int = 64) -> list[torch.Tensor]:
     """The same on tensor-parallel ranks."""
     seed = dist.get_rank(group=engine.optimizer.dp_process_group)
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(8, width, generator=generator).to(next(engine.module.parameters()).dtype) for _ in range(steps)]
+    like = next(engine.module.parameters())
+    return [torch.randn(8, width, generator=generator).to(engine.device, like.dtype) for _ in range(steps)]
 
 
 def step(engine: Any, batch: torch.Tensor) -> None:
@@ -59,8 +60,9 @@ def differing(engine: Any, mpu: Grid) -> list[str]:
     for (kind, name), value in values.items():
         if name not in replicated(engine.module):
             continue
-        peers = [torch.zeros_like(value) for _ in range(mpu.get_model_parallel_world_size())]
-        dist.all_gather(peers, value.contiguous(), group=mpu.get_model_parallel_group())
+        mine = value.to(engine.device).contiguous()
+        peers = [torch.zeros_like(mine) for _ in range(mpu.get_model_parallel_world_size())]
+        dist.all_gather(peers, mine, group=mpu.get_model_parallel_group())
         if not all(torch.equal(peer, peers[0]) for peer in peers):
             found.append(f"{kind} of {name}")
     return found
@@ -82,13 +84,19 @@ def train_apart(config: dict[str, Any]) -> tuple[int, list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 4), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "ranks", "device"),
+    [
+        *((1, 2, "cpu"), (2, 4, "cpu"), (3, 2, "cpu")),
+        *(pytest.param(stage, 2, "accelerator", marks=pytest.mark.gpu) for stage in (1, 2, 3)),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_replicated_parameters_stay_equal_although_workers_are_not_equally_fast(
-    stage: int, ranks: int, dtype: torch.dtype
+    stage: int, ranks: int, device: str, dtype: torch.dtype
 ) -> None:
     config = zenflow_config(stage, dtype, lr=1e-2, full_warm_up_rounds=8, update_interval="measured")
-    assert run_ranks(ranks, train_apart, config, pool=POOL) == [(2, [])] * ranks
+    assert run_ranks(ranks, train_apart, config, device=device, pool=POOL) == [(2, [])] * ranks
 
 
 def guarded_apart(config: dict[str, Any]) -> tuple[bool, list[str]]:
