@@ -368,9 +368,7 @@ def _extent_of_the_mask() -> str:
 def check_tuning() -> Check:
     number = len(tuning_results.load_all())
     if not number:
-        return _ok(
-            "tuning", "no result in the cache, so the optimizer gets half of each rank's cores; run deepspeed-ext tune"
-        )
+        return _ok("tuning", "no result in the cache; deepspeed-ext plan shows the cores without one")
     return _ok("tuning", f"{number} result(s) in {cache_folder()}")
 
 

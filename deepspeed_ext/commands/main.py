@@ -47,7 +47,15 @@ EXAMPLES = {
     "completion": "deepspeed-ext completion zsh > ~/.deepspeed-ext.zsh",
 }
 """A command line for the end of each command's --help."""
-OF_CORES = {"root", "allowed", "gpu_node", "pt_reserved_cores", "optimizer_cores", "svg"}
+OF_CORES = {
+    "root",
+    "allowed",
+    "gpu_node",
+    "pt_reserved_cores",
+    "optimizer_cores",
+    "on_cpu",
+    "svg",
+}
 OF_MEMORY = {
     *("params", "model", "ranks", "ranks_per_host", "config", "dtype", "largest_param", "accelerator_gib", "host_gib"),
     *("link_gbps", "host_gbps", "tflops", "tokens", "all", "write", "for"),
@@ -143,13 +151,19 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "--pt-reserved-cores",
         metavar="X",
         type=reserved_cores,
-        help="cores per rank kept for PyTorch: a count, or a fraction between 0 and 1 [0.5]",
+        help="cores per rank kept for PyTorch: a count, or a fraction between 0 and 1 [an eighth, 2 to 4]",
     )
     plan.add_argument(
         "--optimizer-cores",
         metavar="K",
         type=whole(1, MAX_CORES),
         help="cores per rank for the optimizer [tuning result, or else the rest]",
+    )
+    plan.add_argument(
+        "--on-cpu",
+        action="store_const",
+        const=True,
+        help="for training on the CPU, where PyTorch keeps half [if DS_ACCELERATOR is cpu]",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--svg", metavar="FILE", help="also draw the plan into this file")
@@ -362,7 +376,8 @@ def _plan_cores(arguments: argparse.Namespace) -> int:
     optimizer_cores = arguments.optimizer_cores
     if optimizer_cores is None and arguments.pt_reserved_cores is None and root == "/":
         optimizer_cores = tuning_results.load_all().get(tuning_results.Fingerprint.of(host.topology, host.ranks).key)
-    request = PlanRequest(arguments.pt_reserved_cores, optimizer_cores)
+    on_cpu = bool(arguments.on_cpu) or (root == "/" and os.environ.get("DS_ACCELERATOR") == "cpu")
+    request = PlanRequest(arguments.pt_reserved_cores, optimizer_cores, on_cpu=on_cpu)
     plan = host.with_warnings(plan_host(host.topology, host.ranks, request))
     print(json.dumps(plan.as_json()) if arguments.json else plan_text(host.topology, plan))
     if picture is not None:

@@ -35,7 +35,7 @@ class CoreBindingConfig(ConfigSection):
 
     optimizer_cores: Annotated[int, Field(ge=1, le=MOST_CORES)] | None = None
     """Cores per rank for the optimizer process. Not given: the result of ``deepspeed-ext tune`` for exactly this
-    host and these ranks; otherwise what ``zenflow.pt_reserved_cores`` leaves, by default half."""
+    host and these ranks; otherwise what ``zenflow.pt_reserved_cores`` leaves."""
 
     use_tuning_result: bool = True
     """Use a result of ``deepspeed-ext tune`` from the cache of the user who runs the training."""

@@ -1,5 +1,6 @@
 """Core binding for an engine: one object, from the start of the process group to the end of training."""
 
+import multiprocessing
 import os
 import weakref
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from deepspeed_ext.cores.report import plan_text
 from deepspeed_ext.cores.thread_masks import outside
 from deepspeed_ext.cores.topology import read_online
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.cgroup import read_cpuset
 from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.runtime.log import logger, warn_once
@@ -98,7 +100,12 @@ class CoreBinding:
             report, topology = report_rank(
                 ranks.rank,
                 local_rank,
-                PlanRequest(pt_reserved_cores, config.optimizer_cores if separate else None, separate),
+                PlanRequest(
+                    pt_reserved_cores,
+                    config.optimizer_cores if separate else None,
+                    separate,
+                    on_cpu=get_accelerator().is_synchronized_device(),
+                ),
                 pci_address=None if off else accelerators.pci_address(),
                 tuned=tuning_results.load_all() if config.use_tuning_result and not off else {},
                 disabled=f"{DISABLE_VARIABLE}=0" if off else None,
@@ -121,6 +128,12 @@ class CoreBinding:
     def worker_placement(self) -> WorkerPlacement | None:
         """Placement of the optimizer process; None if it is unbound."""
         return WorkerPlacement.of(self.plan) if self.plan is not None and self.plan.optimizer else None
+
+    @property
+    def cores(self) -> int | None:
+        """Number of cores of this rank, of both sides; None if unbound."""
+        plan = self.plan
+        return None if plan is None else plan.pytorch_threads + len(plan.optimizer)
 
     def _bind_threads(self, plan: RankPlan, allowed: frozenset[int]) -> None:
         self._release = weakref.finalize(self, process_threads.release, plan)
@@ -147,7 +160,25 @@ class CoreBinding:
         found = self.verify(worker_pid)
         if not found.ok:
             warn_once(f"core binding: {found}")
+        if self.plan is not None and (crowd := self._crowd(self.plan)):
+            warn_once(f"core binding: {crowd}")
         return found
+
+    def _crowd(self, plan: RankPlan) -> str | None:
+        """What to do about loader processes that share too few cores with PyTorch; None: nothing.
+
+        A plan is made before the first data loader, whose workers inherit PyTorch's mask. They are
+        daemons that this process has started through multiprocessing.
+        """
+        request = self.agreement.request
+        loaders = sum(child.daemon for child in multiprocessing.active_children())
+        if not plan.optimizer or request.is_split_given or plan.pytorch_threads > loaders:
+            return None
+        return (
+            f"{loaders} data loader processes share {plan.pytorch_threads} cores with PyTorch. If "
+            "the accelerator waits for data, set zenflow.pt_reserved_cores to "
+            f"{loaders + plan.pytorch_threads}"
+        )
 
     def verify(self, worker_pid: int | None = None) -> Verification:
         """Compare the masks of all threads of this process and the optimizer process with the plan.

@@ -62,6 +62,8 @@ class Agreement:
     warnings: tuple[str, ...] = ()
     leads_host: bool = True
     """Whether this rank logs for its host."""
+    request: PlanRequest = field(default_factory=PlanRequest)
+    """What the plan was asked for, completed by a tuning result."""
 
 
 def report_rank(
@@ -144,14 +146,21 @@ def _plan_with(mine: RankReport, topology: Topology | None, peers: Sequence[Rank
     # Local ranks may repeat (ranks started by hand, several containers); positions do not.
     facts = [peer.facts(index) for index, peer in enumerate(peers)]
     known = topology or flat_topology(facts[position].allowed)
-    unbound = Agreement(None, None, known, mine.warnings, leads_host=position == 0)
+    leads_host = position == 0
+    unbound = Agreement(None, None, known, mine.warnings, leads_host, mine.request)
     if disabled := [f"rank {peer.rank}: {peer.disabled}" for peer in peers if peer.disabled]:
         return replace(unbound, warnings=(*mine.warnings, f"no core binding on this host ({'; '.join(disabled)})"))
     if len({peer.topology_digest for peer in peers}) == 1 and topology is not None:
         request = _with_tuning(topology, facts, peers[0])
         host = plan_host(topology, facts, request)
         plan = next((rank for rank in host.ranks if rank.local_rank == position), None)
-        return replace(unbound, mine=plan, host=host, warnings=(*mine.warnings, *host.warnings))
+        return replace(
+            unbound,
+            mine=plan,
+            host=host,
+            warnings=(*mine.warnings, *host.warnings),
+            request=request,
+        )
     differ = "the ranks of this host see different CPUs (separate containers, or no sysfs)"
     masks = [rank.allowed for rank in facts]
     if sum(len(mask) for mask in masks) > len(frozenset().union(*masks)):
@@ -166,7 +175,7 @@ def _with_tuning(topology: Topology, facts: Sequence[RankFacts], leader: RankRep
     """The request; if it leaves the split open, completed by the leader's tuning result for this hardware and these
     ranks."""
     request = leader.request
-    if request.pt_reserved_cores is not None or request.optimizer_cores is not None or not request.separate:
+    if request.is_split_given or not request.separate:
         return request
     return replace(request, optimizer_cores=leader.tuned.get(Fingerprint.of(topology, facts).key))
 

@@ -40,11 +40,18 @@ class PlanRequest:
     """
 
     pt_reserved_cores: int | float | None = None
-    """Cores of a rank kept for PyTorch: a count or a fraction. None: those that the optimizer leaves, or half."""
+    """Cores of a rank kept for PyTorch: a count or a fraction. None: see `split_cores`."""
     optimizer_cores: int | None = None
     """Maximum number of cores of a rank for its optimizer process. None: all that PyTorch leaves."""
     separate: bool = True
     """False if the optimizer runs in the trainer's own process: a rank's cores are then not split."""
+    on_cpu: bool = False
+    """The CPU is the accelerator."""
+
+    @property
+    def is_split_given(self) -> bool:
+        """Whether somebody has set or measured how a rank's cores are split."""
+        return self.pt_reserved_cores is not None or self.optimizer_cores is not None
 
     def __post_init__(self) -> None:
         if self.pt_reserved_cores is not None:
@@ -106,7 +113,7 @@ def plan_host(topology: Topology, ranks: Sequence[RankFacts], request: PlanReque
 
     Args:
         ranks: its ranks; their local ranks must differ.
-        request: the request; by default half of each rank's cores go to the optimizer.
+        request: the request; by default nothing is, and there are accelerators.
 
     Raises:
         ValueError: a rank has no allowed CPU that is online.
@@ -171,7 +178,7 @@ class _HostPlanner:
         if not self.request.separate or total == 1:
             return CoreDemand(home, total, tuple(counts), 0, fastest, spread_training=True)
         reserved, limit = self.request.pt_reserved_cores, self.request.optimizer_cores
-        training, optimizer = split_cores(total, reserved, limit)
+        training, optimizer = split_cores(total, reserved, limit, on_cpu=self.request.on_cpu)
         self._warn_about_split(rank, total, training, optimizer)
         training = min(training, counts[fastest])
         left = counts | {fastest: counts[fastest] - training}
@@ -196,7 +203,7 @@ class _HostPlanner:
         training = tuple(sorted(pu for core in roles.training for pu in usable[core]))
         optimizer = tuple(sorted(usable[core][0] for core in roles.optimizer))
         is_split = len({core.node for core in roles.optimizer}) > 1
-        if is_split:
+        if is_split and self.request.is_split_given:
             self._warn(rank, f"optimizer is split over several NUMA nodes: no node has {len(roles.optimizer)} cores")
         owned = sum(pool.shares[rank].values())
         sharers = "of its own" if len(pool.shares) == 1 else f"of {len(pool.cores)} shared by {len(pool.shares)} ranks"
@@ -253,7 +260,9 @@ class _HostPlanner:
             return f"{self.request.pt_reserved_cores} kept for PyTorch as requested"
         if self.request.optimizer_cores is not None:
             return f"{self.request.optimizer_cores} for the optimizer as requested or tuned"
-        return "half kept for PyTorch (nothing requested or tuned)"
+        if self.request.on_cpu:
+            return "half kept for PyTorch (nothing requested or tuned)"
+        return "few kept for PyTorch beside an accelerator (nothing requested or tuned)"
 
     def _idle(self, plans: Sequence[RankPlan]) -> tuple[int, ...]:
         used = {self.topology.core_of[cpu] for plan in plans for cpu in (*plan.pytorch, *plan.optimizer)}

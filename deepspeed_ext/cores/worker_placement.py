@@ -119,16 +119,22 @@ def can_set_memory_policy() -> bool:
     return number is not None and ctypes.CDLL(None).syscall(number, MPOL_DEFAULT, None, 0) == 0
 
 
-def unbound_threads(reserved: int | float | None, local_ranks: int) -> int:
+def unbound_threads(
+    reserved: int | float | None,
+    local_ranks: int,
+    *,
+    on_cpu: bool = False,
+) -> int:
     """Return the number of threads for an unbound optimizer process: as many as a plan would give it cores, at least 1.
 
     Args:
         reserved: cores of the rank kept for PyTorch, a count or a fraction. None: not configured.
         local_ranks: number of ranks on this host, which share its cores evenly.
+        on_cpu: the CPU is the accelerator.
     """
     sharers, quota = max(1, local_ranks), read_cpu_quota_cores()
     rank_cores = within_quota(max(1, _count_cores() // sharers), None if quota is None else quota / sharers)
-    _, optimizer = split_cores(rank_cores, reserved)
+    _, optimizer = split_cores(rank_cores, reserved, on_cpu=on_cpu)
     return optimizer
 
 

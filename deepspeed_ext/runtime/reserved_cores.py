@@ -3,7 +3,8 @@
 __all__ = ["DEFAULT_RESERVED_FRACTION", "check_reserved_cores"]
 
 DEFAULT_RESERVED_FRACTION = 0.5
-"""Fraction of a rank's cores kept for PyTorch if neither the user nor a tuning result gives a number."""
+"""Fraction of a rank's cores kept for PyTorch if the CPU is the accelerator, and neither the user nor
+a tuning result gives a number. DeepSpeed's default for ``pt_reserved_cores_perc``."""
 
 
 def check_reserved_cores(value: int | float) -> int | float:

@@ -14,7 +14,7 @@ import torch
 from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.flatten.staging import Staging
-from deepspeed_ext.runtime.backend import local_world_size
+from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all, without_landing
 from deepspeed_ext.zenflow.kernels import launch, prepare
@@ -123,7 +123,11 @@ def start_adam(
 def _threads(start: ZenFlowStart) -> WorkerThreads:
     """The worker's threads."""
     placement, reserved = start.placement, start.run.config.reserved_cores
-    count = unbound_threads(reserved, local_world_size()) if placement is None else placement.threads
+    if placement is None:
+        on_cpu = get_accelerator().is_synchronized_device()
+        count = unbound_threads(reserved, local_world_size(), on_cpu=on_cpu)
+    else:
+        count = placement.threads
     return WorkerThreads(placement, count, start.run.worker_timeout_seconds)
 
 

@@ -24,6 +24,7 @@ class Case:
     threads: tuple[int, ...] | None = None
     quota: str | None = None
     options: dict[str, float] = field(default_factory=dict)
+    on_cpu: bool = True
 
 
 def cores(number: int, sibling_step: int = 0, per_node: int = 0, first_node: int = 0, node_step: int = 1) -> list[Core]:
@@ -143,6 +144,38 @@ CASES = (
         nodes=(0, 1),
         homes=(0,),
     ),
+    Case(
+        "T22 a GPU beside 16 virtual cores",
+        tuple(cores(16)),
+        ("0-15",),
+        (("0-1", "2-15"),),
+        gpu_nodes=(0,),
+        on_cpu=False,
+    ),
+    Case(
+        "T23 eight GPUs, two sockets",
+        tuple(cores(96, 96, 48)),
+        ("0-191",) * 8,
+        tuple(
+            (f"{first}-{first + 1},{first + 96}-{first + 97}", f"{first + 2}-{first + 11}")
+            for first in range(0, 96, 12)
+        ),
+        gpu_nodes=(0, 0, 0, 0, 1, 1, 1, 1),
+        threads=(2,) * 8,
+        on_cpu=False,
+    ),
+    Case(
+        "T24 one GPU, two sockets",
+        tuple(cores(64, 0, 32)),
+        ("0-63",),
+        (("32-35", "0-31,36-63"),),
+        gpu_nodes=(1,),
+        flags=("split",),
+        homes=(1,),
+        on_cpu=False,
+    ),
+    Case("T25 a GPU and three cores", tuple(cores(3)), ("0-2",), (("0-1", "2"),), on_cpu=False),
+    Case("T26 two GPUs, four cores", tuple(cores(4)), ("0-3",) * 2, (("0", "1"), ("2", "3")), on_cpu=False),
     Case("T21 one CPU", tuple(cores(1)), ("0",), (("0", "0"),), flags=("shared",)),
 )
 

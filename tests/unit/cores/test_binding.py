@@ -6,7 +6,7 @@ import errno
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,7 +14,7 @@ from deepspeed_ext.config import CoreBindingConfig
 from deepspeed_ext.cores import binding, process_threads, thread_masks
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.cores.exchange import Agreement
-from deepspeed_ext.cores.plan import RankPlan
+from deepspeed_ext.cores.plan import PlanRequest, RankPlan
 from deepspeed_ext.cores.topology import flat_topology
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.runtime.cpulist import format_cpulist
@@ -207,6 +207,40 @@ def test_what_is_out_of_place_is_said_once(monkeypatch: pytest.MonkeyPatch) -> N
     (warning,) = heard
     assert f"CPUs {CPUS[0]} of the plan" in warning
     assert "start the job again" in warning
+
+
+class Child(NamedTuple):
+    """A process that was started through multiprocessing."""
+
+    daemon: bool
+
+
+@pytest.mark.parametrize(
+    ("request_", "loaders", "wanted"),
+    [
+        (PlanRequest(), 1, None),
+        (PlanRequest(), 2, 4),
+        (PlanRequest(), 6, 8),
+        (PlanRequest(pt_reserved_cores=2), 6, None),
+        (PlanRequest(optimizer_cores=14), 6, None),
+    ],
+)
+def test_loaders_that_crowd_the_default_cores_of_pytorch_are_told_of(
+    request_: PlanRequest, loaders: int, wanted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other children, such as those that compile kernels, are no daemons."""
+    heard: list[str] = []
+    children = [*[Child(daemon=True)] * loaders, *[Child(daemon=False)] * 9]
+    monkeypatch.setattr(binding, "warn_once", heard.append)
+    monkeypatch.setattr(binding.multiprocessing, "active_children", lambda: children)
+    monkeypatch.setattr(binding, "outside", lambda cpus, pid=None: {})
+    monkeypatch.setattr(process_threads, "confine_again", lambda plan: None)
+    topology = flat_topology(frozenset(CPUS))
+    plan = RankPlan(0, tuple(CPUS), tuple(CPUS[:1]), 2, 0, 0)
+    assert CoreBinding(Agreement(plan, None, topology, request=request_)).refresh().ok
+    found = [line for line in heard if "data loader processes share 2 cores" in line]
+    assert len(found) == (wanted is not None)
+    assert all(f"zenflow.pt_reserved_cores to {wanted}" in line for line in found)
 
 
 def test_an_error_while_binding_leaves_the_run_unbound(monkeypatch: pytest.MonkeyPatch) -> None:

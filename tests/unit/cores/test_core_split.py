@@ -28,21 +28,30 @@ def bound_threads(topology: Topology, request: PlanRequest, quota: float | None 
     return len(plan.ranks[0].optimizer)
 
 
-def unbound_threads(config: dict[str, Any], number: int, ranks: int = 1, quota: float | None = None) -> int:
+def unbound_threads(
+    config: dict[str, Any],
+    number: int,
+    ranks: int = 1,
+    quota: float | None = None,
+    *,
+    on_cpu: bool = True,
+) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_placement, "_count_cores", lambda: number)
         patch.setattr(worker_placement, "read_cpu_quota_cores", lambda: quota)
-        return worker_placement.unbound_threads(ZenFlowConfig(**config).reserved_cores, ranks)
+        reserved = ZenFlowConfig(**config).reserved_cores
+        return worker_placement.unbound_threads(reserved, ranks, on_cpu=on_cpu)
 
 
 @many
-@given(st.integers(1, 256), reserved_cores, st.none() | st.floats(0.5, 300))
+@given(st.integers(1, 256), reserved_cores, st.none() | st.floats(0.5, 300), st.booleans())
 def test_bound_and_unbound_workers_have_the_same_threads(
-    number: int, reserved: int | float | None, quota: float | None
+    number: int, reserved: int | float | None, quota: float | None, on_cpu: bool
 ) -> None:
     config = {} if reserved is None else {"pt_reserved_cores": reserved}
     topology = Topology(tuple(Core(cpu, (cpu,)) for cpu in range(number)))
-    assert bound_threads(topology, PlanRequest(reserved), quota) == unbound_threads(config, number, quota=quota)
+    bound = bound_threads(topology, PlanRequest(reserved, on_cpu=on_cpu), quota)
+    assert bound == unbound_threads(config, number, quota=quota, on_cpu=on_cpu)
 
 
 @many
@@ -53,10 +62,34 @@ def test_both_names_of_the_fraction_mean_the_same(number: int, fraction: float) 
 
 
 @pytest.mark.parametrize(("number", "threads"), [(1, 1), (2, 1), (5, 2), (9, 4), (13, 6), (16, 8)])
-def test_half_is_rounded_in_favour_of_pytorch(number: int, threads: int) -> None:
+def test_on_the_cpu_half_is_rounded_in_favour_of_pytorch(number: int, threads: int) -> None:
     assert unbound_threads({}, number) == threads
-    assert bound_threads(Topology(tuple(cores(number))), PlanRequest()) == threads
+    assert bound_threads(Topology(tuple(cores(number))), PlanRequest(on_cpu=True)) == threads
     assert unbound_threads({}, 4 * number + 3, ranks=4) == threads
+
+
+@pytest.mark.parametrize(
+    ("number", "pytorch"),
+    [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2), (16, 2), (23, 2), (24, 3), (32, 4), (96, 4)],
+)
+def test_beside_an_accelerator_pytorch_keeps_an_eighth(number: int, pytorch: int) -> None:
+    threads = max(1, number - pytorch)
+    assert split_cores(number) == (pytorch, threads)
+    assert unbound_threads({}, number, on_cpu=False) == threads
+    assert bound_threads(Topology(tuple(cores(number))), PlanRequest()) == threads
+    assert unbound_threads({}, 4 * number + 3, ranks=4, on_cpu=False) == threads
+
+
+@many
+@given(st.integers(1, 256), reserved_cores, st.none() | st.integers(1, 300))
+def test_what_is_given_does_not_depend_on_the_accelerator(
+    number: int, reserved: int | float | None, optimizer: int | None
+) -> None:
+    beside, on_cpu = (split_cores(number, reserved, optimizer, on_cpu=each) for each in (False, True))
+    if reserved is not None or optimizer is not None:
+        assert beside == on_cpu
+    else:
+        assert beside[0] <= on_cpu[0]
 
 
 @many
@@ -80,16 +113,13 @@ def test_a_worker_without_a_plan_counts_cores_and_not_their_hardware_threads(mon
     monkeypatch.setattr(worker_placement, "read_topology", lambda: topology)
     monkeypatch.setattr(worker_placement, "read_cpu_quota_cores", lambda: None)
     monkeypatch.setattr("deepspeed_ext.cores.initial_mask._initial", topology.cpus)
-    assert worker_placement.unbound_threads(None, 1) == 4
-    assert bound_threads(topology, PlanRequest()) == 4
+    assert worker_placement.unbound_threads(None, 1) == 6
+    assert bound_threads(topology, PlanRequest()) == 6
 
 
 @pytest.mark.parametrize(
     ("total", "reserved", "optimizer", "expected"),
     [
-        (1, None, None, (1, 1)),
-        (4, None, None, (2, 2)),
-        (5, None, None, (3, 2)),
         (4, None, 4, (1, 3)),
         (4, None, 9, (1, 3)),
         (4, None, 1, (3, 1)),

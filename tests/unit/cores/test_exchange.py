@@ -57,7 +57,7 @@ def test_each_host_is_planned_alone() -> None:
     """Two hosts of two ranks: local, not global, size counts, although all CPU lists are alike."""
     members = [member(rank, "0-15", host="ab"[rank // 2], local_rank=rank % 2, topology=flat(16)) for rank in range(4)]
     answers = meet(members)
-    assert [sets(answer) for answer in answers] == [("0-3", "4-7"), ("8-11", "12-15")] * 2
+    assert [sets(answer) for answer in answers] == [("0-1", "2-7"), ("8-9", "10-15")] * 2
     assert [answer.leads_host for answer in answers] == [True, False, True, False]
 
 
@@ -135,7 +135,7 @@ def test_a_tuning_result_counts_for_exactly_its_situation() -> None:
     ):
         members = [(replace(report, request=asked), topology) for report in (leader, follower[0])]
         assert sets(meet(members)[0]) == cores_of_first, "what is asked for counts more than what was measured"
-    assert sets(agree(leader, topology, RankGroup.alone())) == ("0-7", "8-15")
+    assert sets(agree(leader, topology, RankGroup.alone())) == ("0-1", "2-15")
 
 
 def test_a_report_is_made_of_what_the_host_shows(tmp_path: Path) -> None:

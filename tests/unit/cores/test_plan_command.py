@@ -81,7 +81,7 @@ def test_without_lists_there_is_one_rank_with_the_mask_of_the_tree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_host(tmp_path, cores(48), mask=SPARSE)
-    assert run(tmp_path, "--json") == 0
+    assert run(tmp_path, "--json", "--on-cpu") == 0
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
     assert rank["pytorch"] == [0, *range(4, 12), *range(21, 27), 30]
     assert rank["optimizer"] == list(range(31, 47))
@@ -111,6 +111,9 @@ def test_cpus_that_are_not_online_are_left_out_with_a_warning(host: Path, capsys
         (["--optimizer-cores", "3"], 13, 3, 0),
         (["--optimizer-cores", "99"], 1, 15, 0),
         (["--optimizer-cores", "3", "--pt-reserved-cores", "4"], 4, 3, 9),
+        ([], 2, 14, 0),
+        (["--on-cpu"], 8, 8, 0),
+        (["--on-cpu", "--optimizer-cores", "3"], 13, 3, 0),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -141,7 +144,7 @@ def test_missing_files_still_give_a_plan(gone: str, host: Path, capsys: pytest.C
         path.unlink()
     assert run(host, "--json", "--allowed", "0-31", "--allowed", "0-31") == 0
     ranks = json.loads(capsys.readouterr().out)["ranks"]
-    assert [(len(rank["pytorch"]), len(rank["optimizer"])) for rank in ranks] == [(8, 4), (8, 4)]
+    assert [(len(rank["pytorch"]), len(rank["optimizer"])) for rank in ranks] == [(4, 6), (4, 6)]
 
 
 def test_openmp_binding_of_the_described_process(
@@ -150,8 +153,8 @@ def test_openmp_binding_of_the_described_process(
     monkeypatch.setenv("OMP_PROC_BIND", "true")
     write_host(tmp_path / "cpuset", cores(16), mask="0", cpuset="0-7")
     write_host(tmp_path / "free", cores(16), mask="0")
-    assert run(tmp_path / "cpuset", "--json") == 0
-    assert run(tmp_path / "free", "--json") == 0
+    assert run(tmp_path / "cpuset", "--json", "--on-cpu") == 0
+    assert run(tmp_path / "free", "--json", "--on-cpu") == 0
     cpuset, free = map(json.loads, capsys.readouterr().out.splitlines())
     assert cpuset["ranks"][0]["pytorch"] == [0, 1, 2, 3]
     assert (free["ranks"][0]["pytorch"], free["ranks"][0]["flags"]) == ([0], ["shared"])
@@ -161,9 +164,10 @@ def test_openmp_binding_of_the_described_process(
 def test_text_names_ranks_cpus_and_reasons(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(host, "--gpu-node", "0", "--gpu-node", "1") == 0
     text = capsys.readouterr().out
-    assert "0-3,16-19" in text
-    assert "12-15" in text
+    assert "0-1,16-17" in text
+    assert "10-15" in text
     assert text.count("why") == 2
+    assert text.count("few kept for PyTorch beside an accelerator") == 2
 
 
 def test_picture_shows_every_cpu_once(host: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ def plan_case(case: Case, cores: tuple[Core, ...] | None = None) -> HostPlan:
     quotas = (CpuQuota("all", int(case.quota.split()[0]) / QUOTA_PERIOD),) if case.quota else ()
     nodes = case.gpu_nodes or (None,) * len(case.masks)
     ranks = [RankFacts(rank, mask, nodes[rank], quotas) for rank, mask in enumerate(allowed(case))]
-    return plan_host(topology, ranks, PlanRequest(**case.options))
+    return plan_host(topology, ranks, PlanRequest(**case.options, on_cpu=case.on_cpu))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -70,6 +70,7 @@ def test_a_host_is_read_as_it_was_written_and_has_the_known_plan(
         arguments += ["--gpu-node", str(node)]
     if "optimizer_cores" in case.options:
         arguments += ["--optimizer-cores", str(case.options["optimizer_cores"])]
+    arguments += ["--on-cpu"] if case.on_cpu else []
     assert cli.main(arguments) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"ranks", "idle", "warnings"}
