@@ -53,7 +53,7 @@ COMMANDS = {
     "doctor": "--help --json",
     "plan": "--all --allowed --config --dtype --for --gpu-gb --gpu-node --gpus --gpus-per-host --help --host-gb"
     " --host-gbps --json --largest-param --link-gbps"
-    " --memory --model --optimizer-cores --params --pt-reserved-cores --root --svg --tflops"
+    " --memory --model --on-cpu --optimizer-cores --params --pt-reserved-cores --root --svg --tflops"
     " --tokens --write",
     "run": "--help arguments script",
     "completion": "--help shell",
