@@ -17,6 +17,7 @@ from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.held_optimizers import held_optimizers
 from deepspeed_ext.adapter.interruption import Work
 from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of
+from deepspeed_ext.adapter.readiness import Readiness
 from deepspeed_ext.adapter.resharding import LoadingRun, only_weights
 from deepspeed_ext.adapter.start_report import log_start
 from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
@@ -35,7 +36,7 @@ from deepspeed_ext.adapter.upstream import (
     ties_stages,
 )
 from deepspeed_ext.adapter.weak_engine import WeakEngine
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
+from deepspeed_ext.adapter.zenflow_parts import zenflow_of
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
@@ -64,7 +65,7 @@ class Engine(EngineSettings):
             timer = throughput_timer(self._throughput_timer)
             with built_together(kwargs.get("mpu")), swapped(timer):
                 super().__init__(*args, **kwargs)
-                if isinstance(self.optimizer, ZenFlowStepping):
+                if self._parts.zenflow is not None:
                     self.optimizer.unregister_grad_acc_post_hooks()
                     self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
                     # Not needed at exit: the optimizer process ends by itself.
@@ -145,8 +146,8 @@ class Engine(EngineSettings):
             swaps = parts.optimizer_classes(settings, run, self.is_sanity_checks_enabled())
         with swapped(*swaps):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
-        if isinstance(zero_optimizer, ZenFlowStepping):
-            parts.adam = zero_optimizer.zenflow_adam
+        parts.zenflow = zenflow_of(zero_optimizer)
+        if parts.zenflow is not None:
             wrap_accelerate(Engine)
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
             parts.attach_gather(self.module, settings, self.seq_data_parallel_group)
@@ -189,7 +190,7 @@ class Engine(EngineSettings):
             StateError: its weights are on the host, or an exception has interrupted a step, a backward pass or a
                 load.
         """
-        self._require(ZenFlowStepping.require_states_here, OffloadStateTypeEnum.lp_params)
+        self._require(Readiness.require_states_here, OffloadStateTypeEnum.lp_params)
         with self._recording(Work.BACKWARD):  # some modules run backward inside
             return super().forward(*inputs, **kwargs)
 
@@ -199,13 +200,13 @@ class Engine(EngineSettings):
         Raises:
             StateError: states are on the host, or an exception has interrupted a step, a backward pass or a load.
         """
-        self._require(ZenFlowStepping.require_states_here)
+        self._require(Readiness.require_states_here)
         with self._recording(Work.BACKWARD):
             return super().backward(*args, **kwargs)
 
     def _backward_prologue(self) -> None:
         """Called first in a backward pass, also in ``loss.backward()``, once for each `forward` behind the loss."""
-        self._require(ZenFlowStepping.require_saveable)
+        self._require(Readiness.require_saveable)
         super()._backward_prologue()
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -216,11 +217,11 @@ class Engine(EngineSettings):
             ConfigError: with ZenFlow, the optimizer has a setting with which it cannot step. Nothing has changed.
             StateError: see `backward`; or there was no backward pass since the last step.
         """
-        self._require(ZenFlowStepping.require_states_here)
+        self._require(Readiness.require_states_here)
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
-        if ends_step and isinstance(self.optimizer, ZenFlowStepping):
+        if ends_step and (zenflow := self._parts.zenflow) is not None:
             managed = self.managed_gradient_accumulation()
-            self._parts.require_known_state(partial(self.optimizer.require_steppable, managed))
+            self._parts.require_known_state(partial(zenflow.readiness.require_steppable, managed))
         with self._recording(Work.STEP):
             super().step(lr_kwargs)
         if ends_step:
@@ -233,17 +234,19 @@ class Engine(EngineSettings):
         self._parts.after_model_step(self.monitor if self.global_rank == 0 else None, self.global_samples, logs)
 
     def _recording(self, work: Work) -> AbstractContextManager[None]:
-        return self.optimizer.recording(work) if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
+        zenflow = self._parts.zenflow
+        return nullcontext() if zenflow is None else zenflow.readiness.recording(work)
 
     def _require(self, check: Callable[..., None], *states: Any) -> None:
-        if isinstance(self.optimizer, ZenFlowStepping):
-            self.optimizer.zenflow_adam.link.home.require()
-            check(self.optimizer, *states)
+        """Call a method of `Readiness`, with ZenFlow; a forked process has no optimizer."""
+        if (zenflow := self._parts.zenflow) is not None:
+            zenflow.host.link.home.require()
+            check(zenflow.readiness, *states)
 
     def eval(self) -> None:
         """Evaluate as DeepSpeed does, with the weights that training uses; says so once, with ZenFlow."""
         super().eval()
-        if isinstance(self.optimizer, ZenFlowStepping) and self.global_rank == 0:
+        if self._parts.zenflow is not None and self.global_rank == 0:
             log_once(logging.INFO, EVALUATES_PREDICTED)
 
     # -- states on the host -------------------------------------------------------------------------------------------
@@ -263,10 +266,10 @@ class Engine(EngineSettings):
                 including those offloaded before, are on the accelerator again.
         """
         theirs = partial(super().offload_states, include, device, pin_memory, non_blocking)
-        if not isinstance(self.optimizer, ZenFlowStepping):
+        if (zenflow := self._parts.zenflow) is None:
             theirs()
             return
-        self.optimizer.zenflow_adam.link.home.require()
+        zenflow.host.link.home.require()
         try:
             self._parts.offloader.offload(theirs, self.module, self.optimizer, self._parts.ranks, pins=pin_memory)
         except Exception:
@@ -275,7 +278,7 @@ class Engine(EngineSettings):
 
     def _refine_include_states(self, include: Container[Any] | None) -> Any:
         """Leave the choice to our optimizer: its gradients are on the accelerator, unlike those of ZeRO-Offload."""
-        return include if isinstance(self.optimizer, ZenFlowStepping) else super()._refine_include_states(include)
+        return super()._refine_include_states(include) if self._parts.zenflow is None else include
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """Reload as DeepSpeed does. With ZenFlow it is a collective.
@@ -284,10 +287,10 @@ class Engine(EngineSettings):
             OutOfMemoryError: with ZenFlow, on every rank, if any accelerator lacks memory; free some, call this again.
         """
         theirs = partial(super().reload_states, *args, **kwargs)
-        if not isinstance(self.optimizer, ZenFlowStepping):
+        if (zenflow := self._parts.zenflow) is None:
             theirs()
             return
-        self.optimizer.zenflow_adam.link.home.require()
+        zenflow.host.link.home.require()
         self._parts.offloader.reload(theirs, self._parts.ranks)
 
     # -- saving ---------------------------------------------------------------------------------------------------
@@ -307,7 +310,7 @@ class Engine(EngineSettings):
                 With ``async_save``, a later step, save or load raises it, or `destroy` on rank 0.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
-        self._require(ZenFlowStepping.require_saveable)
+        self._require(Readiness.require_saveable)
         self._parts.require_known_state()
         self._parts.settle()
         client_state = {} if client_state is None else client_state
@@ -331,12 +334,11 @@ class Engine(EngineSettings):
     def exporting(self) -> AbstractContextManager[None]:
         """Context for saving the model alone: with ZenFlow its weights are p, rounded to the nearest value of their
         dtype, unless ``zenflow.save_predicted_weights`` is set. A collective; do not step inside. May be nested."""
-        if not isinstance(self.optimizer, ZenFlowStepping):
+        zenflow, section = self._parts.zenflow, self._zenflow
+        if zenflow is None or (section is not None and section.save_predicted_weights):
             return nullcontext()
-        if self._zenflow is not None and self._zenflow.save_predicted_weights:
-            return nullcontext()
-        self.optimizer.require_states_here(OffloadStateTypeEnum.lp_params)
-        return self.optimizer.exact_weights()
+        zenflow.readiness.require_states_here(OffloadStateTypeEnum.lp_params)
+        return zenflow.state.exact_weights()
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._parts.saver.keeping():
@@ -367,7 +369,7 @@ class Engine(EngineSettings):
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
             StateError: an exception has interrupted a step or a backward pass, or states are on the host.
         """
-        self._require(ZenFlowStepping.require_loadable)
+        self._require(Readiness.require_loadable)
         self._parts.settle()
         if not self.load_universal_checkpoint():
             tag = self._parts.saver.begin_load(load_dir, tag)
@@ -403,9 +405,9 @@ class Engine(EngineSettings):
 
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
         if only_weights(how):  # after an interrupted load, the rest must be loaded too
-            self._require(ZenFlowStepping.require_states_here)
+            self._require(Readiness.require_states_here)
         if self.load_universal_checkpoint():  # changes counters first
-            self._require(ZenFlowStepping.load_begins)
+            self._require(Readiness.load_begins)
         if (opened := self._parts.resharder.plan(os.path.join(load_dir, str(tag)), how)) is None:
             return super()._load_checkpoint(load_dir, tag, **how)
         with_states = {**how, "load_optimizer_states": True}  # without, stage 3 would gather a whole fp32 model
@@ -425,7 +427,7 @@ class Engine(EngineSettings):
     def load_module_state_dict(
         self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        self._require(ZenFlowStepping.load_begins)
+        self._require(Readiness.load_begins)
         theirs = super().load_module_state_dict
         self._parts.resharder.load_model(
             lambda: theirs(checkpoint, strict, custom_load_fn, *args, **kwargs), checkpoint, strict
@@ -455,5 +457,5 @@ class PipeEngine(PipelineEngine, Engine):
     """DeepSpeed's pipeline engine on top of ours."""
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        self._require(ZenFlowStepping.require_steppable, True)  # a pipeline calls no `step`
+        self._require(Readiness.require_steppable, True)  # a pipeline calls no `step`
         super()._take_model_step(lr_kwargs)

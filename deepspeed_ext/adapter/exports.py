@@ -20,7 +20,7 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
 __all__ = ["EVALUATES_PREDICTED", "ExactWeights", "wrap_accelerate"]
 
@@ -44,12 +44,12 @@ class ExactWeights:
 
     def __init__(
         self,
-        adam: OffloadedAdam,
+        host: HostOptimizer,
         weights: Callable[[int], torch.Tensor],
         drain: Callable[[], None],
         spread: Callable[[Sequence[torch.Tensor] | None], None],
     ) -> None:
-        self._adam = adam
+        self._host = host
         self._weights = weights
         self._drain = drain
         self._spread = spread
@@ -66,7 +66,7 @@ class ExactWeights:
             yield
             return
         self._drain()
-        predicted = [self._aside(self._weights(index)) for index in range(len(self._adam.states))]
+        predicted = [self._aside(self._weights(index)) for index in range(len(self._host.states))]
         self._is_inside = True
         try:
             self._round()
@@ -78,13 +78,13 @@ class ExactWeights:
 
     def _aside(self, weights: torch.Tensor) -> torch.Tensor:
         """A copy: on the host, if the accelerator is to hold no other tensor of its size, or is nearly full."""
-        on_host = self._adam.decided.places.gradient is Place.HOST
+        on_host = self._host.decided.places.gradient is Place.HOST
         if not on_host and not get_accelerator().is_synchronized_device():
             on_host = memory.free_accelerator_bytes() < _ROOM * weights.nbytes
         return weights.to("cpu", copy=True) if on_host else weights.clone()
 
     def _round(self) -> None:
-        for index, state in enumerate(self._adam.states):
+        for index, state in enumerate(self._host.states):
             # a copy that converts needs memory for its result
             parts = self._weights(index).split(CONVERTED_NUMEL)
             for part, p in zip(parts, state.master.detach().split(CONVERTED_NUMEL), strict=True):

@@ -18,9 +18,9 @@ from deepspeed_ext.adapter.resharding import Resharder
 from deepspeed_ext.adapter.saver import Saver
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.adapter.upstream import Swap, TorchCheckpointEngine, optimizer_class, stage3_optimizer_class
+from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
 from deepspeed_ext.adapter.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig, given_of_the_other_rule, idle_fields
 from deepspeed_ext.cores.binding import CoreBinding
@@ -28,7 +28,6 @@ from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, together, within
 from deepspeed_ext.zenflow.start import ZenFlowStart
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import IDLE, require_section, require_shared_folder, require_spreadable
 
@@ -60,7 +59,7 @@ class Parts:
         refused: keeps what the check of the config has found, until all ranks can raise it.
         binding: this rank's placement on the host's cores; None: unbound.
         gather: gathers parameters at stage 3; None: DeepSpeed does.
-        adam: the optimizer that runs in a separate process; None: DeepSpeed's optimizer.
+        zenflow: those of the optimizer, if it runs in a process of its own; None: it does not.
         saver, resharder, offloader: save, load and move the engine's states.
     """
 
@@ -70,7 +69,7 @@ class Parts:
         self.refused = KeptError()
         self.binding: CoreBinding | None = None
         self.gather: SingleParameterGather | None = None
-        self.adam: OffloadedAdam | None = None
+        self.zenflow: ZenFlowParts | None = None
         self.saver = Saver()
         self.resharder = Resharder()
         self.offloader = Offloader()
@@ -167,7 +166,8 @@ class Parts:
             world, leads: see `JointCheckpointEngine`.
         """
         if kind is TorchCheckpointEngine:
-            self.saver = Saver.of(config, world, leads=leads, adam=self.adam, async_save=async_save)
+            host = None if self.zenflow is None else self.zenflow.host
+            self.saver = Saver.of(config, world, leads=leads, host=host, async_save=async_save)
             return True
         if async_save:
             logger.warning("zenflow.async_save has no effect on pipelines, nor beside checkpoint.writer or datastates")
@@ -205,13 +205,14 @@ class Parts:
             samples: number of training samples so far, the monitor's x axis.
             logs: whether to write the metrics to the log as well.
         """
-        with nullcontext() if self.adam is None else self.adam.link.keeping():
+        host = None if self.zenflow is None else self.zenflow.host
+        with nullcontext() if host is None else host.link.keeping():
             if self.binding is not None and not self._cores_refreshed:
                 self._cores_refreshed = True
-                self.binding.refresh(None if self.adam is None else self.adam.link.process.pid)
-            if self.adam is None or monitor is None:
+                self.binding.refresh(None if host is None else host.link.process.pid)
+            if host is None or monitor is None:
                 return
-            figures = self.adam.measurements()
+            figures = host.measurements()
             if monitor.enabled:
                 monitor.write_events([(f"Train/{name}", value, samples) for name, value in figures.items()])
             if logs:
@@ -227,24 +228,25 @@ class Parts:
         Raises:
             StateError: on every rank, if it cannot on any rank; see `ShownState.changes`.
         """
-        if self.adam is None:
+        if self.zenflow is None:
             return
+        host = self.zenflow.host
         with together(self.ranks, otherwise=None):
             if first is not None:
                 first()
-            if not self.adam.link.failed:  # otherwise all ranks get its error
-                self.adam.shown.changes()
+            if not host.link.failed:  # otherwise all ranks get its error
+                host.shown.changes()
 
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives. A
         collective with ZenFlow."""
-        if self.adam is not None:
-            self.adam.link.wait_together()
+        if self.zenflow is not None:
+            self.zenflow.host.link.wait_together()
 
     def open_masters(self) -> None:
         """Make p, m and v ready to be written from outside."""
-        if self.adam is not None:
-            self.adam.expose()
+        if self.zenflow is not None:
+            self.zenflow.host.expose()
 
     # -- at its end -----------------------------------------------------------------------------------------------
 
@@ -261,22 +263,26 @@ class Parts:
         Raises:
             StateError: this is a forked process, whose parent's engine goes on.
         """
-        if self.adam is not None:
-            self.adam.link.home.require()
-        kept = self.saver.finished_alone(self.adam)
+        host = None if self.zenflow is None else self.zenflow.host
+        if host is not None:
+            host.link.home.require()
+        kept = self.saver.finished_alone(host)
         afterwards = ExitStack()
         afterwards.callback(kept.raise_here)
         if self.binding is not None:
             afterwards.callback(self.binding.restore)
-        if self.adam is not None:
-            afterwards.callback(self.adam.close)
+        if host is not None:
+            afterwards.callback(host.close)
         return afterwards
 
 
-def destroy_parts(optimizer: ZenFlowStepping, saver: Saver) -> None:
+def destroy_parts(
+    optimizer: ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3,
+    saver: Saver,
+) -> None:
     """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine, only the worker and
     hooks that this removes refer to it. Does nothing in a forked process."""
-    if not optimizer.zenflow_adam.link.home.is_here:
+    if not optimizer.host_optimizer.link.home.is_here:
         return
     try:
         saver.finish_alone()
@@ -288,4 +294,4 @@ def destroy_parts(optimizer: ZenFlowStepping, saver: Saver) -> None:
             if dist.is_initialized():
                 raise
         finally:
-            optimizer.zenflow_adam.close()
+            optimizer.host_optimizer.close()

@@ -8,10 +8,10 @@ from typing import Any
 
 from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
+from deepspeed_ext.adapter.zenflow_parts import zenflow_of
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
 __all__ = ["Saver"]
 
@@ -28,17 +28,25 @@ class Saver:
 
     @classmethod
     def of(
-        cls, config_params: Any, world: RankGroup, *, leads: bool, adam: OffloadedAdam | None, async_save: bool
+        cls,
+        config_params: Any,
+        world: RankGroup,
+        *,
+        leads: bool,
+        host: HostOptimizer | None,
+        async_save: bool,
     ) -> Saver:
         """Build the checkpoint engine that the run asks for; see `JointCheckpointEngine` for the arguments.
 
         Args:
-            adam: the optimizer whose process writes p, m and v; None: the engine has no optimizer.
+            host: the optimizer whose process writes p, m and v; None: the engine has no optimizer.
         """
-        if adam is not None and async_save:
-            files: JointCheckpointEngine = AsyncCheckpointEngine(config_params, world, leads, adam.link, adam.coded)
+        coded = None if host is None else host.coded
+        files: JointCheckpointEngine
+        if host is not None and async_save:
+            files = AsyncCheckpointEngine(config_params, world, leads, host.link, coded)
         else:
-            files = JointCheckpointEngine(config_params, world, leads, None if adam is None else adam.coded)
+            files = JointCheckpointEngine(config_params, world, leads, coded)
         files.maps_files = bool(config_params.zero_config.pipeline_loading_checkpoint)
         return cls(files)
 
@@ -70,8 +78,8 @@ class Saver:
     @contextmanager
     def writing(self, optimizer: Any) -> Iterator[None]:
         """`keeping`, around what writes the state of `optimizer` at once, or copies it first."""
-        has_zenflow_state = self.files is not None and isinstance(optimizer, ZenFlowStepping)
-        with self.keeping(), optimizer.state_uncopied() if has_zenflow_state else nullcontext():
+        zenflow = None if self.files is None else zenflow_of(optimizer)
+        with self.keeping(), nullcontext() if zenflow is None else zenflow.state.uncopied():
             yield
 
     def copied_without(self, error: OSError, save_path: str) -> None:
@@ -108,11 +116,11 @@ class Saver:
         if isinstance(self.files, AsyncCheckpointEngine):
             self.files.finish_alone()
 
-    def finished_alone(self, adam: OffloadedAdam | None) -> KeptError:
+    def finished_alone(self, host: HostOptimizer | None) -> KeptError:
         """Call `finish_alone`; keep its error, unless a step has already reported its cause."""
         kept = KeptError()
         with kept.keeping():
             self.finish_alone()
-        if kept.error is not None and adam is not None and adam.link.failed:
+        if kept.error is not None and host is not None and host.link.failed:
             logger.error(str(kept.take()))
         return kept

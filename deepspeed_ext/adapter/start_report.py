@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
+from deepspeed_ext.adapter.zenflow_parts import zenflow_of
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
@@ -18,7 +18,7 @@ from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.device_queues import single_queue
 from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.zenflow.plan.places import Arrival, Copies
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
 __all__ = ["log_start"]
 
@@ -40,7 +40,7 @@ def log_start(settings: Any, optimizer: Any, gather: SingleParameterGather | Non
         ranks = dist.get_world_size()
         title = f"ZeRO stage {int(settings.stage)} on {ranks} rank{'s' if ranks > 1 else ''}, with"
         logger.info("\n".join([title, *lines]))
-    zenflow = isinstance(optimizer, ZenFlowStepping)
+    zenflow = zenflow_of(optimizer) is not None
     if zenflow and not get_accelerator().is_synchronized_device() and (told := single_queue(os.environ)):
         warn_once(told)
     if zenflow and shares_host_memory():
@@ -52,8 +52,8 @@ def _report(
 ) -> list[str]:
     """One line or more for each system that is on."""
     parts: list[tuple[str, str]] = []
-    if isinstance(optimizer, ZenFlowStepping) and settings.zenflow is not None:
-        parts += [("ZenFlow", line) for line in _zenflow(settings.zenflow, optimizer.zenflow_adam)]
+    if (zenflow := zenflow_of(optimizer)) is not None and settings.zenflow is not None:
+        parts += [("ZenFlow", line) for line in _zenflow(settings.zenflow, zenflow.host)]
     if isinstance(optimizer, ZeroOptimizer) and optimizer.flatten_plans:
         parts.append(("flattening", _flattening(optimizer.flatten_plans)))
     if gather is not None:
@@ -64,10 +64,10 @@ def _report(
     return [f"  {'' if name == last else name:<12}{line}" for last, (name, line) in zip(before, parts, strict=False)]
 
 
-def _zenflow(settings: ZenFlowConfig, adam: OffloadedAdam) -> Iterator[str]:
-    schedule = adam.rule.schedule
+def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
+    schedule = host.rule.schedule
     interval = schedule.interval or "measured during the first steps"
-    layout = adam.kind.layout
+    layout = host.kind.layout
     rounded = "" if layout.moment_dtype == "float32" else f", moments in {layout.moment_dtype} (not exact)"
     how = f"update_interval {interval}, {settings.rule} rule{rounded}"
     yield f"{layout.name.capitalize()} runs in a process of its own, one per rank; {how}"
@@ -77,10 +77,10 @@ def _zenflow(settings: ZenFlowConfig, adam: OffloadedAdam) -> Iterator[str]:
         yield f"{steps} own update; updates of later steps overlap with the next step"
     else:
         yield "every step waits for its own update (overlap_step is off)"
-    if adam.decided.arrival is Arrival.IN_BACKWARD:
+    if host.decided.arrival is Arrival.IN_BACKWARD:
         yield "gradients go to the host during backward, and the host computes the weights"
-    elif adam.decided.copies is not Copies.NONE:
-        yield f"gradients and results are copied {adam.decided.copies.value}"
+    elif host.decided.copies is not Copies.NONE:
+        yield f"gradients and results are copied {host.decided.copies.value}"
 
 
 def _flattening(plans: Sequence[FlattenPlan]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.grad_norm import gradient_norm
-from deepspeed_ext.adapter.gradients_on_host import Extent, HostGradients
+from deepspeed_ext.adapter.gradients_on_host import HostGradients
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.adapter.upstream import (
     OffloadDeviceEnum,
@@ -20,21 +20,21 @@ from deepspeed_ext.adapter.upstream import (
     TensorFragment,
     all_gather_of_partitions,
     exchange_instead,
-    is_model_parallel_parameter,
+    host_offload_config,
+    pins_offload_buffers,
     swapped,
 )
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
-from deepspeed_ext.checkpoint.saved_state import SavedState
+from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
+from deepspeed_ext.adapter.zero_partitions import GroupPartitions
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.parked import Parked
-from deepspeed_ext.runtime.ranks import RankGroup, together
+from deepspeed_ext.runtime.ranks import together
 from deepspeed_ext.zenflow.plan.places import Arrival, Place
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 from deepspeed_ext.zenflow.start import ZenFlowStart
-from deepspeed_ext.zenflow.step.copies import Run
 
 __all__ = ["ZenFlowZeroOptimizer"]
 
@@ -68,8 +68,8 @@ class MasterFragment(TensorFragment):
         return fragment if exposed else torch.full_like(fragment, math.nan)
 
 
-class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
-    """DeepSpeed's stage 1/2 optimizer on top of `OffloadedAdam`.
+class ZenFlowZeroOptimizer(ZeroOptimizer):
+    """DeepSpeed's stage 1/2 optimizer, which forwards steps and state to `ZenFlowParts`.
 
     It is constructed as if CPU offload were on, so that the masters are on the host. It steps as if it were off, so
     that the gradient partition stays on the accelerator until the weights are computed; unless gradients go to the host
@@ -80,10 +80,12 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         start: see `ZenFlowStart`.
 
     Attributes:
+        host_optimizer, exact_weights: see `ZenFlowParts` and `ReachedState`.
         hot_exchange: exchanges weights at the end of a step under the selective rule; otherwise None.
     """
 
     single_partition_of_fp32_groups: list[Any]
+    zenflow_parts: ZenFlowParts
     hot_exchange: HotExchange | None = None
     _sums: Parked | None = None
     _makes_masters = False  # p in the arena is made from the weights
@@ -96,7 +98,12 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         check_replicas: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._prepare(start, kwargs)
+        self._start = start
+        self._partitions = GroupPartitions(self, self._link_optimizer_states)
+        self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
+        kwargs["offload_optimizer_config"] = host_offload_config()
+        if kwargs["gradient_accumulation_steps"] > 1:
+            kwargs["gradient_accumulation_dtype"] = torch.float32
         super().__init__(*args, settings=settings, ranks=start.ranks, check_replicas=check_replicas, **kwargs)
         self._lazy_init_hp_params_optimizer_state()
 
@@ -106,82 +113,53 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         with self.startup.phase("optimizer process"), self._direct_buffers.resting():
-            self._start_adam(range(len(self.single_partition_of_fp32_groups)))
+            self.zenflow_parts = parts = ZenFlowParts.start(self, self._partitions, self._start)
+        self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
+        self._backward_hook_state = parts.backward_pass
         if self._start.run.config.rule == "selective":
-            self.hot_exchange = HotExchange(self.zenflow_adam, all_gather_of_partitions)
+            self.hot_exchange = HotExchange(parts.host, all_gather_of_partitions)
             exchange_instead(self)
-        self.single_partition_of_fp32_groups = self.zenflow_adam.shown.masters
+        self.single_partition_of_fp32_groups = parts.host.shown.masters
         for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
             group["params"] = [master]
-        self.cpu_offload = self.zenflow_adam.decided.arrival is Arrival.IN_BACKWARD
+        self.cpu_offload = parts.host.decided.arrival is Arrival.IN_BACKWARD
         self.device = get_accelerator().current_device_name()
         self._offload_gradient_safety_enabled = False
         if self.cpu_offload:
-            self._take_gradients_to_host()
+            self._take_gradients_to_host(parts)
 
     def _link_all_hp_params(self) -> None:
         with swapped(Swap(self, "cpu_offload", False)):  # it would link gradients of the masters
             super()._link_all_hp_params()
-        adam = self.zenflow_adam
-        for param in self._trained():
+        host, gradients = self.host_optimizer, self._host_gradients
+        for param in self._partitions.trained():
             if param._hp_mapping is not None:
                 gradient = None
-                if self._host_gradients is not None:
-                    gradient = partial(self._host_gradients.shown, self.get_param_id(param))
+                if gradients is not None:
+                    gradient = partial(gradients.shown, self.get_param_id(param))
                 mapping = vars(param._hp_mapping)
-                handle = partial(adam.shown.handle, mapping["param_group_index"])
-                param._hp_mapping = MasterFragment(**mapping, expose=adam.expose, handle=handle, gradient=gradient)
+                handle = partial(host.shown.handle, mapping["param_group_index"])
+                param._hp_mapping = MasterFragment(
+                    **mapping,
+                    expose=host.expose,
+                    handle=handle,
+                    gradient=gradient,
+                )
+
+    # -- gradients on the host ---------------------------------------------------------------------
 
     @property
-    def _masters(self) -> list[Any]:
-        return self.single_partition_of_fp32_groups
+    def _host_gradients(self) -> HostGradients | None:
+        return self.zenflow_parts.driver.gradients
 
-    @_masters.setter
-    def _masters(self, partitions: list[Any]) -> None:
-        self.single_partition_of_fp32_groups = partitions
-
-    def _weights(self, index: int) -> torch.Tensor:
-        rank = dist.get_rank(group=self.real_dp_process_group[index])
-        return self.parallel_partitioned_bit16_groups[index][rank].data
-
-    def _trained(self) -> Iterator[Any]:
-        return (param for group in self.bit16_groups for param in group)
-
-    def _holders(self, index: int, ranks: RankGroup) -> RankGroup:
-        group = self.real_dp_process_group[index]
-        return ranks if group is self.dp_process_group else RankGroup.of(group, keeps_scratch=True)
-
-    # -- gradients on the host ------------------------------------------------------------------------------------
-
-    @property
-    def _can_take_gradients(self) -> bool:
-        return self.partition_gradients  # at stage 1, a rank keeps all of them until they are reduced
-
-    def _runs(self) -> list[list[Run]]:
-        found: list[list[Run]] = [[] for _ in self.single_partition_of_fp32_groups]
-        for param in (param for group in self.params_in_partition for param in group):
-            index, _, begin, numel = self.grad_position[self.get_param_id(param)]
-            is_copy = not is_model_parallel_parameter(param)
-            found[index].append(Run(begin, begin + numel, is_copy, str(tuple(param.shape))))
-        return found
-
-    @property
-    def _bucket_bytes(self) -> int:
-        """Two that alternate if they are reduced during backward."""
-        if not self.contiguous_gradients:
-            return 0
-        return self.dtype.itemsize * self.reduce_bucket_size * (2 if self.overlap_comm else 1)
-
-    def _take_gradients_to_host(self) -> None:
+    def _take_gradients_to_host(self, parts: ZenFlowParts) -> None:
         """Let gradients go to the slots of their partitions during backward."""
-        places, offset = {}, 0
-        for number, (index, _, begin, numel) in self.grad_position.items():
-            places[number] = Extent(index, begin, begin + numel, offset)
-            offset += numel
-        slot, summed, sums = self.zenflow_adam.coming_slot, self.gradient_accumulation_dtype, None
+        places, slot = self._partitions.places(), parts.host.coming_slot
+        summed, sums = self.gradient_accumulation_dtype, None
         if summed is not slot(0).dtype:
-            sums = memory.host_empty(offset, summed, self._pins_sums)
-        self._host_gradients = HostGradients(places, slot, sums, gradient_norm)
+            numel = sum(place.end - place.begin for place in places.values())
+            sums = memory.host_empty(numel, summed, self._pins_sums)
+        parts.driver.gradients = HostGradients(places, slot, sums, gradient_norm)
         self._reduced: dict[int, torch.Tensor] = {}
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
@@ -194,8 +172,9 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         if gradient is None:
             _, begin, _, numel = self.grad_position[number]
             gradient = self.get_gradient_for_reduction(param).view(-1)[begin : begin + numel]
-        with self.zenflow_adam.link.keeping():
-            self._take_gradient(number, gradient)
+        adds, completes = self.micro_step_id > 0, self.is_gradient_accumulation_boundary()
+        with self.host_optimizer.link.keeping():
+            self._host_gradients.take(number, gradient, adds=adds, completes=completes)
         if not get_accelerator().is_synchronized_device():
             gradient.record_stream(get_accelerator().current_stream())
         self.clear_grad_attribute(param)
@@ -217,10 +196,14 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
 
     def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> Any:
         """As for gradients on the accelerator."""
-        assert self._host_gradients is not None, "called only if gradients are on the host"
-        return self._norm_of_known(self._host_gradients, list(map(self.get_param_id, params)), params)
+        norms = self.zenflow_parts.driver.known_norms(list(map(self.get_param_id, params)), params)
+        return super().get_grad_norm_direct(norms, params)
 
-    # -- several backward passes in one step ------------------------------------------------------------------
+    def reset_cpu_buffers(self) -> None:
+        super().reset_cpu_buffers()
+        self.zenflow_parts.driver.forget_gradients()
+
+    # -- several backward passes in one step -------------------------------------------------------
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         """Do nothing after a pass that has reached no trained parameter, such as ``autograd.grad`` to an
@@ -238,34 +221,38 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
                 for total, part in zip(self.averaged_gradients[index], completed, strict=True):
                     total.add_(part)
 
-    @property
-    def _has_completed(self) -> bool:
-        """Only a pass at the boundary of gradient accumulation completes what waits on the accelerator."""
-        groups = range(len(self.bit16_groups))
-        completed = all(self.averaged_gradients.get(index) is not None for index in groups)
-        return completed or self._host_gradients is not None
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, including those that a pass at the boundary has completed."""
         super().zero_grad(set_to_none)
-        if not self._step.takes_gradients:
+        if not self.zenflow_parts.driver.current.takes_gradients:
             for completed in self.averaged_gradients.values():
                 for part in completed or ():
                     part.zero_()
 
-    # -- stepping -------------------------------------------------------------------------------------------------
+    # -- stepping ----------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        with self.zenflow_adam.link.keeping():
-            self._finish_gradients()
+        parts, theirs = self.zenflow_parts, partial(super().step, closure)
         # DeepSpeed's CPU offload copies weights through these buffers to where they are already.
-        with swapped(Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", self._step.receivers)):
-            super().step(closure)
+        receivers = parts.driver.current.receivers
+        buffers = Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", receivers)
+        with parts.readiness.stepping(), swapped(buffers):
+            parts.driver.run(theirs, lambda: self.overflow)
+
+    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
+        """As in DeepSpeed, but computed from each gradient's norm, which needs no fp64 copy of the
+        gradient."""
+        if norm_type == 2:
+            gradients = self.zenflow_parts.driver.norms(gradients, params)
+        return super().get_grad_norm_direct(gradients, params, norm_type)
+
+    def _optimizer_step(self, index: int) -> None:
+        self.zenflow_parts.driver.take(index)
 
     def exchange_partitions(self, *args: Any, **kwargs: Any) -> None:
         """Called in place of DeepSpeed's all-gather of weights, under the selective rule. Inside a step only changed
         blocks may need exchanging; outside, all weights do."""
-        exchange = self.hot_exchange if self._step.takes_gradients else None
+        exchange = self.hot_exchange if self.zenflow_parts.driver.current.takes_gradients else None
         (exchange or all_gather_of_partitions)(*args, **kwargs)
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
@@ -273,7 +260,7 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         overflow, too. With model parallelism a rank's norm may omit some of its gradients, so the check runs."""
         if self.mpu is not None:
             if self._host_gradients is not None:
-                slots = map(self.zenflow_adam.coming_slot, range(len(self._step.receivers)))
+                slots = self.zenflow_parts.driver.slots()
                 self.local_overflow = not all(bool(torch.isfinite(slot).all()) for slot in slots)
             super().check_overflow(partition_gradients)
 
@@ -282,20 +269,21 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
 
         DeepSpeed asks for it once it knows that the step will be applied. The slot is free once the step has begun.
         """
-        self._begin_once()
+        self.zenflow_parts.driver.begin()
         flat = super()._get_preflattened_grad_partition(group_idx)
         if flat is None:
-            with self.zenflow_adam.link.keeping():
+            with self.host_optimizer.link.keeping():
                 flat = self._laid_out(group_idx)
         return flat
 
     def _laid_out(self, group_idx: int) -> torch.Tensor | None:
         """Lay out a group's gradient in its ring slot; None if there is none, it is not on the gradients' device, or it
         holds only a part of the gradient."""
-        if self.zenflow_adam.link.transfers.handed_over is Place.IN_TRANSIT:
+        if self.host_optimizer.link.transfers.handed_over is Place.IN_TRANSIT:
             return None
-        slot, end = self.zenflow_adam.coming_slot(group_idx), 0
-        if slot.device != torch.device(self.device) or slot.numel() != self._masters[group_idx].numel():
+        slot, end = self.host_optimizer.coming_slot(group_idx), 0
+        numel = self.host_optimizer.states[group_idx].master.numel()
+        if slot.device != torch.device(self.device) or slot.numel() != numel:
             return None
         for grad in self.averaged_gradients[group_idx]:
             begin, end = end, end + grad.numel()
@@ -306,7 +294,9 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
         """Record the factor but leave the gradients unscaled: the worker and the estimate apply it."""
         theirs = super().unscale_and_clip_grads
-        self._find_factor(lambda one: theirs([one], total_norm))
+        self.zenflow_parts.driver.find_factor(lambda one: theirs([one], total_norm))
+
+    # -- states on the host ------------------------------------------------------------------------
 
     def offload_states(
         self,
@@ -320,14 +310,15 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
         try:
             if include is None or OffloadStateTypeEnum.lp_grads in include:
                 self._sums = self._sums or Parked(self._summed(), unused=self._empty_buckets(), pins=pin_memory)
-            super().offload_states(include, device, pin_memory, non_blocking)
+            left = self.zenflow_parts.offload(include, pins=pin_memory)
+            super().offload_states(left, device, pin_memory, non_blocking)
         except Exception:  # some may have moved: marked as offloaded, reloading moves them back
             self.offloaded_states |= {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
             raise
 
     def _summed(self) -> Iterator[torch.Tensor]:
         """The gradients that micro-steps have summed and no boundary has reduced."""
-        for param in self._trained():
+        for param in self._partitions.trained():
             for gradient in (param.grad, param.grad_accum):
                 if gradient is not None:
                     yield gradient
@@ -340,36 +331,60 @@ class ZenFlowZeroOptimizer(ZenFlowStepping, ZeroOptimizer):
 
     def reload_states(self, non_blocking: bool = False) -> None:
         super().reload_states(non_blocking)
+        self.host_optimizer.reload()
         if self._sums is not None:
             self._sums.restore()
             self._sums = None
         self._link_optimizer_states()  # DeepSpeed links the masters only
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
+        return self.zenflow_parts.state.saved(super().state_dict)
+
+    def load_state_dict(
+        self,
+        state_dict_list: Any,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+        checkpoint_folder: str | None = None,
+        load_serial: Any = None,
+        param_shapes: Any = None,
+    ) -> None:
+        theirs = partial(
+            super().load_state_dict,
+            state_dict_list,
+            load_optimizer_states,
+            load_from_fp32_weights,
+            checkpoint_folder,
+            load_serial,
+            param_shapes,
+        )
+        self.zenflow_parts.state.load(
+            theirs,
+            state_dict_list,
+            loads_optimizer=load_optimizer_states or bool(checkpoint_folder),
+            folder=checkpoint_folder,
+        )
 
     def _load_legacy_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with together(self.zenflow_adam.ranks, CheckpointError):
+        with together(self.host_optimizer.ranks, CheckpointError):
             super()._load_legacy_checkpoint(*args, **kwargs)
 
-    def _refresh_weights(self, saved: SavedState | None) -> None:
-        self._link_optimizer_states()
+    def _restore_from_bit16_weights(self) -> None:
+        self.zenflow_parts.state.take_from_weights(super()._restore_from_bit16_weights)
 
     def _link_optimizer_states(self) -> None:
         """Let every parameter find its p, m and v again."""
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()
 
-    def _exchange_weights(self, saved: SavedState | None) -> None:
-        if saved is None:  # otherwise DeepSpeed has loaded the weights themselves
-            self.update_lp_params()
-
-    def _spread_weights(self, values: Sequence[torch.Tensor] | None) -> None:
-        masters = self._masters
-        self._masters = list(map(self._weights, range(len(masters)))) if values is None else list(values)
-        try:
-            self.update_lp_params()  # copies what it takes for masters to the weights, and gathers them
-        finally:
-            self._masters = masters
-
     def measurements(self) -> dict[str, float]:
-        return {**super().measurements(), **self.zenflow_adam.measurements()}
+        return {**super().measurements(), **self.host_optimizer.measurements()}
+
+    def destroy(self) -> None:
+        try:
+            super().destroy()
+        finally:
+            self.host_optimizer.close()

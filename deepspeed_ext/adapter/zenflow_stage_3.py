@@ -3,50 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from deepspeed_ext.adapter.grad_norm import gradient_norm
-from deepspeed_ext.adapter.gradients_on_host import Extent, HostGradients
+from deepspeed_ext.adapter.gradients_on_host import HostGradients
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
     Swap,
-    gather_stream,
-    is_model_parallel_parameter,
+    host_offload_config,
+    pins_offload_buffers,
     swapped,
 )
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
-from deepspeed_ext.checkpoint import zenflow_state as checkpoint
-from deepspeed_ext.checkpoint.saved_state import SavedState
+from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
+from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.direct_buffers import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
-from deepspeed_ext.zenflow.plan.places import Arrival, Place
+from deepspeed_ext.zenflow.plan.places import Arrival
 from deepspeed_ext.zenflow.start import ZenFlowStart
-from deepspeed_ext.zenflow.step.copies import Run
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
-
-_WEIGHTS = "weights"
-"""Key in ZenFlow's state for the partitions of the weights, which stage 3 saves nowhere else."""
 
 _PAGE_LOCKED = ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers")
 """DeepSpeed's page-locked copies. Once they exist, it reloads from them even what was offloaded without them."""
 
 
-class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
-    """DeepSpeed's stage 3 optimizer on top of `OffloadedAdam`. A partition is a sub-group; otherwise like stages 1
-    and 2."""
+class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
+    """DeepSpeed's stage 3 optimizer, which forwards steps and state to `ZenFlowParts`. A partition
+    is a sub-group; otherwise like stages 1 and 2.
+
+    Attributes:
+        host_optimizer, exact_weights: see `ZenFlowParts` and `ReachedState`.
+    """
 
     fp32_partitioned_groups_flat: list[Any]
     grad_partitions_flat_buffer: torch.Tensor
     inf_or_nan_tracker: torch.Tensor
+    zenflow_parts: ZenFlowParts
 
     def __init__(
         self,
@@ -56,13 +57,18 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         start: ZenFlowStart,
         **kwargs: Any,
     ) -> None:
-        self._prepare(start, kwargs)
+        self._start = start
+        self._partitions = SubGroupPartitions(self)
+        self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
+        kwargs["offload_optimizer_config"] = host_offload_config()
         kwargs["offload_ratio"] = 1.0  # DeepSpeed would divide by whole sub-groups
+        if kwargs["gradient_accumulation_steps"] > 1:
+            kwargs["gradient_accumulation_dtype"] = torch.float32
         super().__init__(module, init_optimizer, *args, **kwargs)
-        if self.zenflow_adam.decided.arrival is Arrival.IN_BACKWARD:
-            self._host_gradients = HostGradients(
-                self._places(),
-                self.zenflow_adam.coming_slot,
+        if self.host_optimizer.decided.arrival is Arrival.IN_BACKWARD:
+            self.zenflow_parts.driver.gradients = HostGradients(
+                self._partitions.places(),
+                self.host_optimizer.coming_slot,
                 self.grad_partitions_flat_buffer if self._sums_apart else None,
                 self._constant_buffered_norm2 if self.offload_param else gradient_norm,
             )
@@ -81,14 +87,16 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             self._start_instead()
 
     def _start_instead(self) -> None:
-        self._clear_padding([[] for _ in self.fp32_partitioned_groups_flat])
-        self._start_adam([self.sub_group_to_group_id[index] for index in range(len(self.fp32_partitioned_groups_flat))])
+        self._partitions.clear_padding([[] for _ in self.fp32_partitioned_groups_flat])
+        self.zenflow_parts = parts = ZenFlowParts.start(self, self._partitions, self._start)
+        self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
+        self._backward_hook_state = parts.backward_pass
         ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
-        self.fp32_partitioned_groups_flat = self.zenflow_adam.shown.masters
+        self.fp32_partitioned_groups_flat = parts.host.shown.masters
         for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
             master.ds_id = ds_id
         self.deepspeed_adam_offload = False
-        if self.zenflow_adam.decided.arrival is Arrival.IN_BACKWARD:
+        if parts.host.decided.arrival is Arrival.IN_BACKWARD:
             self.offload_optimizer_pin_memory = self._pins_sums and self._sums_apart
             return
         self.offload_optimizer = False
@@ -96,90 +104,28 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         self.device = get_accelerator().current_device_name()
         self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(self.device)
 
-    @property
-    def _masters(self) -> list[Any]:
-        return self.fp32_partitioned_groups_flat
-
-    @_masters.setter
-    def _masters(self, partitions: list[Any]) -> None:
-        self.fp32_partitioned_groups_flat = partitions
-
-    def _weights(self, index: int) -> torch.Tensor:
-        return self.fp16_partitioned_groups_flat[index].data
-
-    def _trained(self) -> Iterator[Any]:
-        return (param for group in self.fp16_groups for param in group)
-
-    def _held_numel(self, param: Any) -> int:
-        """Elements of `param` in this rank's partition of it; the rest of that partition is padding."""
-        size = param.partition_numel()
-        return min(max(param.ds_numel - self._get_param_partition_rank(param) * size, 0), size)
-
-    def _clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Zero the padding of parameters whose size is not divisible by the number of ranks, in the weights and in
-        `states`, for each partition. DeepSpeed leaves it uninitialized; a NaN there would spread through the mean of v
-        to the parameters that share its block."""
-        partitions = zip(self.fp16_groups, self.fp16_partitioned_groups_flat, states, strict=True)
-        for group, weights, state in partitions:
-            end = 0
-            for param in group:
-                begin, end = end, end + param.partition_numel()
-                for flat in (weights, *state):
-                    flat.data[begin + self._held_numel(param) : end].zero_()
-
-    # -- gradients on the host ------------------------------------------------------------------------------------
+    # -- gradients on the host ---------------------------------------------------------------------
 
     @property
-    def _place_of_weights(self) -> Place:
-        return Place.HOST if self.offload_param else Place.ACCELERATOR
-
-    def _runs(self) -> list[list[Run]]:
-        found: list[list[Run]] = []
-        for group in self.fp16_groups:
-            found.append([])
-            end = 0
-            for param in group:
-                begin, end = end, end + param.partition_numel()
-                is_copy = not is_model_parallel_parameter(param)
-                found[-1].append(Run(begin, end, is_copy, str(tuple(param.ds_shape))))
-        return found
-
-    @property
-    def _bucket_bytes(self) -> int:
-        return self.dtype.itemsize * self.reduce_bucket_size if self.contiguous_gradients else 0
-
-    @property
-    def _waits_after_weights(self) -> bool:  # type: ignore[override]
-        """DeepSpeed gathers persistent parameters, and waits for the device."""
-        return bool(self.persistent_parameters)
-
-    @property
-    def _flattens_sums(self) -> bool:
-        return True
+    def _host_gradients(self) -> HostGradients | None:
+        return self.zenflow_parts.driver.gradients
 
     @property
     def _sums_apart(self) -> bool:
         """Whether gradients are summed in another dtype than that of their slots."""
-        return self.gradient_accumulation_dtype is not self.zenflow_adam.coming_slot(0).dtype
-
-    def _places(self) -> dict[int, Extent]:
-        """Where each parameter's gradient lies in the slots, and in DeepSpeed's buffer of all gradients."""
-        places, offset = {}, 0
-        for param in self._trained():
-            index, begin, numel = self.grad_position[self.get_param_id(param)]
-            places[param.ds_id] = Extent(index, begin, begin + numel, offset)
-            offset += numel
-        return places
+        return self.gradient_accumulation_dtype is not self.host_optimizer.coming_slot(0).dtype
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
         """Take reduced gradients to their slots. DeepSpeed would take them to a buffer of its own, from there to the
         accelerator and then to the masters' gradients."""
         if self._host_gradients is None:
             return super().partition_grads(params_to_release, grad_partitions)
+        adds, completes = self.micro_step_id > 0, self.is_gradient_accumulation_boundary()
         for param, gradient in zip(params_to_release, grad_partitions, strict=True):
-            with self.zenflow_adam.link.keeping():
-                if self._held_numel(param):
-                    self._take_gradient(param.ds_id, self._padded(param, gradient))
+            with self.host_optimizer.link.keeping():
+                if self._partitions.held_numel(param):
+                    padded = self._padded(param, gradient)
+                    self._host_gradients.take(param.ds_id, padded, adds=adds, completes=completes)
             if param.grad is not None and param.grad.device.type != "cpu":
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
@@ -196,24 +142,27 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
         the accelerator."""
         if self._host_gradients is None or self.offload_param:
             return super().complete_grad_norm_calculation_for_cpu_offload(params)
-        return self._norm_of_known(self._host_gradients, [param.ds_id for param in params], params)
+        norms = self.zenflow_parts.driver.known_norms([param.ds_id for param in params], params)
+        return super().get_grad_norm_direct(norms, params)
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         """Leave gradients as they are: the step completes them."""
 
     def reset_cpu_buffers(self) -> None:
         super().reset_cpu_buffers()
+        self.zenflow_parts.driver.forget_gradients()
         if self._host_gradients is not None:
             self.norm_for_param_grads = self._host_gradients.norms
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
-        """Check as DeepSpeed does, which reads a buffer that gradients on the host do not pass. Their norm, which it
-        computes next, shows the same; but with model parallelism a rank's norm may omit some of its gradients."""
+        """Gradients on the host bypass DeepSpeed's buffer, so their norm, which it computes next,
+        detects an overflow. But with model parallelism a rank's norm may omit some of its
+        gradients, so the slots are checked."""
         if self._host_gradients is None:
             super().check_overflow(partition_gradients)
         elif self.model_parallel_group is not None:
-            slots = [self.zenflow_adam.coming_slot(index) for index in range(len(self._step.receivers))]
-            with swapped(Swap(self, "grad_partitions_flat_buffer", torch.cat(slots))):
+            slots = torch.cat(self.zenflow_parts.driver.slots())
+            with swapped(Swap(self, "grad_partitions_flat_buffer", slots)):
                 super().check_overflow(partition_gradients)
 
     @contextmanager
@@ -224,8 +173,9 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             return
         for param in params:
             self._host_gradients.show(param.ds_id)
-        self._place_gradients()
-        with swapped(Swap(self, "fp32_partitioned_groups_flat", self._step.receivers)):
+        driver = self.zenflow_parts.driver
+        driver.place_gradients()
+        with self._partitions.stand_in(driver.current.receivers):
             yield
 
     def _get_fp32_grad_state_partition(self, param: Any, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +183,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             return super()._get_fp32_grad_state_partition(param, *args, **kwargs)
 
     def get_fp32_grad_partitions(self) -> Any:
-        with self._gradients_shown(*self._trained()):
+        with self._gradients_shown(*self._partitions.trained()):
             return super().get_fp32_grad_partitions()
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
@@ -251,7 +201,7 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             for param in params:
                 self._host_gradients.changed(param.ds_id)
 
-    # -- several backward passes in one step ------------------------------------------------------------------
+    # -- several backward passes in one step -------------------------------------------------------
 
     def independent_gradient_partition_epilogue(self) -> None:
         """Also take the gradients of parameters that are frozen now: earlier passes of this step may have
@@ -265,14 +215,14 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
                 self.averaged_gradients[index] = list(flat.split(sizes))
                 offset += sum(sizes)
 
-    # -- stepping -------------------------------------------------------------------------------------------------
+    # -- stepping ----------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, including the reduced ones. DeepSpeed keeps these, and would apply them again to
         parameters that the next step does not use. The engine calls this after every step; a step calls it before it
         takes the gradients."""
         super().zero_grad(set_to_none)
-        if self._step.takes_gradients:
+        if self.zenflow_parts.driver.current.takes_gradients:
             return
         if self._host_gradients is None:
             self.grad_partitions_flat_buffer.zero_()
@@ -280,16 +230,21 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             self.reset_cpu_buffers()
 
     def step(self, closure: Any = None) -> None:
-        with self.zenflow_adam.link.keeping():
-            self._finish_gradients()
-        super().step(closure)
-        with self.zenflow_adam.link.keeping():
-            self._order_gathers()
+        parts, theirs = self.zenflow_parts, partial(super().step, closure)
+        with parts.readiness.stepping():
+            parts.driver.run(theirs, lambda: self.overflow)
+        with self.host_optimizer.link.keeping():
+            self._partitions.order_gathers()
 
-    def _order_gathers(self) -> None:
-        """Make the next all-gathers, which run on their own stream, wait for the weights written so far."""
-        if (stream := gather_stream(self)) is not None:
-            stream.wait_stream(get_accelerator().current_stream())
+    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
+        """As in DeepSpeed, but computed from each gradient's norm, which needs no fp64 copy of the
+        gradient."""
+        if norm_type == 2:
+            gradients = self.zenflow_parts.driver.norms(gradients, params)
+        return super().get_grad_norm_direct(gradients, params, norm_type)
+
+    def _optimizer_step(self, index: int) -> None:
+        self.zenflow_parts.driver.take(index)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """Record the factor but leave the gradients unscaled: the worker and the estimate apply it."""
@@ -301,7 +256,9 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             theirs(sub_group_id, total_norm)
             receiver.grad = gradient
 
-        self._find_factor(on_one)
+        self.zenflow_parts.driver.find_factor(on_one)
+
+    # -- states on the host ------------------------------------------------------------------------
 
     def offload_states(
         self,
@@ -320,62 +277,66 @@ class ZenFlowZeroOptimizerStage3(ZenFlowStepping, DeepSpeedZeroOptimizerStage3):
             for name in _PAGE_LOCKED:
                 if hasattr(self, name):
                     delattr(self, name)
-        trained = torch.nn.ParameterList(self._trained())
+        trained = torch.nn.ParameterList(self._partitions.trained())
         with swapped(Swap(self, "module", trained)):
-            super().offload_states(include, device, pin_memory, non_blocking)
+            left = self.zenflow_parts.offload(include, pins=pin_memory)
+            super().offload_states(left, device, pin_memory, non_blocking)
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    def reload_states(self, non_blocking: bool = False) -> None:
+        super().reload_states(non_blocking)
+        self.host_optimizer.reload()
 
-    def _zenflow_state(self) -> dict[str, Any]:
-        weights = [flat.detach() for flat in self.fp16_partitioned_groups_flat]
-        return {
-            **super()._zenflow_state(),
-            _WEIGHTS: list(map(checkpoint.host_copy, weights)) if self._copies_state else weights,
-        }
+    # -- state -------------------------------------------------------------------------------------
 
-    def _adopt_state(self) -> None:
-        states = self.zenflow_adam.states
-        super()._adopt_state()
-        self._clear_padding([list(state.arrays) for state in states])
-        for shown in (self.zenflow_adam.share, self.zenflow_adam.coded):
-            if shown is not None:
-                shown.take()
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
+        return self.zenflow_parts.state.saved(super().state_dict)
 
-    def _read_saved_state(self, state_dict_list: Any) -> SavedState | None:
-        saved = super()._read_saved_state(state_dict_list)
-        if saved is not None and saved.weights is None:
-            raise CheckpointError(
-                "the saved ZenFlow state has no weights, which stage 3 needs: load another checkpoint by its tag"
-            )
-        return saved
+    def load_state_dict(
+        self,
+        state_dict_list: Any,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+        checkpoint_folder: str | None = None,
+        load_serial: Any = None,
+        param_shapes: Any = None,
+    ) -> None:
+        theirs = partial(
+            super().load_state_dict,
+            state_dict_list,
+            load_optimizer_states,
+            load_from_fp32_weights,
+            checkpoint_folder,
+            load_serial,
+            param_shapes,
+        )
+        self.zenflow_parts.state.load(
+            theirs,
+            state_dict_list,
+            loads_optimizer=load_optimizer_states or bool(checkpoint_folder),
+            folder=checkpoint_folder,
+        )
 
     def _rigid_load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        with together(self.zenflow_adam.ranks, CheckpointError):
+        with together(self.host_optimizer.ranks, CheckpointError):
             super()._rigid_load_state_dict(*args, **kwargs)
 
-    def _refresh_weights(self, saved: SavedState | None) -> None:
-        masters = [state.master for state in self.zenflow_adam.states]
-        values = masters if saved is None or saved.weights is None else saved.weights
-        for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
-            flat.data.copy_(value.data)
+    def _restore_from_bit16_weights(self) -> None:
+        self.zenflow_parts.state.take_from_weights(super()._restore_from_bit16_weights)
 
     def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
         """Wait for the worker before the state is read or written. If the worker has failed, the state reads as NaN
         on all ranks, and the next step raises the error on every rank."""
-        exposed = self.zenflow_adam.expose()
+        exposed = self.host_optimizer.expose()
         partition, sub_group = super()._get_fp32_opt_state_partition(*args, **kwargs)
         return partition if exposed else torch.full_like(partition, math.nan), sub_group
 
-    def _spread_weights(self, values: Sequence[torch.Tensor] | None) -> None:
-        self._partition_all_parameters()  # what DeepSpeed keeps gathered is gathered again
-        if values is not None:
-            for flat, value in zip(self.fp16_partitioned_groups_flat, values, strict=True):
-                flat.data.copy_(value)
-        self.invalidate_secondary_tensor()
-        if self.persistent_parameters:
-            self.persistent_parameters[0].all_gather(self.persistent_parameters)
-        self._order_gathers()
-
     def measurements(self) -> dict[str, float]:
         """Metrics for a training log, by name; units are in the names."""
-        return self.zenflow_adam.measurements()
+        return self.host_optimizer.measurements()
+
+    def destroy(self) -> None:
+        try:
+            super().destroy()
+        finally:
+            self.host_optimizer.close()

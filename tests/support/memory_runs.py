@@ -296,7 +296,7 @@ def _measure(config: dict[str, Any], model: str | None) -> Measured:
 
 
 def _note_state(engine: Any, found: Measured) -> None:
-    adam = getattr(engine.optimizer, "zenflow_adam", None)
+    adam = getattr(engine.optimizer, "host_optimizer", None)
     if adam is None:
         return
     adam.drain(shows_moments=False)
