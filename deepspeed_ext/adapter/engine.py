@@ -16,9 +16,9 @@ from deepspeed_ext.adapter.exports import EVALUATES_PREDICTED, wrap_accelerate
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.held_optimizers import held_optimizers
 from deepspeed_ext.adapter.interruption import Work
-from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of
+from deepspeed_ext.adapter.parts import Parts, destroy_parts, fields_of
 from deepspeed_ext.adapter.readiness import Readiness
-from deepspeed_ext.adapter.resharding import LoadingRun, only_weights
+from deepspeed_ext.adapter.resharding import ZERO_STAGE_WEIGHTS, LoadingRun, RunLayout, only_weights
 from deepspeed_ext.adapter.start_report import log_start
 from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
 from deepspeed_ext.adapter.upstream import (
@@ -386,21 +386,22 @@ class Engine(EngineSettings):
             and not self.zero_nvme_offload_optimizer()
             and isinstance(self.checkpoint_engine, TorchCheckpointEngine)
         )
-        return LoadingRun(
-            optimizer=self.optimizer,
-            module=self.module,
-            config=self._config,
-            ranks=self._parts.ranks,
-            sharers=RankGroup.of(self.seq_data_parallel_group),
+        layout = RunLayout(
             stage=int(self.zero_optimization_stage()),
-            shapes=self._get_zero_param_shapes,
-            can_reshard=can_reshard,
-            has_experts=bool(self.has_moe_layers),
-            partitions_weights=bool(self.zero_optimization_partition_weights()),
             bf16=bool(self.bfloat16_enabled()),
-            continues_zenflow=self._zenflow is not None,
-            open_masters=self._parts.open_masters,
-            leads=self.global_rank == 0,
+            sharers=RankGroup.of(self.seq_data_parallel_group),
+            has_experts=bool(self.has_moe_layers),
+            shapes=self._get_zero_param_shapes,
+        )
+        parts = self._parts
+        return LoadingRun(
+            self.optimizer,
+            self.module,
+            self._config,
+            parts.ranks,
+            layout,
+            can_reshard,
+            parts.zenflow,
         )
 
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:

@@ -14,7 +14,7 @@ from deepspeed_ext.adapter import gather_hooks
 from deepspeed_ext.adapter.construction import ranks_of_model
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.offloading import Offloader
-from deepspeed_ext.adapter.resharding import Resharder
+from deepspeed_ext.adapter.resharding import ZERO_STAGE_WEIGHTS, Resharder
 from deepspeed_ext.adapter.saver import Saver
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.adapter.upstream import Swap, TorchCheckpointEngine, optimizer_class, stage3_optimizer_class
@@ -31,9 +31,7 @@ from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import IDLE, require_section, require_shared_folder, require_spreadable
 
-__all__ = ["ZERO_STAGE_WEIGHTS", "Parts", "destroy_parts", "fields_of", "section_in_use"]
-
-ZERO_STAGE_WEIGHTS = 3
+__all__ = ["Parts", "destroy_parts", "fields_of", "section_in_use"]
 
 
 def fields_of(zero_config: Any) -> ZeroConfig | None:
@@ -242,11 +240,6 @@ class Parts:
         collective with ZenFlow."""
         if self.zenflow is not None:
             self.zenflow.host.link.wait_together()
-
-    def open_masters(self) -> None:
-        """Make p, m and v ready to be written from outside."""
-        if self.zenflow is not None:
-            self.zenflow.host.expose()
 
     # -- at its end -----------------------------------------------------------------------------------------------
 

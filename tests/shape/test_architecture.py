@@ -137,6 +137,34 @@ def test_no_class_has_many_public_methods() -> None:
         assert len(public) <= MOST_PUBLIC_METHODS, f"{name}: {sorted(public)}"
 
 
+WIDE_RECORDS = {
+    *("commands.memory.setup.Setup", "commands.verify.config.Plan", "commands.verify.figures.Found"),
+    *("cores.exchange.RankReport", "cores.plan.RankPlan", "cores.tuning_results.Fingerprint"),
+    *("zenflow.kernels.definition.HotConstants", "zenflow.plan.arrays.ArraySpec"),
+    *("zenflow.plan.rule_bytes.RuleBytes", "zenflow.step.partition.Partition"),
+    *(f"zenflow.worker.kernel.adam_pass.{name}" for name in ("AdamPass", "AdamStep", "MeanPass")),
+    "zenflow.worker.kernel.lion_pass.LionPass",
+}
+"""Values with more fields, which are filled by name, or cross to a kernel."""
+
+
+def parameters(node: ast.ClassDef) -> list[str]:
+    """What the constructor of a class takes, if it has one of its own."""
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+            return [arg.arg for arg in (*each.args.posonlyargs, *each.args.args, *each.args.kwonlyargs)][1:]
+    if not any("dataclass" in ast.unparse(each) for each in node.decorator_list):
+        return []
+    fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+    fields = [each for each in fields if "ClassVar" not in ast.unparse(each.annotation)]
+    return [ast.unparse(each.target) for each in fields if "init=False" not in ast.unparse(each)]
+
+
+def test_no_constructor_takes_many_parameters() -> None:
+    wide = {name for name, node in classes() if len(parameters(node)) > MOST_PARAMETERS}
+    assert wide == WIDE_RECORDS
+
+
 def test_no_class_of_ours_stands_beside_deepspeeds_among_the_bases() -> None:
     """Our subclasses of DeepSpeed's classes override and forward; a mixin would need its sibling's
     members."""

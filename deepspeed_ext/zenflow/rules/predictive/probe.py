@@ -54,8 +54,8 @@ class Sample:
     block_size: int
     blocks: torch.Tensor | None
     last: Any
-    slots: tuple[int, ...] = ()
-    steps: tuple[Any, ...] = ()
+    slots: tuple[int, ...] = field(default=(), init=False)
+    steps: tuple[Any, ...] = field(default=(), init=False)
     state: tuple[torch.Tensor, ...] = field(init=False)
     weights_dtype: torch.dtype = field(init=False)
 
