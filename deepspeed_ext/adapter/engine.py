@@ -10,17 +10,14 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
-from deepspeed_ext.adapter.construction import built_together
-from deepspeed_ext.adapter.engine_settings import EngineSettings
-from deepspeed_ext.adapter.exports import EVALUATES_PREDICTED, wrap_accelerate
+from deepspeed_ext.adapter.construction import built_together, log_start
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
-from deepspeed_ext.adapter.held_optimizers import held_optimizers
-from deepspeed_ext.adapter.interruption import Work
-from deepspeed_ext.adapter.parts import Parts, destroy_parts, fields_of
-from deepspeed_ext.adapter.readiness import Readiness
-from deepspeed_ext.adapter.resharding import ZERO_STAGE_WEIGHTS, LoadingRun, RunLayout, only_weights
-from deepspeed_ext.adapter.start_report import log_start
-from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
+from deepspeed_ext.adapter.parts import Parts, destroy_parts, fields_of, section_in_use
+from deepspeed_ext.adapter.reached_state import EVALUATES_PREDICTED, wrap_accelerate
+from deepspeed_ext.adapter.readiness import Readiness, Work
+from deepspeed_ext.adapter.resharding import LoadingRun, RunLayout, only_weights
+from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
+from deepspeed_ext.adapter.stand_ins import StreamThroughputTimer, WeakEngine, held_optimizers
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedEngine,
     DeepSpeedHybridEngine,
@@ -32,10 +29,10 @@ from deepspeed_ext.adapter.upstream import (
     TorchCheckpointEngine,
     is_zero_optimizer,
     swapped,
+    tensor_ranks,
     throughput_timer,
     ties_stages,
 )
-from deepspeed_ext.adapter.weak_engine import WeakEngine
 from deepspeed_ext.adapter.zenflow_parts import zenflow_of
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
@@ -45,7 +42,79 @@ from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import require_compilable
 
-__all__ = ["Engine", "HybridEngine", "PipeEngine"]
+__all__ = ["Engine", "EngineSettings", "HybridEngine", "PipeEngine"]
+
+
+class EngineSettings(DeepSpeedEngine):
+    """DeepSpeed's engine, with the settings that ZenFlow replaces reported as off, and those that
+    it implies as on."""
+
+    _ties_stages: bool
+    """Whether stages of a pipeline share parameters."""
+
+    @property
+    def _zenflow(self) -> ZenFlowConfig | None:
+        return section_in_use(self._config.zero_config, self.optimizer_name(), super().bf16_optimizer_states())
+
+    def zenflow_config(self) -> Any:
+        """None if the section is ours, which disables DeepSpeed's own ZenFlow and its change of
+        ``gradient_accumulation_steps``."""
+        return super().zenflow_config() if fields_of(self._config.zero_config) is None else None
+
+    # -- what ZenFlow implies -----------------------------------------------------------------------------------------
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Also true if ``zenflow`` implies it."""
+        return self._zenflow is not None or super().zero_use_cpu_optimizer()
+
+    def zero_cpu_offload(self) -> bool:
+        """Also true if ``zenflow`` implies it."""
+        return self._zenflow is not None or super().zero_cpu_offload()
+
+    # -- what ZenFlow replaces; `supported.IDLE` says why -------------------------------------------------------------
+
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        return self._zenflow is None and super().zero_force_ds_cpu_optimizer()
+
+    def super_offload(self) -> bool:
+        return self._zenflow is None and super().super_offload()
+
+    def zero_elastic_checkpoint(self) -> bool:
+        return self._zenflow is None and super().zero_elastic_checkpoint()
+
+    def bf16_master_weights_and_gradients(self) -> bool:
+        return self._zenflow is None and super().bf16_master_weights_and_gradients()
+
+    def fp16_master_weights_and_gradients(self) -> bool:
+        return self._zenflow is None and super().fp16_master_weights_and_gradients()
+
+    def bf16_optimizer_states(self) -> bool:
+        return self._zenflow is None and super().bf16_optimizer_states()
+
+    def _spread(self) -> dict[str, Any]:
+        """How the model is spread over ranks; see `supported.require_spreadable`."""
+        experts = self._config.expert_parallel_config
+        return {
+            "tensor_ranks": max(self.autotp_size(), tensor_ranks(self.mpu)),
+            "ties_stages": self._ties_stages,
+            "makes_experts": experts is not None and experts.enabled,
+        }
+
+    @property
+    def _rounds_moments(self) -> bool:
+        return self._zenflow is not None and self._zenflow.state_dtype != "float32"
+
+    def _replaced_settings(self) -> list[str]:
+        """The keys of `supported.IDLE` that the config turns on."""
+        given = {
+            "zero_optimization.offload_optimizer.super_offload": super().super_offload(),
+            "zero_optimization.elastic_checkpoint": super().zero_elastic_checkpoint(),
+            "zero_optimization.pipeline_loading_checkpoint": self._config.zero_config.pipeline_loading_checkpoint,
+            "bf16.bf16_master_weights_and_grads": super().bf16_master_weights_and_gradients(),
+            "fp16.fp16_master_weights_and_grads": super().fp16_master_weights_and_gradients(),
+            "bf16.bf16_optimizer_states": super().bf16_optimizer_states() and not self._rounds_moments,
+        }
+        return [name for name, is_on in given.items() if is_on]
 
 
 class Engine(EngineSettings):

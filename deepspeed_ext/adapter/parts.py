@@ -5,33 +5,218 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
 from deepspeed_ext.adapter import gather_hooks
+from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.construction import ranks_of_model
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
-from deepspeed_ext.adapter.offloading import Offloader
-from deepspeed_ext.adapter.resharding import ZERO_STAGE_WEIGHTS, Resharder
-from deepspeed_ext.adapter.saver import Saver
-from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
-from deepspeed_ext.adapter.upstream import Swap, TorchCheckpointEngine, optimizer_class, stage3_optimizer_class
-from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
-from deepspeed_ext.adapter.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
-from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
+from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
+from deepspeed_ext.adapter.resharding import Resharder
+from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
+from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer, ZeroOptimizer
+from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
+from deepspeed_ext.adapter.upstream import (
+    OffloadStateTypeEnum,
+    Swap,
+    TorchCheckpointEngine,
+    optimizer_class,
+    stage3_optimizer_class,
+)
+from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts, zenflow_of
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig, given_of_the_other_rule, idle_fields
 from deepspeed_ext.cores.binding import CoreBinding
+from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.memory import is_out_of_memory
+from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, together, within
 from deepspeed_ext.zenflow.start import ZenFlowStart
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import IDLE, require_section, require_shared_folder, require_spreadable
 
-__all__ = ["Parts", "destroy_parts", "fields_of", "section_in_use"]
+__all__ = ["Offloader", "Parts", "Saver", "destroy_parts", "fields_of", "section_in_use"]
+
+
+class Saver:
+    """Wraps what DeepSpeed's engine does while it saves and loads.
+
+    Attributes:
+        files: our checkpoint engine; None: DeepSpeed's own checkpoint engine is used.
+    """
+
+    def __init__(self, files: JointCheckpointEngine | None = None) -> None:
+        self.files = files
+
+    @classmethod
+    def of(
+        cls,
+        config_params: Any,
+        world: RankGroup,
+        *,
+        leads: bool,
+        host: HostOptimizer | None,
+        async_save: bool,
+    ) -> Saver:
+        """Build the checkpoint engine that the run asks for; see `JointCheckpointEngine` for the
+        arguments.
+
+        Args:
+            host: the optimizer whose process writes p, m and v; None: the engine has no optimizer.
+        """
+        coded = None if host is None else host.coded
+        files: JointCheckpointEngine
+        if host is not None and async_save:
+            files = AsyncCheckpointEngine(config_params, world, leads, host.link, coded)
+        else:
+            files = JointCheckpointEngine(config_params, world, leads, coded)
+        files.maps_files = bool(config_params.zero_config.pipeline_loading_checkpoint)
+        return cls(files)
+
+    @contextmanager
+    def saving(self, names_latest: bool) -> Iterator[bool]:
+        """Wrap a save; it begins with a collective if another save is in progress. If an exception
+        interrupts the save, it is undone.
+
+        Args:
+            names_latest: whether the save updates ``latest``.
+
+        Yields:
+            Whether DeepSpeed is to update ``latest`` itself.
+        """
+        if self.files is None:
+            yield names_latest
+            return
+        self.files.begin_save(names_latest)
+        try:
+            yield False
+        except BaseException:
+            self.files.break_off()
+            raise
+
+    def keeping(self) -> AbstractContextManager[None]:
+        """Wrap what DeepSpeed does before it calls `commit`, which raises this rank's error on all
+        ranks."""
+        return nullcontext() if self.files is None else self.files.kept.keeping()
+
+    @contextmanager
+    def writing(self, optimizer: Any) -> Iterator[None]:
+        """`keeping`, around what writes the state of `optimizer` at once, or copies it first."""
+        zenflow = None if self.files is None else zenflow_of(optimizer)
+        with self.keeping(), nullcontext() if zenflow is None else zenflow.state.uncopied():
+            yield
+
+    def copied_without(self, error: OSError, save_path: str) -> None:
+        """Continue without DeepSpeed's recovery script, which could not be copied.
+
+        Raises:
+            OSError: `error`, with DeepSpeed's own checkpoint engine.
+        """
+        if self.files is None:
+            raise error
+        logger.warning(
+            f"{save_path}: zero_to_fp32.py was not copied there ({error}); the checkpoint is complete without it"
+        )
+
+    def begin_load(self, load_dir: str, tag: Any) -> Any:
+        """Find the checkpoint to load; returns its tag. A collective with our checkpoint engine."""
+        return tag if self.files is None else self.files.begin_load(load_dir, tag)
+
+    def after_step(self) -> None:
+        """Complete a save in progress, if all ranks have written everything. A collective if one is
+        in progress.
+
+        Raises:
+            CheckpointError: on every rank, if the save failed.
+        """
+        if isinstance(self.files, AsyncCheckpointEngine):
+            self.files.finish_if_written()
+
+    def finish_alone(self) -> None:
+        """Complete a save in progress, without the other ranks.
+
+        Raises:
+            CheckpointError: on the leading rank, if any rank could not write.
+        """
+        if isinstance(self.files, AsyncCheckpointEngine):
+            self.files.finish_alone()
+
+    def finished_alone(self, host: HostOptimizer | None) -> KeptError:
+        """Call `finish_alone`; keep its error, unless a step has already reported its cause."""
+        kept = KeptError()
+        with kept.keeping():
+            self.finish_alone()
+        if kept.error is not None and host is not None and host.link.failed:
+            logger.error(str(kept.take()))
+        return kept
+
+
+class Offloader:
+    """Moves the states of one engine off the accelerator between two steps, and back.
+
+    Both methods are collectives. They wrap the methods of DeepSpeed's engine, which they get as
+    `theirs`.
+    """
+
+    def __init__(self) -> None:
+        self._frozen: Parked | None = None
+
+    def offload(
+        self,
+        theirs: Callable[[], None],
+        module: Any,
+        optimizer: Any,
+        world: RankGroup,
+        *,
+        pins: bool,
+    ) -> None:
+        """Move the states that `theirs` moves, and with the weights also those that are not
+        trained, to page-locked memory if `pins`.
+
+        Raises:
+            OutOfMemoryError: on every rank, if any rank's host has no memory for them.
+        """
+        with together(world, otherwise=None), _refusals("the host", "states to offload"):
+            theirs()
+            if OffloadStateTypeEnum.lp_params in optimizer.offloaded_states:
+                self._frozen = self._frozen or Parked(_frozen_weights(module), pins=pins)
+
+    def reload(self, theirs: Callable[[], None], world: RankGroup) -> None:
+        """Move all states back.
+
+        Raises:
+            OutOfMemoryError: on every rank, if any accelerator has no memory for them; free some
+                and call this again.
+        """
+        with together(world, otherwise=None), _refusals("the accelerator", "states to reload"):
+            theirs()
+            if self._frozen is not None:
+                self._frozen.restore()
+                self._frozen = None
+
+
+def _frozen_weights(module: Any) -> list[Any]:
+    """The weights that are not trained: at stage 3 this rank's partitions of them."""
+    return [getattr(param, "ds_tensor", param) for param in module.parameters() if not param.requires_grad]
+
+
+@contextmanager
+def _refusals(place: str, what: str) -> Iterator[None]:
+    """Add to an out-of-memory error where memory was missing, and for what."""
+    try:
+        yield
+    except DeepSpeedExtError:
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(f"{place} has no memory for {what} ({error}): free some and call again") from error
 
 
 def fields_of(zero_config: Any) -> ZeroConfig | None:

@@ -19,24 +19,22 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from deepspeed_ext.adapter.reshard_target import target_of
+from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS, SavedCheckpoint, holds_partitions
 from deepspeed_ext.adapter.upstream import (
     Swap,
     TorchCheckpointEngine,
     swapped,
 )
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
+from deepspeed_ext.adapter.zero_partitions import target_of
+from deepspeed_ext.checkpoint.reshard.ends import Target
 from deepspeed_ext.checkpoint.reshard.load import load_frozen, load_masters, load_optimizer, require_same_groups
-from deepspeed_ext.checkpoint.reshard.saved import SavedCheckpoint, holds_partitions
-from deepspeed_ext.checkpoint.reshard.target import Target
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import log_once, logger
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 
-__all__ = ["ZERO_STAGE_WEIGHTS", "LoadingRun", "Resharder", "RunLayout", "only_weights"]
-
-ZERO_STAGE_WEIGHTS = 3
+__all__ = ["LoadingRun", "Resharder", "RunLayout", "only_weights"]
 
 
 class _OpenedFile(TorchCheckpointEngine):

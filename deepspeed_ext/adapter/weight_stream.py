@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.reshard_target import target_of
 from deepspeed_ext.adapter.upstream import is_stored_quantized
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts, zenflow_of
+from deepspeed_ext.adapter.zero_partitions import target_of
 from deepspeed_ext.checkpoint.reshard.layout import Fragment, Placement
 from deepspeed_ext.errors import StateError, UnsupportedError
 from deepspeed_ext.runtime.ranks import RankGroup

@@ -7,12 +7,9 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_ext.adapter.autocast_scale import AutocastScale
-from deepspeed_ext.adapter.backward_pass import BackwardPass
-from deepspeed_ext.adapter.interruption import Work
 from deepspeed_ext.adapter.reached_state import ReachedState
-from deepspeed_ext.adapter.readiness import Readiness
-from deepspeed_ext.adapter.step import StepDriver
+from deepspeed_ext.adapter.readiness import BackwardPass, Readiness, Work
+from deepspeed_ext.adapter.step import AutocastScale, StepDriver
 from deepspeed_ext.adapter.upstream import OffloadStateTypeEnum, later_groups
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import dist

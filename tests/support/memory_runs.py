@@ -26,7 +26,7 @@ from torch import nn
 
 from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
 from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
-from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
+from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.commands.memory.config_file import read_config
 from deepspeed_ext.commands.memory.model_file import read_model
 from deepspeed_ext.commands.memory.parts import MemoryPlan, Place

@@ -153,8 +153,8 @@ HOLDERS = (
     ("zero_partitions.py", "SubGroupPartitions", STAGE_3, ("self._zero", "zero")),
     ("zenflow_parts.py", "ZenFlowParts", OPTIMIZER, ("zero",)),
     ("zenflow_parts.py", "ZenFlowParts", STAGE_3, ("zero",)),
-    ("reshard_target.py", "GroupsTarget", OPTIMIZER, ("self._optimizer",)),
-    ("reshard_target.py", "SubGroupsTarget", STAGE_3, ("self._optimizer",)),
+    ("zero_partitions.py", "GroupsTarget", OPTIMIZER, ("self._optimizer",)),
+    ("zero_partitions.py", "SubGroupsTarget", STAGE_3, ("self._optimizer",)),
 )
 """Our classes that hold an optimizer of DeepSpeed's: file, class, the optimizer, and their names
 for it."""

@@ -52,10 +52,10 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/link.py:WorkerLink.wait_together",
         "zenflow/step/link.py:WorkerLink.raise_kept",
         "adapter/parts.py:Parts.settle",
-        "adapter/saver.py:Saver.after_step",
-        "adapter/saver.py:Saver.begin_load",
-        "adapter/saver.py:Saver.keeping",
-        "adapter/saver.py:Saver.saving",
+        "adapter/parts.py:Saver.after_step",
+        "adapter/parts.py:Saver.begin_load",
+        "adapter/parts.py:Saver.keeping",
+        "adapter/parts.py:Saver.saving",
         "adapter/reached_state.py:_require_same_position",
         "adapter/reached_state.py:ReachedState.drain_together",
         "adapter/reached_state.py:ReachedState.load",
@@ -98,12 +98,12 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/rules/selective/rule.py:SelectiveRule.measured_interval",
         "zenflow/rules/predictive/rule.py:PredictiveRule.write_weights",
         "zenflow/rules/selective/rule.py:SelectiveRule.write_weights",
-        "adapter/zenflow_stage_1_and_2.py:ZenFlowZeroOptimizer.exchange_partitions",
+        "adapter/stage_1_and_2.py:ZenFlowZeroOptimizer.exchange_partitions",
         "zenflow/rules/selective/hot_exchange.py:",
         "zenflow/rules/selective/selection.py:select",
         "zenflow/rules/blocks.py:BlockSet.__len__",  # which that module asks for first
         "zenflow/rules/blocks.py:BlocksOfRanks",
-        "adapter/reshard_target.py:GroupsTarget.write_weights",
+        "adapter/zero_partitions.py:GroupsTarget.write_weights",
         "adapter/zero_partitions.py:GroupPartitions.exchange_loaded",
         "adapter/zero_partitions.py:SubGroupPartitions.exchange_loaded",
     ),
@@ -122,7 +122,7 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/link.py:WorkerLink.start_copies",
     ),
     "waits as DeepSpeed's own method does; only an error of the device fails there, and ends the rank anyway": (
-        "adapter/throughput_timer.py:",
+        "adapter/stand_ins.py:",
     ),
     "only assigns values, unless a save was interrupted": (
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.begin_save",
@@ -136,7 +136,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine._loading_run",
         "adapter/engine.py:Engine._require",
         "adapter/engine.py:Engine._recording",
-        "adapter/engine_settings.py:EngineSettings._zenflow",
+        "adapter/engine.py:EngineSettings._zenflow",
         "adapter/zero_config.py:ZeroConfig.zenflow_with",
         "adapter/parts.py:fields_of",
         "adapter/parts.py:section_in_use",
@@ -146,8 +146,8 @@ CANNOT_BE_AGREED_ON = {
         "adapter/resharding.py:Resharder.loads_fp32",
         "adapter/resharding.py:Resharder.model_names",
         "adapter/resharding.py:only_weights",
-        "adapter/backward_pass.py:BackwardPass.",
-        "adapter/interruption.py:Interruption.",
+        "adapter/readiness.py:BackwardPass.",
+        "adapter/readiness.py:Interruption.",
         "adapter/step.py:Step.begin",
         "adapter/step.py:Step.of_",
         "adapter/step.py:Step.takes_gradients",
@@ -155,8 +155,8 @@ CANNOT_BE_AGREED_ON = {
         "adapter/upstream.py:pins_offload_buffers",
         "adapter/upstream.py:is_zero_optimizer",
         "adapter/zenflow_parts.py:zenflow_of",
-        "adapter/zenflow_stage_1_and_2.py:ZenFlowZeroOptimizer._host_gradients",
-        "adapter/zenflow_stage_3.py:ZenFlowZeroOptimizerStage3._host_gradients",
+        "adapter/stage_1_and_2.py:ZenFlowZeroOptimizer._host_gradients",
+        "adapter/stage_3.py:ZenFlowZeroOptimizerStage3._host_gradients",
         "adapter/zero_partitions.py:GroupPartitions.stand_in",
         "adapter/zero_partitions.py:GroupPartitions.trained",
         "adapter/zero_partitions.py:SubGroupPartitions.stand_in",
@@ -209,7 +209,7 @@ HARMLESS = {
 """Where an injected failure need not be an error, by reason."""
 MAY_END_WELL = tuple(name for names in HARMLESS.values() for name in names)
 LEFT_TO_DEEPSPEED = (
-    "checkpoint/reshard/saved.py:",
+    "adapter/saved_checkpoint.py:",
     "checkpoint/reshard/layout.py:",
     "checkpoint/file.py:reading",
 )
@@ -377,7 +377,7 @@ def test_all_ranks_have_the_same_error(
     require_same_errors(ended, name, at_least=0 if every > 1 else 30)  # 12 more if the worker is slow
 
 
-ON_HOST = ("adapter/gradients_on_host.py:", "zenflow/transfers/weight_upload.py:")
+ON_HOST = ("adapter/gradients.py:", "zenflow/transfers/weight_upload.py:")
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.grad_norm import gradient_norm
-from deepspeed_ext.adapter.gradients_on_host import HostGradients
+from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
@@ -33,7 +32,8 @@ from deepspeed_ext.zenflow.start import ZenFlowStart
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
 _PAGE_LOCKED = ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers")
-"""DeepSpeed's page-locked copies. Once they exist, it reloads from them even what was offloaded without them."""
+"""DeepSpeed's page-locked copies. Once they exist, it reloads from them even what was offloaded
+without them."""
 
 
 class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
@@ -80,9 +80,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             super()._create_fp32_partitions()
 
     def initialize_optimizer_states(self) -> None:
-        """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed treats nothing as
-        offloaded. If gradients go to the host during backward, the optimizer still is, so they and their norms take
-        that way."""
+        """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed
+        treats nothing as offloaded. If gradients go to the host during backward, the optimizer
+        still is, so they and their norms take that way."""
         with together(self._start.ranks, otherwise=None):
             self._start_instead()
 
@@ -116,8 +116,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         return self.gradient_accumulation_dtype is not self.host_optimizer.coming_slot(0).dtype
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
-        """Take reduced gradients to their slots. DeepSpeed would take them to a buffer of its own, from there to the
-        accelerator and then to the masters' gradients."""
+        """Take reduced gradients to their slots. DeepSpeed would take them to a buffer of its own,
+        from there to the accelerator and then to the masters' gradients."""
         if self._host_gradients is None:
             return super().partition_grads(params_to_release, grad_partitions)
         adds, completes = self.micro_step_id > 0, self.is_gradient_accumulation_boundary()
@@ -132,14 +132,14 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         return []
 
     def _padded(self, param: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient as it would be on the accelerator, so that its norm is the same to the bit. With weights on the
-        host it is as in ZeRO-Offload, without padding."""
+        """A gradient as it would be on the accelerator, so that its norm is the same to the bit.
+        With weights on the host it is as in ZeRO-Offload, without padding."""
         missing = 0 if self.offload_param else param.partition_numel() - gradient.numel()
         return torch.nn.functional.pad(gradient.view(-1), (0, missing)) if missing else gradient
 
     def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> Any:
-        """With weights on the host as DeepSpeed does, whose ZeRO-Offload that run equals; otherwise as for gradients on
-        the accelerator."""
+        """With weights on the host as DeepSpeed does, whose ZeRO-Offload that run equals; otherwise
+        as for gradients on the accelerator."""
         if self._host_gradients is None or self.offload_param:
             return super().complete_grad_norm_calculation_for_cpu_offload(params)
         norms = self.zenflow_parts.driver.known_norms([param.ds_id for param in params], params)
@@ -167,7 +167,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
 
     @contextmanager
     def _gradients_shown(self, *params: Any) -> Iterator[None]:
-        """Let DeepSpeed find the gradients of `params` where it looks for those of an offloaded optimizer."""
+        """Let DeepSpeed find the gradients of `params` where it looks for those of an offloaded
+        optimizer."""
         if self._host_gradients is None:
             yield
             return
@@ -204,8 +205,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     # -- several backward passes in one step -------------------------------------------------------
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """Also take the gradients of parameters that are frozen now: earlier passes of this step may have
-        reached them. DeepSpeed would take zeros."""
+        """Also take the gradients of parameters that are frozen now: earlier passes of this step
+        may have reached them. DeepSpeed would take zeros."""
         super().independent_gradient_partition_epilogue()
         if self.averaged_gradients:
             offset = 0
@@ -218,9 +219,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     # -- stepping ----------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients, including the reduced ones. DeepSpeed keeps these, and would apply them again to
-        parameters that the next step does not use. The engine calls this after every step; a step calls it before it
-        takes the gradients."""
+        """Zero the gradients, including the reduced ones. DeepSpeed keeps these, and would apply
+        them again to parameters that the next step does not use. The engine calls this after every
+        step; a step calls it before it takes the gradients."""
         super().zero_grad(set_to_none)
         if self.zenflow_parts.driver.current.takes_gradients:
             return
@@ -247,7 +248,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         self.zenflow_parts.driver.take(index)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
-        """Record the factor but leave the gradients unscaled: the worker and the estimate apply it."""
+        """Record the factor but leave the gradients unscaled: the worker and the estimate apply
+        it."""
         theirs = super().unscale_and_clip_grads
         receiver = self.fp32_partitioned_groups_flat[sub_group_id]
 
@@ -267,8 +269,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Offload, and let DeepSpeed see only trained parameters: it maps its buffer of trained weights to all
-        parameters of the module in order, which would give frozen ones the weights of others."""
+        """Offload, and let DeepSpeed see only trained parameters: it maps its buffer of trained
+        weights to all parameters of the module in order, which would give frozen ones the weights
+        of others."""
         if self._host_gradients is not None:  # they are there already; DeepSpeed would copy a buffer that is not used
             include = {state for state in OffloadStateTypeEnum if include is None or state in include}
             include -= {OffloadStateTypeEnum.lp_grads}
@@ -325,8 +328,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         self.zenflow_parts.state.take_from_weights(super()._restore_from_bit16_weights)
 
     def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait for the worker before the state is read or written. If the worker has failed, the state reads as NaN
-        on all ranks, and the next step raises the error on every rank."""
+        """Wait for the worker before the state is read or written. If the worker has failed, the
+        state reads as NaN on all ranks, and the next step raises the error on every rank."""
         exposed = self.host_optimizer.expose()
         partition, sub_group = super()._get_fp32_opt_state_partition(*args, **kwargs)
         return partition if exposed else torch.full_like(partition, math.nan), sub_group
