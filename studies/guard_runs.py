@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.zenflow.optimizers.adam import HostedAdam
+from deepspeed_ext.zenflow.optimizers.adam import AdamKind
 from deepspeed_ext.zenflow.plan.places import EVERYTHING_ON_HOST
 from deepspeed_ext.zenflow.rules.predictive.guard import CALM_PROBES, PROBE_EVERY
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
@@ -111,7 +111,7 @@ def broken(steps: int) -> None:
 def cost(repeats: int = 30) -> None:
     """Print the time of a probe, for partitions of several sizes and intervals; gradients in bf16."""
     torch.set_num_threads(1)
-    rows, adam = [], HostedAdam(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
+    rows, adam = [], AdamKind(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
     for millions, interval in ((8, 1), (8, 4), (32, 1)):
         n = millions << 20
         p, m, v = (torch.rand(n) for _ in range(3))

@@ -47,7 +47,7 @@ def halves(stage: int, interval: int, millions: float, rounds: int) -> Rounds:
     config["zero_optimization"]["sub_group_size"] = 10**9  # one partition, as at stage 2
     engine = make_engine(config, model=lambda: model(millions))
     batch = torch.randn(8, engine.module[0].in_features).bfloat16()
-    schedule, probes, inside = engine.optimizer.zenflow_adam.rule.schedule, 0, 0.0
+    schedule, probes, inside = engine.optimizer.host_optimizer.rule.schedule, 0, 0.0
 
     def steps(count: int) -> float:
         spent = 0.0
@@ -85,7 +85,7 @@ def halves(stage: int, interval: int, millions: float, rounds: int) -> Rounds:
             inside = 0.0
             times = {probed: half(probed) for probed in order}
             found.append((times[False], times[True], inside))
-    assert probes == rounds * len(engine.optimizer.zenflow_adam.rule.states), "one probe a round"
+    assert probes == rounds * len(engine.optimizer.host_optimizer.rule.states), "one probe a round"
     engine.destroy()
     return found
 

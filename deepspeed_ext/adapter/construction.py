@@ -1,4 +1,5 @@
-"""Raises an error of one rank on every rank while `deepspeed.initialize` builds an engine.
+"""Surrounds the construction of an engine: an error of one rank is raised on every rank, and the
+log says what is on.
 
 An engine is built inside `built_together`. DeepSpeed's own constructors run there too: a rank that fails anywhere
 reports it at the other ranks' next agreement. If a collective of DeepSpeed comes before that agreement, the others wait
@@ -9,19 +10,32 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
+from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.adapter.upstream import model_groups, pipeline_topology
+from deepspeed_ext.adapter.zenflow_parts import zenflow_of
+from deepspeed_ext.adapter.zero_config import ZeroConfig
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.backend import dist, get_accelerator, local_rank
+from deepspeed_ext.flatten.plan import TIERS, FlattenPlan
+from deepspeed_ext.runtime.backend import SHARED_MEMORY, dist, get_accelerator, local_rank, shares_host_memory
+from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.device_queues import single_queue
 from deepspeed_ext.runtime.garbage import earlier_objects_left_out
+from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.runtime.ranks import GridRanks, RankGroup, raise_together
+from deepspeed_ext.zenflow.plan.places import Arrival, Copies
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
-__all__ = ["built_together", "joint", "ranks_of_model"]
+__all__ = ["built_together", "joint", "log_start", "ranks_of_model"]
 
 
 def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
@@ -86,3 +100,81 @@ def joint(initialize: Callable[..., Any]) -> Callable[..., Any]:
             return initialize(*args, **kwargs)
 
     return joint_initialize
+
+
+MOST_RANKS = 8
+"""The cores of at most this many ranks of this host are listed; `deepspeed-ext plan` lists all."""
+
+
+def log_start(settings: Any, optimizer: Any, gather: SingleParameterGather | None, binding: CoreBinding | None) -> None:
+    """Log on rank 0 what is on in an engine; nothing if the extension was off when its config was
+    read.
+
+    Args:
+        settings: the engine's ``zero_optimization``.
+        gather: the gather of single parameters; None: DeepSpeed's.
+        binding: this rank's core binding; None: unbound.
+    """
+    if dist.get_rank() != 0 or not isinstance(settings, ZeroConfig):
+        return
+    if lines := _report(settings, optimizer, gather, binding):
+        ranks = dist.get_world_size()
+        title = f"ZeRO stage {int(settings.stage)} on {ranks} rank{'s' if ranks > 1 else ''}, with"
+        logger.info("\n".join([title, *lines]))
+    zenflow = zenflow_of(optimizer) is not None
+    if zenflow and not get_accelerator().is_synchronized_device() and (told := single_queue(os.environ)):
+        warn_once(told)
+    if zenflow and shares_host_memory():
+        warn_once(f"the accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}")
+
+
+def _report(
+    settings: ZeroConfig, optimizer: Any, gather: SingleParameterGather | None, binding: CoreBinding | None
+) -> list[str]:
+    """One line or more for each system that is on."""
+    parts: list[tuple[str, str]] = []
+    if (zenflow := zenflow_of(optimizer)) is not None and settings.zenflow is not None:
+        parts += [("ZenFlow", line) for line in _zenflow(settings.zenflow, zenflow.host)]
+    if isinstance(optimizer, ZeroOptimizer) and optimizer.flatten_plans:
+        parts.append(("flattening", _flattening(optimizer.flatten_plans)))
+    if gather is not None:
+        parts.append(("gather", f"{gather.plan.describe()}"))
+    if binding is not None and binding.plan is not None:
+        parts += [("cores", line) for line in _cores(binding)]
+    before = ["", *(name for name, _ in parts)]
+    return [f"  {'' if name == last else name:<12}{line}" for last, (name, line) in zip(before, parts, strict=False)]
+
+
+def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
+    schedule = host.rule.schedule
+    interval = schedule.interval or "measured during the first steps"
+    layout = host.kind.layout
+    rounded = "" if layout.moment_dtype == "float32" else f", moments in {layout.moment_dtype} (not exact)"
+    how = f"update_interval {interval}, {settings.rule} rule{rounded}"
+    yield f"{layout.name.capitalize()} runs in a process of its own, one per rank; {how}"
+    if settings.overlapped:
+        first = schedule.warm_up_steps
+        steps = "the first step waits for its" if first == 1 else f"the first {first} steps wait for their"
+        yield f"{steps} own update; updates of later steps overlap with the next step"
+    else:
+        yield "every step waits for its own update (overlap_step is off)"
+    if host.decided.arrival is Arrival.IN_BACKWARD:
+        yield "gradients go to the host during backward, and the host computes the weights"
+    elif host.decided.copies is not Copies.NONE:
+        yield f"gradients and results are copied {host.decided.copies.value}"
+
+
+def _flattening(plans: Sequence[FlattenPlan]) -> str:
+    size = sum(plan.facts.buffer_bytes for plan in plans) / 2**20
+    tiers = {plan.tier: plan.reason for plan in plans}
+    how = ", ".join(tier if tier == TIERS[0] else f"{tier} ({reason})" for tier, reason in tiers.items())
+    return f"{size:,.1f} MiB of parameters in {len(plans)} groups, tier {how}"
+
+
+def _cores(binding: CoreBinding) -> Iterator[str]:
+    ranks = binding.agreement.host.ranks if binding.agreement.host is not None else ()
+    for rank in ranks[:MOST_RANKS]:
+        optimizer = f", optimizer on {format_cpulist(rank.optimizer)}" if rank.optimizer else ""
+        yield f"local rank {rank.local_rank}: PyTorch on {format_cpulist(rank.pytorch)}{optimizer}"
+    if len(ranks) > MOST_RANKS:
+        yield f"and {len(ranks) - MOST_RANKS} more ranks; `deepspeed-ext plan` lists all"

@@ -189,7 +189,6 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "zero_load_from_fp32_weights": "(self)",
         "zero_nvme_offload_optimizer": "(self)",
         "zero_optimization": "(self)",
-        "zero_optimization_partition_weights": "(self)",
         "zero_optimization_stage": "(self)",
         "zero_use_cpu_optimizer": "(self)",
         "_config": ASSIGNED,

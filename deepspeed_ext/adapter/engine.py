@@ -10,16 +10,14 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
-from deepspeed_ext.adapter.construction import built_together
-from deepspeed_ext.adapter.engine_settings import EngineSettings
-from deepspeed_ext.adapter.exports import EVALUATES_PREDICTED, wrap_accelerate
+from deepspeed_ext.adapter.construction import built_together, log_start
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
-from deepspeed_ext.adapter.held_optimizers import held_optimizers
-from deepspeed_ext.adapter.interruption import Work
-from deepspeed_ext.adapter.parts import ZERO_STAGE_WEIGHTS, Parts, destroy_parts, fields_of
-from deepspeed_ext.adapter.resharding import LoadingRun, only_weights
-from deepspeed_ext.adapter.start_report import log_start
-from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
+from deepspeed_ext.adapter.parts import Parts, destroy_parts, fields_of, section_in_use
+from deepspeed_ext.adapter.reached_state import EVALUATES_PREDICTED, wrap_accelerate
+from deepspeed_ext.adapter.readiness import Readiness, Work
+from deepspeed_ext.adapter.resharding import LoadingRun, RunLayout, only_weights
+from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
+from deepspeed_ext.adapter.stand_ins import StreamThroughputTimer, WeakEngine, held_optimizers
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedEngine,
     DeepSpeedHybridEngine,
@@ -31,11 +29,11 @@ from deepspeed_ext.adapter.upstream import (
     TorchCheckpointEngine,
     is_zero_optimizer,
     swapped,
+    tensor_ranks,
     throughput_timer,
     ties_stages,
 )
-from deepspeed_ext.adapter.weak_engine import WeakEngine
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
+from deepspeed_ext.adapter.zenflow_parts import zenflow_of
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
@@ -44,7 +42,79 @@ from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import require_compilable
 
-__all__ = ["Engine", "HybridEngine", "PipeEngine"]
+__all__ = ["Engine", "EngineSettings", "HybridEngine", "PipeEngine"]
+
+
+class EngineSettings(DeepSpeedEngine):
+    """DeepSpeed's engine, with the settings that ZenFlow replaces reported as off, and those that
+    it implies as on."""
+
+    _ties_stages: bool
+    """Whether stages of a pipeline share parameters."""
+
+    @property
+    def _zenflow(self) -> ZenFlowConfig | None:
+        return section_in_use(self._config.zero_config, self.optimizer_name(), super().bf16_optimizer_states())
+
+    def zenflow_config(self) -> Any:
+        """None if the section is ours, which disables DeepSpeed's own ZenFlow and its change of
+        ``gradient_accumulation_steps``."""
+        return super().zenflow_config() if fields_of(self._config.zero_config) is None else None
+
+    # -- what ZenFlow implies -----------------------------------------------------------------------------------------
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Also true if ``zenflow`` implies it."""
+        return self._zenflow is not None or super().zero_use_cpu_optimizer()
+
+    def zero_cpu_offload(self) -> bool:
+        """Also true if ``zenflow`` implies it."""
+        return self._zenflow is not None or super().zero_cpu_offload()
+
+    # -- what ZenFlow replaces; `supported.IDLE` says why -------------------------------------------------------------
+
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        return self._zenflow is None and super().zero_force_ds_cpu_optimizer()
+
+    def super_offload(self) -> bool:
+        return self._zenflow is None and super().super_offload()
+
+    def zero_elastic_checkpoint(self) -> bool:
+        return self._zenflow is None and super().zero_elastic_checkpoint()
+
+    def bf16_master_weights_and_gradients(self) -> bool:
+        return self._zenflow is None and super().bf16_master_weights_and_gradients()
+
+    def fp16_master_weights_and_gradients(self) -> bool:
+        return self._zenflow is None and super().fp16_master_weights_and_gradients()
+
+    def bf16_optimizer_states(self) -> bool:
+        return self._zenflow is None and super().bf16_optimizer_states()
+
+    def _spread(self) -> dict[str, Any]:
+        """How the model is spread over ranks; see `supported.require_spreadable`."""
+        experts = self._config.expert_parallel_config
+        return {
+            "tensor_ranks": max(self.autotp_size(), tensor_ranks(self.mpu)),
+            "ties_stages": self._ties_stages,
+            "makes_experts": experts is not None and experts.enabled,
+        }
+
+    @property
+    def _rounds_moments(self) -> bool:
+        return self._zenflow is not None and self._zenflow.state_dtype != "float32"
+
+    def _replaced_settings(self) -> list[str]:
+        """The keys of `supported.IDLE` that the config turns on."""
+        given = {
+            "zero_optimization.offload_optimizer.super_offload": super().super_offload(),
+            "zero_optimization.elastic_checkpoint": super().zero_elastic_checkpoint(),
+            "zero_optimization.pipeline_loading_checkpoint": self._config.zero_config.pipeline_loading_checkpoint,
+            "bf16.bf16_master_weights_and_grads": super().bf16_master_weights_and_gradients(),
+            "fp16.fp16_master_weights_and_grads": super().fp16_master_weights_and_gradients(),
+            "bf16.bf16_optimizer_states": super().bf16_optimizer_states() and not self._rounds_moments,
+        }
+        return [name for name, is_on in given.items() if is_on]
 
 
 class Engine(EngineSettings):
@@ -64,7 +134,7 @@ class Engine(EngineSettings):
             timer = throughput_timer(self._throughput_timer)
             with built_together(kwargs.get("mpu")), swapped(timer):
                 super().__init__(*args, **kwargs)
-                if isinstance(self.optimizer, ZenFlowStepping):
+                if self._parts.zenflow is not None:
                     self.optimizer.unregister_grad_acc_post_hooks()
                     self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
                     # Not needed at exit: the optimizer process ends by itself.
@@ -145,8 +215,8 @@ class Engine(EngineSettings):
             swaps = parts.optimizer_classes(settings, run, self.is_sanity_checks_enabled())
         with swapped(*swaps):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
-        if isinstance(zero_optimizer, ZenFlowStepping):
-            parts.adam = zero_optimizer.zenflow_adam
+        parts.zenflow = zenflow_of(zero_optimizer)
+        if parts.zenflow is not None:
             wrap_accelerate(Engine)
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
             parts.attach_gather(self.module, settings, self.seq_data_parallel_group)
@@ -189,7 +259,7 @@ class Engine(EngineSettings):
             StateError: its weights are on the host, or an exception has interrupted a step, a backward pass or a
                 load.
         """
-        self._require(ZenFlowStepping.require_states_here, OffloadStateTypeEnum.lp_params)
+        self._require(Readiness.require_states_here, OffloadStateTypeEnum.lp_params)
         with self._recording(Work.BACKWARD):  # some modules run backward inside
             return super().forward(*inputs, **kwargs)
 
@@ -199,13 +269,13 @@ class Engine(EngineSettings):
         Raises:
             StateError: states are on the host, or an exception has interrupted a step, a backward pass or a load.
         """
-        self._require(ZenFlowStepping.require_states_here)
+        self._require(Readiness.require_states_here)
         with self._recording(Work.BACKWARD):
             return super().backward(*args, **kwargs)
 
     def _backward_prologue(self) -> None:
         """Called first in a backward pass, also in ``loss.backward()``, once for each `forward` behind the loss."""
-        self._require(ZenFlowStepping.require_saveable)
+        self._require(Readiness.require_saveable)
         super()._backward_prologue()
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -216,11 +286,11 @@ class Engine(EngineSettings):
             ConfigError: with ZenFlow, the optimizer has a setting with which it cannot step. Nothing has changed.
             StateError: see `backward`; or there was no backward pass since the last step.
         """
-        self._require(ZenFlowStepping.require_states_here)
+        self._require(Readiness.require_states_here)
         ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
-        if ends_step and isinstance(self.optimizer, ZenFlowStepping):
+        if ends_step and (zenflow := self._parts.zenflow) is not None:
             managed = self.managed_gradient_accumulation()
-            self._parts.require_known_state(partial(self.optimizer.require_steppable, managed))
+            self._parts.require_known_state(partial(zenflow.readiness.require_steppable, managed))
         with self._recording(Work.STEP):
             super().step(lr_kwargs)
         if ends_step:
@@ -233,17 +303,19 @@ class Engine(EngineSettings):
         self._parts.after_model_step(self.monitor if self.global_rank == 0 else None, self.global_samples, logs)
 
     def _recording(self, work: Work) -> AbstractContextManager[None]:
-        return self.optimizer.recording(work) if isinstance(self.optimizer, ZenFlowStepping) else nullcontext()
+        zenflow = self._parts.zenflow
+        return nullcontext() if zenflow is None else zenflow.readiness.recording(work)
 
     def _require(self, check: Callable[..., None], *states: Any) -> None:
-        if isinstance(self.optimizer, ZenFlowStepping):
-            self.optimizer.zenflow_adam.link.home.require()
-            check(self.optimizer, *states)
+        """Call a method of `Readiness`, with ZenFlow; a forked process has no optimizer."""
+        if (zenflow := self._parts.zenflow) is not None:
+            zenflow.host.link.home.require()
+            check(zenflow.readiness, *states)
 
     def eval(self) -> None:
         """Evaluate as DeepSpeed does, with the weights that training uses; says so once, with ZenFlow."""
         super().eval()
-        if isinstance(self.optimizer, ZenFlowStepping) and self.global_rank == 0:
+        if self._parts.zenflow is not None and self.global_rank == 0:
             log_once(logging.INFO, EVALUATES_PREDICTED)
 
     # -- states on the host -------------------------------------------------------------------------------------------
@@ -263,10 +335,10 @@ class Engine(EngineSettings):
                 including those offloaded before, are on the accelerator again.
         """
         theirs = partial(super().offload_states, include, device, pin_memory, non_blocking)
-        if not isinstance(self.optimizer, ZenFlowStepping):
+        if (zenflow := self._parts.zenflow) is None:
             theirs()
             return
-        self.optimizer.zenflow_adam.link.home.require()
+        zenflow.host.link.home.require()
         try:
             self._parts.offloader.offload(theirs, self.module, self.optimizer, self._parts.ranks, pins=pin_memory)
         except Exception:
@@ -275,7 +347,7 @@ class Engine(EngineSettings):
 
     def _refine_include_states(self, include: Container[Any] | None) -> Any:
         """Leave the choice to our optimizer: its gradients are on the accelerator, unlike those of ZeRO-Offload."""
-        return include if isinstance(self.optimizer, ZenFlowStepping) else super()._refine_include_states(include)
+        return super()._refine_include_states(include) if self._parts.zenflow is None else include
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """Reload as DeepSpeed does. With ZenFlow it is a collective.
@@ -284,10 +356,10 @@ class Engine(EngineSettings):
             OutOfMemoryError: with ZenFlow, on every rank, if any accelerator lacks memory; free some, call this again.
         """
         theirs = partial(super().reload_states, *args, **kwargs)
-        if not isinstance(self.optimizer, ZenFlowStepping):
+        if (zenflow := self._parts.zenflow) is None:
             theirs()
             return
-        self.optimizer.zenflow_adam.link.home.require()
+        zenflow.host.link.home.require()
         self._parts.offloader.reload(theirs, self._parts.ranks)
 
     # -- saving ---------------------------------------------------------------------------------------------------
@@ -307,7 +379,7 @@ class Engine(EngineSettings):
                 With ``async_save``, a later step, save or load raises it, or `destroy` on rank 0.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
-        self._require(ZenFlowStepping.require_saveable)
+        self._require(Readiness.require_saveable)
         self._parts.require_known_state()
         self._parts.settle()
         client_state = {} if client_state is None else client_state
@@ -331,12 +403,11 @@ class Engine(EngineSettings):
     def exporting(self) -> AbstractContextManager[None]:
         """Context for saving the model alone: with ZenFlow its weights are p, rounded to the nearest value of their
         dtype, unless ``zenflow.save_predicted_weights`` is set. A collective; do not step inside. May be nested."""
-        if not isinstance(self.optimizer, ZenFlowStepping):
+        zenflow, section = self._parts.zenflow, self._zenflow
+        if zenflow is None or (section is not None and section.save_predicted_weights):
             return nullcontext()
-        if self._zenflow is not None and self._zenflow.save_predicted_weights:
-            return nullcontext()
-        self.optimizer.require_states_here(OffloadStateTypeEnum.lp_params)
-        return self.optimizer.exact_weights()
+        zenflow.readiness.require_states_here(OffloadStateTypeEnum.lp_params)
+        return zenflow.state.exact_weights()
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._parts.saver.keeping():
@@ -367,7 +438,7 @@ class Engine(EngineSettings):
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
             StateError: an exception has interrupted a step or a backward pass, or states are on the host.
         """
-        self._require(ZenFlowStepping.require_loadable)
+        self._require(Readiness.require_loadable)
         self._parts.settle()
         if not self.load_universal_checkpoint():
             tag = self._parts.saver.begin_load(load_dir, tag)
@@ -384,28 +455,29 @@ class Engine(EngineSettings):
             and not self.zero_nvme_offload_optimizer()
             and isinstance(self.checkpoint_engine, TorchCheckpointEngine)
         )
-        return LoadingRun(
-            optimizer=self.optimizer,
-            module=self.module,
-            config=self._config,
-            ranks=self._parts.ranks,
-            sharers=RankGroup.of(self.seq_data_parallel_group),
+        layout = RunLayout(
             stage=int(self.zero_optimization_stage()),
-            shapes=self._get_zero_param_shapes,
-            can_reshard=can_reshard,
-            has_experts=bool(self.has_moe_layers),
-            partitions_weights=bool(self.zero_optimization_partition_weights()),
             bf16=bool(self.bfloat16_enabled()),
-            continues_zenflow=self._zenflow is not None,
-            open_masters=self._parts.open_masters,
-            leads=self.global_rank == 0,
+            sharers=RankGroup.of(self.seq_data_parallel_group),
+            has_experts=bool(self.has_moe_layers),
+            shapes=self._get_zero_param_shapes,
+        )
+        parts = self._parts
+        return LoadingRun(
+            self.optimizer,
+            self.module,
+            self._config,
+            parts.ranks,
+            layout,
+            can_reshard,
+            parts.zenflow,
         )
 
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
         if only_weights(how):  # after an interrupted load, the rest must be loaded too
-            self._require(ZenFlowStepping.require_states_here)
+            self._require(Readiness.require_states_here)
         if self.load_universal_checkpoint():  # changes counters first
-            self._require(ZenFlowStepping.load_begins)
+            self._require(Readiness.load_begins)
         if (opened := self._parts.resharder.plan(os.path.join(load_dir, str(tag)), how)) is None:
             return super()._load_checkpoint(load_dir, tag, **how)
         with_states = {**how, "load_optimizer_states": True}  # without, stage 3 would gather a whole fp32 model
@@ -425,7 +497,7 @@ class Engine(EngineSettings):
     def load_module_state_dict(
         self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        self._require(ZenFlowStepping.load_begins)
+        self._require(Readiness.load_begins)
         theirs = super().load_module_state_dict
         self._parts.resharder.load_model(
             lambda: theirs(checkpoint, strict, custom_load_fn, *args, **kwargs), checkpoint, strict
@@ -455,5 +527,5 @@ class PipeEngine(PipelineEngine, Engine):
     """DeepSpeed's pipeline engine on top of ours."""
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        self._require(ZenFlowStepping.require_steppable, True)  # a pipeline calls no `step`
+        self._require(Readiness.require_steppable, True)  # a pipeline calls no `step`
         super()._take_model_step(lr_kwargs)

@@ -5,36 +5,218 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
 from deepspeed_ext.adapter import gather_hooks
+from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.construction import ranks_of_model
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
-from deepspeed_ext.adapter.offloading import Offloader
+from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.resharding import Resharder
-from deepspeed_ext.adapter.saver import Saver
-from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
-from deepspeed_ext.adapter.upstream import Swap, TorchCheckpointEngine, optimizer_class, stage3_optimizer_class
-from deepspeed_ext.adapter.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
-from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
+from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
+from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer, ZeroOptimizer
+from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
+from deepspeed_ext.adapter.upstream import (
+    OffloadStateTypeEnum,
+    Swap,
+    TorchCheckpointEngine,
+    optimizer_class,
+    stage3_optimizer_class,
+)
+from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts, zenflow_of
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig, given_of_the_other_rule, idle_fields
 from deepspeed_ext.cores.binding import CoreBinding
+from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.memory import is_out_of_memory
+from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, together, within
 from deepspeed_ext.zenflow.start import ZenFlowStart
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import IDLE, require_section, require_shared_folder, require_spreadable
 
-__all__ = ["ZERO_STAGE_WEIGHTS", "Parts", "destroy_parts", "fields_of", "section_in_use"]
+__all__ = ["Offloader", "Parts", "Saver", "destroy_parts", "fields_of", "section_in_use"]
 
-ZERO_STAGE_WEIGHTS = 3
+
+class Saver:
+    """Wraps what DeepSpeed's engine does while it saves and loads.
+
+    Attributes:
+        files: our checkpoint engine; None: DeepSpeed's own checkpoint engine is used.
+    """
+
+    def __init__(self, files: JointCheckpointEngine | None = None) -> None:
+        self.files = files
+
+    @classmethod
+    def of(
+        cls,
+        config_params: Any,
+        world: RankGroup,
+        *,
+        leads: bool,
+        host: HostOptimizer | None,
+        async_save: bool,
+    ) -> Saver:
+        """Build the checkpoint engine that the run asks for; see `JointCheckpointEngine` for the
+        arguments.
+
+        Args:
+            host: the optimizer whose process writes p, m and v; None: the engine has no optimizer.
+        """
+        coded = None if host is None else host.coded
+        files: JointCheckpointEngine
+        if host is not None and async_save:
+            files = AsyncCheckpointEngine(config_params, world, leads, host.link, coded)
+        else:
+            files = JointCheckpointEngine(config_params, world, leads, coded)
+        files.maps_files = bool(config_params.zero_config.pipeline_loading_checkpoint)
+        return cls(files)
+
+    @contextmanager
+    def saving(self, names_latest: bool) -> Iterator[bool]:
+        """Wrap a save; it begins with a collective if another save is in progress. If an exception
+        interrupts the save, it is undone.
+
+        Args:
+            names_latest: whether the save updates ``latest``.
+
+        Yields:
+            Whether DeepSpeed is to update ``latest`` itself.
+        """
+        if self.files is None:
+            yield names_latest
+            return
+        self.files.begin_save(names_latest)
+        try:
+            yield False
+        except BaseException:
+            self.files.break_off()
+            raise
+
+    def keeping(self) -> AbstractContextManager[None]:
+        """Wrap what DeepSpeed does before it calls `commit`, which raises this rank's error on all
+        ranks."""
+        return nullcontext() if self.files is None else self.files.kept.keeping()
+
+    @contextmanager
+    def writing(self, optimizer: Any) -> Iterator[None]:
+        """`keeping`, around what writes the state of `optimizer` at once, or copies it first."""
+        zenflow = None if self.files is None else zenflow_of(optimizer)
+        with self.keeping(), nullcontext() if zenflow is None else zenflow.state.uncopied():
+            yield
+
+    def copied_without(self, error: OSError, save_path: str) -> None:
+        """Continue without DeepSpeed's recovery script, which could not be copied.
+
+        Raises:
+            OSError: `error`, with DeepSpeed's own checkpoint engine.
+        """
+        if self.files is None:
+            raise error
+        logger.warning(
+            f"{save_path}: zero_to_fp32.py was not copied there ({error}); the checkpoint is complete without it"
+        )
+
+    def begin_load(self, load_dir: str, tag: Any) -> Any:
+        """Find the checkpoint to load; returns its tag. A collective with our checkpoint engine."""
+        return tag if self.files is None else self.files.begin_load(load_dir, tag)
+
+    def after_step(self) -> None:
+        """Complete a save in progress, if all ranks have written everything. A collective if one is
+        in progress.
+
+        Raises:
+            CheckpointError: on every rank, if the save failed.
+        """
+        if isinstance(self.files, AsyncCheckpointEngine):
+            self.files.finish_if_written()
+
+    def finish_alone(self) -> None:
+        """Complete a save in progress, without the other ranks.
+
+        Raises:
+            CheckpointError: on the leading rank, if any rank could not write.
+        """
+        if isinstance(self.files, AsyncCheckpointEngine):
+            self.files.finish_alone()
+
+    def finished_alone(self, host: HostOptimizer | None) -> KeptError:
+        """Call `finish_alone`; keep its error, unless a step has already reported its cause."""
+        kept = KeptError()
+        with kept.keeping():
+            self.finish_alone()
+        if kept.error is not None and host is not None and host.link.failed:
+            logger.error(str(kept.take()))
+        return kept
+
+
+class Offloader:
+    """Moves the states of one engine off the accelerator between two steps, and back.
+
+    Both methods are collectives. They wrap the methods of DeepSpeed's engine, which they get as
+    `theirs`.
+    """
+
+    def __init__(self) -> None:
+        self._frozen: Parked | None = None
+
+    def offload(
+        self,
+        theirs: Callable[[], None],
+        module: Any,
+        optimizer: Any,
+        world: RankGroup,
+        *,
+        pins: bool,
+    ) -> None:
+        """Move the states that `theirs` moves, and with the weights also those that are not
+        trained, to page-locked memory if `pins`.
+
+        Raises:
+            OutOfMemoryError: on every rank, if any rank's host has no memory for them.
+        """
+        with together(world, otherwise=None), _refusals("the host", "states to offload"):
+            theirs()
+            if OffloadStateTypeEnum.lp_params in optimizer.offloaded_states:
+                self._frozen = self._frozen or Parked(_frozen_weights(module), pins=pins)
+
+    def reload(self, theirs: Callable[[], None], world: RankGroup) -> None:
+        """Move all states back.
+
+        Raises:
+            OutOfMemoryError: on every rank, if any accelerator has no memory for them; free some
+                and call this again.
+        """
+        with together(world, otherwise=None), _refusals("the accelerator", "states to reload"):
+            theirs()
+            if self._frozen is not None:
+                self._frozen.restore()
+                self._frozen = None
+
+
+def _frozen_weights(module: Any) -> list[Any]:
+    """The weights that are not trained: at stage 3 this rank's partitions of them."""
+    return [getattr(param, "ds_tensor", param) for param in module.parameters() if not param.requires_grad]
+
+
+@contextmanager
+def _refusals(place: str, what: str) -> Iterator[None]:
+    """Add to an out-of-memory error where memory was missing, and for what."""
+    try:
+        yield
+    except DeepSpeedExtError:
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(f"{place} has no memory for {what} ({error}): free some and call again") from error
 
 
 def fields_of(zero_config: Any) -> ZeroConfig | None:
@@ -60,7 +242,7 @@ class Parts:
         refused: keeps what the check of the config has found, until all ranks can raise it.
         binding: this rank's placement on the host's cores; None: unbound.
         gather: gathers parameters at stage 3; None: DeepSpeed does.
-        adam: the optimizer that runs in a separate process; None: DeepSpeed's optimizer.
+        zenflow: those of the optimizer, if it runs in a process of its own; None: it does not.
         saver, resharder, offloader: save, load and move the engine's states.
     """
 
@@ -70,7 +252,7 @@ class Parts:
         self.refused = KeptError()
         self.binding: CoreBinding | None = None
         self.gather: SingleParameterGather | None = None
-        self.adam: OffloadedAdam | None = None
+        self.zenflow: ZenFlowParts | None = None
         self.saver = Saver()
         self.resharder = Resharder()
         self.offloader = Offloader()
@@ -167,7 +349,8 @@ class Parts:
             world, leads: see `JointCheckpointEngine`.
         """
         if kind is TorchCheckpointEngine:
-            self.saver = Saver.of(config, world, leads=leads, adam=self.adam, async_save=async_save)
+            host = None if self.zenflow is None else self.zenflow.host
+            self.saver = Saver.of(config, world, leads=leads, host=host, async_save=async_save)
             return True
         if async_save:
             logger.warning("zenflow.async_save has no effect on pipelines, nor beside checkpoint.writer or datastates")
@@ -205,13 +388,14 @@ class Parts:
             samples: number of training samples so far, the monitor's x axis.
             logs: whether to write the metrics to the log as well.
         """
-        with nullcontext() if self.adam is None else self.adam.link.keeping():
+        host = None if self.zenflow is None else self.zenflow.host
+        with nullcontext() if host is None else host.link.keeping():
             if self.binding is not None and not self._cores_refreshed:
                 self._cores_refreshed = True
-                self.binding.refresh(None if self.adam is None else self.adam.link.process.pid)
-            if self.adam is None or monitor is None:
+                self.binding.refresh(None if host is None else host.link.process.pid)
+            if host is None or monitor is None:
                 return
-            figures = self.adam.measurements()
+            figures = host.measurements()
             if monitor.enabled:
                 monitor.write_events([(f"Train/{name}", value, samples) for name, value in figures.items()])
             if logs:
@@ -227,24 +411,20 @@ class Parts:
         Raises:
             StateError: on every rank, if it cannot on any rank; see `ShownState.changes`.
         """
-        if self.adam is None:
+        if self.zenflow is None:
             return
+        host = self.zenflow.host
         with together(self.ranks, otherwise=None):
             if first is not None:
                 first()
-            if not self.adam.link.failed:  # otherwise all ranks get its error
-                self.adam.shown.changes()
+            if not host.link.failed:  # otherwise all ranks get its error
+                host.shown.changes()
 
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives. A
         collective with ZenFlow."""
-        if self.adam is not None:
-            self.adam.link.wait_together()
-
-    def open_masters(self) -> None:
-        """Make p, m and v ready to be written from outside."""
-        if self.adam is not None:
-            self.adam.expose()
+        if self.zenflow is not None:
+            self.zenflow.host.link.wait_together()
 
     # -- at its end -----------------------------------------------------------------------------------------------
 
@@ -261,22 +441,26 @@ class Parts:
         Raises:
             StateError: this is a forked process, whose parent's engine goes on.
         """
-        if self.adam is not None:
-            self.adam.link.home.require()
-        kept = self.saver.finished_alone(self.adam)
+        host = None if self.zenflow is None else self.zenflow.host
+        if host is not None:
+            host.link.home.require()
+        kept = self.saver.finished_alone(host)
         afterwards = ExitStack()
         afterwards.callback(kept.raise_here)
         if self.binding is not None:
             afterwards.callback(self.binding.restore)
-        if self.adam is not None:
-            afterwards.callback(self.adam.close)
+        if host is not None:
+            afterwards.callback(host.close)
         return afterwards
 
 
-def destroy_parts(optimizer: ZenFlowStepping, saver: Saver) -> None:
+def destroy_parts(
+    optimizer: ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3,
+    saver: Saver,
+) -> None:
     """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine, only the worker and
     hooks that this removes refer to it. Does nothing in a forked process."""
-    if not optimizer.zenflow_adam.link.home.is_here:
+    if not optimizer.host_optimizer.link.home.is_here:
         return
     try:
         saver.finish_alone()
@@ -288,4 +472,4 @@ def destroy_parts(optimizer: ZenFlowStepping, saver: Saver) -> None:
             if dist.is_initialized():
                 raise
         finally:
-            optimizer.zenflow_adam.close()
+            optimizer.host_optimizer.close()

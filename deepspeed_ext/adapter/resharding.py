@@ -19,21 +19,22 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from deepspeed_ext.adapter.reshard_target import target_of
+from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS, SavedCheckpoint, holds_partitions
 from deepspeed_ext.adapter.upstream import (
     Swap,
     TorchCheckpointEngine,
     swapped,
 )
+from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
+from deepspeed_ext.adapter.zero_partitions import target_of
+from deepspeed_ext.checkpoint.reshard.ends import Target
 from deepspeed_ext.checkpoint.reshard.load import load_frozen, load_masters, load_optimizer, require_same_groups
-from deepspeed_ext.checkpoint.reshard.saved import SavedCheckpoint, holds_partitions
-from deepspeed_ext.checkpoint.reshard.target import Target
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import log_once, logger
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 
-__all__ = ["LoadingRun", "Resharder", "only_weights"]
+__all__ = ["LoadingRun", "Resharder", "RunLayout", "only_weights"]
 
 
 class _OpenedFile(TorchCheckpointEngine):
@@ -67,39 +68,59 @@ class Resharding:
 
 
 @dataclass(frozen=True)
+class RunLayout:
+    """How a run divides its state, and so what its checkpoints look like.
+
+    Attributes:
+        stage: of ZeRO.
+        bf16: whether the run trains in bf16.
+        sharers: the ranks among which its parameters are divided.
+        has_experts: whether some parameters belong to fewer ranks than others.
+        shapes: returns, for each flat tensor, the shape of each parameter by name, in order.
+    """
+
+    stage: int
+    bf16: bool
+    sharers: RankGroup
+    has_experts: bool
+    shapes: Callable[[], Any]
+
+    @property
+    def partitions_weights(self) -> bool:
+        """Whether the ranks have parts of the weights."""
+        return self.stage == ZERO_STAGE_WEIGHTS
+
+
+@dataclass(frozen=True)
 class LoadingRun:
     """What loading needs to know about the engine.
 
     Attributes:
         optimizer: DeepSpeed's ZeRO optimizer.
         config: DeepSpeed's parsed config.
-        shapes: returns, for each flat tensor, the shape of each parameter by name, in order.
         ranks: the ranks that the model is spread over.
-        sharers: those among which its parameters are divided.
         can_reshard: whether another layout can be loaded; equal on all ranks.
-        has_experts: whether some parameters belong to fewer ranks than others.
-        partitions_weights: whether the ranks have parts of the weights, as at stage 3.
-        bf16: whether the run trains in bf16.
-        continues_zenflow: whether the run continues from ZenFlow's state in a checkpoint. If not, its gradients are
-            applied to p, m, v, and the weights are p and not predictions, even if the layout is the run's.
-        open_masters: called before p and the optimizer's state are written from outside.
-        leads: whether this rank logs.
+        zenflow: continues from ZenFlow's state in a checkpoint. None: its gradients are applied to
+            p, m, v, and the weights are p and not predictions, even if the layout is the run's.
     """
 
     optimizer: Any
     module: torch.nn.Module
     config: Any
     ranks: RankGroup
-    sharers: RankGroup
-    stage: int
-    shapes: Callable[[], Any]
+    layout: RunLayout
     can_reshard: bool
-    has_experts: bool
-    partitions_weights: bool
-    bf16: bool
-    continues_zenflow: bool
-    open_masters: Callable[[], None]
-    leads: bool
+    zenflow: ZenFlowParts | None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank logs."""
+        return self.ranks.rank == 0
+
+    def open_masters(self) -> None:
+        """Make p and the optimizer's state ready to be written from outside."""
+        if self.zenflow is not None:
+            self.zenflow.host.expose()
 
 
 class Resharder:
@@ -146,9 +167,9 @@ class Resharder:
 
     def _planned(self, folder: str, without_state: bool, custom_load_fn: Any) -> Resharding | None:
         run = self._loading
-        if run.has_experts and run.continues_zenflow and not without_state:
+        if run.layout.has_experts and run.zenflow is not None and not without_state:
             with together(run.ranks, CheckpointError):
-                _require_same_ranks(folder, run.sharers.size)
+                _require_same_ranks(folder, run.layout.sharers.size)
         if not run.can_reshard:
             return None
         found = None
@@ -170,10 +191,10 @@ class Resharder:
             saved = (found.saved.stage, found.saved.ranks, found.saved.save_id)
         require_same_plan("loading the checkpoint", saved, run.ranks)
         assert found is not None
-        if run.ranks.rank == 0:
+        if run.leads:
             logger.info(
                 f"{found.saved.folder}, saved by {saved[1]} ranks at ZeRO stage {saved[0]}, is loaded on "
-                f"{found.target.ranks} ranks at stage {run.stage}"
+                f"{found.target.ranks} ranks at stage {run.layout.stage}"
             )
         return found
 
@@ -182,28 +203,28 @@ class Resharder:
         if not holds_partitions(folder):
             return None
         run = self._loading
-        target, saved = target_of(run.optimizer, run.shapes()), SavedCheckpoint(folder)
-        same_kind = saved.ranks == target.ranks and saved.has_whole_weights != run.partitions_weights
-        if without_state and (same_kind or (saved.has_whole_weights and not run.partitions_weights)):
+        target, saved = target_of(run.optimizer, run.layout.shapes()), SavedCheckpoint(folder)
+        same_kind = saved.ranks == target.ranks and saved.has_whole_weights != run.layout.partitions_weights
+        if without_state and (same_kind or (saved.has_whole_weights and not run.layout.partitions_weights)):
             return self._exact(saved, target)
         if same_kind and saved.several:
             self._require_newer(saved)
         try:
             fits = same_kind and target.layout.fits(saved.layout)
-            is_same = fits and (run.continues_zenflow or not saved.has_zenflow_state)
+            is_same = fits and (run.zenflow is not None or not saved.has_zenflow_state)
         except Exception:
             if same_kind:  # DeepSpeed loads it, and reports damage
                 return None
             raise
-        if is_same and run.continues_zenflow and not without_state:
+        if is_same and run.zenflow is not None and not without_state:
             require_same_groups(saved, target)
-        return None if is_same else Resharding(saved, target, run.partitions_weights, run.config)
+        return None if is_same else Resharding(saved, target, run.layout.partitions_weights, run.config)
 
     def _exact(self, saved: SavedCheckpoint, target: Target) -> Resharding | None:
         """What loads p where the weights alone are loaded; None: the saved weights, to which
         DeepSpeed sets the masters, are p, or the checkpoint is of another model."""
         run = self._loading
-        if run.partitions_weights or not saved.has_zenflow_state:
+        if run.layout.partitions_weights or not saved.has_zenflow_state:
             return None
         try:
             target.layout.require_same_parameters(saved.layout)
@@ -214,12 +235,12 @@ class Resharder:
                     f"is that of other parameters ({error})"
                 )
             return None
-        return Resharding(saved, target, run.partitions_weights, run.config)
+        return Resharding(saved, target, run.layout.partitions_weights, run.config)
 
     def _require_newer(self, saved: SavedCheckpoint) -> None:
         """Refuse optimizer files that may be older than the model's file; DeepSpeed prefers the files of its own
         dtype."""
-        saved.require_newer(self._loading.bf16)
+        saved.require_newer(self._loading.layout.bf16)
         if self._loading.leads:
             logger.warning(
                 f"{saved.several}. Those of this run's dtype are loaded. They are the newer ones by their times; if "
@@ -234,7 +255,7 @@ class Resharder:
         if wanted or (self._resharding is None and not self._loads_state):
             return wanted
         run = self._loading
-        if run.leads and not run.partitions_weights:  # stage 3 ignores the field
+        if run.leads and not run.layout.partitions_weights:  # stage 3 ignores the field
             why = "ZenFlow's weights are predictions" if self._resharding is None else "the layout has changed"
             log_once(
                 logging.INFO,
@@ -287,7 +308,7 @@ class Resharder:
 
     def load_partitions(self, theirs: Callable[[], Any]) -> Any:
         """Let DeepSpeed hand the states to its optimizer, then write p to the weights. A collective."""
-        if self._resharding is None and not self._loading.continues_zenflow:
+        if self._resharding is None and self._loading.zenflow is None:
             return theirs()
         with self._at_once():
             loaded = theirs()

@@ -1,29 +1,48 @@
-"""ZeRO stages 1 and 2 with tiered flattening."""
+"""ZeRO stages 1 and 2: with tiered flattening, and with the optimizer in a separate process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizer,
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+    Swap,
+    TensorFragment,
     accelerator_branch_only,
+    all_gather_of_partitions,
+    exchange_instead,
+    host_offload_config,
     pins_offload_buffers,
     swapped,
 )
+from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
+from deepspeed_ext.adapter.zero_partitions import GroupPartitions
 from deepspeed_ext.config import ZeroFields
+from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.direct_buffers import DirectBuffers
 from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.plan import FlattenPlan
+from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.ranks import RankGroup, within
+from deepspeed_ext.runtime.parked import Parked
+from deepspeed_ext.runtime.ranks import RankGroup, together, within
 from deepspeed_ext.runtime.start_profile import StartupProfile
+from deepspeed_ext.zenflow.plan.places import Arrival, Place
+from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
+from deepspeed_ext.zenflow.start import ZenFlowStart
 
-__all__ = ["ZeroOptimizer"]
+__all__ = ["ZenFlowZeroOptimizer", "ZeroOptimizer"]
 
 
 class ZeroOptimizer(DeepSpeedZeroOptimizer):
@@ -139,3 +158,364 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         if get_accelerator().device_name() == "cpu":  # on the CPU it would be this process's whole memory
             return times
         return times | {"startup_peak_accelerator_gib": self.startup.peak_accelerator_bytes / 2**30}
+
+
+@dataclass
+class MasterFragment(TensorFragment):
+    """This rank's part of a parameter's p, m and v, as used by DeepSpeed's ``safe_get_*`` and
+    ``safe_set_*``.
+
+    Attributes:
+        expose: called before the state is read or written. It returns False if the worker has
+            failed: the state then reads as NaN on all ranks, and the next step raises the error on
+            every rank.
+        handle: returns p (None) or a moment of the whole partition by its name; None during a load,
+            which puts it into this object. DeepSpeed would keep views of what these held when the
+            views were made.
+        gradient: called to read or write the gradient, if it is on the host; None: DeepSpeed has
+            it.
+    """
+
+    expose: Callable[[], bool] = field(kw_only=True)
+    handle: Callable[[str | None], torch.Tensor | None] = field(kw_only=True)
+    gradient: Callable[[], torch.Tensor] | None = field(kw_only=True)
+
+    def get_lp_grad_fragment(self, index_in_param_group: int) -> torch.Tensor:
+        return super().get_lp_grad_fragment(index_in_param_group) if self.gradient is None else self.gradient()
+
+    def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
+        exposed = self.expose()
+        place, whole = self.get_hp_fragment_address(), self.handle(optim_state_key)
+        if whole is None:
+            fragment = super().get_hp_fragment(optim_state_key)
+        else:
+            fragment = whole.narrow(0, place.start, place.numel)
+        return fragment if exposed else torch.full_like(fragment, math.nan)
+
+
+class ZenFlowZeroOptimizer(ZeroOptimizer):
+    """DeepSpeed's stage 1/2 optimizer, which forwards steps and state to `ZenFlowParts`.
+
+    It is constructed as if CPU offload were on, so that the masters are on the host. It steps as if
+    it were off, so that the gradient partition stays on the accelerator until the weights are
+    computed; unless gradients go to the host during backward, as those of CPU offload do.
+
+    Args:
+        args, kwargs, settings, check_replicas: as for `ZeroOptimizer`.
+        start: see `ZenFlowStart`.
+
+    Attributes:
+        host_optimizer, exact_weights: see `ZenFlowParts` and `ReachedState`.
+        hot_exchange: exchanges weights at the end of a step under the selective rule; otherwise
+            None.
+    """
+
+    single_partition_of_fp32_groups: list[Any]
+    zenflow_parts: ZenFlowParts
+    hot_exchange: HotExchange | None = None
+    _sums: Parked | None = None
+    _makes_masters = False  # p in the arena is made from the weights
+
+    def __init__(
+        self,
+        *args: Any,
+        settings: ZeroFields,
+        start: ZenFlowStart,
+        check_replicas: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self._start = start
+        self._partitions = GroupPartitions(self, self._link_optimizer_states)
+        self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
+        kwargs["offload_optimizer_config"] = host_offload_config()
+        if kwargs["gradient_accumulation_steps"] > 1:
+            kwargs["gradient_accumulation_dtype"] = torch.float32
+        super().__init__(*args, settings=settings, ranks=start.ranks, check_replicas=check_replicas, **kwargs)
+        self._lazy_init_hp_params_optimizer_state()
+
+    def initialize_optimizer_states(self) -> None:
+        """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed
+        treats nothing as offloaded."""
+        self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
+        self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
+        with self.startup.phase("optimizer process"), self._direct_buffers.resting():
+            self.zenflow_parts = parts = ZenFlowParts.start(self, self._partitions, self._start)
+        self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
+        self._backward_hook_state = parts.backward_pass
+        if self._start.run.config.rule == "selective":
+            self.hot_exchange = HotExchange(parts.host, all_gather_of_partitions)
+            exchange_instead(self)
+        self.single_partition_of_fp32_groups = parts.host.shown.masters
+        for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
+            group["params"] = [master]
+        self.cpu_offload = parts.host.decided.arrival is Arrival.IN_BACKWARD
+        self.device = get_accelerator().current_device_name()
+        self._offload_gradient_safety_enabled = False
+        if self.cpu_offload:
+            self._take_gradients_to_host(parts)
+
+    def _link_all_hp_params(self) -> None:
+        with swapped(Swap(self, "cpu_offload", False)):  # it would link gradients of the masters
+            super()._link_all_hp_params()
+        host, gradients = self.host_optimizer, self._host_gradients
+        for param in self._partitions.trained():
+            if param._hp_mapping is not None:
+                gradient = None
+                if gradients is not None:
+                    gradient = partial(gradients.shown, self.get_param_id(param))
+                mapping = vars(param._hp_mapping)
+                handle = partial(host.shown.handle, mapping["param_group_index"])
+                param._hp_mapping = MasterFragment(
+                    **mapping,
+                    expose=host.expose,
+                    handle=handle,
+                    gradient=gradient,
+                )
+
+    # -- gradients on the host ---------------------------------------------------------------------
+
+    @property
+    def _host_gradients(self) -> HostGradients | None:
+        return self.zenflow_parts.driver.gradients
+
+    def _take_gradients_to_host(self, parts: ZenFlowParts) -> None:
+        """Let gradients go to the slots of their partitions during backward."""
+        places, slot = self._partitions.places(), parts.host.coming_slot
+        summed, sums = self.gradient_accumulation_dtype, None
+        if summed is not slot(0).dtype:
+            numel = sum(place.end - place.begin for place in places.values())
+            sums = memory.host_empty(numel, summed, self._pins_sums)
+        parts.driver.gradients = HostGradients(places, slot, sums, gradient_norm)
+        self._reduced: dict[int, torch.Tensor] = {}
+
+    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
+        """Take this rank's part of a reduced gradient to its slot. DeepSpeed would keep it on the
+        accelerator."""
+        if self._host_gradients is None:
+            super().copy_grads_in_partition(param, group_idx)
+            return
+        number = self.get_param_id(param)
+        gradient = self._reduced.pop(number, None)
+        if gradient is None:
+            _, begin, _, numel = self.grad_position[number]
+            gradient = self.get_gradient_for_reduction(param).view(-1)[begin : begin + numel]
+        adds, completes = self.micro_step_id > 0, self.is_gradient_accumulation_boundary()
+        with self.host_optimizer.link.keeping():
+            self._host_gradients.take(number, gradient, adds=adds, completes=completes)
+        if not get_accelerator().is_synchronized_device():
+            gradient.record_stream(get_accelerator().current_stream())
+        self.clear_grad_attribute(param)
+
+    def _get_compact_grad_partition_slice(self, group_idx: int, partition_id: int, param_id: int, numel: int) -> Any:
+        """Where DeepSpeed adds this rank's part of a gradient, if the sum has another dtype than
+        the weights. It would keep the sums of the partition on the accelerator."""
+        if self._host_gradients is None:
+            return super()._get_compact_grad_partition_slice(group_idx, partition_id, param_id, numel)
+        is_mine = partition_id == dist.get_rank(group=self.real_dp_process_group[group_idx])
+        if not is_mine or not self._use_compact_grad_partition_buffer(group_idx):
+            return None
+        dtype, device = self.gradient_accumulation_dtype, self.device
+        self._reduced[param_id] = torch.zeros(int(numel), dtype=dtype, device=device)
+        return self._reduced[param_id]
+
+    def _finalize_cpu_offload_gradient_accumulation(self) -> None:
+        """Leave gradients as they are: the step completes them."""
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> Any:
+        """As for gradients on the accelerator."""
+        norms = self.zenflow_parts.driver.known_norms(list(map(self.get_param_id, params)), params)
+        return super().get_grad_norm_direct(norms, params)
+
+    def reset_cpu_buffers(self) -> None:
+        super().reset_cpu_buffers()
+        self.zenflow_parts.driver.forget_gradients()
+
+    # -- several backward passes in one step -------------------------------------------------------
+
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Do nothing after a pass that has reached no trained parameter, such as ``autograd.grad``
+        to an input: DeepSpeed has not made the buffers that it would reduce."""
+        if self.ready_for_gradients:
+            super().reduce_ipg_grads(comm_dtype)
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Add to what earlier passes of this step have completed. DeepSpeed would replace it if
+        those passes, too, were at the boundary of gradient accumulation."""
+        earlier = {**self.averaged_gradients}
+        super().independent_gradient_partition_epilogue()
+        for index, completed in earlier.items():
+            if completed is not None and completed is not self.averaged_gradients[index]:
+                for total, part in zip(self.averaged_gradients[index], completed, strict=True):
+                    total.add_(part)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients, including those that a pass at the boundary has completed."""
+        super().zero_grad(set_to_none)
+        if not self.zenflow_parts.driver.current.takes_gradients:
+            for completed in self.averaged_gradients.values():
+                for part in completed or ():
+                    part.zero_()
+
+    # -- stepping ----------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        parts, theirs = self.zenflow_parts, partial(super().step, closure)
+        # DeepSpeed's CPU offload copies weights through these buffers to where they are already.
+        receivers = parts.driver.current.receivers
+        buffers = Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", receivers)
+        with parts.readiness.stepping(), swapped(buffers):
+            parts.driver.run(theirs, lambda: self.overflow)
+
+    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
+        """As in DeepSpeed, but computed from each gradient's norm, which needs no fp64 copy of the
+        gradient."""
+        if norm_type == 2:
+            gradients = self.zenflow_parts.driver.norms(gradients, params)
+        return super().get_grad_norm_direct(gradients, params, norm_type)
+
+    def _optimizer_step(self, index: int) -> None:
+        self.zenflow_parts.driver.take(index)
+
+    def exchange_partitions(self, *args: Any, **kwargs: Any) -> None:
+        """Called in place of DeepSpeed's all-gather of weights, under the selective rule. Inside a
+        step only changed blocks may need exchanging; outside, all weights do."""
+        exchange = self.hot_exchange if self.zenflow_parts.driver.current.takes_gradients else None
+        (exchange or all_gather_of_partitions)(*args, **kwargs)
+
+    def check_overflow(self, partition_gradients: bool = True) -> None:
+        """Skip DeepSpeed's check: the norm that it computes next is invalid if any gradient is, and
+        then counts as an overflow, too. With model parallelism a rank's norm may omit some of its
+        gradients, so the check runs."""
+        if self.mpu is not None:
+            if self._host_gradients is not None:
+                slots = self.zenflow_parts.driver.slots()
+                self.local_overflow = not all(bool(torch.isfinite(slot).all()) for slot in slots)
+            super().check_overflow(partition_gradients)
+
+    def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
+        """The flat gradient, if DeepSpeed need not build one: DeepSpeed's own, or one laid out in
+        the ring slot.
+
+        DeepSpeed asks for it once it knows that the step will be applied. The slot is free once the
+        step has begun.
+        """
+        self.zenflow_parts.driver.begin()
+        flat = super()._get_preflattened_grad_partition(group_idx)
+        if flat is None:
+            with self.host_optimizer.link.keeping():
+                flat = self._laid_out(group_idx)
+        return flat
+
+    def _laid_out(self, group_idx: int) -> torch.Tensor | None:
+        """Lay out a group's gradient in its ring slot; None if there is none, it is not on the
+        gradients' device, or it holds only a part of the gradient."""
+        if self.host_optimizer.link.transfers.handed_over is Place.IN_TRANSIT:
+            return None
+        slot, end = self.host_optimizer.coming_slot(group_idx), 0
+        numel = self.host_optimizer.states[group_idx].master.numel()
+        if slot.device != torch.device(self.device) or slot.numel() != numel:
+            return None
+        for grad in self.averaged_gradients[group_idx]:
+            begin, end = end, end + grad.numel()
+            slot[begin:end].copy_(grad.view(-1))
+        slot[end:].zero_()
+        return slot
+
+    def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
+        """Record the factor but leave the gradients unscaled: the worker and the estimate apply
+        it."""
+        theirs = super().unscale_and_clip_grads
+        self.zenflow_parts.driver.find_factor(lambda one: theirs([one], total_norm))
+
+    # -- states on the host ------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Offload, also what an accumulation of gradients holds between its micro-steps: the sums,
+        and DeepSpeed's empty buckets, which stage 1 keeps until the last of them."""
+        try:
+            if include is None or OffloadStateTypeEnum.lp_grads in include:
+                self._sums = self._sums or Parked(self._summed(), unused=self._empty_buckets(), pins=pin_memory)
+            left = self.zenflow_parts.offload(include, pins=pin_memory)
+            super().offload_states(left, device, pin_memory, non_blocking)
+        except Exception:  # some may have moved: marked as offloaded, reloading moves them back
+            self.offloaded_states |= {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
+            raise
+
+    def _summed(self) -> Iterator[torch.Tensor]:
+        """The gradients that micro-steps have summed and no boundary has reduced."""
+        for param in self._partitions.trained():
+            for gradient in (param.grad, param.grad_accum):
+                if gradient is not None:
+                    yield gradient
+        for gradients in self.all_grad_tensors.values():
+            yield from gradients or ()
+
+    def _empty_buckets(self) -> list[torch.Tensor]:
+        buckets = [bucket for bucket in self.ipg_buckets.values() if bucket.elements == 0]
+        return [buffer for bucket in buckets for buffer in bucket.buffer]
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        super().reload_states(non_blocking)
+        self.host_optimizer.reload()
+        if self._sums is not None:
+            self._sums.restore()
+            self._sums = None
+        self._link_optimizer_states()  # DeepSpeed links the masters only
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
+        return self.zenflow_parts.state.saved(super().state_dict)
+
+    def load_state_dict(
+        self,
+        state_dict_list: Any,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+        checkpoint_folder: str | None = None,
+        load_serial: Any = None,
+        param_shapes: Any = None,
+    ) -> None:
+        theirs = partial(
+            super().load_state_dict,
+            state_dict_list,
+            load_optimizer_states,
+            load_from_fp32_weights,
+            checkpoint_folder,
+            load_serial,
+            param_shapes,
+        )
+        self.zenflow_parts.state.load(
+            theirs,
+            state_dict_list,
+            loads_optimizer=load_optimizer_states or bool(checkpoint_folder),
+            folder=checkpoint_folder,
+        )
+
+    def _load_legacy_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with together(self.host_optimizer.ranks, CheckpointError):
+            super()._load_legacy_checkpoint(*args, **kwargs)
+
+    def _restore_from_bit16_weights(self) -> None:
+        self.zenflow_parts.state.take_from_weights(super()._restore_from_bit16_weights)
+
+    def _link_optimizer_states(self) -> None:
+        """Let every parameter find its p, m and v again."""
+        self._hp_optimizer_states_linked = False
+        self._lazy_init_hp_params_optimizer_state()
+
+    def measurements(self) -> dict[str, float]:
+        return {**super().measurements(), **self.host_optimizer.measurements()}
+
+    def destroy(self) -> None:
+        try:
+            super().destroy()
+        finally:
+            self.host_optimizer.close()

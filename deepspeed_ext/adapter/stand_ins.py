@@ -1,13 +1,128 @@
-"""Lists what DeepSpeed uses of the objects that we put in place of its own.
+"""Holds small objects of ours that DeepSpeed uses in place of its own, and the list of all of them.
 
-The other side of `contract`. A test compares the list with DeepSpeed's source.
+The list is the other side of `contract`. A test compares it with DeepSpeed's source.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["STAND_INS", "StandIn"]
+import torch
+
+from deepspeed_ext.adapter.upstream import Swap, ThroughputTimer, adam_module, lion_module
+from deepspeed_ext.runtime.backend import get_accelerator
+
+__all__ = ["STAND_INS", "StandIn", "StreamThroughputTimer", "WeakEngine", "held_optimizers"]
+
+
+class WeakEngine:
+    """Called in place of the engine by hooks on the module and on gradients, which only `destroy`
+    removes. Once the engine is gone, calls do nothing."""
+
+    def __init__(self, engine: Any) -> None:
+        self.module = engine.module
+        self._engine = weakref.ref(engine)
+
+    def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
+        engine = self._engine()
+        return None if engine is None else engine._forward_prologue(inputs, kwargs)
+
+    def _forward_epilogue(self) -> None:
+        if (engine := self._engine()) is not None:
+            engine._forward_epilogue()
+
+    def _backward_post_hook(self) -> None:
+        if (engine := self._engine()) is not None:
+            engine._backward_post_hook()
+
+
+class StreamThroughputTimer(ThroughputTimer):
+    """DeepSpeed's timer, which waits for the current stream in every step instead of the whole
+    device.
+
+    The device also runs copies beside the step (`transfers.beside_step`); waiting for them would
+    undo the overlap.
+
+    Args:
+        config: ``timers.throughput``; the timer waits if ``synchronized`` is set.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config.model_copy(update={"synchronized": False}), *args, **kwargs)
+        waits = config.enabled and config.synchronized
+        self._waits_for_stream = waits and not get_accelerator().is_synchronized_device()
+
+    def start(self) -> None:
+        self._catch_up()
+        super().start()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        if self.started:
+            self._catch_up()
+        super().stop(global_step, report_speed)
+
+    def _catch_up(self) -> None:
+        if self._waits_for_stream:
+            get_accelerator().current_stream().synchronize()
+
+
+def held_optimizers() -> list[Swap]:
+    """Stand in for DeepSpeed's CPU optimizers, whose work ZenFlow does and which would compile an
+    operator: optimizers that only hold hyperparameters and, for checkpoints, the state. Return swaps
+    for the names by which ``DeepSpeedEngine._configure_basic_optimizer`` finds CPU
+    optimizers."""
+    return [Swap(adam_module, "DeepSpeedCPUAdam", held_adam), Swap(lion_module, "DeepSpeedCPULion", held_lion)]
+
+
+def held_adam(
+    parameters: Any,
+    *,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+    **others: Any,
+) -> torch.optim.Optimizer:
+    """Torch's Adam or AdamW with the arguments and defaults of ``DeepSpeedCPUAdam``.
+
+    Args:
+        parameters, weight_decay, adamw_mode, others: as there.
+        bias_correction: as there; a parameter group says if it has none.
+        fp32_optimizer_states: ignored: it gives the state the dtype of the masters, which are fp32
+            here.
+    """
+    kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+    optimizer = kind(parameters, weight_decay=weight_decay, **others)
+    if not bias_correction:
+        for fields in (optimizer.defaults, *optimizer.param_groups):
+            fields.setdefault("bias_correction", False)
+    return optimizer
+
+
+_CPULion = lion_module.DeepSpeedCPULion
+
+
+def held_lion(
+    model_params: Any,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 0.0,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """A ``DeepSpeedCPULion`` without its operator, which nobody calls: no parameter of it has a
+    gradient.
+
+    DeepSpeed asks for the exact class, and torch has no Lion.
+
+    Args:
+        model_params, lr, betas, weight_decay: as there.
+        fp32_optimizer_states: ignored, as in `held_adam`.
+    """
+    optimizer = _CPULion.__new__(_CPULion)
+    torch.optim.Optimizer.__init__(optimizer, model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    return optimizer
 
 
 @dataclass(frozen=True)
@@ -58,7 +173,7 @@ STAND_INS = (
         frozenset({"data", "dtype", "grad", "numel"}),
     ),
     StandIn(
-        "weak_engine:WeakEngine",
+        "stand_ins:WeakEngine",
         (f"{_ENGINE}_create_module_forward_pre_hook", f"{_ENGINE}_create_module_forward_post_hook"),
         ("self",),
         frozenset({"_forward_epilogue", "_forward_prologue", "module"}),

@@ -23,25 +23,76 @@ scheduler, ``zero_grad``, counters      the same
 
 A test records the calls of real steps and compares them with `CALLS`.
 
-If gradients are on the host before the step, DeepSpeed takes the way of its CPU offload: it calls
+If gradients are on the host before the step, DeepSpeed follows its CPU-offload path: it calls
 ``complete_grad_norm_calculation_for_cpu_offload`` in place of ``get_grad_norm_direct``, and ``reset_cpu_buffers`` at
 the end of the step or of an overflow; neither ``_get_preflattened_grad_partition`` nor, at stage 3, ``zero_grad``.
 
-An exception that leaves one of these calls is recorded (`interruption`). The engine then refuses
-what would build on a part.
+The ZeRO subclasses forward these calls to a `StepDriver`. An exception that leaves one of them is
+recorded (`readiness`); the engine then refuses what would build on a part.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.gradients import HostGradients, known_norm_tensors, norm_tensors
+from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
-__all__ = ["CALLS", "GradientReceiver", "Step", "StepPhase"]
+__all__ = ["CALLS", "AutocastScale", "GradientReceiver", "Step", "StepDriver", "StepPhase"]
+
+
+class AutocastScale:
+    """Uses DeepSpeed's ``GradScaler`` as its own step of an optimizer would, on a gradient of one
+    element.
+
+    DeepSpeed unscales and checks each partition's gradient by itself, so the scale may grow between
+    two partitions.
+
+    Args:
+        scaler: the ``GradScaler`` of DeepSpeed's optimizer.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+        device = get_accelerator().current_device_name()
+        self._one = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
+        self._steps = torch.optim.SGD([self._one], lr=0.0)
+
+    def factor(self) -> float:
+        """Return the multiplier that unscales the gradient of the next partition, and note a step
+        without overflow."""
+        return self._stepped(1.0)
+
+    def overflowed(self) -> None:
+        """Lower the scale after an overflow. DeepSpeed 0.19.8 never does: it skips the step before
+        the ``GradScaler`` sees the gradient, so every later step would overflow too."""
+        self._stepped(math.inf)
+
+    def _stepped(self, gradient: float) -> float:
+        grad = torch.full_like(self._one, gradient)
+        self._one.grad = grad
+        self._scaler.unscale_(self._steps)
+        self._scaler.step(self._steps)
+        self._scaler.update()
+        return float(grad)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and the steps since it last changed; DeepSpeed's checkpoints leave them out."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._scaler.load_state_dict(state)
+
 
 _OF_A_PARTITION = ("unscale_and_clip_grads", "_optimizer_step")
 CALLS = {
@@ -132,7 +183,7 @@ class Step:
         self.phase = StepPhase.TAKING
         return True
 
-    # -- the factor ---------------------------------------------------------------------------------------------------
+    # -- the factor --------------------------------------------------------------------------------
 
     def find_factor(self, unscale_and_clip: Callable[[torch.Tensor], None]) -> None:
         """Find the factor of the step's gradients by letting DeepSpeed unscale and clip a tensor that holds 1. Later
@@ -156,3 +207,129 @@ class Step:
     def takes_gradients(self) -> bool:
         """Whether the optimizer steps, so the reduced gradients are needed."""
         return self.phase in (StepPhase.CHECKING, StepPhase.TAKING)
+
+
+class StepDriver:
+    """Lets DeepSpeed step while the host optimizer computes: DeepSpeed's `step` runs unchanged,
+    with a `GradientReceiver` in place of each master.
+
+    Args:
+        host: takes the gradients and writes the weights.
+        scale: the loss scale of ``torch_autocast``; None: DeepSpeed's own, if any.
+
+    Attributes:
+        current: the step that runs, or the next one.
+        gradients: takes gradients to the host during backward; None: they wait on the accelerator.
+    """
+
+    def __init__(
+        self,
+        host: HostOptimizer,
+        partitions: ZeroPartitions,
+        scale: AutocastScale | None,
+    ) -> None:
+        self._host = host
+        self._partitions = partitions
+        self._scale = scale
+        dtype = getattr(torch, host.decided.dtypes.gradient)
+        self.current = Step([GradientReceiver(each.master.data, dtype) for each in host.states])
+        self.gradients: HostGradients | None = None
+
+    def run(self, theirs: Callable[[], None], overflows: Callable[[], bool]) -> None:
+        """Step.
+
+        Args:
+            theirs: DeepSpeed's step.
+            overflows: whether it has skipped the step, because a gradient is invalid.
+        """
+        link, step = self._host.link, self.current
+        with link.keeping():
+            if self.gradients is not None:
+                self.place_gradients()
+                self.gradients.finish()
+        with step.of_optimizer():
+            with link.keeping():
+                for index, receiver in enumerate(step.receivers):
+                    receiver.data = self._partitions.weights(index)
+            # also after an error: unlike masters, they accept gradients on the device
+            with self._partitions.stand_in(step.receivers):
+                theirs()
+                if not overflows():
+                    self._host.end_step()
+                    return
+                with link.keeping():
+                    if self._scale is not None:
+                        self._scale.overflowed()
+                link.raise_kept()
+
+    def begin(self) -> None:
+        """Begin the step if it has not begun. Called as late as possible, because this may wait for
+        the worker."""
+        if self.current.begin():
+            self._host.begin_step()
+
+    def find_factor(self, unscale_and_clip: Callable[[torch.Tensor], None]) -> None:
+        """Record the factor of the step's gradients: the worker and the estimate apply it."""
+        with self._host.link.keeping():
+            self.current.find_factor(unscale_and_clip)
+
+    def take(self, index: int) -> None:
+        """Hand over the gradient of a partition; after the last one, write all weights."""
+        self.begin()
+        grad_scale = 1.0  # placeholder: without a factor, the step has kept an error
+        with self._host.link.keeping():
+            grad_scale = self.current.factor
+            if self._scale is not None:
+                grad_scale *= self._scale.factor()
+        receivers = self.current.receivers
+        gradient: Any = receivers[index].grad
+        self._host.step_partition(index, gradient, grad_scale)
+        if index == len(receivers) - 1:
+            self._host.finish_weights(starts_copies=not self._partitions.waits_after_weights)
+
+    # -- norms -------------------------------------------------------------------------------------
+
+    def norms(self, gradients: Sequence[torch.Tensor], params: Sequence[Any]) -> list[torch.Tensor]:
+        """Tensors with the same norms as `gradients`, of which DeepSpeed needs no fp64 copy; see
+        `norm_tensors`."""
+        norms: list[torch.Tensor] | None = None
+        with self._host.link.keeping():
+            norms = norm_tensors(gradients, params)
+        # If that failed, NaN makes every rank skip the step as an overflow.
+        nan = partial(torch.full, (1,), math.nan, dtype=torch.float32)
+        return norms or [nan(device=gradient.device) for gradient in gradients]
+
+    def known_norms(self, numbers: Sequence[int], params: Sequence[Any]) -> list[torch.Tensor]:
+        """What `norms` returns for gradients that went to the host during backward, to the bit.
+
+        Args:
+            numbers: the ids of `params`.
+        """
+        assert self.gradients is not None, "called only if gradients are on the host"
+        device = get_accelerator().current_device_name()
+        exact = torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
+        # If this rank has kept an error, NaN makes every rank skip the step as an overflow.
+        norms = [torch.full((1,), math.nan, dtype=exact, device=device) for _ in numbers]
+        if not self._host.link.failed:
+            with self._host.link.keeping():
+                unused = torch.zeros(1, dtype=exact, device=device)
+                found = [self.gradients.norms.get(number, unused) for number in numbers]
+                norms = known_norm_tensors([norm.to(device).view(1) for norm in found], params)
+        return norms
+
+    # -- gradients on the host ---------------------------------------------------------------------
+
+    def place_gradients(self) -> None:
+        """Let the receivers show the gradients of the coming step, which are on the host."""
+        for index, receiver in enumerate(self.current.receivers):
+            receiver.grad = self._host.coming_slot(index)
+
+    def forget_gradients(self) -> None:
+        """Discard gradients on the host, after a step or an overflow."""
+        if self.gradients is not None:
+            with self._host.link.keeping():
+                self.gradients.forget()
+
+    def slots(self) -> list[torch.Tensor]:
+        """The gradients of the coming step that are on the host, of each partition."""
+        return list(map(self._host.coming_slot, range(len(self.current.receivers))))

@@ -26,7 +26,7 @@ from deepspeed.ops import lion as lion_module
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime import lr_schedules as lr_schedules_module
-from deepspeed.runtime.base_optimizer import BackwardHookStateManager, ZeROOptimizer
+from deepspeed.runtime.base_optimizer import BackwardHookStateManager
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
@@ -83,7 +83,6 @@ __all__ = [
     "TensorFragment",
     "ThroughputTimer",
     "TorchCheckpointEngine",
-    "ZeROOptimizer",
     "accelerator_branch_only",
     "adam_module",
     "lion_module",
@@ -153,9 +152,9 @@ def check() -> None:
 
 @dataclass(frozen=True)
 class Swap:
-    """A module-level name and the object to replace it with."""
+    """An attribute of a module or an object, and what to replace it with."""
 
-    module: Any
+    owner: Any
     name: str
     replacement: Any
 
@@ -167,15 +166,15 @@ _swap_lock = threading.Lock()
 def swapped(*swaps: Swap) -> Iterator[None]:
     """Replace the objects of all `swaps` inside the block; restore the old ones afterwards, even after an error."""
     with _swap_lock:
-        before = [(swap.module, swap.name, getattr(swap.module, swap.name)) for swap in swaps]
+        before = [(swap.owner, swap.name, getattr(swap.owner, swap.name)) for swap in swaps]
         for swap in swaps:
-            setattr(swap.module, swap.name, swap.replacement)
+            setattr(swap.owner, swap.name, swap.replacement)
     try:
         yield
     finally:
         with _swap_lock:
-            for module, name, original in reversed(before):
-                setattr(module, name, original)
+            for owner, name, original in reversed(before):
+                setattr(owner, name, original)
 
 
 def entry_swaps(

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.reshard_target import target_of
 from deepspeed_ext.adapter.upstream import is_stored_quantized
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
+from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts, zenflow_of
+from deepspeed_ext.adapter.zero_partitions import target_of
 from deepspeed_ext.checkpoint.reshard.layout import Fragment, Placement
 from deepspeed_ext.errors import StateError, UnsupportedError
 from deepspeed_ext.runtime.ranks import RankGroup
@@ -92,14 +92,13 @@ class _Stream:
     """The weights of an engine between two of its steps."""
 
     def __init__(self, engine: Any) -> None:
-        optimizer = engine.optimizer
-        _require_supported(engine)
-        optimizer.settle_masters()
+        zenflow = _require_supported(engine)
+        zenflow.settle_masters()
         self._engine = engine
         self._step = engine.global_steps
-        self.ranks: RankGroup = optimizer.host_ranks
-        target = target_of(optimizer, engine._get_zero_param_shapes())
-        self._masters = [state.master.detach() for state in optimizer.zenflow_adam.states]
+        self.ranks = zenflow.state.host_ranks
+        target = target_of(engine.optimizer, engine._get_zero_param_shapes())
+        self._masters = [state.master.detach() for state in zenflow.host.states]
         self._placements = target.layout.placements
         self._entries = self._find_entries()
 
@@ -260,8 +259,9 @@ def _buckets(entries: Sequence[_Entry], bucket_bytes: int) -> Iterator[list[_Ent
         yield bucket
 
 
-def _require_supported(engine: Any) -> None:
-    if not isinstance(getattr(engine, "optimizer", None), ZenFlowStepping):
+def _require_supported(engine: Any) -> ZenFlowParts:
+    zenflow = zenflow_of(getattr(engine, "optimizer", None))
+    if zenflow is None:
         raise UnsupportedError(
             "the weights of this engine are not in host memory: expected an engine with "
             "zero_optimization.zenflow, built while the extension is enabled. Of others, take "
@@ -277,3 +277,4 @@ def _require_supported(engine: Any) -> None:
             "frozen weights that are stored quantized cannot be streamed: set "
             "zero_quantized_nontrainable_weights to false"
         )
+    return zenflow

@@ -8,6 +8,7 @@ later steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +19,7 @@ from deepspeed_ext.checkpoint.saved_state import VERSION, SavedState
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import raise_together
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
@@ -29,14 +30,20 @@ STATE_KEY = "deepspeed_ext_zenflow"
 """Key of ZenFlow's state in an optimizer's state dict."""
 
 
-def state_of(adam: OffloadedAdam, *, copied: bool) -> dict[str, Any]:
-    """This rank's state. Call `OffloadedAdam.drain` first.
+def state_of(
+    host: HostOptimizer,
+    weights: Sequence[torch.Tensor] | None = None,
+    *,
+    copied: bool,
+) -> dict[str, Any]:
+    """This rank's state. Call `HostOptimizer.drain` first.
 
     Args:
+        weights: of each partition, 1-D, if nothing else in the checkpoint holds them.
         copied: whether its tensors are copies on the host. Otherwise they are the run's own, and the next step or load
             changes them.
     """
-    state = _shown(adam)
+    state = _shown(host) | ({} if weights is None else {"weights": list(weights)})
     return tree_map_only(torch.Tensor, host_copy, state) if copied else state
 
 
@@ -45,50 +52,61 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _shown(adam: OffloadedAdam) -> dict[str, Any]:
+def _shown(host: HostOptimizer) -> dict[str, Any]:
+    layout = host.kind.layout
     return {
         "version": VERSION,
-        "rule": adam.rule.name,
-        "kernel": adam.link.process.ready.kernel,
-        "block_size": adam.rule.block_size,
-        "schedule": adam.rule.schedule.state_dict(),
-        "updates": adam.updates,
-        **({} if adam.kind.layout.name == ADAM_STATE.name else {"optimizer": adam.kind.layout.name}),
-        **({} if adam.kind.layout.moment_dtype == "float32" else {"moment_dtype": adam.kind.layout.moment_dtype}),
+        "rule": host.rule.name,
+        "kernel": host.link.process.ready.kernel,
+        "block_size": host.rule.block_size,
+        "schedule": host.rule.schedule.state_dict(),
+        "updates": host.updates,
+        **({} if layout.name == ADAM_STATE.name else {"optimizer": layout.name}),
+        **({} if layout.moment_dtype == "float32" else {"moment_dtype": layout.moment_dtype}),
         "partitions": [
             {
                 "numel": state.master.numel(),
                 "on_accelerator": state.master.numel() - partition.master.numel(),
-                **({} if count == adam.updates else {"updates": count}),
+                **({} if count == host.updates else {"updates": count}),
                 "collected": [asdict(step) for step in partition.collected],
-                "gradients": _collected_gradients(adam, partition),
+                "gradients": _collected_gradients(host, partition),
                 **saved,
             }
             for partition, state, count, saved in zip(
-                adam.partitions, adam.states, adam.counts, adam.rule.saved(), strict=True
+                host.partitions, host.states, host.counts, host.rule.saved(), strict=True
             )
         ],
     }
 
 
-def _collected_gradients(adam: OffloadedAdam, partition: Partition) -> list[torch.Tensor]:
+def _collected_gradients(host: HostOptimizer, partition: Partition) -> list[torch.Tensor]:
     """A partition's gradients in the arena that are not handed over, oldest first. Valid between steps."""
-    return [partition.ring[slot] for slot in adam.rule.schedule.latest(len(partition.collected))]
+    return [partition.ring[slot] for slot in host.rule.schedule.latest(len(partition.collected))]
 
 
-def adopt_optimizer_state(adam: OffloadedAdam) -> None:
-    """Copy the moments and step counts that DeepSpeed has loaded into the user's optimizer to the arena."""
-    loaded = adam.shown.loaded()
+def adopt_optimizer_state(
+    host: HostOptimizer,
+    clear_padding: Callable[[Sequence[Sequence[torch.Tensor]]], None],
+) -> None:
+    """Copy the moments and step counts that DeepSpeed has loaded into the user's optimizer to the
+    arena.
+
+    Args:
+        clear_padding: zeroes the padding of p and the moments of each partition, which a checkpoint
+            may hold.
+    """
+    loaded = host.shown.loaded()
     write(loaded)
-    adam.masters_changed([each.updates or 0 for each in loaded])
+    clear_padding([state.arrays for state in host.states])
+    host.masters_changed([each.updates or 0 for each in loaded])
 
 
-def restore(adam: OffloadedAdam, saved: SavedState | None, where: str) -> bool:
+def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
     """Continue from a saved state; masters, moments and step count are already in place. A collective, which begins
     with an agreement.
 
     Args:
-        adam: the optimizer; nothing may be in flight.
+        host: the optimizer; nothing may be in flight.
         saved: this rank's saved state; None on every rank: plain ZeRO-Offload wrote the checkpoint.
         where: prefix of log messages, such as the rank.
 
@@ -97,53 +115,57 @@ def restore(adam: OffloadedAdam, saved: SavedState | None, where: str) -> bool:
         ZenFlow state, a setting has changed, or a host has no memory for the checkpoint's interval. In the last two
         cases gradients that were not handed over have been applied first.
     """
-    if (told := _converted(adam, saved)) is not None:
+    if (told := _converted(host, saved)) is not None:
         logger.warning(f"{where}: the checkpoint's moments are {told}")
     if saved is None:
         return False
-    rule = adam.rule
-    if changed := _changed_setting(adam, saved) or _unaffordable_interval(adam, saved.schedule.interval):
-        for state, values in zip(adam.states, saved.partitions, strict=True):
+    rule = host.rule
+    interval = saved.schedule.interval
+    if changed := _changed_setting(host, saved) or _unaffordable_interval(host, interval):
+        for state, values in zip(host.states, saved.partitions, strict=True):
             values.catch_up(state.arrays, saved.block_size, moment_dtype=saved.moment_dtype)
-        adam.masters_changed(saved.counts if saved.position else None)
+        host.masters_changed(saved.counts if saved.position else None)
         logger.warning(f"{where}: {changed} differs from the checkpoint; training continues from the exact weights")
         return False
-    if saved.kernel != (kernel := adam.link.process.ready.kernel):
+    if saved.kernel != (kernel := host.link.process.ready.kernel):
         logger.warning(
             f"{where}: the optimizer process uses the {kernel} kernel, the checkpoint the {saved.kernel} kernel. "
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
     rule.schedule.load_state_dict(dict(saved.schedule), saved.position)
-    adam.lock_ring()
-    adam.counts = saved.counts
-    for partition, values in zip(adam.partitions, saved.partitions, strict=True):
+    host.lock_ring()
+    host.counts = saved.counts
+    for partition, values in zip(host.partitions, saved.partitions, strict=True):
         partition.collected = values.steps
-        for target, gradient in zip(_collected_gradients(adam, partition), values.gradients, strict=True):
+        targets = _collected_gradients(host, partition)
+        for target, gradient in zip(targets, values.gradients, strict=True):
             target.copy_(gradient)
     rule.restore(saved.partitions)
     rule.resume()
     return True
 
 
-def _converted(adam: OffloadedAdam, saved: SavedState | None) -> str | None:
+def _converted(host: HostOptimizer, saved: SavedState | None) -> str | None:
     """How the moments that were loaded differ in kind from this run's, and what becomes of them; None: not at all."""
-    there, here = "float32" if saved is None else saved.moment_dtype, adam.kind.layout.moment_dtype
+    there, here = "float32" if saved is None else saved.moment_dtype, host.kind.layout.moment_dtype
     if there != here:
         how = "converted, which changes no value" if here == "float32" else "rounded to it"
         return f"{there}, this run's are {here} (zenflow.state_dtype): they are {how}"
-    if saved is not None and here == "int8" and saved.block_size != adam.rule.block_size:
-        sizes = f"blocks of {saved.block_size} elements, this run's of {adam.rule.block_size} (zenflow.block_size)"
+    block_size = host.rule.block_size
+    if saved is not None and here == "int8" and saved.block_size != block_size:
+        saved_in = f"blocks of {saved.block_size} elements"
+        sizes = f"{saved_in}, this run's of {block_size} (zenflow.block_size)"
         return f"{here} with scales of {sizes}: they are rounded once more"
     return None
 
 
-def _changed_setting(adam: OffloadedAdam, saved: SavedState) -> str | None:
-    rule = adam.rule
+def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
+    rule = host.rule
     if saved.rule != rule.name:
         return f"zenflow.update_rule ({saved.rule} in the checkpoint, {rule.name} now)"
     if saved.block_size != rule.block_size:
         return f"the block size of zenflow ({saved.block_size} in the checkpoint, {rule.block_size} now)"
-    pairs = zip(adam.partitions, saved.partitions, strict=True)
+    pairs = zip(host.partitions, saved.partitions, strict=True)
     if any(partition.master.numel() != values.on_host for partition, values in pairs):
         return f"offload_optimizer.ratio ({_host_share(saved)} in the checkpoint)"
     return rule.changed_setting(dict(saved.schedule), saved.position)
@@ -154,9 +176,9 @@ def _host_share(saved: SavedState) -> str:
     return f"{sum(values.on_host for values in saved.partitions) / max(1, numel):.4g}"
 
 
-def _unaffordable_interval(adam: OffloadedAdam, there: int | None) -> str | None:
+def _unaffordable_interval(host: HostOptimizer, there: int | None) -> str | None:
     """Name a checkpoint's interval, which may have been chosen on another host, if any rank here has no memory for it.
     A collective."""
-    if not raise_together(adam.ranks, None, CheckpointError, flag=not adam.has_room_for(there)):
+    if not raise_together(host.ranks, None, CheckpointError, flag=not host.has_room_for(there)):
         return None
     return f"zenflow.update_interval ({there} in the checkpoint, but a host has no memory for so many gradients)"

@@ -1,4 +1,4 @@
-"""Starts a rank's optimizer process and builds `OffloadedAdam` around it."""
+"""Starts a rank's optimizer process and builds `HostOptimizer` around it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all, without_landing
 from deepspeed_ext.zenflow.kernels import launch, prepare
-from deepspeed_ext.zenflow.optimizers.choose import hosted
-from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
+from deepspeed_ext.zenflow.optimizers.choose import kind_of
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
@@ -31,7 +31,8 @@ from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.step.link import WorkerLink, WorkerThreads
 from deepspeed_ext.zenflow.step.metrics import Metrics
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.optimizer_state import OptimizerState
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
@@ -40,7 +41,7 @@ from deepspeed_ext.zenflow.transfers.inside_step import Results
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
-__all__ = ["ZenFlowStart", "start_adam"]
+__all__ = ["ZenFlowStart", "start_optimizer"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ZenFlowStart:
     undo: ExitStack
 
 
-def start_adam(
+def start_optimizer(
     start: ZenFlowStart,
     optimizer: torch.optim.Optimizer,
     groups: Sequence[int],
@@ -69,7 +70,7 @@ def start_adam(
     caller: Caller,
     sharers: RankGroup,
     holders: Sequence[RankGroup],
-) -> OffloadedAdam:
+) -> HostOptimizer:
     """Make this rank's plan, and build exactly that. A collective.
 
     Args:
@@ -88,7 +89,7 @@ def start_adam(
     """
     ranks, parts = start.ranks, [weights(index) for index in range(len(groups))]
     with together(ranks, otherwise=None):
-        kind = hosted(optimizer, start.run.config)
+        kind = kind_of(optimizer, start.run.config)
     facts = facts_of_all(parts, caller, type(kind).layout, ranks)
     with within(ranks, sharers):  # stages of a pipeline may have different groups
         require_same_plan("ZenFlow's partitions", list(groups), sharers)
@@ -117,7 +118,8 @@ def start_adam(
     else:
         rule = PredictiveRule(plan, partitions, link, ranks, kind, metrics)
     coded = CodedMoments(link.arena, partitions, layout, plan.rule.block_size) if layout.is_coded else None
-    return OffloadedAdam(plan, rule, partitions, states, share, coded, link, optimizer, kind, ranks, metrics)
+    state_here = OptimizerState(partitions, states, share, coded)
+    return HostOptimizer(plan, rule, state_here, link, kind, ranks)
 
 
 def _threads(start: ZenFlowStart) -> WorkerThreads:
@@ -168,7 +170,13 @@ def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:
         Staging(weights.dtype).to_host(weights, master)
 
 
-def _prepare_kernels(plan: ZenFlowPlan, kind: HostedOptimizer, weights: Sequence[torch.Tensor], *, warns: bool) -> None:
+def _prepare_kernels(
+    plan: ZenFlowPlan,
+    kind: OptimizerKind,
+    weights: Sequence[torch.Tensor],
+    *,
+    warns: bool,
+) -> None:
     """Compile the kernels that steps will launch, so that no step compiles or needs memory for it.
 
     A partition's gradient and results are at least as aligned as its weights: they have arrays of their own, or lie

@@ -40,10 +40,10 @@ TESTS = (
 """Those in the folder of a site's package run before the others."""
 COPIED = ("deepspeed_ext", "tests", "tools", "pyproject.toml", "examples", "configs")
 REDUNDANT = {
-    "adapter/zenflow_stage_3.py:ZenFlowZeroOptimizerStage3.partition_grads: param.grad.record_stream": (
+    "adapter/stage_3.py:ZenFlowZeroOptimizerStage3.partition_grads: param.grad.record_stream": (
         "for gradients made on another stream, as DeepSpeed does; no test gives their memory to others so soon"
     ),
-    "adapter/zenflow_stage_1_and_2.py:ZenFlowZeroOptimizer.copy_grads_in_partition: gradient.record_stream": (
+    "adapter/stage_1_and_2.py:ZenFlowZeroOptimizer.copy_grads_in_partition: gradient.record_stream": (
         "for gradients that are reduced on another stream than they are made on; no test gives their memory to others "
         "so soon"
     ),

@@ -55,7 +55,7 @@ def start(task: Task, rank: int) -> Subject:
         engine.step()
 
     def worker() -> int | None:
-        adam = getattr(engine.optimizer, "zenflow_adam", None)
+        adam = getattr(engine.optimizer, "host_optimizer", None)
         process = adam.link.process if adam is not None else getattr(engine.optimizer, "process", None)
         return None if process is None else int(process.pid)
 

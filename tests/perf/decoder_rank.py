@@ -118,7 +118,7 @@ def threads() -> str:
     """Body of a rank: its threads, and the cores of the optimizer's process, which has a thread for each."""
     assert _bench is not None
     optimizer = getattr(getattr(_bench.loop, "engine", None), "optimizer", None)
-    adam = getattr(optimizer, "zenflow_adam", None)
+    adam = getattr(optimizer, "host_optimizer", None)
     process = getattr(optimizer, "process", None) if adam is None else adam.link.process
     own = str(torch.get_num_threads())
     return own if process is None else f"{own} + {len(os.sched_getaffinity(process.pid))} in its process"

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.checkpoint import keys
+from deepspeed_ext.adapter.saved_checkpoint import Keys, SavedCheckpoint, holds_partitions
 from deepspeed_ext.checkpoint.reshard.layout import Layout, plan_copies
-from deepspeed_ext.checkpoint.reshard.saved import SavedCheckpoint, holds_partitions
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, typical_largest
 from deepspeed_ext.commands.memory.ways import ways
@@ -251,21 +250,21 @@ def made_checkpoint(folder: Path, ranks: int) -> None:
     """A checkpoint of stage 2 whose files are all the same one."""
     master = torch.zeros(64)
     optimizer = {
-        keys.ZERO_STAGE: 2,
-        keys.PARTITION_COUNT: [ranks],
-        keys.SINGLE_PARTITION_OF_FP32_GROUPS: [master],
-        keys.GROUP_PADDINGS: [0],
-        keys.BASE_OPTIMIZER_STATE: {
+        Keys.ZERO_STAGE: 2,
+        Keys.PARTITION_COUNT: [ranks],
+        Keys.SINGLE_PARTITION_OF_FP32_GROUPS: [master],
+        Keys.GROUP_PADDINGS: [0],
+        Keys.BASE_OPTIMIZER_STATE: {
             "state": {0: {"step": torch.tensor(1.0), "exp_avg": master, "exp_avg_sq": master}},
             "param_groups": [{"lr": 1e-3, "params": [0]}],
         },
     }
     first = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    torch.save({keys.OPTIMIZER_STATE_DICT: optimizer}, first)
+    torch.save({Keys.OPTIMIZER_STATE_DICT: optimizer}, first)
     for rank in range(1, ranks):
         os.link(first, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     shapes = [{"weight": torch.Size([64 * ranks])}]
-    torch.save({"module": {}, keys.PARAM_SHAPES: shapes}, folder / "mp_rank_00_model_states.pt")
+    torch.save({"module": {}, Keys.PARAM_SHAPES: shapes}, folder / "mp_rank_00_model_states.pt")
 
 
 def save_and_load(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:

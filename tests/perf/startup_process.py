@@ -110,7 +110,7 @@ def watched() -> list[tuple[Any, str, str]]:
     from deepspeed.runtime.zenflow import zenflow_utils
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from deepspeed_ext.adapter import upstream, zenflow_stage_1_and_2
+    from deepspeed_ext.adapter import upstream, zenflow_parts
     from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
     from deepspeed_ext.cores.binding import CoreBinding
     from tests.perf import sides
@@ -126,7 +126,7 @@ def watched() -> list[tuple[Any, str, str]]:
         (DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", "flattening"),
         (ZeroOptimizer, "_flatten_together", "flattening"),
         (DeepSpeedZeroOptimizer, "initialize_optimizer_states", "optimizer state"),
-        (zenflow_stage_1_and_2.ZenFlowStepping, "_start_adam", "optimizer process"),
+        (zenflow_parts.ZenFlowParts, "start", "optimizer process"),
         (upstreams_zenflow, "start_optimizer_process", "optimizer process"),
     ]
 

@@ -183,7 +183,7 @@ def steps(count: int, device_seconds: float) -> list[StepFigures]:
 def threads() -> str:
     """Body of a rank: the trainer's threads, and the cores of the optimizer's process, which has a thread for each."""
     assert _bench is not None
-    adam = getattr(_bench.engine.optimizer, "zenflow_adam", None)
+    adam = getattr(_bench.engine.optimizer, "host_optimizer", None)
     process = getattr(_bench.engine.optimizer, "process", None) if adam is None else adam.link.process
     own = str(torch.get_num_threads())
     return own if process is None else f"{own} + {len(os.sched_getaffinity(process.pid))} in its process"
@@ -201,7 +201,7 @@ def bytes_now() -> dict[str, float | None]:
     assert _bench is not None
     accelerator = get_accelerator()
     tree = tree_bytes() - _bench.baseline
-    adam = getattr(_bench.engine.optimizer, "zenflow_adam", None)
+    adam = getattr(_bench.engine.optimizer, "host_optimizer", None)
     tensors: list[torch.Tensor] = list(_bench.model.parameters())
     for index in range(len(adam.partitions) if adam is not None else 0):
         tensors += adam.rule.state_beside_weights(adam.partitions[index])

@@ -147,9 +147,9 @@ def train_in(order: str | None, seed: int, config: dict[str, Any], count: int, c
 
 def trained(config: dict[str, Any], count: int, *, in_chunks: bool = False) -> Outcome:
     engine = make_engine(config)
-    assert not in_chunks or engine.optimizer.zenflow_adam.link.transfers.handed_over is Place.IN_TRANSIT
+    assert not in_chunks or engine.optimizer.host_optimizer.link.transfers.handed_over is Place.IN_TRANSIT
     losses = train(engine, batches(count, dist.get_rank()))
-    saved = saved_tensors(engine) if hasattr(engine.optimizer, "zenflow_adam") else []
+    saved = saved_tensors(engine) if hasattr(engine.optimizer, "host_optimizer") else []
     outcome = Outcome(losses, weights_of(engine), [*full_masters_of(engine), *saved])
     engine.destroy()
     return outcome

@@ -94,7 +94,7 @@ def streamed_before_overflow() -> Seen:
         train(engine, [batch], times)
         overflowed.append(bool(engine.optimizer.overflow))
     assert overflowed[2], "nothing has overflowed"
-    engine.optimizer.zenflow_adam.drain()
+    engine.optimizer.host_optimizer.drain()
     masters = torch.cat([p.detach().flatten() for p in engine.optimizer.single_partition_of_fp32_groups])
     engine.destroy()
     lost = int((~masters.isfinite()).sum())

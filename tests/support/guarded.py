@@ -74,7 +74,7 @@ def train_steeply(config: dict[str, Any], steps: int, every: int = 4, calm: int 
         engine = make_engine(config, model=SteepRegression)
         for batch in SteepRegression.batches(steps, dist.get_rank()):
             losses += train(engine, [batch])
-            figures = engine.optimizer.zenflow_adam.measurements()
+            figures = engine.optimizer.host_optimizer.measurements()
             errors.append(figures.get("zenflow_prediction_error", math.nan))
         engine.destroy()
     return Steep(losses, errors, figures["zenflow_guard_trips"], figures["zenflow_guard_synchronous"], log)
@@ -161,7 +161,7 @@ def run_guarded(
         engine = make_engine(config)
         if load:
             engine.load_checkpoint(load, tag="t")
-        schedule, each = engine.optimizer.zenflow_adam.rule.schedule, engine.gradient_accumulation_steps()
+        schedule, each = engine.optimizer.host_optimizer.rule.schedule, engine.gradient_accumulation_steps()
         data = batches(last * each, dist.get_rank())
         for step in range(first, last):
             times = float("inf") if step in overflowing and dist.get_rank() == owner else 1.0

@@ -26,7 +26,7 @@ from torch import nn
 
 from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
 from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
-from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
+from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.commands.memory.config_file import read_config
 from deepspeed_ext.commands.memory.model_file import read_model
 from deepspeed_ext.commands.memory.parts import MemoryPlan, Place
@@ -296,7 +296,7 @@ def _measure(config: dict[str, Any], model: str | None) -> Measured:
 
 
 def _note_state(engine: Any, found: Measured) -> None:
-    adam = getattr(engine.optimizer, "zenflow_adam", None)
+    adam = getattr(engine.optimizer, "host_optimizer", None)
     if adam is None:
         return
     adam.drain(shows_moments=False)

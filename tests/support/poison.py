@@ -20,7 +20,7 @@ from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.plan.arrays import ArrayKey
 from deepspeed_ext.zenflow.rules.blocks import AdamBlocks
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
@@ -57,7 +57,7 @@ def late_and_poisoned() -> Iterator[dict[str, int]]:
     """
     poison = _Poison()
     with ExitStack() as stack:
-        _patch(stack, OffloadedAdam, "step_partition", poison.step_partition)
+        _patch(stack, HostOptimizer, "step_partition", poison.step_partition)
         _patch(stack, Estimator, "predict", poison.predict)
         _patch(stack, UpdateRule, "_take_published", poison.take_published)
         _patch(stack, PredictiveRule, "_read_results", poison.read_results)
@@ -75,7 +75,7 @@ class _Poison:
         self._published: dict[tuple[Any, ...], int] = {}  # by process, partition and span: the slot of its y
 
     def step_partition(self, original: Callable[..., None]) -> Callable[..., None]:
-        def method(adam: OffloadedAdam, index: int, grad: torch.Tensor, grad_scale: float) -> None:
+        def method(adam: HostOptimizer, index: int, grad: torch.Tensor, grad_scale: float) -> None:
             self._arenas[adam.link.process] = adam.link.arena
             slot = adam.coming_slot(index)
             if grad.data_ptr() != slot.data_ptr():

@@ -240,7 +240,7 @@ def read_inner(pair: Pair, draw: random.Random) -> None:
 def keep(pair: Pair, draw: random.Random) -> None:
     (index, name), how = _place(pair, draw), draw.randrange(4)  # drawn on all ranks alike
     handle = pair.ours.tensor(index, name)
-    own = pair.engine.optimizer.zenflow_adam.link.arena.find(handle.data_ptr(), handle.nbytes)
+    own = pair.engine.optimizer.host_optimizer.link.arena.find(handle.data_ptr(), handle.nbytes)
     if own is None:  # assigned or rebound a moment ago: until it is taken over it is the user's own
         return
     kept = (handle, handle.data, handle[:], handle.view(-1))[how]

@@ -26,7 +26,7 @@ def train_and_save(config: dict, first: int, last: int, folder: str) -> str:
     losses = train(engine, data)
     expected = final_state(engine)
     engine.destroy()
-    kernel = engine.optimizer.zenflow_adam.link.process.ready.kernel
+    kernel = engine.optimizer.host_optimizer.link.process.ready.kernel
     torch.save({"losses": losses, "state": expected, "kernel": kernel}, Path(folder, f"expected-{dist.get_rank()}.pt"))
 
     engine = make_engine(config, groups=two_groups)
@@ -50,7 +50,7 @@ def resume_from_each(config: dict, first: int, last: int, folder: str) -> list[s
         if step % 2:
             train(engine, batches(2, 77))
         engine.load_checkpoint(folder, tag=str(step))
-        kernel = engine.optimizer.zenflow_adam.link.process.ready.kernel
+        kernel = engine.optimizer.host_optimizer.link.process.ready.kernel
         assert kernel == expected["kernel"], "kernels differ in their last bits"
         rest = train(engine, data[step:])
         wanted = (expected["losses"][step:], expected["state"])

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 import deepspeed_ext
-from deepspeed_ext.adapter.zenflow_stepping import ZenFlowStepping
+from deepspeed_ext.adapter.zenflow_parts import zenflow_of
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
 
@@ -68,11 +68,11 @@ def config_file(folder: Path, stage: int, zenflow: dict[str, Any] | None) -> str
 
 def zenflow_updates(engine: Any) -> int:
     """Optimizer steps that ZenFlow has taken in `engine`, whose optimizer process must be alive."""
-    assert isinstance(engine.optimizer, ZenFlowStepping), type(engine.optimizer)
-    worker = psutil.Process(engine.optimizer.zenflow_adam.link.process.pid)
+    assert zenflow_of(engine.optimizer) is not None, type(engine.optimizer)
+    worker = psutil.Process(engine.optimizer.host_optimizer.link.process.pid)
     assert worker.is_running()
     assert worker.status() != psutil.STATUS_ZOMBIE
-    return engine.optimizer.zenflow_adam.updates
+    return engine.optimizer.host_optimizer.updates
 
 
 @contextmanager

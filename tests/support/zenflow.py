@@ -97,8 +97,8 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
 
 def full_masters_of(engine: Any) -> list[torch.Tensor]:
     """fp32 values of what is trained; unlike a partition they have no padding, which stage 3 leaves uninitialised."""
-    if hasattr(engine.optimizer, "zenflow_adam"):
-        engine.optimizer.zenflow_adam.drain()
+    if hasattr(engine.optimizer, "host_optimizer"):
+        engine.optimizer.host_optimizer.drain()
     trained = [p for p in engine.module.parameters() if p.requires_grad]
     return [safe_get_full_fp32_param(p).float().cpu().clone() for p in trained]
 
@@ -113,8 +113,8 @@ def partitions_of(engine: Any) -> list[torch.Tensor]:
 def masters_of(engine: Any) -> list[torch.Tensor]:
     """This rank's fp32 partitions, every update that has been handed over included."""
     optimizer = engine.optimizer
-    if hasattr(optimizer, "zenflow_adam"):
-        optimizer.zenflow_adam.drain()
+    if hasattr(optimizer, "host_optimizer"):
+        optimizer.host_optimizer.drain()
     name = (
         "fp32_partitioned_groups_flat" if engine.zero_optimization_stage() == 3 else "single_partition_of_fp32_groups"
     )

@@ -80,7 +80,7 @@ def losses_of(config: dict, steps: int) -> tuple[list[float], dict[str, Any]]:
     """Losses of a run, and its interval, figures and weights."""
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, batches(steps, dist.get_rank()))
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     found = {"interval": adam.rule.schedule.interval, "figures": adam.measurements(), "weights": weights_of(engine)}
     engine.destroy()
     return losses, found

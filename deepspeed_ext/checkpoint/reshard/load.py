@@ -7,20 +7,17 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.checkpoint import keys
+from deepspeed_ext.checkpoint.reshard.ends import MASTER, Source, SourcePartitions, Target
 from deepspeed_ext.checkpoint.reshard.layout import Copy, plan_copies
-from deepspeed_ext.checkpoint.reshard.saved import MASTER, SavedCheckpoint, SavedPartitions
-from deepspeed_ext.checkpoint.reshard.target import Target
 from deepspeed_ext.errors import CheckpointError
 
 __all__ = ["load_frozen", "load_masters", "load_optimizer", "require_same_groups"]
 
 _CHUNK_NUMEL = 1 << 22
 """Elements copied at once, so that the mapped files are not all in memory at the same time."""
-_SCALER = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
 
 
-def require_same_groups(saved: SavedCheckpoint, target: Target) -> None:
+def require_same_groups(saved: Source, target: Target) -> None:
     """Check, before anything is written, that the optimizer has as many parameter groups as the checkpoint, and is of
     the same kind: of those that ZenFlow runs, Adam has an epsilon and Lion has none.
 
@@ -41,7 +38,7 @@ def require_same_groups(saved: SavedCheckpoint, target: Target) -> None:
         )
 
 
-def load_optimizer(saved: SavedCheckpoint, target: Target) -> dict[str, Any]:
+def load_optimizer(saved: Source, target: Target) -> dict[str, Any]:
     """Fill p and the optimizer's state of this rank's partitions.
 
     Returns:
@@ -65,11 +62,10 @@ def load_optimizer(saved: SavedCheckpoint, target: Target) -> dict[str, Any]:
         for begin, end, offset in _chunks(copy):
             for name, values in source.read(copy.flat, begin, end).items():
                 filled[copy.target][name][offset : offset + values.numel()].copy_(values)
-    scaler = {key: sources[0].state[key] for key in _SCALER if key in sources[0].state}
-    return target.state_dict(_base_state(sources, target, filled), scaler)
+    return target.state_dict(_base_state(sources, target, filled), sources[0].scaler)
 
 
-def load_masters(saved: SavedCheckpoint, target: Target) -> None:
+def load_masters(saved: Source, target: Target) -> None:
     """Fill p of this rank's partitions, and leave the optimizer's state as it is.
 
     Raises:
@@ -82,7 +78,7 @@ def load_masters(saved: SavedCheckpoint, target: Target) -> None:
             target.masters[copy.target].data[offset : offset + values.numel()].copy_(values)
 
 
-def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -> bool:
+def load_frozen(saved: Source, target: Target, name: str, param: Any) -> bool:
     """Fill this rank's elements of a parameter that is not trained.
 
     Returns:
@@ -109,7 +105,7 @@ def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -
     return True
 
 
-def _plan(saved: SavedCheckpoint, target: Target) -> list[Copy]:
+def _plan(saved: Source, target: Target) -> list[Copy]:
     target.layout.require_same_parameters(saved.layout)
     return plan_copies(saved.layout, target.layout, target.rank)
 
@@ -121,7 +117,7 @@ def _chunks(copy: Copy) -> Iterator[tuple[int, int, int]]:
 
 
 def _base_state(
-    sources: dict[int, SavedPartitions], target: Target, filled: list[dict[str, torch.Tensor]]
+    sources: dict[int, SourcePartitions], target: Target, filled: list[dict[str, torch.Tensor]]
 ) -> dict[str, Any]:
     """The state dict of the optimizer that DeepSpeed wraps."""
     groups = _hyperparameters(sources[0], target)
@@ -135,14 +131,14 @@ def _base_state(
     return {"state": state, "param_groups": groups}
 
 
-def _hyperparameters(source: SavedPartitions, target: Target) -> list[dict[str, Any]]:
+def _hyperparameters(source: SourcePartitions, target: Target) -> list[dict[str, Any]]:
     groups = target.hyperparameters
     for group, saved in zip(groups, source.groups, strict=False):
         group.update((key, value) for key, value in saved.items() if key != "params")
     return groups
 
 
-def _scalars(sources: dict[int, SavedPartitions], groups: int) -> list[dict[str, Any]]:
+def _scalars(sources: dict[int, SourcePartitions], groups: int) -> list[dict[str, Any]]:
     """The values that the optimizer keeps once per tensor, for each parameter group; usually the step count."""
     found: list[dict[str, Any]] = [{} for _ in range(groups)]
     steps: list[set[float]] = [set() for _ in found]

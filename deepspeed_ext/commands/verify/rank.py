@@ -331,7 +331,7 @@ class Rank:
 
 def _worker_pid(engine: Any) -> int:
     """Process id of a rank's optimizer process, ours or that of DeepSpeed's own ZenFlow."""
-    adam = getattr(engine.optimizer, "zenflow_adam", None)
+    adam = getattr(engine.optimizer, "host_optimizer", None)
     process = engine.optimizer.process if adam is None else adam.link.process
     return int(process.pid)
 

@@ -18,18 +18,18 @@ from deepspeed_ext.zenflow.optimizers.adam_estimator import (
     move_coefficient,
     publish_ahead,
 )
-from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.reference import block_means_into, publish_into
 from deepspeed_ext.zenflow.worker.messages import PartitionPass
 
-__all__ = ["HostedAdam", "require_adam"]
+__all__ = ["AdamKind", "require_adam"]
 
 _DEEPSPEED_ADAMS = ("DeepSpeedCPUAdam", "FusedAdam")
 
 
-class HostedAdam(HostedOptimizer):
+class AdamKind(OptimizerKind):
     """The user's Adam or AdamW.
 
     Args:
@@ -51,8 +51,8 @@ class HostedAdam(HostedOptimizer):
         return _is_adam(optimizer)
 
     def require_steppable(self, *, predicts: bool) -> None:
-        name = type(self._optimizer).__name__
-        for index, group in enumerate(self._optimizer.param_groups):
+        name = type(self.optimizer).__name__
+        for index, group in enumerate(self.optimizer.param_groups):
             _require_two_moments(index, group, name)
             beta1, beta2 = map(float, group["betas"])
             place = f"parameter group {index} of {name} has betas=({beta1:g}, {beta2:g})"
@@ -67,7 +67,7 @@ class HostedAdam(HostedOptimizer):
 
     def step(self, group: int, number: int, grad_scale: float) -> AdamStep:
         """As the base class says; the sign of `grad_scale` changes where a group is maximized."""
-        values = self._optimizer.param_groups[group]
+        values = self.optimizer.param_groups[group]
         beta1, beta2 = values["betas"]
         sign = -1.0 if values.get("maximize") else 1.0
         return AdamStep(
@@ -84,7 +84,7 @@ class HostedAdam(HostedOptimizer):
 
     def step_value(self, updates: int) -> torch.Tensor | int:
         """An int, or a 0-D fp32 CPU tensor."""
-        if type(self._optimizer).__name__ in _DEEPSPEED_ADAMS:
+        if type(self.optimizer).__name__ in _DEEPSPEED_ADAMS:
             return updates
         return torch.tensor(float(updates), dtype=torch.float32, device="cpu")
 

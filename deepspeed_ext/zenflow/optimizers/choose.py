@@ -6,16 +6,16 @@ import torch
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.optimizers.adam import HostedAdam
-from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
-from deepspeed_ext.zenflow.optimizers.lion import HostedLion
+from deepspeed_ext.zenflow.optimizers.adam import AdamKind
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
+from deepspeed_ext.zenflow.optimizers.lion import LionKind
 
-__all__ = ["hosted"]
+__all__ = ["kind_of"]
 
-_HOSTED: tuple[type[HostedOptimizer], ...] = (HostedAdam, HostedLion)
+_KINDS: tuple[type[OptimizerKind], ...] = (AdamKind, LionKind)
 
 
-def hosted(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> HostedOptimizer:
+def kind_of(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> OptimizerKind:
     """The user's optimizer, as ZenFlow runs it.
 
     Args:
@@ -25,18 +25,18 @@ def hosted(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> HostedOpt
         ConfigError: ZenFlow does not run it, or not with this rule or dtype.
     """
     name = type(optimizer).__name__
-    kind = next((each for each in _HOSTED if each.serves(optimizer)), None)
+    kind = next((each for each in _KINDS if each.serves(optimizer)), None)
     if kind is None:
         raise ConfigError(
             f"zero_optimization.zenflow works with Adam, AdamW and Lion, but the optimizer is {name}: use Adam or "
             "AdamW from torch.optim or DeepSpeed, or DeepSpeed's Lion, or remove the zenflow section"
         )
-    if config.rule == "selective" and kind is not HostedAdam:
+    if config.rule == "selective" and kind is not AdamKind:
         raise ConfigError(
             f'zero_optimization.zenflow.update_rule = "selective" with {name}: that rule steps its blocks as Adam '
             'does. Set it to "predictive" and remove topk_ratio and the select_* fields, or use Adam or AdamW'
         )
-    if config.state_dtype != "float32" and kind is not HostedAdam:
+    if config.state_dtype != "float32" and kind is not AdamKind:
         raise ConfigError(
             f'zero_optimization.zenflow.state_dtype = "{config.state_dtype}" with {name}: only the moments of Adam and '
             "AdamW can be rounded so; Lion keeps one moment and takes 4 bytes a parameter less than they do. Remove it"

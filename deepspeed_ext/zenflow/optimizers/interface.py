@@ -1,8 +1,9 @@
 """Defines what ZenFlow needs to know of an optimizer.
 
-Everything that depends on the user's optimizer is behind `HostedOptimizer`: its state, the constants of an update, the
-worker's pass, the estimate of an update in flight, and the step of what stays on the accelerator. A new one is a
-subclass, listed in `choose`, with the contract of its pass in `zenflow.worker.kernel`.
+Everything that depends on the user's optimizer is behind `OptimizerKind`: its state, the constants
+of an update, the worker's pass, the estimate of an update in flight, and the step of what stays on
+the accelerator. A new one is a subclass, listed in `choose`, with the contract of its pass in
+`zenflow.worker.kernel`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from deepspeed_ext.zenflow.worker.messages import LionPartitionPass, PartitionPass
 
-__all__ = ["Estimate", "HostedOptimizer"]
+__all__ = ["Estimate", "OptimizerKind"]
 
 
 class Estimate(Protocol):
@@ -31,7 +32,7 @@ class Estimate(Protocol):
         """The estimate of the elements from `begin`, where a block begins, to `end` (exclusive), where one ends."""
 
 
-class HostedOptimizer(ABC):
+class OptimizerKind(ABC):
     """The user's optimizer, as ZenFlow runs it.
 
     Methods with `steps` take constants that `step` made. y and "the per-block array" are as in `deepspeed_ext.zenflow`.
@@ -52,7 +53,7 @@ class HostedOptimizer(ABC):
     task: ClassVar[type[PartitionPass | LionPartitionPass]]
 
     def __init__(self, optimizer: torch.optim.Optimizer, moment_dtype: str = "float32") -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         if moment_dtype != self.layout.moment_dtype:
             self.layout = replace(self.layout, moment_dtype=moment_dtype)
 

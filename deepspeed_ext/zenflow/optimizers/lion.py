@@ -19,13 +19,13 @@ import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.zenflow.kernels import lion as kernels
-from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.worker.kernel import LionPublish, LionStep
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 from deepspeed_ext.zenflow.worker.kernel.reference import known_into
 from deepspeed_ext.zenflow.worker.messages import LionPartitionPass
 
-__all__ = ["HostedLion", "SignsAndMeans"]
+__all__ = ["LionKind", "SignsAndMeans"]
 
 _NAMES = ("DeepSpeedCPULion", "FusedLion")
 
@@ -48,7 +48,7 @@ class SignsAndMeans:
         return SignsAndMeans(self.kept[blocks], self.block_size)
 
 
-class HostedLion(HostedOptimizer):
+class LionKind(OptimizerKind):
     """The user's DeepSpeedCPULion or FusedLion."""
 
     layout = LION_STATE
@@ -59,7 +59,7 @@ class HostedLion(HostedOptimizer):
         return type(optimizer).__name__ in _NAMES
 
     def step(self, group: int, number: int, grad_scale: float) -> LionStep:
-        values = self._optimizer.param_groups[group]
+        values = self.optimizer.param_groups[group]
         beta1, beta2 = values["betas"]
         return LionStep(
             lr=float(values["lr"]),

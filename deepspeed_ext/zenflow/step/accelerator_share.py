@@ -20,7 +20,7 @@ import torch
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
@@ -55,7 +55,7 @@ class AcceleratorShare:
         numels: Sequence[int],
         arena: Arena,
         block_size: int,
-        kind: HostedOptimizer,
+        kind: OptimizerKind,
     ) -> None:
         device = weights[0].device
         self.numels = tuple(numels)
@@ -79,7 +79,7 @@ class AcceleratorShare:
         plan: ZenFlowPlan,
         weights: Sequence[torch.Tensor],
         arena: Arena,
-        kind: HostedOptimizer,
+        kind: OptimizerKind,
         ranks: RankGroup,
     ) -> AcceleratorShare:
         """Allocate it on every rank. A collective.

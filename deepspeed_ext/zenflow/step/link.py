@@ -90,7 +90,7 @@ class WorkerLink:
 
     Attributes:
         home: the process that this belongs to.
-        arena, process, transfers, page_locks: see their classes.
+        arena, process, transfers, page_locks, metrics: see their classes.
         phase: state of the newest update.
         write_wait_seconds: total time spent waiting for the worker to write parts of the arena to files.
         longest_wait_seconds: longest wait even with progress; after it, the collective of other ranks would time out.
@@ -117,7 +117,7 @@ class WorkerLink:
         self.phase = UpdatePhase.READ
         self.write_wait_seconds = 0.0
         self._ranks = ranks
-        self._metrics = metrics
+        self.metrics = metrics
         self._kept = KeptError()
         self._gradients_in_flight = 0
         self._touched = {spec.key for spec in plan.arena if spec.touched}
@@ -139,7 +139,7 @@ class WorkerLink:
             logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")
 
     def _transfers(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer], timeout_seconds: float) -> Transfers:
-        results, waiting = _results(self.arena, plan.rule.block_size), self._metrics.waiting
+        results, waiting = _results(self.arena, plan.rule.block_size), self.metrics.waiting
         if plan.chunks is None:
             return Transfers(self.process, results, plan.rule.block_size, waiting, plan.copies)
         slots, how = _slots_of_chunks(self.arena), (plan.chunks, timeout_seconds, waiting)
@@ -216,7 +216,7 @@ class WorkerLink:
                 seconds = self.transfers.wait(within)
                 if self.phase is UpdatePhase.IN_FLIGHT:
                     self.phase = UpdatePhase.ARRIVED
-                    self._metrics.note_worker(seconds, self._gradients_in_flight)
+                    self.metrics.note_worker(seconds, self._gradients_in_flight)
         return self._kept.error
 
     def wait_together(self) -> None:
@@ -248,7 +248,7 @@ class WorkerLink:
     def receive(self) -> None:
         """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does not check an idle
         worker."""
-        with self.keeping(), self._metrics.waiting.measured():
+        with self.keeping(), self.metrics.waiting.measured():
             self.wait()
         self.raise_kept()
 

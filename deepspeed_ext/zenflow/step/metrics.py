@@ -21,30 +21,30 @@ class Metrics:
     On an accelerator with streams, times are measured on its stream and known a step or more later.
     """
 
-    wait_seconds: float = math.nan
+    wait_seconds: float = field(default=math.nan, init=False)
     """Time that the accelerator waited for the worker, or for copies to or from the arena."""
-    worker_seconds: float = math.nan
+    worker_seconds: float = field(default=math.nan, init=False)
     """Duration of the worker's newest pass, over all partitions."""
-    link_seconds: float = math.nan
+    link_seconds: float = field(default=math.nan, init=False)
     """Time of the copies beside the step, in both directions."""
-    device_seconds: float = math.nan
+    device_seconds: float = field(default=math.nan, init=False)
     """Time from the end of the previous step to the start of this one: forward, backward and everything else."""
-    step_seconds: float = math.nan
+    step_seconds: float = field(default=math.nan, init=False)
     """Time inside the optimizer step, waiting included."""
-    overlap: float = math.nan
+    overlap: float = field(default=math.nan, init=False)
     """Fraction of the total time of the worker and those copies during which the accelerator did not wait, over all
     overlapped steps so far."""
-    bytes_down: int = 0
+    bytes_down: int = field(default=0, init=False)
     """Bytes copied from the accelerator to the arena in this step."""
-    bytes_up: int = 0
+    bytes_up: int = field(default=0, init=False)
     """Bytes copied from the arena to the accelerator in this step."""
     waiting: Stopwatch = field(default_factory=stopwatch)
     """Runs while the accelerator must wait."""
-    _total_wait: float = 0.0
-    _total_hideable: float = 0.0
-    _hideable: float = 0.0
-    _worker: list[float] = field(default_factory=list)
-    _device: list[float] = field(default_factory=list)
+    _total_wait: float = field(default=0.0, init=False)
+    _total_hideable: float = field(default=0.0, init=False)
+    _hideable: float = field(default=0.0, init=False)
+    _worker: list[float] = field(default_factory=list, init=False)
+    _device: list[float] = field(default_factory=list, init=False)
     _between: Stopwatch = field(default_factory=stopwatch)
     _inside: Stopwatch = field(default_factory=stopwatch)
 

@@ -1,8 +1,8 @@
 """Runs optimizer steps for the ZeRO subclasses: takes the gradients of partitions and writes their weights.
 
 One optimizer step is `begin_step`, `step_partition` for each partition in order, `finish_weights`, `end_step`. The ZeRO
-subclass owns parameters and communication. `OffloadedAdam` collects gradients, hands them to the worker and waits for
-it. An `UpdateRule` decides when, and computes the weights.
+subclass owns parameters and communication. `HostOptimizer` collects gradients, hands them to the
+worker and waits for it. An `UpdateRule` decides when, and computes the weights.
 """
 
 from __future__ import annotations
@@ -21,75 +21,68 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
-from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
-from deepspeed_ext.zenflow.step.metrics import Metrics
-from deepspeed_ext.zenflow.step.partition import Partition, WholeState
+from deepspeed_ext.zenflow.step.optimizer_state import OptimizerState
+from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.schedule import StepPlan
 from deepspeed_ext.zenflow.step.shown_state import ShownState, write
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
-__all__ = ["OffloadedAdam"]
+__all__ = ["HostOptimizer"]
 
 
-class OffloadedAdam:
-    """Adam or Lion in a separate process. Built by `deepspeed_ext.zenflow.start.start_adam`.
+class HostOptimizer:
+    """The user's optimizer, Adam or Lion, in a separate process. Built by
+    `deepspeed_ext.zenflow.start.start_optimizer`.
 
     Args:
         decided: the plan that everything was built from.
         rule: the update rule, built on the same partitions and link.
-        partitions: this rank's partitions, with p in place.
-        states: p and the moments of the same partitions, as DeepSpeed sees them.
-        share: steps the first elements of each on the accelerator; None: all of them are the rule's.
-        coded: shows moments that are codes; None: they are none.
-        optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
-        kind: what depends on which optimizer it is.
+        state: this rank's partitions, with p in place.
+        kind: the user's optimizer, and what depends on which it is.
         ranks: the ranks that the model is spread over; each of them builds one of these.
 
     Attributes:
-        decided, rule, partitions, states, share, coded, link, kind, ranks: the arguments.
+        decided, rule, link, kind, ranks: the arguments.
+        partitions, states, share, coded: see `OptimizerState`; `states` are its wholes.
         counts: for each partition, the updates of p and the moments whose gradients have been taken so far (t of the
             newest). They differ only if a user has reset the state of some partitions.
         shown: what users reach of the optimizer.
         plan: the plan of the current step; None between steps. It stays if an exception interrupts the step.
+        is_offloaded: whether `offload` was called, and `reload` was not.
     """
 
     def __init__(
         self,
         decided: ZenFlowPlan,
         rule: UpdateRule[Any],
-        partitions: Sequence[Partition],
-        states: Sequence[WholeState],
-        share: AcceleratorShare | None,
-        coded: CodedMoments | None,
+        state: OptimizerState,
         link: WorkerLink,
-        optimizer: torch.optim.Optimizer,
-        kind: HostedOptimizer,
+        kind: OptimizerKind,
         ranks: RankGroup,
-        metrics: Metrics,
     ) -> None:
         self.decided = decided
         self.rule = rule
-        self.partitions = partitions
-        self.states = states
-        self.share = share
-        self.coded = coded
+        self.partitions, self.states = state.partitions, state.wholes
+        self.share, self.coded = state.share, state.coded
         self.link = link
-        self.ranks = ranks
-        self.counts = [0] * len(partitions)
-        self._optimizer = optimizer
         self.kind = kind
-        self._metrics = metrics
+        self.ranks = ranks
+        self.counts = [0] * len(self.partitions)
+        self._state = state
+        self._metrics = link.metrics
         self.plan: StepPlan | None = None
+        self.is_offloaded = False
         self._parked: Parked | None = None
         use = weakref.WeakMethod(self._used)
-        self.shown = ShownState(optimizer, states, kind.step_value, lambda: None if (it := use()) is None else it())
+        noted = lambda: None if (it := use()) is None else it()  # noqa: E731
+        self.shown = ShownState(kind.optimizer, self.states, kind.step_value, noted)
         self._bind_state()
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
@@ -113,7 +106,7 @@ class OffloadedAdam:
                 self.link.wait()  # no collective, because other ranks may not be exposed
                 with self.link.keeping():
                     self.link.phase = UpdatePhase.READ
-                    self._take_shown()
+                    self._state.take()
                     self.rule.resume()
             if self.coded is not None:
                 self.coded.is_shown = False
@@ -193,7 +186,7 @@ class OffloadedAdam:
             self.plan = None
             with self.link.keeping():
                 # No parameter has a gradient, so no weight changes; schedulers and step hooks still see a step.
-                self._optimizer.step()
+                self.kind.optimizer.step()
 
     def changed_blocks(self, index: int) -> Any:
         """The `BlockSet` of a partition whose weights this step changes; None: all may change. Valid only inside a
@@ -205,10 +198,8 @@ class OffloadedAdam:
     def _receive(self) -> None:
         """Wait for the worker on all ranks; then no save reads the arena any more."""
         self.link.receive()
-        for shown in (self.share, self.coded):
-            if shown is not None:
-                with self.link.keeping():
-                    shown.hide()
+        with self.link.keeping():
+            self._state.hide()
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -245,10 +236,7 @@ class OffloadedAdam:
             raise error
         if self.link.phase is not UpdatePhase.EXPOSED:  # otherwise the arena is already authoritative
             self.rule.write_back()
-            if self.share is not None:
-                self.share.show()
-            if self.coded is not None and shows_moments:
-                self.coded.show()
+            self._state.show(moments=shows_moments)
 
     def _take_over(self) -> None:
         """Let the next step start from what a user has changed by other means than writing in place, if anything.
@@ -317,6 +305,7 @@ class OffloadedAdam:
             self._parked = Parked(beside, pins=pins)
             with self.link.keeping():
                 self.link.transfers.release()
+        self.is_offloaded = True
 
     def reload(self) -> None:
         """Undo `offload`; later steps are bitwise unaffected. Idempotent, even after it ran out of memory."""
@@ -325,10 +314,11 @@ class OffloadedAdam:
             if not self.link.transfers.restore():
                 self._expose()  # so that the next step publishes again
             self._parked = None
+        self.is_offloaded = False
 
     def _beside_weights(self, partition: Partition) -> list[torch.Tensor]:
-        share = [] if self.share is None else self.share.tensors(partition.index)
-        return [*self.rule.state_beside_weights(partition), *share]
+        beside = self._state.on_accelerator(partition.index)
+        return [*self.rule.state_beside_weights(partition), *beside]
 
     def _bind_state(self) -> None:
         self.shown.bind(self._shown_counts())
@@ -355,15 +345,8 @@ class OffloadedAdam:
         for partition in self.partitions:
             partition.collected.clear()
         self.rule.restart(None if counts is None else self.counts)
-        self._take_shown()
+        self._state.take()
         self._bind_state()
-
-    def _take_shown(self) -> None:
-        """Take what others may have written where it was shown."""
-        if self.share is not None:
-            self.share.take()
-        if self.coded is not None:
-            self.coded.take()
 
     # -- the share on the accelerator ------------------------------------------------------------------------------
 

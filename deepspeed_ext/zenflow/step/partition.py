@@ -60,7 +60,7 @@ class Partition:
             Empty, or not used: gradients and y pass through the host in chunks.
         places: where its arrays are.
         collected: constants of the gradients that have not been handed over, oldest first, made by
-            `HostedOptimizer.step`.
+            `OptimizerKind.step`.
     """
 
     index: int

@@ -1,8 +1,9 @@
 """Defines the interface between the optimizer and its update rule.
 
-`OffloadedAdam` collects gradients, hands them over and waits, as the plan of the step says. The rule makes that plan,
-computes the weights and keeps its own state between steps. Methods called inside a step run on this rank alone, between
-DeepSpeed's collectives, unless their docstrings call them collectives.
+`HostOptimizer` collects gradients, hands them over and waits, as the plan of the step says. The
+rule makes that plan, computes the weights and keeps its own state between steps. Methods called
+inside a step run on this rank alone, between DeepSpeed's collectives, unless their docstrings call
+them collectives.
 """
 
 from __future__ import annotations

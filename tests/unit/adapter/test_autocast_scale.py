@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.adapter.autocast_scale import AutocastScale
+from deepspeed_ext.adapter.step import AutocastScale
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config

@@ -82,12 +82,18 @@ def is_deepspeeds(kind: type) -> bool:
 def names_touched(node: ast.ClassDef) -> set[str]:
     """Members that a class defines, and what it reads, calls or assigns by ``self.X`` and ``super().X``."""
     names = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return (names | attributes_of(node, "self", "super")) - PUBLIC
+
+
+def attributes_of(node: ast.AST, *names: str) -> set[str]:
+    """X of ``name.X`` and ``name().X`` for each of `names`, which may be dotted."""
+    found = set()
     for inner in ast.walk(node):
         if isinstance(inner, ast.Attribute):
             target = inner.value.func if isinstance(inner.value, ast.Call) else inner.value
-            if isinstance(target, ast.Name) and target.id in ("self", "super"):
-                names.add(inner.attr)
-    return names - PUBLIC
+            if ast.unparse(target) in names:
+                found.add(inner.attr)
+    return found
 
 
 def classes_with_deepspeeds_above() -> Iterator[tuple[type, ast.ClassDef]]:
@@ -136,10 +142,33 @@ def test_every_member_that_we_touch_is_in_the_contract() -> None:
     assert missing == set()
     assert {
         ("Engine", "Engine"),
-        ("ZenFlowZeroOptimizer", "ZenFlowStepping"),
-        ("ZenFlowZeroOptimizerStage3", "ZenFlowStepping"),
+        ("ZenFlowZeroOptimizer", "ZeroOptimizer"),
+        ("ZenFlowZeroOptimizerStage3", "ZenFlowZeroOptimizerStage3"),
         ("JointCheckpointEngine", "JointCheckpointEngine"),
     } <= checked
+
+
+HOLDERS = (
+    ("zero_partitions.py", "GroupPartitions", OPTIMIZER, ("self._zero", "zero")),
+    ("zero_partitions.py", "SubGroupPartitions", STAGE_3, ("self._zero", "zero")),
+    ("zenflow_parts.py", "ZenFlowParts", OPTIMIZER, ("zero",)),
+    ("zenflow_parts.py", "ZenFlowParts", STAGE_3, ("zero",)),
+    ("zero_partitions.py", "GroupsTarget", OPTIMIZER, ("self._optimizer",)),
+    ("zero_partitions.py", "SubGroupsTarget", STAGE_3, ("self._optimizer",)),
+)
+"""Our classes that hold an optimizer of DeepSpeed's: file, class, the optimizer, and their names
+for it."""
+
+
+@pytest.mark.parametrize(("file", "name", "place", "known_as"), HOLDERS)
+def test_every_member_that_a_holder_of_an_optimizer_touches_is_in_the_contract(
+    file: str, name: str, place: str, known_as: tuple[str, ...]
+) -> None:
+    nodes = ast.parse((ADAPTER / file).read_text()).body
+    (node,) = (each for each in nodes if isinstance(each, ast.ClassDef) and each.name == name)
+    used = attributes_of(node, *known_as)
+    assert used
+    assert used <= set(contract.CONTRACT[place])
 
 
 def test_an_omission_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +203,7 @@ OF_OTHERS = {
     *("__closure__", "__file__", "__spec__", "_initializing", "co_filename"),
     *("O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "memfd_create", "safe_path"),
     *("iowait", "sched_getaffinity", "FileBaton"),
-    *("_end_copies", "arena", "measurements", "process", "zenflow_adam"),
+    *("_end_copies", "arena", "measurements", "process", "host_optimizer", "zenflow_parts"),
     *("architectures", "text_config", "is_integrated"),
 }
 """Attributes of torch, Python, the operating system, transformers and this package that may be missing."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.adapter.gradients_on_host import Extent, HostGradients
+from deepspeed_ext.adapter.gradients import Extent, HostGradients
 from tests.support.poison import delay
 from tests.support.ranks import run_ranks
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from deepspeed_ext.adapter.backward_pass import BackwardPass
-from deepspeed_ext.adapter.interruption import Interruption, Work
+from deepspeed_ext.adapter.readiness import BackwardPass, Interruption, Work
 from deepspeed_ext.errors import StateError
 
 

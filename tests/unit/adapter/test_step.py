@@ -33,7 +33,7 @@ def recorded(optimizer: Any) -> Iterator[list[tuple[str, str]]]:
 
     def recording(name: str) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append((name, self._step.phase.name))
+            calls.append((name, self.zenflow_parts.driver.current.phase.name))
             return originals[name](self, *args, **kwargs)
 
         return call
@@ -62,7 +62,7 @@ def recorded_steps(config: dict, overflowing: list[int]) -> dict[str, Any]:
         with recorded(engine.optimizer) as calls:
             engine.step()
         steps.append((calls, bool(engine.optimizer.overflow)))
-    partitions = len(engine.optimizer.zenflow_adam.partitions)
+    partitions = len(engine.optimizer.host_optimizer.partitions)
     engine.destroy()
     return {"partitions": partitions, "steps": steps}
 
@@ -136,7 +136,7 @@ def recorded_on_host(config: dict, overflowing: int | None) -> tuple[int, list[l
         engine.optimizer.__class__ = type(kind.__name__, (kind,), {name: recording(name) for name in names})
         engine.step()
         engine.optimizer.__class__ = kind
-    partitions = len(engine.optimizer.zenflow_adam.partitions)
+    partitions = len(engine.optimizer.host_optimizer.partitions)
     engine.destroy()
     return partitions, steps
 

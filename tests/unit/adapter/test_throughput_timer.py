@@ -10,8 +10,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.config import get_timers_config
 
-from deepspeed_ext.adapter import throughput_timer as throughput
-from deepspeed_ext.adapter.throughput_timer import StreamThroughputTimer
+from deepspeed_ext.adapter import stand_ins
+from deepspeed_ext.adapter.stand_ins import StreamThroughputTimer
 from tests.support.models import batches, on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config
@@ -61,7 +61,7 @@ def test_a_timer_waits_once_a_call_and_not_for_a_stop_without_a_start(synchroniz
     accelerator = Mock()
     accelerator.is_synchronized_device.return_value = False
     config = get_timers_config({"timers": {"throughput": {"enabled": True, "synchronized": synchronized}}})
-    with patch.object(throughput, "get_accelerator", lambda: accelerator):
+    with patch.object(stand_ins, "get_accelerator", lambda: accelerator):
         timer, found = StreamThroughputTimer(config, batch_size=1), []
         for call in (timer.stop, timer.start, timer.stop):
             call()

@@ -91,7 +91,7 @@ def test_equal_to_a_save_that_training_waits_for(stage: int, rule: str, dtype: t
 
 
 def process_of(engine: Any) -> Any:
-    return engine.optimizer.zenflow_adam.link.process
+    return engine.optimizer.host_optimizer.link.process
 
 
 def hold_the_worker(config: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def hold_the_worker(config: dict[str, Any], folder: str) -> dict[str, Any]:
     if dist.get_rank() == 0:
         threading.Timer(1.5, os.kill, (process.pid, signal.SIGCONT)).start()
     losses += train(engine, data[BEFORE:])
-    found["waited"] = engine.optimizer.zenflow_adam.link.write_wait_seconds
+    found["waited"] = engine.optimizer.host_optimizer.link.write_wait_seconds
     engine.destroy()
     dist.barrier()
     return {**found, "losses": losses, "latest": Path(folder, "latest").read_text()}
@@ -201,7 +201,7 @@ def trained_on(config: dict[str, Any], steps: int) -> list[float]:
 def load_latest(config: dict[str, Any], folder: str) -> int:
     engine = make_engine(config)
     engine.load_checkpoint(folder)
-    updates = engine.optimizer.zenflow_adam.updates
+    updates = engine.optimizer.host_optimizer.updates
     train(engine, batches(2, dist.get_rank()))
     engine.destroy()
     return updates
@@ -215,7 +215,7 @@ def lose_a_worker(config: dict[str, Any], folder: str, moment: str, how: str) ->
     engine.save_checkpoint(folder, tag="good")
     train(engine, data[BEFORE : BEFORE + 1])
     engine.checkpoint_engine.finish()
-    engine.optimizer.zenflow_adam.link.wait()  # else the save waits for the stopped worker
+    engine.optimizer.host_optimizer.link.wait()  # else the save waits for the stopped worker
     if rank == 1:
         os.kill(process_of(engine).pid, signal.SIGSTOP)
     engine.save_checkpoint(folder, tag="lost")

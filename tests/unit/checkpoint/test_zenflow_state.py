@@ -66,7 +66,7 @@ def exchange(config: dict, folder: str) -> dict[str, Any]:
     again = make_engine(config, groups=two_groups)
     again.load_checkpoint(folder, tag="plain")
     back = state_of(again)
-    updates = again.optimizer.zenflow_adam.updates
+    updates = again.optimizer.host_optimizer.updates
     again_losses = train(again, data[9:])
     close(again)
     lost = [first_difference(a, b, "p, m, v") for a, b in ((saved, there), (further, back))]
@@ -88,7 +88,7 @@ def save_mid_interval(config: dict, folder: str) -> tuple[dict, dict]:
     engine = make_engine(config)
     train(engine, batches(7, dist.get_rank()))
     engine.save_checkpoint(folder, tag="t")
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     adam.drain()
     weights, position = weights_of(engine), adam.rule.schedule.state.position
     masters = masters_of(engine)
@@ -110,7 +110,7 @@ def test_zero_to_fp32_gives_masters_not_predictions(stage: int, tmp_path: Path) 
 def load_other_settings(config: dict, folder: str) -> dict[str, Any]:
     engine = make_engine(config)
     engine.load_checkpoint(folder, tag="t")
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     found = {"updates": adam.updates, "weights": weights_of(engine), "masters": masters_of(engine)}
     found["interval"] = adam.rule.schedule.interval
     found["losses"] = train(engine, batches(6, dist.get_rank(), seed=3))
@@ -151,11 +151,11 @@ def load_module_only(config: dict, folder: str) -> list[str]:
     engine.load_checkpoint(folder, tag="t", load_module_only=True)
     stage = engine.zero_optimization_stage()
     flats = engine.optimizer.fp16_partitioned_groups_flat if stage == 3 else None
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     adam.drain()
     found = []
     for index, partition in enumerate(adam.partitions):
-        weights = flats[index] if flats else engine.optimizer._weights(index)
+        weights = flats[index] if flats else engine.optimizer.host_optimizer.states[index].weights()
         found.append(first_difference(weights.float(), partition.master, f"master {index}"))
     losses = train(engine, batches(3, 6))
     assert max(losses) < 1.1 * losses[0]
@@ -176,7 +176,7 @@ def load_universal(config: dict, folder: str) -> dict[str, Any]:
     config = {**config, "checkpoint": {"load_universal": True}}
     engine = make_engine(config)
     engine.load_checkpoint(folder, tag="u")
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     found = {"updates": adam.updates, "masters": {}, "lengths": []}
     for name, parameter in engine.module.named_parameters():
         found["masters"][name] = safe_get_full_fp32_param(parameter).cpu().clone()

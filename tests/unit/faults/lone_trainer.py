@@ -80,7 +80,7 @@ def save_and_end(engine: Any, end: str) -> None:
     arrives = slow_disk() if "interrupted" in end else None
     engine.save_checkpoint(sys.argv[2], tag="last")
     if arrives is not None:
-        interrupt_each_wait(engine.optimizer.zenflow_adam.link.process, arrives, 2 if "twice" in end else 1)
+        interrupt_each_wait(engine.optimizer.host_optimizer.link.process, arrives, 2 if "twice" in end else 1)
         engine.destroy()
     if end != "saving":
         alive.append(engine)
@@ -100,7 +100,7 @@ def main(end: str) -> None:
         announce_at_launch()
     engine = make_engine(zenflow_config(2, update_interval=1, async_save=end.startswith("saving")))
     losses = train(engine, batches(STEPS, 0))
-    process = engine.optimizer.zenflow_adam.link.process
+    process = engine.optimizer.host_optimizer.link.process
     if end == "destroy":
         engine.destroy()
     announce(process.pid, kernel=process.ready.kernel, losses=losses)

@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.errors import StateError
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
@@ -33,7 +33,7 @@ POINTS = {
 @contextmanager
 def interrupted_after(name: str, calls: int) -> Iterator[None]:
     """Ctrl-C arrives at the end of a method of the optimizer that was called `calls` times before."""
-    owner = WorkerLink if name == "wait" else OffloadedAdam
+    owner = WorkerLink if name == "wait" else HostOptimizer
     method, left = getattr(owner, name), [calls]
 
     def then_interrupt(self: Any, *args: Any, **kwargs: Any) -> Any:

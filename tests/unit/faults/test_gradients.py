@@ -36,7 +36,7 @@ def train_with_bad_gradients(config: dict, extended: bool) -> dict[str, Any]:
     finite = all(bool(value.isfinite().all()) for value in weights_of(engine).values())
     found = {"unchanged": unchanged, "skipped": engine.skipped_steps, "finite": finite, "losses": losses}
     if extended:
-        found["updates"] = engine.optimizer.zenflow_adam.updates
+        found["updates"] = engine.optimizer.host_optimizer.updates
     engine.destroy()
     return found
 
@@ -61,7 +61,7 @@ SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, "total_n
 
 def state_of(engine: Any) -> dict[str, Any]:
     """All that a step changes: p, m, v, weights, step count, position in the schedules. Waits for the worker."""
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     adam.drain()
     arrays = [t.clone() for part in adam.partitions for t in part.state]
     collected = [copy.deepcopy(part.collected) for part in adam.partitions]
@@ -76,7 +76,7 @@ def overflow_on_one_rank(config: dict) -> dict[str, Any]:
     data = batches(STEPS, rank)
     engine = make_engine(config)
     expected = train(engine, data[:OVERFLOWS_AT])
-    engine.optimizer.zenflow_adam.drain()  # as `state_of` does below
+    engine.optimizer.host_optimizer.drain()  # as `state_of` does below
     expected += train(engine, data[OVERFLOWS_AT:])
     engine.destroy()
 
@@ -86,7 +86,7 @@ def overflow_on_one_rank(config: dict) -> dict[str, Any]:
     train(engine, data[:1], times=float("inf") if rank == 1 else 1.0)
     overflow, after = engine.optimizer.overflow, state_of(engine)
     losses += train(engine, data[OVERFLOWS_AT:])
-    updates = engine.optimizer.zenflow_adam.updates
+    updates = engine.optimizer.host_optimizer.updates
     engine.destroy()
     return {
         "overflow": overflow,

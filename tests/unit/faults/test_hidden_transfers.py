@@ -103,7 +103,7 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
         message, ended = "no error", 0.0
         with patch.object(chunks, "CHUNK_NUMEL", 512):
             engine = make_engine(config)
-            link = engine.optimizer.zenflow_adam.link
+            link = engine.optimizer.host_optimizer.link
             interval = config["zero_optimization"]["zenflow"]["update_interval"]
             assert link.transfers.handed_over is (Place.IN_TRANSIT if interval == 1 else Place.HOST)
             data = [on_device(batch) for batch in batches(WITHOUT_FAULT + UNTIL_ERROR, rank)]
@@ -177,7 +177,7 @@ def start(config: dict, lacks: str, on_rank: int) -> tuple[str, str, list[float]
             engine = make_engine(config)
         except DeepSpeedExtError as error:
             return type(error).__name__, str(error), []
-    kind = type(engine.optimizer.zenflow_adam.link.transfers).__name__
+    kind = type(engine.optimizer.host_optimizer.link.transfers).__name__
     losses = train(engine, [on_device(batch) for batch in batches(6, rank)])
     engine.destroy()
     return kind, "", losses

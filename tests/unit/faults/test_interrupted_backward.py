@@ -34,7 +34,7 @@ def backward(engine: Any, batch: torch.Tensor, on_tensor: bool) -> None:
 
 def state_of(engine: Any) -> dict[str, Any]:
     found = {"weights": weights_of(engine), "masters": full_masters_of(engine)}
-    return found | {"steps": (engine.global_steps, engine.optimizer.zenflow_adam.updates, engine.get_lr())}
+    return found | {"steps": (engine.global_steps, engine.optimizer.host_optimizer.updates, engine.get_lr())}
 
 
 class Run:

@@ -58,7 +58,7 @@ class Run:
                 found["again"] = str(again)
         if "again" not in found:
             found |= {"losses": losses, "weights": weights_of(engine), "masters": full_masters_of(engine)}
-            found["steps"] = (engine.global_steps, engine.optimizer.zenflow_adam.updates, engine.get_lr())
+            found["steps"] = (engine.global_steps, engine.optimizer.host_optimizer.updates, engine.get_lr())
         engine.destroy()
         return found | {"lines": interruption.lines, "place": interruption.place}
 

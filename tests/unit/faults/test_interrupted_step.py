@@ -46,7 +46,7 @@ class Run:
         try:
             found["losses"] = train(engine, data[BEFORE + 1 :])
             found["weights"], found["masters"] = weights_of(engine), full_masters_of(engine)
-            found["steps"] = (engine.global_steps, engine.optimizer.zenflow_adam.updates, engine.get_lr())
+            found["steps"] = (engine.global_steps, engine.optimizer.host_optimizer.updates, engine.get_lr())
         except Exception as error:
             found["error"] = (type(error).__name__, str(error))
         engine.destroy()

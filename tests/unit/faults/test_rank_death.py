@@ -25,7 +25,7 @@ FAILED = 3
 def last_rank_dies(config: dict[str, Any], folder: str) -> None:
     rank = dist.get_rank()
     engine = make_engine(config)
-    worker = engine.optimizer.zenflow_adam.link.process.pid
+    worker = engine.optimizer.host_optimizer.link.process.pid
     train(engine, batches(GOOD, rank))
     Path(folder, str(rank)).write_text(f"{os.getpid()} {worker}")
     if rank == dist.get_world_size() - 1:

@@ -26,12 +26,12 @@ from torch.overrides import TorchFunctionMode
 
 import deepspeed_ext
 from deepspeed_ext.adapter.engine import Engine
-from deepspeed_ext.adapter.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
+from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError, WorkerError
 from deepspeed_ext.runtime import host_memory as memory
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -307,7 +307,7 @@ def what_is_left(before: Counter[str]) -> dict[str, Any]:
 
 LATE_FAILURES: dict[str, tuple[Any, str]] = {
     "page locks": (WorkerLink, "lock"),
-    "state": (OffloadedAdam, "_bind_state"),
+    "state": (HostOptimizer, "_bind_state"),
     "after the worker": (ZenFlowZeroOptimizer, "_link_all_hp_params"),
     "scheduler": (Engine, "_configure_lr_scheduler"),
     "checkpointing": (Engine, "_configure_checkpointing"),

@@ -97,8 +97,8 @@ def read_beside_the_dead(config: dict) -> dict[str, Any]:
     engine = make_engine(config)
     data = batches(6, dist.get_rank())
     train(engine, data[:5])
-    engine.optimizer.zenflow_adam.drain()
-    process = engine.optimizer.zenflow_adam.link.process
+    engine.optimizer.host_optimizer.drain()
+    process = engine.optimizer.host_optimizer.link.process
     if dist.get_rank() == 0:
         os.kill(process.pid, signal.SIGSTOP)
     train(engine, data[5:])
@@ -146,7 +146,7 @@ def test_memory_is_that_of_all_ranks_of_a_host() -> None:
 
 def arena_bytes(config: dict) -> int:
     engine = make_engine(config)
-    layout = engine.optimizer.zenflow_adam.link.arena.layout
+    layout = engine.optimizer.host_optimizer.link.arena.layout
     engine.destroy()
     return sum(spec.nbytes for spec, _ in layout.arrays)
 

@@ -55,7 +55,7 @@ def train_save_and_load(config: dict, folder: str) -> dict[str, Any]:
     engine.load_checkpoint(folder, tag="good")
     resumed = train(engine, data[GOOD:])
     if rank == FAILING:
-        os.kill(engine.optimizer.zenflow_adam.link.process.pid, signal.SIGKILL)
+        os.kill(engine.optimizer.host_optimizer.link.process.pid, signal.SIGKILL)
     lost = message_of(WorkerError, lambda: train(engine, data))
     engine.destroy()
     return {

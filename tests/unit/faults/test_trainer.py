@@ -169,7 +169,7 @@ def lose_a_rank(config: dict) -> dict[str, Any]:
     rank = dist.get_rank()
     engine = make_engine(config)
     train(engine, batches(3, rank))
-    workers = [engine.optimizer.zenflow_adam.link.process.pid] * 2
+    workers = [engine.optimizer.host_optimizer.link.process.pid] * 2
     dist.all_gather_object(workers, workers[0])
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -204,7 +204,7 @@ def train_with_forked_loader(config: dict) -> dict[str, Any]:
     engine.destroy()
 
     engine = make_engine(config)
-    worker = engine.optimizer.zenflow_adam.link.process.pid
+    worker = engine.optimizer.host_optimizer.link.process.pid
     ended: DataLoader[torch.Tensor] = DataLoader(
         torch.stack(data[:4]), batch_size=None, num_workers=2, multiprocessing_context="fork"
     )

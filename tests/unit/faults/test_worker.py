@@ -67,8 +67,8 @@ def suffer(config: dict, how: str, folder: str) -> dict[str, Any]:
             launch, killed = kill_at_launch()
         engine = make_engine(config)
         train(engine, batches(4, rank))
-        process = engine.optimizer.zenflow_adam.link.process
-        engine.optimizer.zenflow_adam.drain()
+        process = engine.optimizer.host_optimizer.link.process
+        engine.optimizer.host_optimizer.drain()
         dist.barrier()
         harmed = time.monotonic()
         if rank == 0:
@@ -123,7 +123,7 @@ def test_every_rank_ends_with_the_error_and_can_begin_anew(stage: int, rule: str
 def train_and_destroy(config: dict) -> list[bool]:
     """Two engines at once, then none: are their workers gone?"""
     engines = [make_engine(config), make_engine(config)]
-    pids = [engine.optimizer.zenflow_adam.link.process.pid for engine in engines]
+    pids = [engine.optimizer.host_optimizer.link.process.pid for engine in engines]
     for engine in engines:
         train(engine, batches(2, 0))
     for engine in engines:
@@ -148,7 +148,7 @@ def losses_until_the_error(config: dict, killed_after: int) -> tuple[list[float]
     try:
         for number, batch in enumerate(data):
             if number == killed_after and rank == 0:
-                harm(engine.optimizer.zenflow_adam.link.process, "idle")
+                harm(engine.optimizer.host_optimizer.link.process, "idle")
             found += train(engine, [batch])
     except WorkerError:
         pass

@@ -78,7 +78,7 @@ def moved_and_freed(config: dict[str, Any], folder: str) -> list[str]:
     expected = {"losses": losses, "weights": weights_of(engine), "masters": masters_of(engine)}
     engine.destroy()
     engine = make_engine(config, groups=two_groups)
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     found = [] if any(adam.share.numels) else ["nothing is on the accelerator"]
     losses = []
     for number, batch in enumerate(data):
@@ -191,7 +191,7 @@ def test_an_overflow_skips_the_share_too(stage: int, device: str) -> None:
 
 def chosen(config: dict[str, Any]) -> dict[str, float]:
     engine = make_engine(config)
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     found = {
         "on the accelerator": sum(adam.share.numels) if adam.share else 0,
         "all": sum(state.master.numel() for state in adam.states),

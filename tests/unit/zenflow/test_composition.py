@@ -188,7 +188,7 @@ def trained(case: Case, config: dict[str, Any], extended: bool) -> dict[str, Any
         "weights": weights_of(engine),
     }
     if extended:
-        found["updates"] = engine.optimizer.zenflow_adam.updates
+        found["updates"] = engine.optimizer.host_optimizer.updates
     engine.destroy()
     return found
 

@@ -35,7 +35,7 @@ def overlapped_with_schedule(config: dict) -> tuple[list[float], int]:
     for batch in batches(16, dist.get_rank()):
         train(engine, [batch])
         lrs.append(engine.get_lr()[0])
-    steps = engine.optimizer.zenflow_adam.updates
+    steps = engine.optimizer.host_optimizer.updates
     engine.destroy()
     return lrs, steps
 
@@ -62,7 +62,7 @@ def with_overflows(config: dict, overflowing: list[int]) -> dict[str, Any]:
         before = weights_of(engine)
         engine.step()
         same = all(torch.equal(before[name], value) for name, value in weights_of(engine).items())
-        trace.append((engine.optimizer.overflow, same, engine.optimizer.zenflow_adam.updates))
+        trace.append((engine.optimizer.overflow, same, engine.optimizer.host_optimizer.updates))
     masters = masters_of(engine)
     engine.destroy()
     return {"trace": trace, "finite": all(bool(m.isfinite().all()) for m in masters), "masters": masters}
@@ -87,7 +87,7 @@ def test_overflowed_steps_change_nothing(stage: int, zenflow: dict) -> None:
 def publish_variants(config: dict) -> dict[str, Any]:
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, batches(30, dist.get_rank()))
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     adam.drain()
     found = {
         "losses": losses,
@@ -161,7 +161,7 @@ def bound(config: dict) -> tuple[set, set, set, set]:
     engine = make_engine(config)
     train(engine, batches(3, dist.get_rank()))
     plan = engine.core_binding.plan
-    worker = psutil.Process(engine.optimizer.zenflow_adam.link.process.pid).cpu_affinity()
+    worker = psutil.Process(engine.optimizer.host_optimizer.link.process.pid).cpu_affinity()
     planned = set(plan.optimizer) if plan else before
     engine.destroy()
     return planned, set(worker), before, os.sched_getaffinity(0)

@@ -58,7 +58,7 @@ def follow(config: dict[str, Any], prediction: float, rank: int) -> tuple[list[s
         patch.object(Sample, "errors", large_errors(6, prediction, rank)),
     ):
         engine = make_engine(config)
-        schedule = engine.optimizer.zenflow_adam.rule.schedule
+        schedule = engine.optimizer.host_optimizer.rule.schedule
         for batch in batches(13, dist.get_rank()):
             train(engine, [batch])
             trips, exact = schedule.state.guard.trips, schedule.state.guard.synchronous
@@ -220,7 +220,7 @@ def with_and_without(config: dict[str, Any], steps: int) -> tuple[str, float, fl
             engine = make_engine(config)
             losses = train(engine, batches(steps, dist.get_rank()))
             found.append((losses, weights_of(engine)))
-            figures = engine.optimizer.zenflow_adam.measurements()
+            figures = engine.optimizer.host_optimizer.measurements()
             engine.destroy()
         if factor:
             trips, error = figures["zenflow_guard_trips"], figures.get("zenflow_prediction_error", math.nan)
@@ -242,7 +242,7 @@ def apart(config: dict[str, Any], steps: int) -> list[float]:
     found = []
     with probing(1, 1), patch.object(link, "library_path", lambda: None):
         engine = make_engine(config)
-        adam = engine.optimizer.zenflow_adam
+        adam = engine.optimizer.host_optimizer
         for batch in batches(steps, dist.get_rank()):
             plan = adam.rule.schedule.plan()
             train(engine, [batch])

@@ -33,7 +33,7 @@ PLENTY = 1 << 60
 @contextmanager
 def measuring(engine: Any, measured: int, slots: int | None = None) -> Iterator[None]:
     """Measurement, if there is any, finds the interval `measured`, and rank 0 has room for `slots` more."""
-    nbytes = sum(partition.ring[0].nbytes for partition in engine.optimizer.zenflow_adam.partitions)
+    nbytes = sum(partition.ring[0].nbytes for partition in engine.optimizer.host_optimizer.partitions)
     room = PLENTY if slots is None or dist.get_rank() else slots * nbytes * dist.get_world_size()
     with (
         patch.object(rule, "smallest_interval", lambda *_: measured),
@@ -46,13 +46,13 @@ def measuring(engine: Any, measured: int, slots: int | None = None) -> Iterator[
 def follow(config: dict[str, Any], measured: int, slots: int | None = None) -> dict[str, Any]:
     """Train as `measuring` says, where rank 0 has room for a ring of `slots`."""
     engine = make_engine(config)
-    in_use = engine.optimizer.zenflow_adam.rule.schedule.ring
+    in_use = engine.optimizer.host_optimizer.rule.schedule.ring
     with measuring(engine, measured, None if slots is None else slots - in_use):
         losses = train(engine, batches(BY_DEFAULT + STEPS, 0))
     found = {
         "losses": losses,
         "masters": masters_of(engine),
-        "interval": engine.optimizer.zenflow_adam.rule.schedule.interval,
+        "interval": engine.optimizer.host_optimizer.rule.schedule.interval,
     }
     engine.destroy()
     return found
@@ -126,7 +126,7 @@ def save_and_load(config: dict[str, Any], folder: str, missing: int) -> dict[str
     engine.save_checkpoint(folder, tag="t")
     engine.destroy()
     engine = make_engine(config)
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     schedule = adam.rule.schedule
     with measuring(engine, 2, schedule.ring_at(2) - schedule.ring - missing):
         engine.load_checkpoint(folder, tag="t")
@@ -150,7 +150,7 @@ def advice(config: dict[str, Any], worker: float, device: float, steps: int) -> 
     engine = make_engine(config)
     with patch.object(Metrics, "typical", lambda _: (worker, device)), heard("the optimizer process takes") as found:
         losses = train(engine, batches(steps, 0))
-    interval = engine.optimizer.zenflow_adam.rule.schedule.interval
+    interval = engine.optimizer.host_optimizer.rule.schedule.interval
     engine.destroy()
     return [text for _, text in found], interval, losses
 
@@ -193,7 +193,7 @@ def resume_of_measured(folder: str) -> dict[str, Any]:
     del config["zero_optimization"]["zenflow"]["update_interval"]
     engine = make_engine(config)
     engine.load_checkpoint(folder, tag="t")
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     moved = max((a - b).abs().max().item() for a, b in zip(before, masters_of(engine), strict=True))
     losses = train(engine, batches(STEPS, 0))
     found = {"interval": adam.rule.schedule.interval, "moved": moved, "fell": losses[-1] < losses[0]}

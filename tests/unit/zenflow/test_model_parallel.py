@@ -79,7 +79,7 @@ def train_apart(config: dict[str, Any]) -> tuple[int, list[str]]:
         engine = engine_of(config, mpu)
         for batch in batches_of(engine, STEPS):
             step(engine, batch)
-    found = engine.optimizer.zenflow_adam.rule.schedule.interval, differing(engine, mpu)
+    found = engine.optimizer.host_optimizer.rule.schedule.interval, differing(engine, mpu)
     engine.destroy()
     return found
 
@@ -105,7 +105,7 @@ def guarded_apart(config: dict[str, Any]) -> tuple[bool, list[str]]:
         engine = engine_of(config, mpu)
         for batch in batches_of(engine, 13):
             step(engine, batch)
-    found = engine.optimizer.zenflow_adam.rule.schedule.state.guard.synchronous, differing(engine, mpu)
+    found = engine.optimizer.host_optimizer.rule.schedule.state.guard.synchronous, differing(engine, mpu)
     engine.destroy()
     return found
 
@@ -126,7 +126,7 @@ def lose_a_worker(config: dict[str, Any]) -> str:
     try:
         for number, batch in enumerate(batches_of(engine, 20)):
             if number == 6 and dist.get_rank() == 1:
-                os.kill(engine.optimizer.zenflow_adam.link.process.pid, signal.SIGKILL)
+                os.kill(engine.optimizer.host_optimizer.link.process.pid, signal.SIGKILL)
             step(engine, batch)
     except WorkerError as error:
         told = str(error)
@@ -230,11 +230,11 @@ def train_pipeline(config: dict[str, Any], kills: bool) -> tuple[int | None, str
         try:
             for number in range(20):  # the death is noticed when an interval is handed over
                 if kills and number == 12 and dist.get_rank() == 1:
-                    os.kill(engine.optimizer.zenflow_adam.link.process.pid, signal.SIGKILL)
+                    os.kill(engine.optimizer.host_optimizer.link.process.pid, signal.SIGKILL)
                 engine.train_batch(data)
         except WorkerError as error:
             told = str(error)
-    found = engine.optimizer.zenflow_adam.rule.schedule.interval
+    found = engine.optimizer.host_optimizer.rule.schedule.interval
     engine.destroy()
     return found, told
 

@@ -169,7 +169,7 @@ def overflowing(config: dict[str, Any]) -> list[tuple[bool, bool, int]]:
         before = weights_of(engine)
         engine.step()
         same = not first_difference(before, weights_of(engine))
-        trace.append((bool(engine.optimizer.overflow), same, engine.optimizer.zenflow_adam.updates))
+        trace.append((bool(engine.optimizer.overflow), same, engine.optimizer.host_optimizer.updates))
     engine.destroy()
     return trace
 

@@ -259,7 +259,7 @@ def test_if_the_host_is_full_all_ranks_have_all_states_back(stage: int, rule: st
 def dead_worker() -> str:
     engine = make_engine(zenflow_config(2, update_interval=1))
     train(engine, batches(2, rank=0))
-    pid = engine.optimizer.zenflow_adam.link.process.pid
+    pid = engine.optimizer.host_optimizer.link.process.pid
     os.kill(pid, signal.SIGKILL)
     assert gone(pid)
     engine.offload_states(pin_memory=False)

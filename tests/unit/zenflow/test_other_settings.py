@@ -20,7 +20,7 @@ SELECTIVE = {"topk_ratio": 0.1, "select_block_size": 32, "full_warm_up_rounds": 
 def masters_and_hot(engine: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """p of every partition, and which of its elements are hot."""
     masters = masters_of(engine)
-    adam = getattr(engine.optimizer, "zenflow_adam", None)
+    adam = getattr(engine.optimizer, "host_optimizer", None)
     hot = [torch.zeros(master.numel(), dtype=torch.bool) for master in masters]
     rule = None if adam is None else adam.rule
     for mask, state in zip(hot, rule.states if isinstance(rule, SelectiveRule) else (), strict=False):
@@ -39,7 +39,7 @@ def save_here_load_there(here: dict, there: dict, folder: str, steps: int) -> di
     engine = make_engine(there, groups=two_groups, extended="zenflow" in there["zero_optimization"])
     engine.load_checkpoint(folder, tag="t")
     loaded = masters_of(engine)
-    adam = getattr(engine.optimizer, "zenflow_adam", None)
+    adam = getattr(engine.optimizer, "host_optimizer", None)
     updates = adam.updates if adam else steps
     losses = train(engine, batches(10, rank))
     engine.destroy()

@@ -169,7 +169,7 @@ def read_from_the_base_optimizer(config: dict, extended: bool) -> dict[str, Any]
     losses = train(engine, data[:5])
     shown = copied_state(base)
     if extended:
-        engine.optimizer.zenflow_adam.drain()
+        engine.optimizer.host_optimizer.drain()
     arrived = {"moments": copied_state(base)["moments"]}
     losses += train(engine, data[5:])
     later = copied_state(base)

@@ -57,7 +57,7 @@ def moments_and_bytes(config: dict[str, Any]) -> tuple[set[torch.dtype], float]:
     """Dtypes of the moments, and bytes of state in the arena per element."""
     engine = make_engine(config)
     train(engine, batches(2, dist.get_rank()))
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     found = {moment.dtype for partition in adam.partitions for moment in partition.moments}
     kinds = (*adam.kind.layout.kinds, *adam.kind.layout.scales)
     arrays = [array.spec for array in adam.link.arena.layout.arrays if array.spec.kind in kinds]
@@ -218,7 +218,7 @@ def written(config: dict[str, Any]) -> list[bool]:
         value = torch.rand_like(safe_get_full_optimizer_state(parameter, key).float())
         safe_set_full_optimizer_state(parameter, value, key)
         found = safe_get_full_optimizer_state(parameter, key).float()
-        if (coded := engine.optimizer.zenflow_adam.coded) is None:
+        if (coded := engine.optimizer.host_optimizer.coded) is None:
             same.append(torch.equal(found, value.bfloat16().float()))
             continue
         same.append(torch.equal(found, value))
@@ -260,7 +260,7 @@ def arena_bytes(config: dict[str, Any], folder: str) -> list[int]:
     step that follows; and of the moments in fp32."""
     engine = make_engine(config)
     train(engine, batches(3, dist.get_rank()))
-    arena = engine.optimizer.zenflow_adam.link.arena
+    arena = engine.optimizer.host_optimizer.link.arena
     between = resident_bytes(arena)
     engine.save_checkpoint(folder, tag="t")
     found = [resident_bytes(arena)]
@@ -268,7 +268,7 @@ def arena_bytes(config: dict[str, Any], folder: str) -> list[int]:
     found.append(resident_bytes(arena))
     train(engine, batches(1, dist.get_rank()))
     found.append(resident_bytes(arena))
-    shown = sum(moment.nbytes for state in engine.optimizer.zenflow_adam.states for moment in state.moments.values())
+    shown = sum(moment.nbytes for state in engine.optimizer.host_optimizer.states for moment in state.moments.values())
     engine.destroy()
     return [*(each - between for each in found), shown]
 

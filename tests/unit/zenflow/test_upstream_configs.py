@@ -90,7 +90,7 @@ def config_of(section: dict[str, Any], stage: int, ranks: int) -> dict[str, Any]
 def followed(config: dict[str, Any], **how: Any) -> dict[str, Any]:
     """Train on one batch, and note what every step did."""
     engine = make_engine(config, **how)
-    adam, batch = engine.optimizer.zenflow_adam, batches(1, dist.get_rank())[0]
+    adam, batch = engine.optimizer.host_optimizer, batches(1, dist.get_rank())[0]
     losses, exact, selections, updates = [], [], [], []
     for number in range(1, STEPS + 1):
         plan = adam.rule.schedule.plan()

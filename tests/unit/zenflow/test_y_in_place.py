@@ -39,7 +39,7 @@ def arena_bytes(config: dict[str, Any]) -> tuple[int, int, int]:
     """Bytes of the arena's touched pages after some steps, its number of arrays, and elements of the partitions."""
     engine = make_engine(config)
     train(engine, batches(4, dist.get_rank()))
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     adam.drain()
     found = resident_bytes(adam.link.arena), len(adam.link.arena.layout.arrays)
     numel = sum(partition.master.numel() for partition in adam.partitions)
@@ -69,7 +69,7 @@ def train_with_events(seed: int, config: dict[str, Any], events: Sequence[str]) 
                 with engine.optimizer.exact_weights():
                     weights_of(engine)
             if event == "wait":
-                engine.optimizer.zenflow_adam.drain()
+                engine.optimizer.host_optimizer.drain()
             if event == "offload":
                 engine.offload_states()
                 engine.reload_states()

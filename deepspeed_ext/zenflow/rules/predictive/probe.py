@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.worker.kernel.codes import decode
@@ -50,12 +50,12 @@ class Sample:
 
     partition: Partition
     newest: torch.Tensor
-    kind: HostedOptimizer
+    kind: OptimizerKind
     block_size: int
     blocks: torch.Tensor | None
     last: Any
-    slots: tuple[int, ...] = ()
-    steps: tuple[Any, ...] = ()
+    slots: tuple[int, ...] = field(default=(), init=False)
+    steps: tuple[Any, ...] = field(default=(), init=False)
     state: tuple[torch.Tensor, ...] = field(init=False)
     weights_dtype: torch.dtype = field(init=False)
 
@@ -74,7 +74,7 @@ class Sample:
         cls,
         partition: Partition,
         grad: torch.Tensor,
-        kind: HostedOptimizer,
+        kind: OptimizerKind,
         block_size: int,
         last: Any,
         most_blocks: int,

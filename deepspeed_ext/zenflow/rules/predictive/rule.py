@@ -13,7 +13,7 @@ import torch
 
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.zenflow.optimizers.interface import Estimate, HostedOptimizer
+from deepspeed_ext.zenflow.optimizers.interface import Estimate, OptimizerKind
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import LONGEST_MEASURED, PredictiveSettings
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
@@ -70,7 +70,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         partitions: Sequence[Partition],
         link: WorkerLink,
         ranks: RankGroup,
-        kind: HostedOptimizer,
+        kind: OptimizerKind,
         metrics: Metrics,
     ) -> None:
         settings = plan.rule

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.rules.blocks import BlockSet, BlocksOfRanks
-from deepspeed_ext.zenflow.step.optimizer import OffloadedAdam
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
 __all__ = ["HotExchange"]
 
@@ -25,7 +25,7 @@ class HotExchange:
         bytes_received: bytes received by this rank in the newest exchange of hot blocks.
     """
 
-    def __init__(self, adam: OffloadedAdam, all_gather: Callable[..., None]) -> None:
+    def __init__(self, adam: HostOptimizer, all_gather: Callable[..., None]) -> None:
         self._adam = adam
         self._all_gather = all_gather
         self._known: dict[int, tuple[BlockSet, BlockSet, BlocksOfRanks]] = {}

@@ -20,7 +20,7 @@ import torch
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
-from deepspeed_ext.zenflow.optimizers.interface import HostedOptimizer
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet
@@ -75,7 +75,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         partitions: Sequence[Partition],
         link: WorkerLink,
         ranks: RankGroup,
-        kind: HostedOptimizer,
+        kind: OptimizerKind,
         metrics: Metrics,
     ) -> None:
         settings = plan.rule

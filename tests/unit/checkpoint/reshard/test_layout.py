@@ -12,10 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ext.checkpoint import keys
+from deepspeed_ext.adapter.saved_checkpoint import Keys, SavedPartitions
 from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement, plan_copies
 from deepspeed_ext.checkpoint.reshard.load import load_frozen
-from deepspeed_ext.checkpoint.reshard.saved import SavedPartitions
 from deepspeed_ext.errors import CheckpointError
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -158,9 +157,9 @@ def test_each_flat_tensor_belongs_to_the_group_that_lists_it(groups: list[list[i
         "param_groups": [{"params": params} for params in groups],
     }
     state = {
-        keys.ZERO_STAGE: 3,
-        keys.FP32_FLAT_GROUPS: [torch.zeros(2) for _ in range(3)],
-        keys.OPTIMIZER_STATE_DICT: base,
+        Keys.ZERO_STAGE: 3,
+        Keys.FP32_FLAT_GROUPS: [torch.zeros(2) for _ in range(3)],
+        Keys.OPTIMIZER_STATE_DICT: base,
     }
     saved = SavedPartitions(state, "file")
     assert saved.group_of_flats == expected

@@ -73,7 +73,7 @@ def resume(config: dict[str, Any], folder: str) -> tuple[int, int]:
     engine = make_engine(config, model=Wide)
     engine.backward(engine(torch.randn(2, WIDTH).bfloat16()))  # then gradients and the arena are there
     engine.step()
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     adam.link.wait_together()
     for tensor in (tensor for partition in adam.partitions for tensor in partition.state):
         tensor.sum()  # only what this process has read or written counts as its memory

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.checkpoint.reshard.saved import SavedCheckpoint
+from deepspeed_ext.adapter.saved_checkpoint import SavedCheckpoint
 from deepspeed_ext.errors import CheckpointError
 from tests.support.models import two_groups
 from tests.support.ranks import run_ranks

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.optimizers.adam import HostedAdam, require_adam
+from deepspeed_ext.zenflow.optimizers.adam import AdamKind, require_adam
 
 
 @pytest.mark.parametrize(("kind", "decoupled"), [(torch.optim.Adam, False), (torch.optim.AdamW, True)])
@@ -22,5 +22,5 @@ def test_weight_decay_is_that_of_torchs_class(kind: Any, decoupled: bool, says_s
 
 @pytest.mark.parametrize(("given", "grad_scale"), [({}, 0.5), ({"maximize": False}, 0.5), ({"maximize": True}, -0.5)])
 def test_a_group_that_is_maximized_steps_up_its_gradient(given: dict[str, bool], grad_scale: float) -> None:
-    hosted = HostedAdam(torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.zeros(1))], **given}], lr=1e-3))
+    hosted = AdamKind(torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.zeros(1))], **given}], lr=1e-3))
     assert hosted.step(0, 1, 0.5).grad_scale == grad_scale

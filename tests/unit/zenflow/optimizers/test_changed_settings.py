@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.optimizers.adam import HostedAdam
+from deepspeed_ext.zenflow.optimizers.adam import AdamKind
 from tests.support.linear import LinearNet, Plain, drawn_loss
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import full_masters_of, make_engine, zenflow_config
@@ -86,7 +86,7 @@ def test_what_the_worker_cannot_step_with_is_refused_by_name_and_the_step_is_sti
 
 def test_what_predicts_nothing_takes_any_beta2() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], betas=(0.9, 0.0))
-    kind = HostedAdam(optimizer)
+    kind = AdamKind(optimizer)
     kind.require_steppable(predicts=False)
     with pytest.raises(ConfigError, match="beta2"):
         kind.require_steppable(predicts=True)

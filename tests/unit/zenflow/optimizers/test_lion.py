@@ -9,8 +9,8 @@ from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.kernels import lion as kernels
-from deepspeed_ext.zenflow.optimizers.choose import hosted
-from deepspeed_ext.zenflow.optimizers.lion import HostedLion
+from deepspeed_ext.zenflow.optimizers.choose import kind_of
+from deepspeed_ext.zenflow.optimizers.lion import LionKind
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
 from deepspeed_ext.zenflow.worker.kernel import LionStep
@@ -19,12 +19,12 @@ from tests.support.same import assert_same
 STEP = LionStep(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, step=3, grad_scale=0.5)
 
 
-def lion(**settings: float) -> HostedLion:
+def lion(**settings: float) -> LionKind:
     made = DeepSpeedCPULion.__new__(DeepSpeedCPULion)  # without its operator, which takes a while to compile
     defaults = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, **settings}
     torch.optim.Optimizer.__init__(made, [torch.nn.Parameter(torch.zeros(1))], defaults)
-    found = hosted(made, ZenFlowConfig())
-    assert isinstance(found, HostedLion)
+    found = kind_of(made, ZenFlowConfig())
+    assert isinstance(found, LionKind)
     return found
 
 
@@ -79,14 +79,14 @@ def test_what_steps_on_the_accelerator_is_lion() -> None:
 
 def test_hyperparameters_are_read_at_each_step() -> None:
     kind = lion(weight_decay=0.2)
-    kind._optimizer.param_groups[0]["lr"] = 0.5
+    kind.optimizer.param_groups[0]["lr"] = 0.5
     assert kind.step(0, 7, 0.25) == LionStep(0.5, 0.9, 0.99, 0.2, 7, 0.25)
     assert kind.step_value(7) == 7
 
 
 def test_the_selective_rule_is_refused() -> None:
     with pytest.raises(ConfigError, match="steps its blocks as Adam does"):
-        hosted(lion()._optimizer, ZenFlowConfig(topk_ratio=0.1))
+        kind_of(lion().optimizer, ZenFlowConfig(topk_ratio=0.1))
 
 
 @pytest.mark.parametrize(("n", "block"), [(1000, 32), (777, 24), (5000, 256)])

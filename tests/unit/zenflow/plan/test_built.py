@@ -41,7 +41,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
     """This rank's plan, and how what was built differs from it."""
     with patch.object(chunks, "CHUNK_NUMEL", 512):
         engine = make_engine(config, groups=two_groups)
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     plan, arena, transfers = adam.decided, adam.link.arena, adam.link.transfers
     said: list[tuple[str, Any, Any]] = [
         ("arena", plan.layout, arena.layout),

@@ -126,7 +126,7 @@ def happens(event: str, rule: Any, ring: Ring) -> Ring:
 
 
 def begin(rule: Any, ring: Ring, was_exposed: bool) -> Any:
-    """`OffloadedAdam.begin_step`; returns the plan."""
+    """`HostOptimizer.begin_step`; returns the plan."""
     if was_exposed and rule.resumes():
         ring.publish_again(rule.schedule.handed_over)
     if rule.schedule.plan().waits_first:
@@ -147,7 +147,8 @@ def read_first(rule: Any, ring: Ring, plan: Any) -> bool:
 
 
 def walk(rule: Any, random: Random, steps: int, arrival: Arrival) -> int:
-    """Train, in the order of `OffloadedAdam`. Returns how often y was read before the step's gradient took its slot."""
+    """Train, in the order of `HostOptimizer`. Returns how often y was read before the step's
+    gradient took its slot."""
     ring, replaced = Ring(), 0
     for _ in range(steps):
         event = random.choice(EVENTS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.adapter import zenflow_stepping
+from deepspeed_ext.adapter import zenflow_parts
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime import ranks as ranks_module
 from deepspeed_ext.runtime.ranks import RankGroup, open_communicators
@@ -60,10 +60,10 @@ def test_copies_still_begin_before_the_weights_are_gathered_at_stage_2() -> None
 
 def order_of_a_start(config: dict[str, Any]) -> list[str]:
     found: list[str] = []
-    opened = noting(found, "communicators", zenflow_stepping.open_communicators)
+    opened = noting(found, "communicators", zenflow_parts.open_communicators)
     sized = noting(found, "sizes", allocation.free_accelerator_bytes)
     with (
-        patch.object(zenflow_stepping, "open_communicators", opened),
+        patch.object(zenflow_parts, "open_communicators", opened),
         patch.object(allocation, "free_accelerator_bytes", sized),
     ):
         make_engine(config).destroy()

@@ -204,7 +204,7 @@ def engines_together(config: dict[str, Any], other: dict[str, Any]) -> list[str]
         alone.append((train(engine, data), weights_of(engine)))
         engine.destroy()
     engines = [make_engine(each, groups=two_groups) for each in (config, other)]
-    workers = {engine.optimizer.zenflow_adam.link.process.pid for engine in engines}
+    workers = {engine.optimizer.host_optimizer.link.process.pid for engine in engines}
     losses: list[list[float]] = [[], []]
     for batch in data:
         for engine, mine in zip(engines, losses, strict=True):

@@ -44,7 +44,7 @@ def trained(config: dict[str, Any], between: Callable[[Any], None] | None, whole
     accumulation = config["gradient_accumulation_steps"]
     with small_chunks(whole=whole):
         engine = make_engine(config, groups=two_groups)
-        adam, losses = engine.optimizer.zenflow_adam, []
+        adam, losses = engine.optimizer.host_optimizer, []
         assert adam.link.transfers.handed_over is (Place.HOST if whole else Place.IN_TRANSIT)
         for batch in batches(7 * accumulation, dist.get_rank()):
             losses += train(engine, [batch])
@@ -65,7 +65,7 @@ def away_and_back(engine: Any) -> None:
 
 
 def exposed(engine: Any) -> None:
-    engine.optimizer.zenflow_adam.expose()
+    engine.optimizer.host_optimizer.expose()
 
 
 def away_and_exposed(engine: Any) -> None:
@@ -74,7 +74,7 @@ def away_and_exposed(engine: Any) -> None:
 
 
 def drained(engine: Any) -> None:
-    engine.optimizer.zenflow_adam.drain()
+    engine.optimizer.host_optimizer.drain()
 
 
 @pytest.mark.parametrize("between", [None, away_and_back, exposed, away_and_exposed, drained])
@@ -153,7 +153,7 @@ def measured(config: dict[str, Any], interval: int, away: bool) -> tuple[dict[st
     gradients in the end."""
     with small_chunks(), patch.object(rule, "smallest_interval", lambda *_: interval):
         engine = make_engine(config, groups=two_groups)
-        adam, losses, in_chunks = engine.optimizer.zenflow_adam, [], []
+        adam, losses, in_chunks = engine.optimizer.host_optimizer, [], []
         for batch in batches(2 * MEASURED_STEPS + 6, dist.get_rank()):
             in_chunks.append(adam.link.transfers.handed_over is Place.IN_TRANSIT)
             losses += train(engine, [batch])
@@ -171,7 +171,7 @@ def given(config: dict[str, Any]) -> dict[str, Any]:
     with small_chunks(whole=True):
         engine = make_engine(config, groups=two_groups)
         losses = train(engine, batches(2 * MEASURED_STEPS + 6, dist.get_rank()))
-        engine.optimizer.zenflow_adam.drain()
+        engine.optimizer.host_optimizer.drain()
         found = {"losses": losses, "weights": weights_of(engine), "masters": full_masters_of(engine)}
         engine.destroy()
     return found

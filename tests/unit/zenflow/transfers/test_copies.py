@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepspeed_ext
 from deepspeed_ext.adapter.upstream import gather_stream
-from deepspeed_ext.adapter.zenflow_stage_3 import ZenFlowZeroOptimizerStage3
+from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.runtime.stopwatch import stopwatch
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
@@ -255,7 +255,7 @@ def last_events(config: dict[str, Any], steps: int) -> list[tuple[str, int]]:
             (Estimator, "predict", "write"),
             (Estimator, "move", "write"),
             (BlockSet, "put", "write"),
-            (ZenFlowZeroOptimizerStage3, "_order_gathers", "wait"),
+            (SubGroupPartitions, "order_gathers", "wait"),
         ):
             stack.enter_context(patch.object(owner, method, noting(name, getattr(owner, method))))
         engine = make_engine(config)
@@ -288,7 +288,7 @@ def read_as_gathers_do(config: dict[str, Any], steps: int) -> int:
     def read() -> None:
         nonlocal reads
         with accelerator.stream(side):
-            reads += len([partition.weights().clone() for partition in engine.optimizer.zenflow_adam.partitions])
+            reads += len([partition.weights().clone() for partition in engine.optimizer.host_optimizer.partitions])
         accelerator.current_stream().wait_stream(side)
 
     for batch in [batch.to(accelerator.current_device_name()) for batch in batches(steps, dist.get_rank())]:

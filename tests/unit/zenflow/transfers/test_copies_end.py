@@ -41,13 +41,13 @@ def left_alone(config: dict[str, Any], how: str) -> dict[str, Any]:
     train(engine, batches(3, dist.get_rank()))
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1, device=get_accelerator().current_device_name()))  # only the stream waits
-    locks = engine.optimizer.zenflow_adam.link.page_locks
+    locks = engine.optimizer.host_optimizer.link.page_locks
     begin, locked = time.monotonic(), list(locks._locked.values())
     if how == "exit":
         weakref.finalize._exitfunc()  # type: ignore[attr-defined]
     else:
         with patch.object(transfers_module, "_CLOSE_SECONDS", 0.5):
-            engine.optimizer.zenflow_adam.close()
+            engine.optimizer.host_optimizer.close()
     return {
         "seconds": time.monotonic() - begin,
         "locked before": len(locked),
@@ -95,7 +95,7 @@ def test_a_room_is_free_once_its_results_have_arrived_also_if_nothing_is_locked(
 
 def touched_before_locked(config: dict[str, Any]) -> list[str]:
     engine = make_engine(config)
-    link, order = engine.optimizer.zenflow_adam.link, list[str]()
+    link, order = engine.optimizer.host_optimizer.link, list[str]()
     wait_for, submit = OptimizerProcess.wait_for, OptimizerProcess.submit
 
     def submitted(process: OptimizerProcess, tasks: Any) -> int:
@@ -132,7 +132,7 @@ def behind_a_busy_worker(config: dict[str, Any], millions: int) -> tuple[str, fl
     engine = make_engine(config, model=partial(Linears, millions))
     rows = on_device(torch.randn(1, 1024).bfloat16())
     train(engine, [rows] * 2)
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     if dist.get_rank() == 0:
         publish = PartitionPass(0, (), (), Publish.exact(1.0, 1e-8), again=0)
         for _ in range(10_000):

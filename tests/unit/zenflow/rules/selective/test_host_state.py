@@ -18,7 +18,7 @@ def locked_beside_the_arena(config: dict[str, Any], steps: list[int]) -> list[li
     """After so many steps each: for each partition the bytes of locked memory, the planned ones, whether all of the
     state lies there; and what is locked in the end."""
     engine = make_engine(config)
-    adam = engine.optimizer.zenflow_adam
+    adam = engine.optimizer.host_optimizer
     locks, settings = adam.link.page_locks, adam.rule._settings
     assert isinstance(settings, SelectiveSettings)
     found = []

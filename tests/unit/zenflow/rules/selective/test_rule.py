@@ -11,7 +11,7 @@ from deepspeed import comm as dist
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.facts import Caller
-from deepspeed_ext.zenflow.start import ZenFlowStart, start_adam
+from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import run_ranks
@@ -98,7 +98,7 @@ def compare_with_simulation(numel: int, interval: int, lag: int, every: int, ste
     )
     optimizer = torch.optim.AdamW([torch.nn.Parameter(start)], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     ranks = RankGroup.of(None, weights.device)
-    adam = start_adam(
+    adam = start_optimizer(
         ZenFlowStart(ZenFlowRun.of(settings), ranks, None, ExitStack()),
         optimizer,
         [0],
@@ -163,8 +163,8 @@ def weights_and_traffic(config: dict, steps: int) -> dict[str, Any]:
         exchange = getattr(optimizer, "hot_exchange", None)
         trace.append((changed, exchange.bytes_received if exchange else 0))
         before = after
-    hot = [len(state.hot.blocks) for state in optimizer.zenflow_adam.rule.states]
-    blocks = [partition.per_block.numel() for partition in optimizer.zenflow_adam.partitions]
+    hot = [len(state.hot.blocks) for state in optimizer.host_optimizer.rule.states]
+    blocks = [partition.per_block.numel() for partition in optimizer.host_optimizer.partitions]
     masters = full_masters_of(engine)
     engine.destroy()
     return {"weights": before, "trace": trace, "hot": hot, "blocks": blocks, "masters": masters}

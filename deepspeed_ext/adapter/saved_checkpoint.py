@@ -1,6 +1,7 @@
 """Reads parts of a checkpoint that any number of ranks saved at any ZeRO stage, with or without ZenFlow.
 
-Files are memory-mapped: only the elements that are copied are read from disk, and they do not stay in memory.
+Only this module names the files of DeepSpeed's checkpoints and their keys. Files are memory-mapped: only
+the elements that are copied are read from disk, and they do not stay in memory.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.checkpoint import keys
 from deepspeed_ext.checkpoint.file import reading, save_id_of
+from deepspeed_ext.checkpoint.reshard.ends import MASTER
 from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement
 from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
 from deepspeed_ext.checkpoint.sums import SMALL_BYTES, require_sound
@@ -22,14 +23,35 @@ from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.cpulist import format_cpulist
 
-__all__ = ["MASTER", "SavedCheckpoint", "SavedPartitions", "holds_partitions"]
+__all__ = ["ZERO_STAGE_WEIGHTS", "Keys", "SavedCheckpoint", "SavedPartitions", "holds_partitions"]
 
-MASTER = "fp32"
-"""The name of p among the tensors of a partition; the others have the names of the optimizer's state."""
+
+class Keys:
+    """Keys of DeepSpeed's checkpoint files. A test compares them with
+    ``deepspeed.checkpoint.constants``."""
+
+    BASE_OPTIMIZER_STATE = "base_optimizer_state"
+    BASE_OPTIMIZER_STATE_STEP = "base_optimizer_state_step"
+    CLIP_GRAD = "clip_grad"
+    DS_VERSION = "ds_version"
+    FP32_FLAT_GROUPS = "fp32_flat_groups"
+    FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
+    FROZEN_PARAM_SHAPES = "frozen_param_shapes"
+    GROUP_PADDINGS = "group_paddings"
+    LOSS_SCALER = "loss_scaler"
+    OPTIMIZER_STATE_DICT = "optimizer_state_dict"
+    PARAM_ALIGNMENT_PADDINGS = "param_alignment_paddings"
+    PARAM_SHAPES = "param_shapes"
+    PARTITION_COUNT = "partition_count"
+    SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
+    ZERO_STAGE = "zero_stage"
+
+
 _OPTIMIZER_FILE = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _PARTITIONED_MODEL = "zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 _WHOLE_MODEL = "mp_rank_00_model_states.pt"
-_WEIGHTS_STAGE = 3
+ZERO_STAGE_WEIGHTS = 3
+_SCALER = (Keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", Keys.CLIP_GRAD)
 
 
 def holds_partitions(folder: str) -> bool:
@@ -78,6 +100,11 @@ class SavedPartitions:
         if self._saved is not None and self._saved.position:
             for scalars, count in zip(self.scalars, self._saved.counts, strict=True):
                 scalars["step"] = count  # `read` applies the collected gradients
+
+    @property
+    def scaler(self) -> dict[str, Any]:
+        """State of the loss scale, under DeepSpeed's keys."""
+        return {key: self.state[key] for key in _SCALER if key in self.state}
 
     def _read_saved_state(self) -> SavedState | None:
         if STATE_KEY not in self.state:
@@ -140,7 +167,7 @@ class SavedCheckpoint:
     def ranks(self) -> int:
         """The number of ranks that saved it; if no file states it, the number of ranks with a file here."""
         try:
-            counts = self.partitions(min(self._files)).state[keys.PARTITION_COUNT]
+            counts = self.partitions(min(self._files)).state[Keys.PARTITION_COUNT]
         except (CheckpointError, KeyError):
             return len(self._files)
         return counts if isinstance(counts, int) else max(counts)
@@ -149,7 +176,7 @@ class SavedCheckpoint:
     def has_whole_weights(self) -> bool:
         """Whether one file holds all weights, as at stages 1 and 2."""
         try:
-            return self.stage != _WEIGHTS_STAGE
+            return self.stage != ZERO_STAGE_WEIGHTS
         except (CheckpointError, KeyError):
             return not os.path.exists(os.path.join(self.folder, _PARTITIONED_MODEL.format(rank=0)))
 
@@ -194,7 +221,7 @@ class SavedCheckpoint:
                     f"{format_cpulist(self._files)}: load another checkpoint by its tag"
                 )
             content = self._open(self._files[rank])
-            if not isinstance(state := content.get(keys.OPTIMIZER_STATE_DICT), Mapping):
+            if not isinstance(state := content.get(Keys.OPTIMIZER_STATE_DICT), Mapping):
                 raise CheckpointError(f"{self._files[rank]} holds no state of an optimizer: load another checkpoint")
             self._opened[rank] = SavedPartitions(state, self._files[rank])
         return self._opened[rank]
@@ -247,7 +274,7 @@ class SavedCheckpoint:
     @cached_property
     def stage(self) -> int:
         """The ZeRO stage that saved it."""
-        return int(self.partitions(min(self._files)).state[keys.ZERO_STAGE])
+        return int(self.partitions(min(self._files)).state[Keys.ZERO_STAGE])
 
     @property
     def has_zenflow_state(self) -> bool:
@@ -273,12 +300,12 @@ class SavedCheckpoint:
             )
         groups = [
             {name: torch.Size(shape).numel() for name, shape in group.items()}
-            for group in self.model().get(keys.PARAM_SHAPES) or ()
+            for group in self.model().get(Keys.PARAM_SHAPES) or ()
         ]
-        if self.stage == _WEIGHTS_STAGE:
+        if self.stage == ZERO_STAGE_WEIGHTS:
             return Layout.of_sub_groups(groups, self.ranks)
-        paddings = first.state.get(keys.PARAM_ALIGNMENT_PADDINGS) or [[0] * len(group) for group in groups]
-        behind = first.state[keys.GROUP_PADDINGS]
+        paddings = first.state.get(Keys.PARAM_ALIGNMENT_PADDINGS) or [[0] * len(group) for group in groups]
+        behind = first.state[Keys.GROUP_PADDINGS]
         parts = [tensors[MASTER].numel() + more for tensors, more in zip(first.tensors, behind, strict=True)]
         return Layout.of_groups(groups, paddings, parts, self.ranks)
 
@@ -287,13 +314,13 @@ class SavedCheckpoint:
         if self.has_whole_weights:
             whole = self.model()["module"].get(name)
             return None if whole is None else Placement.of_one(whole.numel(), 1)
-        shape = (self.model().get(keys.FROZEN_PARAM_SHAPES) or {}).get(name)
+        shape = (self.model().get(Keys.FROZEN_PARAM_SHAPES) or {}).get(name)
         return None if shape is None else Placement.of_one(torch.Size(shape).numel(), self.ranks)
 
     def frozen_part(self, name: str, rank: int) -> torch.Tensor:
         """The part of it that `rank` saved, 1-D."""
         content = self.sound_model(rank)
-        return content["module" if self.has_whole_weights else keys.FROZEN_PARAM_FRAGMENTS][name].reshape(-1)
+        return content["module" if self.has_whole_weights else Keys.FROZEN_PARAM_FRAGMENTS][name].reshape(-1)
 
 
 def _first(files: Mapping[int, str]) -> str:
@@ -302,19 +329,21 @@ def _first(files: Mapping[int, str]) -> str:
 
 
 def _masters(state: Mapping[str, Any]) -> list[torch.Tensor]:
-    key = keys.FP32_FLAT_GROUPS if state[keys.ZERO_STAGE] == _WEIGHTS_STAGE else keys.SINGLE_PARTITION_OF_FP32_GROUPS
+    key = (
+        Keys.FP32_FLAT_GROUPS if state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS else Keys.SINGLE_PARTITION_OF_FP32_GROUPS
+    )
     return [master.detach().view(-1) for master in state[key]]
 
 
 def _base_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state dict of the optimizer that DeepSpeed wraps."""
-    if state[keys.ZERO_STAGE] == _WEIGHTS_STAGE:
-        return state[keys.OPTIMIZER_STATE_DICT]
-    base = state[keys.BASE_OPTIMIZER_STATE]
+    if state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS:
+        return state[Keys.OPTIMIZER_STATE_DICT]
+    base = state[Keys.BASE_OPTIMIZER_STATE]
     if isinstance(base, Mapping):
         return base
     # zero_optimization.elastic_checkpoint: a list of states without padding, and no hyperparameters
-    shared = {"step": state[keys.BASE_OPTIMIZER_STATE_STEP]} if keys.BASE_OPTIMIZER_STATE_STEP in state else {}
+    shared = {"step": state[Keys.BASE_OPTIMIZER_STATE_STEP]} if Keys.BASE_OPTIMIZER_STATE_STEP in state else {}
     return {"state": {index: {**shared, **each} for index, each in enumerate(base)}}
 
 

@@ -1,0 +1,286 @@
+"""Owns the ways to an optimizer's state from outside: what is saved and loaded, and a model's exact
+weights.
+
+`ExactWeights` swaps p, rounded to the nearest value, in for predicted weights. What saves the model
+alone does so inside of it: DeepSpeed's ``save_16bit_model`` and its consolidation at stage 3, which
+our engine overrides, and accelerate, so the Hugging Face Trainer. At stages 1 and 2 accelerate
+takes the state dict of the bare module on every rank and copies it, which no override sees;
+`wrap_accelerate` wraps that method.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from deepspeed_ext.adapter.step import AutocastScale
+from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
+from deepspeed_ext.checkpoint import zenflow_state as checkpoint
+from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
+from deepspeed_ext.errors import CheckpointError, PlanMismatchError, WorkerError
+from deepspeed_ext.runtime import memory
+from deepspeed_ext.runtime.backend import dist, get_accelerator
+from deepspeed_ext.runtime.ranks import (
+    RankGroup,
+    agreed,
+    communicating_on_host,
+    require_same_plan,
+    together,
+)
+from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
+from deepspeed_ext.zenflow.plan.places import Place
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.shown_state import ShownTensor, plain
+
+__all__ = ["EVALUATES_PREDICTED", "ExactWeights", "ReachedState", "wrap_accelerate"]
+
+EVALUATES_PREDICTED = (
+    "evaluation uses the weights that training uses, which anticipate the update in flight; models "
+    "that are saved hold the exact ones. To evaluate those: with engine.optimizer.exact_weights(): ..."
+)
+_ROOM = 2
+"""A copy stays on the accelerator if so many times its size are free there."""
+
+
+class ExactWeights:
+    """The weights of one ZeRO optimizer as p, rounded. Each rank puts its partitions aside
+    meanwhile.
+
+    Args:
+        weights: returns a partition's weights, 1-D [n], in the model's dtype.
+        drain: waits on all ranks until p is final.
+        spread: copies the tensors that it gets, if any, to this rank's partitions, and lets all
+            ranks have them.
+    """
+
+    def __init__(
+        self,
+        host: HostOptimizer,
+        weights: Callable[[int], torch.Tensor],
+        drain: Callable[[], None],
+        spread: Callable[[Sequence[torch.Tensor] | None], None],
+    ) -> None:
+        self._host = host
+        self._weights = weights
+        self._drain = drain
+        self._spread = spread
+        self._is_inside = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Context in which the model has p, rounded to its dtype. A collective; do not step inside.
+        May be nested.
+
+        Raises:
+            WorkerError: on every rank, if any rank's optimizer process has failed.
+        """
+        if self._is_inside:
+            yield
+            return
+        self._drain()
+        predicted = [self._aside(self._weights(index)) for index in range(len(self._host.states))]
+        self._is_inside = True
+        try:
+            self._round()
+            self._spread(None)
+            yield
+        finally:
+            self._is_inside = False
+            self._spread(predicted)
+
+    def _aside(self, weights: torch.Tensor) -> torch.Tensor:
+        """A copy: on the host, if the accelerator is to hold no other tensor of its size, or is
+        nearly full."""
+        on_host = self._host.decided.places.gradient is Place.HOST
+        if not on_host and not get_accelerator().is_synchronized_device():
+            on_host = memory.free_accelerator_bytes() < _ROOM * weights.nbytes
+        return weights.to("cpu", copy=True) if on_host else weights.clone()
+
+    def _round(self) -> None:
+        for index, state in enumerate(self._host.states):
+            # a copy that converts needs memory for its result
+            parts = self._weights(index).split(CONVERTED_NUMEL)
+            for part, p in zip(parts, state.master.detach().split(CONVERTED_NUMEL), strict=True):
+                part.copy_(p)
+
+
+_wrapped: set[type] = set()
+
+
+def wrap_accelerate(engine: type[Any]) -> None:
+    """Let ``accelerate.Accelerator.get_state_dict`` work inside of ``exporting()`` of engines of
+    this class, if accelerate has been imported. The method is replaced for good, and treats all
+    other models as before. Idempotent."""
+    accelerator = vars(sys.modules.get("accelerate", sys)).get("Accelerator")
+    if accelerator is None or accelerator in _wrapped:
+        return
+    _wrapped.add(accelerator)
+    theirs = accelerator.get_state_dict
+
+    @functools.wraps(theirs)
+    def exact_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(model, engine):
+            return theirs(self, model, *args, **kwargs)
+        with model.exporting():
+            return theirs(self, model, *args, **kwargs)
+
+    accelerator.get_state_dict = exact_state_dict
+
+
+_ANOTHER = "load another checkpoint by its tag"
+_AUTOCAST_SCALE = "deepspeed_ext_autocast_scale"
+"""Key of the loss scale of ``torch_autocast`` in an optimizer's state dict."""
+
+
+class ReachedState:
+    """The state of one optimizer, for saves, loads and exports. Users reach it between these by
+    `HostOptimizer.shown`.
+
+    Args:
+        ranks: the data-parallel ranks.
+        scale: the loss scale of ``torch_autocast``, which DeepSpeed does not save; None: there is
+            none.
+
+    Attributes:
+        exact_weights: context in which the model has p, rounded to its dtype, in place of predicted
+            weights; see `ExactWeights`.
+    """
+
+    def __init__(
+        self,
+        host: HostOptimizer,
+        partitions: ZeroPartitions,
+        ranks: RankGroup,
+        scale: AutocastScale | None,
+    ) -> None:
+        self._host = host
+        self._partitions = partitions
+        self._ranks = ranks
+        self._scale = scale
+        self._copies = True
+        drain = partial(self.drain_together, shows_moments=False)
+        self.exact_weights = ExactWeights(host, partitions.weights, drain, partitions.spread)
+
+    @cached_property
+    def host_ranks(self) -> RankGroup:
+        """The data-parallel ranks, for tensors on the host. The first use is a collective."""
+        return communicating_on_host(self._ranks.group)
+
+    def drain_together(self, *, shows_moments: bool = True) -> None:
+        """Call `HostOptimizer.drain` on all ranks; raise on all if any rank's worker has failed. A
+        collective."""
+        self._host.link.wait_together()
+        with together(self._host.ranks, WorkerError):
+            self._host.drain(shows_moments=shows_moments)
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def saved(self, theirs: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state dict that `theirs`, DeepSpeed's method, returns, with p, m, v in their usual
+        places, plus ZenFlow's state."""
+        self._host.drain(shows_moments=self._copies)
+        scale = {} if self._scale is None else {_AUTOCAST_SCALE: self._scale.state_dict()}
+        with self._host.shown.quiet():
+            state = tree_map_only(ShownTensor, plain, theirs())
+        ours = checkpoint.state_of(self._host, self._partitions.saved_weights, copied=self._copies)
+        return {**state, checkpoint.STATE_KEY: ours, **scale}
+
+    @contextmanager
+    def uncopied(self) -> Iterator[None]:
+        """Context in which ZenFlow's part of `saved` is not copied, as p, m and v never are: it is
+        valid until the next step or load."""
+        self._copies = False
+        try:
+            yield
+        finally:
+            self._copies = True
+
+    # -- loading -----------------------------------------------------------------------------------
+
+    def load(
+        self,
+        theirs: Callable[[], None],
+        states: Any,
+        *,
+        loads_optimizer: bool,
+        folder: str | None,
+    ) -> None:
+        """Load a checkpoint. A collective.
+
+        Args:
+            theirs: DeepSpeed's method.
+            states: the state dicts of all ranks.
+            folder: of a universal checkpoint; None: it is another one.
+        """
+        host, exact = self._host, False
+        self.drain_together()
+        with together(host.ranks, CheckpointError):
+            saved = None if folder else self._read(states)
+        _require_same_position(saved, host.ranks)
+        with host.shown.quiet():
+            theirs()
+        with together(host.ranks, CheckpointError):
+            if loads_optimizer:
+                checkpoint.adopt_optimizer_state(host, self._partitions.clear_padding)
+                exact = checkpoint.restore(host, saved, f"rank {dist.get_rank()}")
+                weights = saved.weights if exact and saved is not None else None
+                self._partitions.loaded(weights or [state.master.detach() for state in host.states])
+            else:
+                host.masters_changed()
+            if self._scale is not None and not folder:
+                state = states[self._ranks.rank] or {}
+                self._scale.load_state_dict(state.get(_AUTOCAST_SCALE, self._scale.state_dict()))
+        if loads_optimizer and not exact:
+            with host.shown.quiet():
+                self._partitions.exchange_loaded()
+
+    def take_from_weights(self, theirs: Callable[[], None]) -> None:
+        """Let `theirs` set p to the weights, and start over from it. A collective."""
+        self.drain_together()
+        with self._host.shown.quiet():
+            theirs()
+        self._host.masters_changed()
+
+    def _read(self, states: Any) -> SavedState | None:
+        """Return this rank's saved ZenFlow state, checked; None if the checkpoint has none."""
+        if states is None or isinstance(states, (str, bytes)):
+            return None
+        state = states[self._ranks.rank]
+        if not isinstance(state, Mapping):
+            told = f"the optimizer's state is a {type(state).__name__}, expected a dict"
+            raise CheckpointError(f"{told}: {_ANOTHER}")
+        if checkpoint.STATE_KEY not in state:
+            return None
+        numels = [state.master.numel() for state in self._host.states]
+        saved, here = read_saved_state(state[checkpoint.STATE_KEY], numels), self._host.kind.layout
+        if saved.optimizer != here.name:
+            raise CheckpointError(
+                f"the checkpoint's state is that of {saved.optimizer.capitalize()}, this run's "
+                f"optimizer is {here.name.capitalize()}: resume with the optimizer that wrote it, "
+                "or load only the weights"
+            )
+        if saved.weights is None and self._partitions.saved_weights is not None:
+            without = "the saved ZenFlow state has no weights, which stage 3 needs"
+            raise CheckpointError(f"{without}: {_ANOTHER}")
+        return saved
+
+
+def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:
+    """Refuse, on every rank, saved states of different runs or steps: the ranks would diverge
+    later."""
+    position: Any = None
+    if saved is not None:
+        counts = saved.updates, saved.position, dict(saved.schedule)
+        position = (saved.rule, saved.block_size, *counts)
+    try:
+        require_same_plan("continuing from the checkpoint", position, ranks)
+    except PlanMismatchError as error:
+        said = f"the ranks' saved ZenFlow states do not match: {error}"
+        raise agreed(CheckpointError(said), ranks) from None

@@ -1,0 +1,345 @@
+"""ZeRO stage 3 with the optimizer in a separate process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
+from deepspeed_ext.adapter.upstream import (
+    DeepSpeedZeroOptimizerStage3,
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+    Swap,
+    host_offload_config,
+    pins_offload_buffers,
+    swapped,
+)
+from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
+from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
+from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.flatten.direct_buffers import NoMasters
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.ranks import together
+from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.start import ZenFlowStart
+
+__all__ = ["ZenFlowZeroOptimizerStage3"]
+
+_PAGE_LOCKED = ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers")
+"""DeepSpeed's page-locked copies. Once they exist, it reloads from them even what was offloaded
+without them."""
+
+
+class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
+    """DeepSpeed's stage 3 optimizer, which forwards steps and state to `ZenFlowParts`. A partition
+    is a sub-group; otherwise like stages 1 and 2.
+
+    Attributes:
+        host_optimizer, exact_weights: see `ZenFlowParts` and `ReachedState`.
+    """
+
+    fp32_partitioned_groups_flat: list[Any]
+    grad_partitions_flat_buffer: torch.Tensor
+    inf_or_nan_tracker: torch.Tensor
+    zenflow_parts: ZenFlowParts
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        init_optimizer: Any,
+        *args: Any,
+        start: ZenFlowStart,
+        **kwargs: Any,
+    ) -> None:
+        self._start = start
+        self._partitions = SubGroupPartitions(self)
+        self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
+        kwargs["offload_optimizer_config"] = host_offload_config()
+        kwargs["offload_ratio"] = 1.0  # DeepSpeed would divide by whole sub-groups
+        if kwargs["gradient_accumulation_steps"] > 1:
+            kwargs["gradient_accumulation_dtype"] = torch.float32
+        super().__init__(module, init_optimizer, *args, **kwargs)
+        if self.host_optimizer.decided.arrival is Arrival.IN_BACKWARD:
+            self.zenflow_parts.driver.gradients = HostGradients(
+                self._partitions.places(),
+                self.host_optimizer.coming_slot,
+                self.grad_partitions_flat_buffer if self._sums_apart else None,
+                self._constant_buffered_norm2 if self.offload_param else gradient_norm,
+            )
+            self.reset_cpu_buffers()
+
+    def _create_fp32_partitions(self) -> None:
+        """Let DeepSpeed make masters without memory: p in the arena is made from the weights."""
+        with NoMasters(self.fp16_partitioned_groups_flat):
+            super()._create_fp32_partitions()
+
+    def initialize_optimizer_states(self) -> None:
+        """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed
+        treats nothing as offloaded. If gradients go to the host during backward, the optimizer
+        still is, so they and their norms take that way."""
+        with together(self._start.ranks, otherwise=None):
+            self._start_instead()
+
+    def _start_instead(self) -> None:
+        self._partitions.clear_padding([[] for _ in self.fp32_partitioned_groups_flat])
+        self.zenflow_parts = parts = ZenFlowParts.start(self, self._partitions, self._start)
+        self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
+        self._backward_hook_state = parts.backward_pass
+        ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
+        self.fp32_partitioned_groups_flat = parts.host.shown.masters
+        for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
+            master.ds_id = ds_id
+        self.deepspeed_adam_offload = False
+        if parts.host.decided.arrival is Arrival.IN_BACKWARD:
+            self.offload_optimizer_pin_memory = self._pins_sums and self._sums_apart
+            return
+        self.offload_optimizer = False
+        self.offload_optimizer_pin_memory = False
+        self.device = get_accelerator().current_device_name()
+        self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(self.device)
+
+    # -- gradients on the host ---------------------------------------------------------------------
+
+    @property
+    def _host_gradients(self) -> HostGradients | None:
+        return self.zenflow_parts.driver.gradients
+
+    @property
+    def _sums_apart(self) -> bool:
+        """Whether gradients are summed in another dtype than that of their slots."""
+        return self.gradient_accumulation_dtype is not self.host_optimizer.coming_slot(0).dtype
+
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
+        """Take reduced gradients to their slots. DeepSpeed would take them to a buffer of its own,
+        from there to the accelerator and then to the masters' gradients."""
+        if self._host_gradients is None:
+            return super().partition_grads(params_to_release, grad_partitions)
+        adds, completes = self.micro_step_id > 0, self.is_gradient_accumulation_boundary()
+        for param, gradient in zip(params_to_release, grad_partitions, strict=True):
+            with self.host_optimizer.link.keeping():
+                if self._partitions.held_numel(param):
+                    padded = self._padded(param, gradient)
+                    self._host_gradients.take(param.ds_id, padded, adds=adds, completes=completes)
+            if param.grad is not None and param.grad.device.type != "cpu":
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+        return []
+
+    def _padded(self, param: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient as it would be on the accelerator, so that its norm is the same to the bit.
+        With weights on the host it is as in ZeRO-Offload, without padding."""
+        missing = 0 if self.offload_param else param.partition_numel() - gradient.numel()
+        return torch.nn.functional.pad(gradient.view(-1), (0, missing)) if missing else gradient
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> Any:
+        """With weights on the host as DeepSpeed does, whose ZeRO-Offload that run equals; otherwise
+        as for gradients on the accelerator."""
+        if self._host_gradients is None or self.offload_param:
+            return super().complete_grad_norm_calculation_for_cpu_offload(params)
+        norms = self.zenflow_parts.driver.known_norms([param.ds_id for param in params], params)
+        return super().get_grad_norm_direct(norms, params)
+
+    def _finalize_offload_gradient_accumulation(self) -> None:
+        """Leave gradients as they are: the step completes them."""
+
+    def reset_cpu_buffers(self) -> None:
+        super().reset_cpu_buffers()
+        self.zenflow_parts.driver.forget_gradients()
+        if self._host_gradients is not None:
+            self.norm_for_param_grads = self._host_gradients.norms
+
+    def check_overflow(self, partition_gradients: bool = True) -> None:
+        """Gradients on the host bypass DeepSpeed's buffer, so their norm, which it computes next,
+        detects an overflow. But with model parallelism a rank's norm may omit some of its
+        gradients, so the slots are checked."""
+        if self._host_gradients is None:
+            super().check_overflow(partition_gradients)
+        elif self.model_parallel_group is not None:
+            slots = torch.cat(self.zenflow_parts.driver.slots())
+            with swapped(Swap(self, "grad_partitions_flat_buffer", slots)):
+                super().check_overflow(partition_gradients)
+
+    @contextmanager
+    def _gradients_shown(self, *params: Any) -> Iterator[None]:
+        """Let DeepSpeed find the gradients of `params` where it looks for those of an offloaded
+        optimizer."""
+        if self._host_gradients is None:
+            yield
+            return
+        for param in params:
+            self._host_gradients.show(param.ds_id)
+        driver = self.zenflow_parts.driver
+        driver.place_gradients()
+        with self._partitions.stand_in(driver.current.receivers):
+            yield
+
+    def _get_fp32_grad_state_partition(self, param: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._gradients_shown(param):
+            return super()._get_fp32_grad_state_partition(param, *args, **kwargs)
+
+    def get_fp32_grad_partitions(self) -> Any:
+        with self._gradients_shown(*self._partitions.trained()):
+            return super().get_fp32_grad_partitions()
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        super().set_fp32_grad_for_param(value, param)
+        self._note_changed(param)
+
+    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[Any]) -> None:
+        trained = [param for param in param_list if param.requires_grad]
+        with self._gradients_shown(*trained):
+            super().update_fp32_grad_for_param_vectorized(update_func, param_list)
+        self._note_changed(*trained)
+
+    def _note_changed(self, *params: Any) -> None:
+        if self._host_gradients is not None:
+            for param in params:
+                self._host_gradients.changed(param.ds_id)
+
+    # -- several backward passes in one step -------------------------------------------------------
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Also take the gradients of parameters that are frozen now: earlier passes of this step
+        may have reached them. DeepSpeed would take zeros."""
+        super().independent_gradient_partition_epilogue()
+        if self.averaged_gradients:
+            offset = 0
+            for index, group in enumerate(self.fp16_groups):
+                sizes = [param.partition_numel() for param in group]
+                flat = self.grad_partitions_flat_buffer[offset : offset + sum(sizes)]
+                self.averaged_gradients[index] = list(flat.split(sizes))
+                offset += sum(sizes)
+
+    # -- stepping ----------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients, including the reduced ones. DeepSpeed keeps these, and would apply
+        them again to parameters that the next step does not use. The engine calls this after every
+        step; a step calls it before it takes the gradients."""
+        super().zero_grad(set_to_none)
+        if self.zenflow_parts.driver.current.takes_gradients:
+            return
+        if self._host_gradients is None:
+            self.grad_partitions_flat_buffer.zero_()
+        else:
+            self.reset_cpu_buffers()
+
+    def step(self, closure: Any = None) -> None:
+        parts, theirs = self.zenflow_parts, partial(super().step, closure)
+        with parts.readiness.stepping():
+            parts.driver.run(theirs, lambda: self.overflow)
+        with self.host_optimizer.link.keeping():
+            self._partitions.order_gathers()
+
+    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
+        """As in DeepSpeed, but computed from each gradient's norm, which needs no fp64 copy of the
+        gradient."""
+        if norm_type == 2:
+            gradients = self.zenflow_parts.driver.norms(gradients, params)
+        return super().get_grad_norm_direct(gradients, params, norm_type)
+
+    def _optimizer_step(self, index: int) -> None:
+        self.zenflow_parts.driver.take(index)
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
+        """Record the factor but leave the gradients unscaled: the worker and the estimate apply
+        it."""
+        theirs = super().unscale_and_clip_grads
+        receiver = self.fp32_partitioned_groups_flat[sub_group_id]
+
+        def on_one(one: torch.Tensor) -> None:
+            gradient, receiver.grad = receiver.grad, one
+            theirs(sub_group_id, total_norm)
+            receiver.grad = gradient
+
+        self.zenflow_parts.driver.find_factor(on_one)
+
+    # -- states on the host ------------------------------------------------------------------------
+
+    def offload_states(
+        self,
+        include: Container[Any] | None = None,
+        device: Any = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Offload, and let DeepSpeed see only trained parameters: it maps its buffer of trained
+        weights to all parameters of the module in order, which would give frozen ones the weights
+        of others."""
+        if self._host_gradients is not None:  # they are there already; DeepSpeed would copy a buffer that is not used
+            include = {state for state in OffloadStateTypeEnum if include is None or state in include}
+            include -= {OffloadStateTypeEnum.lp_grads}
+        self.empty_partition_cache()  # first, so that after an error all ranks gather the same again
+        if not pin_memory:
+            for name in _PAGE_LOCKED:
+                if hasattr(self, name):
+                    delattr(self, name)
+        trained = torch.nn.ParameterList(self._partitions.trained())
+        with swapped(Swap(self, "module", trained)):
+            left = self.zenflow_parts.offload(include, pins=pin_memory)
+            super().offload_states(left, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        super().reload_states(non_blocking)
+        self.host_optimizer.reload()
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
+        return self.zenflow_parts.state.saved(super().state_dict)
+
+    def load_state_dict(
+        self,
+        state_dict_list: Any,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+        checkpoint_folder: str | None = None,
+        load_serial: Any = None,
+        param_shapes: Any = None,
+    ) -> None:
+        theirs = partial(
+            super().load_state_dict,
+            state_dict_list,
+            load_optimizer_states,
+            load_from_fp32_weights,
+            checkpoint_folder,
+            load_serial,
+            param_shapes,
+        )
+        self.zenflow_parts.state.load(
+            theirs,
+            state_dict_list,
+            loads_optimizer=load_optimizer_states or bool(checkpoint_folder),
+            folder=checkpoint_folder,
+        )
+
+    def _rigid_load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with together(self.host_optimizer.ranks, CheckpointError):
+            super()._rigid_load_state_dict(*args, **kwargs)
+
+    def _restore_from_bit16_weights(self) -> None:
+        self.zenflow_parts.state.take_from_weights(super()._restore_from_bit16_weights)
+
+    def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the worker before the state is read or written. If the worker has failed, the
+        state reads as NaN on all ranks, and the next step raises the error on every rank."""
+        exposed = self.host_optimizer.expose()
+        partition, sub_group = super()._get_fp32_opt_state_partition(*args, **kwargs)
+        return partition if exposed else torch.full_like(partition, math.nan), sub_group
+
+    def measurements(self) -> dict[str, float]:
+        """Metrics for a training log, by name; units are in the names."""
+        return self.host_optimizer.measurements()
+
+    def destroy(self) -> None:
+        try:
+            super().destroy()
+        finally:
+            self.host_optimizer.close()

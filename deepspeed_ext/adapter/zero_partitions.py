@@ -1,0 +1,415 @@
+"""This rank's partitions in DeepSpeed's ZeRO optimizers: what differs between the stages.
+
+A partition is this rank's part of a parameter group, at stage 3 of a sub-group. ZenFlow's objects
+know an optimizer only as `ZeroPartitions`; a load of a checkpoint of another layout knows it as a
+`Target`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed_ext.adapter.gradients import Extent
+from deepspeed_ext.adapter.saved_checkpoint import Keys
+from deepspeed_ext.adapter.upstream import (
+    DeepSpeedZeroOptimizerStage3,
+    Swap,
+    deepspeed,
+    gather_stream,
+    is_model_parallel_parameter,
+    is_stored_quantized,
+    swapped,
+)
+from deepspeed_ext.checkpoint.reshard.ends import Target
+from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement
+from deepspeed_ext.runtime.backend import dist, get_accelerator
+from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.plan.facts import Caller
+from deepspeed_ext.zenflow.plan.places import Place
+from deepspeed_ext.zenflow.step.copies import Run
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import dtype_name
+
+__all__ = ["GroupPartitions", "SubGroupPartitions", "ZeroPartitions", "target_of"]
+
+
+class ZeroPartitions(Protocol):
+    """The partitions of one optimizer, in order."""
+
+    def stand_in(self, receivers: list[Any]) -> AbstractContextManager[None]:
+        """Context in which DeepSpeed finds `receivers` in place of the masters."""
+
+    @property
+    def groups(self) -> list[int]:
+        """Index of the parameter group of each."""
+
+    def weights(self, index: int) -> torch.Tensor:
+        """The weights of a partition, 1-D [n], in the model's dtype."""
+
+    def trained(self) -> Iterator[Any]:
+        """All parameters that are trained."""
+
+    def runs(self) -> list[list[Run]]:
+        """The parameters of each partition."""
+
+    def holders(self, index: int, ranks: RankGroup) -> RankGroup:
+        """The ranks among which the parameters of a partition are divided; `ranks` are all
+        data-parallel ranks."""
+
+    def caller(self, ranks: int) -> Caller:
+        """What DeepSpeed does with weights and gradients; `ranks` is the number of data-parallel
+        ranks."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients that wait on the accelerator are complete."""
+
+    @property
+    def waits_after_weights(self) -> bool:
+        """Whether DeepSpeed waits for the device once all weights are written (see
+        `HostOptimizer.finish_weights`)."""
+
+    @property
+    def saved_weights(self) -> list[torch.Tensor] | None:
+        """The weights that a checkpoint of the optimizer must hold; None: DeepSpeed saves them with
+        the model."""
+
+    def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Zero the padding of weights and of `states`, flat tensors of each partition."""
+
+    def loaded(self, weights: Sequence[torch.Tensor]) -> None:
+        """Take over that a load has replaced the masters. No collective.
+
+        Args:
+            weights: what the weights of each partition become, 1-D [n], any float dtype.
+        """
+
+    def exchange_loaded(self) -> None:
+        """Let all ranks have the weights that follow from loaded masters, if `loaded` did not. A
+        collective."""
+
+    def spread(self, values: Sequence[torch.Tensor] | None) -> None:
+        """Copy `values`, if given, to the weights, and let all ranks have them. A collective."""
+
+
+class GroupPartitions:
+    """The partitions of stages 1 and 2: of whole parameter groups.
+
+    Args:
+        zero: DeepSpeed's optimizer.
+        relink: lets every parameter find its p, m and v again.
+    """
+
+    waits_after_weights = False
+    saved_weights = None
+
+    def __init__(self, zero: Any, relink: Callable[[], None]) -> None:
+        self._zero = zero
+        self._relink = relink
+
+    @property
+    def _masters(self) -> list[Any]:
+        return self._zero.single_partition_of_fp32_groups
+
+    def stand_in(self, receivers: list[Any]) -> AbstractContextManager[None]:
+        return swapped(Swap(self._zero, "single_partition_of_fp32_groups", receivers))
+
+    @property
+    def groups(self) -> list[int]:
+        return list(range(len(self._masters)))
+
+    def weights(self, index: int) -> torch.Tensor:
+        rank = dist.get_rank(group=self._zero.real_dp_process_group[index])
+        return self._zero.parallel_partitioned_bit16_groups[index][rank].data
+
+    def trained(self) -> Iterator[Any]:
+        return (param for group in self._zero.bit16_groups for param in group)
+
+    def runs(self) -> list[list[Run]]:
+        found: list[list[Run]] = [[] for _ in self._masters]
+        for param in (param for group in self._zero.params_in_partition for param in group):
+            index, _, begin, numel = self._zero.grad_position[self._zero.get_param_id(param)]
+            is_copy = not is_model_parallel_parameter(param)
+            found[index].append(Run(begin, begin + numel, is_copy, str(tuple(param.shape))))
+        return found
+
+    def holders(self, index: int, ranks: RankGroup) -> RankGroup:
+        group = self._zero.real_dp_process_group[index]
+        is_all = group is self._zero.dp_process_group
+        return ranks if is_all else RankGroup.of(group, keeps_scratch=True)
+
+    def caller(self, ranks: int) -> Caller:
+        zero = self._zero
+        # At stage 1, a rank keeps all of them until they are reduced.
+        takes_gradients = zero.partition_gradients
+        buckets = 2 if zero.overlap_comm else 1  # two alternate if they are reduced during backward
+        bucket_bytes = zero.dtype.itemsize * zero.reduce_bucket_size * buckets
+        return Caller(
+            dtype_name(self.weights(0).dtype),
+            dtype_name(zero.gradient_accumulation_dtype),
+            takes_gradients=takes_gradients,
+            kept_partitions=1 if takes_gradients else ranks,
+            bucket_bytes=bucket_bytes if zero.contiguous_gradients else 0,
+        )
+
+    @property
+    def has_gradients(self) -> bool:
+        """Only a pass at the boundary of gradient accumulation completes them."""
+        groups = range(len(self._zero.bit16_groups))
+        return all(self._zero.averaged_gradients.get(index) is not None for index in groups)
+
+    def places(self) -> dict[int, Extent]:
+        """Where each parameter's gradient lies in the slots, by its id."""
+        places, offset = {}, 0
+        for number, (index, _, begin, numel) in self._zero.grad_position.items():
+            places[number] = Extent(index, begin, begin + numel, offset)
+            offset += numel
+        return places
+
+    def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Nothing to do: DeepSpeed zeroes it."""
+
+    def loaded(self, weights: Sequence[torch.Tensor]) -> None:
+        """DeepSpeed has loaded the weights with the model, or `exchange_loaded` follows."""
+        self._relink()
+
+    def exchange_loaded(self) -> None:
+        self._zero.update_lp_params()
+
+    def spread(self, values: Sequence[torch.Tensor] | None) -> None:
+        if values is None:
+            values = list(map(self.weights, self.groups))
+        with self.stand_in(list(values)):  # it copies what it takes for masters, and gathers
+            self._zero.update_lp_params()
+
+
+class SubGroupPartitions:
+    """The partitions of stage 3: of sub-groups. Each holds this rank's parts of its parameters,
+    with padding.
+
+    Args:
+        zero: DeepSpeed's optimizer.
+    """
+
+    has_gradients = True  # after any backward pass
+
+    def __init__(self, zero: Any) -> None:
+        self._zero = zero
+
+    @property
+    def _masters(self) -> list[Any]:
+        return self._zero.fp32_partitioned_groups_flat
+
+    def stand_in(self, receivers: list[Any]) -> AbstractContextManager[None]:
+        return swapped(Swap(self._zero, "fp32_partitioned_groups_flat", receivers))
+
+    @property
+    def groups(self) -> list[int]:
+        return [self._zero.sub_group_to_group_id[index] for index in range(len(self._masters))]
+
+    def weights(self, index: int) -> torch.Tensor:
+        return self._zero.fp16_partitioned_groups_flat[index].data
+
+    def trained(self) -> Iterator[Any]:
+        return (param for group in self._zero.fp16_groups for param in group)
+
+    def runs(self) -> list[list[Run]]:
+        found: list[list[Run]] = []
+        for group in self._zero.fp16_groups:
+            found.append([])
+            end = 0
+            for param in group:
+                begin, end = end, end + param.partition_numel()
+                is_copy = not is_model_parallel_parameter(param)
+                found[-1].append(Run(begin, end, is_copy, str(tuple(param.ds_shape))))
+        return found
+
+    def holders(self, index: int, ranks: RankGroup) -> RankGroup:
+        return ranks
+
+    def caller(self, ranks: int) -> Caller:
+        zero = self._zero
+        bucket_bytes = zero.dtype.itemsize * zero.reduce_bucket_size
+        return Caller(
+            dtype_name(self.weights(0).dtype),
+            dtype_name(zero.gradient_accumulation_dtype),
+            Place.HOST if zero.offload_param else Place.ACCELERATOR,
+            takes_gradients=True,
+            flattens_sums=True,
+            bucket_bytes=bucket_bytes if zero.contiguous_gradients else 0,
+        )
+
+    @property
+    def waits_after_weights(self) -> bool:
+        """DeepSpeed gathers persistent parameters, and waits for the device."""
+        return bool(self._zero.persistent_parameters)
+
+    @property
+    def saved_weights(self) -> list[torch.Tensor]:
+        """Stage 3 saves them nowhere else."""
+        return [flat.detach() for flat in self._zero.fp16_partitioned_groups_flat]
+
+    def held_numel(self, param: Any) -> int:
+        """Elements of `param` in this rank's partition of it; the rest of that partition is
+        padding."""
+        size = param.partition_numel()
+        begin = self._zero._get_param_partition_rank(param) * size
+        return min(max(param.ds_numel - begin, 0), size)
+
+    def places(self) -> dict[int, Extent]:
+        """Where each parameter's gradient lies in the slots and in DeepSpeed's buffer of all
+        gradients, by its id."""
+        places, offset = {}, 0
+        for param in self.trained():
+            index, begin, numel = self._zero.grad_position[self._zero.get_param_id(param)]
+            places[param.ds_id] = Extent(index, begin, begin + numel, offset)
+            offset += numel
+        return places
+
+    def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
+        """A parameter whose size is not divisible by the number of ranks has some. DeepSpeed leaves
+        it uninitialized; a NaN there would spread through the mean of v to the parameters that
+        share its block."""
+        groups, flats = self._zero.fp16_groups, self._zero.fp16_partitioned_groups_flat
+        for group, weights, state in zip(groups, flats, states, strict=True):
+            end = 0
+            for param in group:
+                begin, end = end, end + param.partition_numel()
+                for flat in (weights, *state):
+                    flat.data[begin + self.held_numel(param) : end].zero_()
+
+    def loaded(self, weights: Sequence[torch.Tensor]) -> None:
+        self._write(weights)
+
+    def exchange_loaded(self) -> None:
+        """Nothing to do: every rank has written its own partitions, which are gathered when they
+        are used."""
+
+    def spread(self, values: Sequence[torch.Tensor] | None) -> None:
+        zero = self._zero
+        zero._partition_all_parameters()  # what DeepSpeed keeps gathered is gathered again
+        if values is not None:
+            self._write(values)
+        zero.invalidate_secondary_tensor()
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        self.order_gathers()
+
+    def order_gathers(self) -> None:
+        """Make the next all-gathers, which run on their own stream, wait for the weights written so
+        far."""
+        if (stream := gather_stream(self._zero)) is not None:
+            stream.wait_stream(get_accelerator().current_stream())
+
+    def _write(self, values: Sequence[torch.Tensor]) -> None:
+        for flat, value in zip(self._zero.fp16_partitioned_groups_flat, values, strict=True):
+            flat.data.copy_(value.data)
+
+
+class ZeroTarget(Target):
+    """The partitions of one of DeepSpeed's ZeRO optimizers.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO optimizer.
+        shapes: for each flat tensor, the shape of each parameter by name, in order.
+    """
+
+    def __init__(self, optimizer: Any, shapes: Sequence[Mapping[str, torch.Size]]) -> None:
+        self._optimizer = optimizer
+        self.rank = dist.get_rank(group=optimizer.dp_process_group)
+        self.ranks = dist.get_world_size(group=optimizer.dp_process_group)
+        self._numels = [{name: torch.Size(shape).numel() for name, shape in group.items()} for group in shapes]
+
+    def state(self, flat: int, name: str, dtype: torch.dtype) -> torch.Tensor:
+        master = self.masters[flat]
+        found = self._optimizer.optimizer.state.get(master, {}).get(name)
+        if torch.is_tensor(found) and found.numel() == master.numel() and found.dtype == dtype:
+            return found.view(-1)
+        return torch.zeros(master.numel(), dtype=dtype, device=master.device)
+
+    @property
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        return [{**group, "params": []} for group in self._optimizer.optimizer.param_groups]
+
+    def numel(self, param: Any) -> int:
+        return getattr(param, "ds_numel", param.numel())
+
+    def is_quantized(self, param: Any) -> bool:
+        return is_stored_quantized(param)
+
+
+class GroupsTarget(ZeroTarget):
+    """The partitions of stages 1 and 2."""
+
+    def __init__(self, optimizer: Any, shapes: Sequence[Mapping[str, torch.Size]]) -> None:
+        super().__init__(optimizer, shapes)
+        parts = [master.numel() for master in self.masters]
+        self.layout = Layout.of_groups(self._numels, optimizer.round_robin_bit16_padding, parts, self.ranks)
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        return self._optimizer.single_partition_of_fp32_groups
+
+    @property
+    def groups(self) -> Sequence[int]:
+        return range(len(self.masters))
+
+    def state_dict(self, base: dict[str, Any], scaler: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **scaler,
+            Keys.BASE_OPTIMIZER_STATE: base,
+            Keys.SINGLE_PARTITION_OF_FP32_GROUPS: self.masters,
+            Keys.PARAM_ALIGNMENT_PADDINGS: self._optimizer.round_robin_bit16_padding,
+            Keys.DS_VERSION: deepspeed.__version__,
+        }
+
+    def write_weights(self) -> None:
+        self._optimizer.update_lp_params()
+
+    @contextmanager
+    def frozen(self, param: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
+        values = param.data.reshape(-1)  # a copy if its elements are not in row-major order, as after a transposition
+        yield values, 0, param.numel()
+        if values.data_ptr() != param.data_ptr():
+            param.data.copy_(values.view(param.shape))
+
+
+class SubGroupsTarget(ZeroTarget):
+    """The partitions of stage 3."""
+
+    def __init__(self, optimizer: Any, shapes: Sequence[Mapping[str, torch.Size]]) -> None:
+        super().__init__(optimizer, shapes)
+        self.layout = Layout.of_sub_groups(self._numels, self.ranks)
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        return self._optimizer.fp32_partitioned_groups_flat
+
+    @property
+    def groups(self) -> Sequence[int]:
+        return [self._optimizer.sub_group_to_group_id[index] for index in range(len(self.masters))]
+
+    def state_dict(self, base: dict[str, Any], scaler: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **scaler,
+            Keys.OPTIMIZER_STATE_DICT: base,
+            Keys.FP32_FLAT_GROUPS: self.masters,
+        }
+
+    def write_weights(self) -> None:
+        for weights, master in zip(self._optimizer.fp16_partitioned_groups_flat, self.masters, strict=True):
+            weights.data.copy_(master.data)
+
+    @contextmanager
+    def frozen(self, param: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
+        part = Placement.of_one(param.ds_numel, self.ranks).of_rank(self.rank)
+        yield param.ds_tensor.data.view(-1), *((0, 0) if part is None else (part.begin, part.end))
+
+
+def target_of(optimizer: Any, shapes: Sequence[Mapping[str, torch.Size]]) -> Target:
+    """The partitions of DeepSpeed's `optimizer`; for `shapes` see `Target`."""
+    kind = SubGroupsTarget if isinstance(optimizer, DeepSpeedZeroOptimizerStage3) else GroupsTarget
+    return kind(optimizer, shapes)
