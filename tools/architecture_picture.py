@@ -16,7 +16,8 @@ from tools.architecture import ROOT
 __all__ = ["AREAS", "BOXES", "PICTURE", "picture"]
 
 PICTURE = ROOT / "docs" / "architecture.svg"
-WIDTH, HEIGHT = 980, 620
+WIDTH, HEIGHT = 540, 1040
+"""The letters are large enough for a window of 420 pixels."""
 COLORS = {"blue": ("#e8eefc", "#3f51b5"), "green": ("#e6f4ea", "#2e7d32"), "sand": ("#fdf3e1", "#b26a00")}
 
 
@@ -35,44 +36,38 @@ class Box:
 
 
 AREAS = (
-    Box(20, 20, 560, 450, "Training process, one for each rank"),
-    Box(720, 130, 240, 340, "Its optimizer process", color="green"),
-    Box(20, 500, 560, 100, "Accelerator", color="sand"),
+    Box(10, 10, 520, 116, "Accelerator", color="sand"),
+    Box(10, 184, 520, 498, "Training process, one for each rank"),
+    Box(10, 766, 520, 264, "Its optimizer process", color="green"),
 )
+LEFT, RIGHT, ALL, HALF = 24, 275, 492, 241
 BOXES = (
-    Box(40, 60, 520, 50, "Your script, or a Trainer", (), ("deepspeed_ext.enable(), then deepspeed.initialize(...)",)),
-    Box(40, 130, 250, 66, "Entry and engine", ("adapter",), ("subclasses of DeepSpeed's engines",)),
-    Box(310, 130, 250, 66, "Config", ("config",), ("the fields under zero_optimization",)),
+    Box(LEFT, 48, HALF, 64, "Weights, gradients", (), ("16 bit, ZeRO's flat buffers",), "sand"),
+    Box(RIGHT, 48, HALF, 64, "Room for transfers", (), ("a gradient down, y up",), "sand"),
+    Box(LEFT, 222, ALL, 62, "Your script, or a Trainer", (), ("enable(), then deepspeed.initialize(...)",)),
+    Box(LEFT, 296, HALF, 84, "Entry and engine", ("adapter",), ("DeepSpeed's, subclassed",)),
+    Box(RIGHT, 296, HALF, 84, "Config", ("config",), ("under zero_optimization",)),
+    Box(LEFT, 392, ALL, 84, "ZeRO optimizers", ("adapter",), ("DeepSpeed's, subclassed; below is what they use",)),
+    Box(LEFT, 488, 260, 84, "ZenFlow", ("zenflow.step", "zenflow.rules"), ("predictive or selective",)),
+    Box(294, 488, 106, 84, "Start-up", ("flatten",), ("stages 1, 2",)),
+    Box(410, 488, 106, 84, "Gathers", ("gather",), ("stage 3",)),
+    Box(LEFT, 584, 260, 84, "Checkpoints", ("checkpoint",), ("all ranks commit, or none",)),
+    Box(294, 584, 106, 84, "Agreement", ("runtime",), ("one error",)),
+    Box(410, 584, 106, 84, "Cores", ("cores",), ("of threads",)),
+    Box(LEFT, 804, HALF, 84, "Loop", ("zenflow.worker",), ("takes orders, answers",), "green"),
+    Box(RIGHT, 804, HALF, 84, "Pass over memory", ("zenflow.worker.kernel",), ("exact Adam, in C++",), "green"),
     Box(
-        40, 216, 520, 66, "ZeRO optimizers", ("adapter",), ("subclasses of DeepSpeed's; the folders below do the work",)
+        LEFT, 900, ALL, 116, "Shared memory", (),
+        ("p, m and v in fp32", "gradients of the steps in flight", "new weights y"), "green",
     ),
-    Box(40, 302, 120, 66, "Start-up", ("flatten",), ("stages 1, 2",)),
-    Box(173, 302, 120, 66, "Gathers", ("gather",), ("stage 3",)),
-    Box(306, 302, 254, 66, "ZenFlow", ("zenflow.step", "zenflow.rules"), ("predictive or selective",)),
-    Box(40, 388, 120, 66, "Cores", ("cores",), ("of all threads",)),
-    Box(173, 388, 254, 66, "Checkpoints", ("checkpoint", "checkpoint.reshard"), ("all ranks commit, or none",)),
-    Box(440, 388, 120, 66, "Agreement", ("runtime",), ("one error for all",)),
-    Box(740, 170, 200, 70, "Loop", ("zenflow.worker",), ("takes orders, answers",), "green"),
-    Box(740, 260, 200, 70, "Pass over memory", ("zenflow.worker.kernel",), ("the exact Adam step, in C++",), "green"),
-    Box(
-        740,
-        350,
-        200,
-        100,
-        "Shared memory",
-        (),
-        ("p, m and v in fp32", "gradients of the steps in flight", "new weights y"),
-        "green",
-    ),
-    Box(40, 535, 250, 50, "Weights and gradients, 16 bit", (), ("flat buffers of ZeRO",), "sand"),
-    Box(310, 535, 250, 50, "Room for transfers", (), ("gradient on its way, y on its way",), "sand"),
-)
+)  # fmt: skip
 ARROWS = (
-    ((580, 205), (720, 205), "orders, answers", True),
-    ((580, 390), (720, 390), "gradients", False),
-    ((720, 425), (580, 425), "weights y", False),
-    ((300, 470), (300, 500), "", True),
+    (270, 126, 184, "copies beside the steps", True),
+    (90, 682, 766, "orders", True),
+    (230, 682, 766, "gradients", False),
+    (390, 766, 682, "weights y", False),
 )
+"""Where each is, from which height to which, what goes there, and whether it goes both ways."""
 
 
 def picture() -> str:
@@ -83,7 +78,7 @@ def picture() -> str:
 def _lines() -> Iterator[str]:
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        'font-family="sans-serif" font-size="13" role="img" aria-label="Parts of deepspeed_ext">'
+        'font-family="sans-serif" font-size="17" role="img" aria-label="Parts of deepspeed_ext">'
     )
     yield '<defs><marker id="end" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
     yield 'orient="auto-start-reverse"><path d="M0 0L8 4L0 8z" fill="#444"/></marker></defs>'
@@ -91,19 +86,18 @@ def _lines() -> Iterator[str]:
     for area in AREAS:
         fill, stroke = COLORS[area.color]
         yield _rectangle(area, fill, stroke, 10)
-        yield _text(area.x + 16, area.y + 24, area.title, "font-weight='bold'")
+        yield _text(area.x + 14, area.y + 26, area.title, "font-weight='bold'")
     for box in BOXES:
         yield _rectangle(box, "white", COLORS[box.color][1], 6)
         lines = [(box.title, "font-weight='bold'")]
-        lines += [("  ".join(box.folders), "font-family='monospace' font-size='12'")] if box.folders else []
-        lines += [(line, "font-size='12' fill='#444'") for line in box.lines]
+        lines += [(" ".join(box.folders), "font-family='monospace' font-size='15'")] if box.folders else []
+        lines += [(line, "font-size='16' fill='#444'") for line in box.lines]
         for number, (line, style) in enumerate(lines):
-            yield _text(box.x + 10, box.y + 20 + 18 * number, line, style)
-    for (x1, y1), (x2, y2), label, both in ARROWS:
+            yield _text(box.x + 10, box.y + 24 + 25 * number, line, style)
+    for x, y1, y2, label, both in ARROWS:
         begin = ' marker-start="url(#end)"' if both else ""
-        yield f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="#444" marker-end="url(#end)"{begin}/>'
-        if label:
-            yield _text((x1 + x2) // 2, y1 - 7, label, "text-anchor='middle' font-size='12'")
+        yield f'<line x1="{x}" y1="{y1}" x2="{x}" y2="{y2}" stroke="#444" marker-end="url(#end)"{begin}/>'
+        yield _text(x + 10, (y1 + y2) // 2 + 6, label, "font-size='16'")
     yield "</svg>"
 
 

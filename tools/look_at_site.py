@@ -35,7 +35,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TOGETHER = 6
 """Pages that the browser has open at once."""
 HARNESS = "looked_at.html"
-SECONDS = 240.0
+SECONDS, TRIES = 90.0, 3
+"""Of a browser with its pages, and how often it may start: now and then a headless Chromium does not end."""
 
 
 class _Page(HTMLParser):
@@ -128,20 +129,20 @@ def _browser() -> str:
 def _browse(pages: Sequence[str], dark: bool, port: int, *options: str) -> str:
     """Open the harness for `pages`; returns its text at the end."""
     (SITE / HARNESS).write_text(_harness(pages, dark))
+    try:
+        for _ in range(TRIES - 1):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return _run_browser(port, *options)
+        return _run_browser(port, *options)
+    finally:
+        (SITE / HARNESS).unlink(missing_ok=True)
+
+
+def _run_browser(port: int, *options: str) -> str:
     with tempfile.TemporaryDirectory() as profile:
         command = [_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        command += [f"--user-data-dir={profile}", *options]
-        try:
-            done = subprocess.run(
-                [*command, f"http://127.0.0.1:{port}/{HARNESS}"],
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-                check=True,
-            )
-        finally:
-            (SITE / HARNESS).unlink(missing_ok=True)
-    return done.stdout
+        command += [f"--user-data-dir={profile}", *options, f"http://127.0.0.1:{port}/{HARNESS}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
 
 
 def too_wide(pages: Sequence[str], dark: bool, port: int) -> Iterator[str]:

@@ -16,8 +16,8 @@ PICTURE = Path(__file__).resolve().parent.parent / "docs" / "core_plan.svg"
 CORES, PER_SOCKET = 32, 16
 
 
-def main() -> int:
-    """Write the host's files, and let the command line plan and draw it."""
+def draw(picture: Path) -> int:
+    """Write the host's files, and let the command line plan and draw it into `picture`; its exit status."""
     sockets = [core // PER_SOCKET for core in range(CORES)]
     cores = [
         Core(core, (core, core + CORES), node=socket, package=socket, cache=core // 8 * 8)
@@ -26,8 +26,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = write_host(Path(folder), cores)
         nodes = [argument for node in (0, 0, 1, 1) for argument in ("--gpu-node", str(node))]
-        return cli.main(["plan", "--root", str(root), *nodes, "--svg", str(PICTURE)])
+        return cli.main(["plan", "--root", str(root), *nodes, "--svg", str(picture)])
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(draw(PICTURE))

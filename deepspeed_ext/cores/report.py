@@ -9,7 +9,9 @@ from deepspeed_ext.runtime.cpulist import format_cpulist
 
 __all__ = ["plan_svg", "plan_text"]
 
-CELL, GAP, MARGIN, CORES_PER_ROW = 34, 4, 16, 16
+CELL, ROW, GAP, MARGIN, CORES_PER_ROW = 56, 30, 6, 14, 8
+"""Of the picture, in pixels. It has few columns and large letters, so that it can be read in a narrow window."""
+LETTERS, LINE = 17, 28
 # One hue per rank; dark for PyTorch, light for the optimizer. Hues repeat after eight ranks.
 HUES = (212, 28, 140, 340, 265, 52, 180, 0)
 
@@ -46,45 +48,46 @@ def plan_svg(topology: Topology, plan: HostPlan) -> str:
     for node in sorted({core.node for core in topology.cores}):
         cores = sorted((core for core in topology.cores if core.node == node), key=lambda core: core.order)
         columns = min(CORES_PER_ROW, len(cores))
-        tall = max(len(core.pus) for core in cores) * (CELL - 10) + GAP + 4
+        tall = max(len(core.pus) for core in cores) * ROW + 4 + GAP
         rows = -(-len(cores) // CORES_PER_ROW)
-        width, height = columns * (CELL + GAP) + 2 * GAP, rows * (tall + GAP) + 26
+        width, height = columns * (CELL + GAP) + GAP, rows * tall + 36
         widest = max(widest, width)
         body.append(_rect(MARGIN, y, width, height, "none", "#888"))
-        body.append(_text(MARGIN + 8, y + 16, f"NUMA node {node}", anchor="start", size=13))
+        body.append(_text(MARGIN + 8, y + 22, f"NUMA node {node}", anchor="start"))
         for index, core in enumerate(cores):
-            x = MARGIN + GAP + (index % CORES_PER_ROW) * (CELL + GAP) + GAP / 2
-            top = y + 24 + (index // CORES_PER_ROW) * (tall + GAP)
-            body += _core_box(core, x, top, owner, shared)
+            x = MARGIN + GAP + (index % CORES_PER_ROW) * (CELL + GAP)
+            body += _core_box(core, x, y + 32 + (index // CORES_PER_ROW) * tall, owner, shared)
         y += height + MARGIN
     legend = [*_legend(plan, y)]
-    y += 22 * (len(plan.ranks) + 1)
+    y += LINE * (len(plan.ranks) + 2)
     width = max(widest + 2 * MARGIN, 420)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{y:g}" font-family="sans-serif">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {y:g}" width="{width:g}" '
+        f'height="{y:g}" font-family="sans-serif" font-size="{LETTERS}">'
+    )
     return "\n".join([head, _rect(0, 0, width, y, "#fff", "none"), *body, *legend, "</svg>\n"])
 
 
 def _core_box(core: Core, x: float, top: float, owner: dict[int, tuple[int, str]], shared: set[int]) -> Iterator[str]:
-    height = len(core.pus) * (CELL - 10) + 4
-    yield _rect(x, top, CELL, height, "#f4f4f4", "#555")
+    yield _rect(x, top, CELL, len(core.pus) * ROW + 4, "#f4f4f4", "#555")
     for row, cpu in enumerate(core.pus):
         rank, role = owner.get(cpu, (-1, ""))
-        cell_top = top + 2 + row * (CELL - 10)
-        yield _rect(x + 2, cell_top, CELL - 4, CELL - 12, _colour(rank, role), "#f00" if cpu in shared else "none")
-        yield _text(x + CELL / 2, cell_top + 15, str(cpu), colour="#fff" if role == "pt" else "#222")
+        cell = top + 3 + row * ROW
+        yield _rect(x + 2, cell, CELL - 4, ROW - 2, _colour(rank, role), "#f00" if cpu in shared else "none")
+        yield _text(x + CELL / 2, cell + 20, str(cpu), colour="#fff" if role == "pt" else "#222")
 
 
 def _legend(plan: HostPlan, y: float) -> Iterator[str]:
     for row, rank in enumerate(plan.ranks):
-        top = y + 22 * row
-        yield _rect(MARGIN, top, 16, 16, _colour(rank.local_rank, "pt"), "none")
-        yield _rect(MARGIN + 20, top, 16, 16, _colour(rank.local_rank, "opt"), "none")
+        top = y + LINE * row
+        yield _rect(MARGIN, top, 20, 20, _colour(rank.local_rank, "pt"), "none")
+        yield _rect(MARGIN + 24, top, 20, 20, _colour(rank.local_rank, "opt"), "none")
         text = f"local rank {rank.local_rank}: PyTorch, optimizer {' '.join(rank.flags)}"
-        yield _text(MARGIN + 44, top + 13, text.rstrip(), anchor="start", size=13)
-    top = y + 22 * len(plan.ranks)
-    yield _rect(MARGIN + 10, top, 16, 16, _colour(-1, ""), "#555")
-    text = "unused: idle, not allowed, or the second thread of an optimizer core"
-    yield _text(MARGIN + 44, top + 13, text, anchor="start", size=13)
+        yield _text(MARGIN + 54, top + 16, text.rstrip(), anchor="start")
+    top = y + LINE * len(plan.ranks)
+    yield _rect(MARGIN + 24, top, 20, 20, _colour(-1, ""), "#555")
+    yield _text(MARGIN + 54, top + 16, "unused: idle, not allowed,", anchor="start")
+    yield _text(MARGIN + 54, top + 38, "or second threads of optimizer cores", anchor="start")
 
 
 def _colour(rank: int, role: str) -> str:
@@ -98,5 +101,5 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, stroke: st
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" stroke="{stroke}"/>'
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "middle", size: int = 11, colour: str = "#222") -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
+def _text(x: float, y: float, text: str, *, anchor: str = "middle", colour: str = "#222") -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'

@@ -275,6 +275,11 @@ def test_tables_show_gaps_and_leave_the_rest_empty(tmp_path: Path) -> None:
     assert "old" not in page.read_text()
 
 
+def test_the_tables_of_the_page_are_those_of_the_stored_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "ROOT", ROOT)
+    assert table.current() == table.page().read_text(), "run `python -m studies.numerics --table`"
+
+
 def test_figures_are_drawn_of_what_is_there(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for rule in ("adamw", "ours-1"):

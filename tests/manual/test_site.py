@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.support.paths import ROOT
-from tools import architecture, front_picture, serve_site, step_picture
+from tools import architecture, front_picture, plan_picture, serve_site, step_picture
 
 site = pytest.importorskip("tools.manual_site", reason="MkDocs is not installed: the extra `docs` has it")
 
@@ -83,6 +84,20 @@ def test_a_click_on_a_picture_opens_it() -> None:
 
 def test_the_picture_of_measured_steps_is_current() -> None:
     assert step_picture.PICTURE.read_text() == step_picture.picture(), "run `make docs`"
+
+
+def test_the_picture_of_a_core_plan_is_current(tmp_path: Path) -> None:
+    assert plan_picture.draw(tmp_path / "plan.svg") == 0
+    assert plan_picture.PICTURE.read_text() == (tmp_path / "plan.svg").read_text(), "run `make docs`"
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
+def test_letters_of_pictures_are_large_enough_for_a_telephone(picture: Path) -> None:
+    """A window of 420 pixels leaves 390 for a picture; letters of 10 pixels can be read there."""
+    text = picture.read_text()
+    (width,) = re.findall(r'<svg [^>]*viewBox="0 0 ([\d.]+) ', text)
+    sizes = [float(size) for size in re.findall(r"font-size[=:] ?[\"']?([\d.]+)", text)]
+    assert min(sizes) * min(1.0, 390 / float(width)) >= 10
 
 
 def test_the_front_picture_is_current_and_names_nothing_of_the_code() -> None:

@@ -18,6 +18,10 @@ from tests.perf.idle import profiled
 from tests.perf.language_model import SHAPES, Llama
 from tests.perf.memory_now import tree_bytes
 
+COMPILERS = {"cpu": "aot_eager"}
+"""Backends of `torch.compile` other than inductor, by the kind of device: on the CPU the suite is only tried, and
+inductor's C++ would take minutes."""
+
 Batch = tuple[int, int]
 """Sequences of a step, and tokens of each."""
 
@@ -63,7 +67,7 @@ class Bench:
             torch.set_default_dtype(default)
         if way.compiled:
             for block in llama.blocks:
-                block.compile()
+                block.compile(backend=COMPILERS.get(torch.device(self.device).type, "inductor"))
         return llama
 
     def stretch(self, count: int, batch: Batch) -> Stretch:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from deepspeed_ext.commands import main as command_line
 from tests.support.hf_trainer import config_file, curve, train
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
@@ -38,6 +41,30 @@ def test_without_our_fields_equals_upstream(stage: int, tmp_path: Path) -> None:
 
     assert curve(ours) == curve(upstream)
     assert not any(name.startswith("dsext/") for log in upstream for name in log)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "section"),
+    [
+        ("24", "96", {"gradients_on_host": True, "state_dtype": "bfloat16"}),
+        ("80", "512", {"stage": 2, "gradients_on_host": False}),
+        ("12", "256", {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}),
+    ],
+)
+def test_a_config_that_plan_writes_for_the_trainer_trains_with_it(
+    gpu: str, host: str, section: dict[str, Any], tmp_path: Path
+) -> None:
+    """The way that is suggested for 7 billion parameters, on a small model: as planned, and to the Trainer's settings."""
+    path = tmp_path / "ds.json"
+    sizes = ("--params", "7e9", "--gpus", "1", "--gpu-gb", gpu, "--host-gb", host)
+    assert command_line.main(["plan", "--memory", *sizes, "--write", str(path), "--for", "trainer"]) == 0
+    zero = json.loads(path.read_text())["zero_optimization"]
+    assert section.items() <= {**zero, **zero["zenflow"]}.items()
+    history = run_ranks(2, train, str(tmp_path / "run"), "--config", str(path))[0]
+    losses = [loss for _, loss, *_ in curve(history)]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert any("dsext/zenflow_interval" in log for log in history)
 
 
 def fails_with(folder: str, *flags: str) -> str:
