@@ -14,12 +14,14 @@ import torch
 from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.flatten.staging import Staging
+from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all, without_landing
 from deepspeed_ext.zenflow.kernels import launch, prepare
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
+from deepspeed_ext.zenflow.plan.advice import Cores, remedies_of
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
@@ -28,6 +30,7 @@ from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.adviser import Adviser
 from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.step.link import WorkerLink, WorkerThreads
 from deepspeed_ext.zenflow.step.metrics import Metrics
@@ -54,12 +57,14 @@ class ZenFlowStart:
             weights, and an error of one is raised on all.
         placement: the worker's cores and memory node from the core plan; None: unbound.
         undo: receives what stops the worker and frees the arena, in case the engine's constructor fails later.
+        cores: this rank's cores in the core plan, PyTorch's among them; None: unbound.
     """
 
     run: ZenFlowRun
     ranks: RankGroup
     placement: WorkerPlacement | None
     undo: ExitStack
+    cores: int | None = None
 
 
 def start_optimizer(
@@ -101,8 +106,9 @@ def start_optimizer(
         plan, buffers = without_landing(facts, start.run, ranks), []
     if plan.shortage is not None:
         raise agreed(OutOfMemoryError(plan.shortage), ranks)
-    metrics = Metrics()
-    link = WorkerLink(plan, buffers, _threads(start), ranks, metrics)
+    threads = _threads(start)
+    metrics = Metrics(adviser=_adviser(start, plan, threads))
+    link = WorkerLink(plan, buffers, threads, ranks, metrics)
     start.undo.callback(link.abandon)
     share = None
     if plan.has_share:
@@ -131,6 +137,15 @@ def _threads(start: ZenFlowStart) -> WorkerThreads:
     else:
         count = placement.threads
     return WorkerThreads(placement, count, start.run.worker_timeout_seconds)
+
+
+def _adviser(start: ZenFlowStart, plan: ZenFlowPlan, threads: WorkerThreads) -> Adviser | None:
+    """Who judges steps; None: they hide nothing, because they wait for their own update."""
+    if not plan.rule.overlapped:
+        return None
+    cores = None if start.cores is None else Cores(threads.count, start.cores)
+    leads, room = start.ranks.rank == 0, memory.unused_accelerator_bytes
+    return Adviser(remedies_of(plan), cores, leads=leads, room=room)
 
 
 def _landing_buffers(plan: ZenFlowPlan, ranks: RankGroup) -> list[LandingBuffer] | None:

@@ -158,12 +158,16 @@ class HostOptimizer:
             self.rule.write_weights(plan)
             if starts_copies and not plan.waits_last:
                 self.link.start_copies()  # overlaps with DeepSpeed's use of the weights, which may wait for the device
+            with self.link.keeping():
+                self._metrics.gathering.start()
 
     def end_step(self) -> None:
         """Hand over what the plan says, without waiting for the worker. A collective only while no interval is
         chosen."""
         with in_profile("zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
+            with self.link.keeping():
+                self._metrics.gathering.stop()
             tasks: list[WorkerTask] = []
             with self.link.keeping():
                 if plan.handed_over and not plan.waits_last:
