@@ -14,7 +14,16 @@ from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import LONGEST_MEASURED, PredictiveSettings
 
-__all__ = ["Advice", "Cores", "Limit", "MeasuredStep", "Remedy", "advise", "remedies_of"]
+__all__ = [
+    "NOT_WORTH",
+    "Advice",
+    "Cores",
+    "Limit",
+    "MeasuredStep",
+    "Remedy",
+    "advise",
+    "remedies_of",
+]
 
 NOT_WORTH = 0.05
 """A step that takes longer by less than this is not limited by the optimizer."""
