@@ -270,6 +270,14 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             if state.drift is not None:
                 state.drift.zero_()
 
+    def repartition(self, partitions: Sequence[Partition]) -> None:
+        super().repartition(partitions)
+        for state, partition in zip(self.states, partitions, strict=True):
+            assert state.sample is None, "a probe belongs to an overlapped step"
+            state.estimator = None
+            if state.drift is not None:
+                state.drift = torch.zeros_like(partition.weights(), device=partition.device)
+
     def saved(self) -> list[dict[str, Any]]:
         return [
             {
