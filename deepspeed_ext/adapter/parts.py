@@ -326,7 +326,8 @@ class Parts:
             ours = partial(ZeroOptimizer, settings=settings, ranks=self.ranks, check_replicas=check_replicas)
             return [optimizer_class(ours)]
         placement = self.binding.worker_placement if self.binding is not None else None
-        start = ZenFlowStart(run, self.ranks, placement, self._undo)
+        cores = self.binding.cores if self.binding is not None else None
+        start = ZenFlowStart(run, self.ranks, placement, self._undo, cores)
         stage_1_and_2 = partial(ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas, start=start)
         return [
             optimizer_class(stage_1_and_2),

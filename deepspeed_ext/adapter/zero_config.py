@@ -51,7 +51,7 @@ class OffloadOptimizerSection(DeepSpeedZeroOffloadOptimizerConfig):
 
     @property
     def host_share(self) -> float | None:
-        """`ratio`; None: chosen by free memory."""
+        """`ratio`; None: chosen by measured steps, or by free memory."""
         return None if self._chooses_ratio else self.ratio
 
 

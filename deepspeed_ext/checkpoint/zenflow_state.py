@@ -119,6 +119,8 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         logger.warning(f"{where}: the checkpoint's moments are {told}")
     if saved is None:
         return False
+    if host.mover is not None:
+        host.mover.adopt(host, [values.numel - values.on_host for values in saved.partitions])
     rule = host.rule
     interval = saved.schedule.interval
     if changed := _changed_setting(host, saved) or _unaffordable_interval(host, interval):

@@ -101,7 +101,8 @@ class ZenFlowConfig(ConfigSection):
 
     offload_reserve_fraction: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.15
     """With ``offload_optimizer.ratio`` = "auto": fraction of the accelerator's total memory that stays free for
-    activations and temporaries. Gradients, their flat copy, buckets and landing buffers are counted beside it."""
+    activations and temporaries, beside the most that a measured step has taken. If the share is chosen before the first
+    step, gradients, their flat copy, buckets and landing buffers are counted beside it."""
 
     async_save: bool = False
     """Let ``save_checkpoint`` return while the checkpoint is still being written: p, m and v by the worker, copies of

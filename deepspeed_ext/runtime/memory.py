@@ -30,6 +30,7 @@ __all__ = [
     "host_pages",
     "is_out_of_memory",
     "total_accelerator_bytes",
+    "unused_accelerator_bytes",
     "try_on_all_ranks",
 ]
 
@@ -48,6 +49,16 @@ def free_accelerator_bytes() -> int:
         return int(accelerator.available_memory())
     free, _ = info()
     return int(free) + int(accelerator.memory_reserved()) - int(accelerator.memory_allocated())
+
+
+def unused_accelerator_bytes() -> int:
+    """Return the bytes of accelerator memory that this process could have allocated on top of the most
+    that it has used so far; 0 on the CPU accelerator, where they are not known."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return 0
+    beyond_now = int(accelerator.max_memory_allocated()) - int(accelerator.memory_allocated())
+    return max(0, free_accelerator_bytes() - beyond_now)
 
 
 def total_accelerator_bytes() -> int:

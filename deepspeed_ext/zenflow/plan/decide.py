@@ -37,6 +37,7 @@ from deepspeed_ext.zenflow.plan.plan import (
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = ["MOST_FOR_GRADIENTS", "decide"]
@@ -50,9 +51,6 @@ asks for them."""
 
 Partitions = tuple[Run, ...]
 _BESIDE = "copies beside the next step"
-_SHARE_UNITS = 1024
-"""A share that is not given is a multiple of one over this."""
-
 _ON_ACCELERATOR = Places(Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST, Place.HOST, Arrival.AFTER_Y)
 _IN_BACKWARD = Places(Place.ACCELERATOR, Place.HOST, Place.HOST, Place.HOST, Arrival.IN_BACKWARD)
 
@@ -69,7 +67,9 @@ def decide(
     Args:
         config: the ``zenflow`` section.
         host_share: the share of each partition that steps on the host
-            (``offload_optimizer.ratio``); None: as little as the accelerators' free memory allows.
+            (``offload_optimizer.ratio``); None: all of it until steps are measured (`plan.share`), or
+            as little as the accelerators' free memory allows if the rule has no steps to measure or a
+            host is too small.
         steps_per_epoch: optimizer steps per epoch; None: unknown.
 
     Raises:
@@ -102,6 +102,7 @@ class _Choice:
 
     def made(self, wanted_share: float | None) -> ZenFlowPlan:
         """All of them, in order."""
+        measures = self.measures_share(wanted_share)
         places, of_gradients = self.gradients(wanted_share)
         host_share, of_share = self.share(wanted_share)
         places, of_copies = self.landing(places, host_share)
@@ -120,7 +121,19 @@ class _Choice:
                 "zenflow.update_interval or more memory"
             )
         reasons = (of_gradients, of_share, of_copies, of_chunks)
-        return ZenFlowPlan(self.rule, self.dtypes, partitions, host_share, found, shortage, reasons)
+        rule = self.rule
+        if measures and isinstance(rule, PredictiveSettings) and rule.warm_up_steps is not None:
+            rule = replace(rule, warm_up_steps=max(rule.warm_up_steps, MEASURED_STEPS + 2))
+        return ZenFlowPlan(
+            rule,
+            self.dtypes,
+            partitions,
+            host_share,
+            found,
+            shortage,
+            reasons,
+            measures_share=measures,
+        )
 
     # -- where gradients wait ----------------------------------------------------------------------
 
@@ -192,8 +205,22 @@ class _Choice:
             return wanted, Reason(f"offload_optimizer.ratio = {wanted:.4g}", "the config says so")
         if self.facts.is_on_cpu:
             return 1.0, Reason("offload_optimizer.ratio = 1", "the CPU is the accelerator")
+        if self.measures_share(wanted):
+            why = f"until {MEASURED_STEPS} steps have been measured, the host steps all of it"
+            return 1.0, Reason("offload_optimizer.ratio = 1", why, is_open=True)
+        return self.share_that_fits()
+
+    def measures_share(self, wanted: float | None) -> bool:
+        """Whether the share on the accelerator is chosen by measured steps: the rule begins with
+        synchronous ones, and the hosts have room for the whole optimizer until then."""
+        if wanted is not None or self.facts.is_on_cpu or isinstance(self.rule, SelectiveSettings):
+            return False
+        return self._host_shortage(_ON_ACCELERATOR, 1.0) is None
+
+    def share_that_fits(self) -> tuple[float, Reason]:
+        """The smallest share on the host by the accelerators' free memory before the first step."""
         units, tightest = min((self._units(rank), at) for at, rank in enumerate(self.facts.ranks))
-        rank, share = self.facts.ranks[tightest], 1.0 - units / _SHARE_UNITS
+        rank, share = self.facts.ranks[tightest], 1.0 - units / UNITS
         why = (
             f"of {rank.accelerator_total or 0:,} bytes of accelerator memory "
             f"{rank.accelerator_free or 0:,} were free, gradients will take "
@@ -207,8 +234,8 @@ class _Choice:
         is no room for any. An element takes more bytes where it steps there."""
         reserve = round((rank.accelerator_total or 0) * self.config.offload_reserve_fraction)
         room = (rank.accelerator_free or 0) - self._later(rank.partitions) - reserve
-        units = range(_SHARE_UNITS + 1)
-        fitting = bisect_right(units, room, key=lambda u: self._bytes_at(rank.partitions, 1.0 - u / _SHARE_UNITS))
+        units = range(UNITS + 1)
+        fitting = bisect_right(units, room, key=lambda u: self._bytes_at(rank.partitions, 1.0 - u / UNITS))
         return max(fitting - 1, 0)
 
     def _later(self, partitions: Partitions) -> int:

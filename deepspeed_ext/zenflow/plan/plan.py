@@ -85,6 +85,7 @@ class ZenFlowPlan:
         chunks: of copies beside the next step; None: there are none.
         shortage: why a host cannot hold this; None: it can, as far as is known.
         reasons: why it was decided so, the same on every rank.
+        measures_share: whether the share is chosen once steps are measured (`plan.share`).
     """
 
     rule: PredictiveSettings | SelectiveSettings
@@ -94,6 +95,7 @@ class ZenFlowPlan:
     chunks: Chunks | None
     shortage: str | None
     reasons: tuple[Reason, ...]
+    measures_share: bool = False
 
     # -- places ------------------------------------------------------------------------------------
 
@@ -116,7 +118,8 @@ class ZenFlowPlan:
     def decisions(self) -> tuple[object, ...]:
         """What all ranks must have decided alike: all but the sizes of this rank's arrays."""
         places = replace(self.places, handed_over=Place.HOST)  # in transit if partitions are large
-        return (self.rule, self.dtypes, places, self.host_share, self.shortage)
+        share = self.host_share, self.measures_share
+        return (self.rule, self.dtypes, places, share, self.shortage)
 
     # -- the arena ---------------------------------------------------------------------------------
 

@@ -74,6 +74,24 @@ class AcceleratorShare:
         self._updates = torch.zeros(most, dtype=torch.int32, device=device)
 
     @classmethod
+    def if_all_have_room(
+        cls,
+        plan: ZenFlowPlan,
+        weights: Sequence[torch.Tensor],
+        arena: Arena,
+        kind: OptimizerKind,
+        ranks: RankGroup,
+    ) -> AcceleratorShare | None:
+        """Allocate it on every rank; None on every rank if the accelerator of any has no memory for it. A
+        collective."""
+        heads, block_size = [each.head for each in plan.partitions], plan.rule.block_size
+        return allocation.try_on_all_ranks(
+            "zenflow.accelerator_share",
+            lambda: cls(weights, heads, arena, block_size, kind),
+            ranks,
+        )
+
+    @classmethod
     def on_all_ranks(
         cls,
         plan: ZenFlowPlan,
@@ -82,17 +100,12 @@ class AcceleratorShare:
         kind: OptimizerKind,
         ranks: RankGroup,
     ) -> AcceleratorShare:
-        """Allocate it on every rank. A collective.
+        """As `if_all_have_room`.
 
         Raises:
             OutOfMemoryError: on every rank, if the accelerator of any has no memory for it.
         """
-        heads, block_size = [each.head for each in plan.partitions], plan.rule.block_size
-        share = allocation.try_on_all_ranks(
-            "zenflow.accelerator_share",
-            lambda: cls(weights, heads, arena, block_size, kind),
-            ranks,
-        )
+        share = cls.if_all_have_room(plan, weights, arena, kind, ranks)
         if share is None:
             raise OutOfMemoryError(
                 f"offload_optimizer.ratio keeps {plan.share_bytes:,} bytes of the optimizer on the "

@@ -21,6 +21,7 @@ from deepspeed_ext.runtime.own_process import OwnProcess
 from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.share import relaid
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.beside_step import ChunkSlot, HiddenTransfers, LandingBuffer
@@ -29,7 +30,7 @@ from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel import library_path
-from deepspeed_ext.zenflow.worker.messages import ArenaTouch, WorkerPlan, WorkerTask
+from deepspeed_ext.zenflow.worker.messages import ArenaRelay, ArenaTouch, WorkerPlan, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
 __all__ = ["UpdatePhase", "WorkerLink", "WorkerThreads"]
@@ -121,28 +122,49 @@ class WorkerLink:
         self._kept = KeptError()
         self._gradients_in_flight = 0
         self._touched = {spec.key for spec in plan.arena if spec.touched}
+        self._timeout_seconds = threads.timeout_seconds
         self.longest_wait_seconds = _longest_wait_seconds(threads.timeout_seconds, ranks)
         try:
             with together(ranks, WorkerError):
                 self.arena = Arena.create(plan.layout)
                 self.process = threads.start(self.arena, plan)
-                self.transfers = self._transfers(plan, buffers, threads.timeout_seconds)
-                parts = self.process, self.transfers, self.page_locks
-                # Runs at `close` or at garbage collection, but not at exit, which frees everything without waiting.
-                self._end_copies = weakref.finalize(self, _end_copies, *parts, os.getpid())
-                self._end_copies.atexit = False
-                self.lock([spec.key for spec in plan.arena if spec.touched and spec.exchanged])
+                self._carry(plan, buffers)
         except BaseException:
             self.abandon()
             raise
         if self.process.ready.warning:
             logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")
 
-    def _transfers(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer], timeout_seconds: float) -> Transfers:
+    def _carry(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> None:
+        """Begin to carry what `plan` says."""
+        self.transfers = self._transfers(plan, buffers)
+        parts = self.process, self.transfers, self.page_locks
+        # Runs at `close` or at garbage collection, but not at exit, which frees everything without waiting.
+        self._end_copies = weakref.finalize(self, _end_copies, *parts, os.getpid())
+        self._end_copies.atexit = False
+        self.lock([spec.key for spec in plan.arena if spec.touched and spec.exchanged])
+
+    def relay(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> None:
+        """Go on with the same memory and worker, but with fewer elements on the host, as `plan` says. Nothing may be
+        in flight, and no result that has arrived is read afterwards.
+
+        Raises:
+            WorkerError: the worker has failed, or copies do not end.
+        """
+        if not self.transfers.close():
+            raise WorkerError("copies between accelerator and host have not ended, so no share can move")
+        self._end_copies.detach()
+        self.page_locks.unlock()
+        layout = relaid(self.arena.layout, plan)
+        self.process.wait_for(self.process.submit([ArenaRelay(layout)]))
+        self.arena.relay(layout)
+        self._carry(plan, buffers)
+
+    def _transfers(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> Transfers:
         results, waiting = _results(self.arena, plan.rule.block_size), self.metrics.waiting
         if plan.chunks is None:
             return Transfers(self.process, results, plan.rule.block_size, waiting, plan.copies)
-        slots, how = _slots_of_chunks(self.arena), (plan.chunks, timeout_seconds, waiting)
+        slots, how = _slots_of_chunks(self.arena), (plan.chunks, self._timeout_seconds, waiting)
         return HiddenTransfers(self.process, results, buffers, *how, slots)
 
     def lock(self, keys: Sequence[ArrayKey]) -> None:

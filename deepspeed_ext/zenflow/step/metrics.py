@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from deepspeed_ext.runtime.stopwatch import Stopwatch, stopwatch
+from deepspeed_ext.zenflow.plan.advice import MeasuredStep
+from deepspeed_ext.zenflow.step.adviser import Adviser
 
 __all__ = ["Metrics"]
 
 _REMEMBERED = 64
 _SETTLING_STEPS = 2  # the first steps touch memory and warm caches
+
+
+def _seconds() -> deque[float]:
+    return deque(maxlen=_REMEMBERED)
+
+
+@dataclass
+class _Overlapped:
+    """Seconds of the newest steps in a row that overlapped, for each part of a step.
+
+    Attributes:
+        worker: of a pass, per gradient.
+    """
+
+    inside: deque[float] = field(default_factory=_seconds)
+    wait: deque[float] = field(default_factory=_seconds)
+    gather: deque[float] = field(default_factory=_seconds)
+    worker: deque[float] = field(default_factory=_seconds)
+    link: deque[float] = field(default_factory=_seconds)
 
 
 @dataclass
@@ -31,6 +55,8 @@ class Metrics:
     """Time from the end of the previous step to the start of this one: forward, backward and everything else."""
     step_seconds: float = field(default=math.nan, init=False)
     """Time inside the optimizer step, waiting included."""
+    gather_seconds: float = field(default=math.nan, init=False)
+    """The part of it after the weights were written: their gather, at stages 1 and 2."""
     overlap: float = field(default=math.nan, init=False)
     """Fraction of the total time of the worker and those copies during which the accelerator did not wait, over all
     overlapped steps so far."""
@@ -40,11 +66,16 @@ class Metrics:
     """Bytes copied from the arena to the accelerator in this step."""
     waiting: Stopwatch = field(default_factory=stopwatch)
     """Runs while the accelerator must wait."""
+    gathering: Stopwatch = field(default_factory=stopwatch)
+    """Runs from the new weights to the end of the step."""
+    adviser: Adviser | None = None
+    """Is asked after overlapped steps; None: nobody is."""
     _total_wait: float = field(default=0.0, init=False)
     _total_hideable: float = field(default=0.0, init=False)
     _hideable: float = field(default=0.0, init=False)
     _worker: list[float] = field(default_factory=list, init=False)
     _device: list[float] = field(default_factory=list, init=False)
+    _overlapped: _Overlapped = field(default_factory=_Overlapped, init=False)
     _between: Stopwatch = field(default_factory=stopwatch)
     _inside: Stopwatch = field(default_factory=stopwatch)
 
@@ -62,15 +93,26 @@ class Metrics:
         """Stop timing the optimizer step. A step that is `synchronous` waits for its own update and hides nothing."""
         self._inside.stop()
         self._between.start()
-        waits = self.waiting.lap()
+        waits, gathers, insides = self.waiting.lap(), self.gathering.lap(), self._inside.lap()
         self.wait_seconds = _newest(waits, self.wait_seconds)
+        self.gather_seconds = _newest(gathers, self.gather_seconds)
+        self.step_seconds = _newest(insides, self.step_seconds)
         if not synchronous:
             self._total_wait += sum(waits)
             self._total_hideable += self._hideable
         self._hideable = 0.0
-        self.step_seconds = _newest(self._inside.lap(), self.step_seconds)
         if self._total_hideable > 0:
             self.overlap = max(0.0, 1.0 - self._total_wait / self._total_hideable)
+        if synchronous:
+            self._overlapped = _Overlapped()
+            return
+        past = self._overlapped
+        past.wait.extend(waits)
+        past.gather.extend(gathers)
+        past.inside.extend(insides)
+        adviser, measured = self.adviser, len(past.inside)
+        if adviser is not None and adviser.is_due(measured):
+            adviser.judge(self.typical_step())
 
     def note_worker(self, seconds: float, gradients: int) -> None:
         """Record the worker's answer to a submission.
@@ -83,17 +125,29 @@ class Metrics:
         self._hideable += seconds
         if gradients:
             self._worker = [*self._worker[-_REMEMBERED:], seconds]
+            self._overlapped.worker.append(seconds / gradients)
 
     def note_link(self, seconds: float) -> None:
         """Record the duration of copies beside the step; 0: there were none."""
         if seconds:
             self.link_seconds = seconds
             self._hideable += seconds
+            self._overlapped.link.append(seconds)
 
     def typical(self) -> tuple[float, float]:
         """Median seconds of the worker's pass and of the accelerator's step, without the first ones."""
         worker, device = self._worker[_SETTLING_STEPS:], self._device[_SETTLING_STEPS:]
         return statistics.median(worker or [0.0]), statistics.median(device or [0.0])
+
+    def typical_step(self) -> MeasuredStep | None:
+        """Medians over the newest steps in a row that overlapped; None: none has, or it took no time."""
+        past, median = self._overlapped, partial(_median, otherwise=0.0)
+        device = median(self._device[-len(past.inside) :])
+        if not (past.inside and past.worker and device > 0.0):
+            return None
+        worker, link = median(past.worker), median(past.link)
+        inside, wait, gather = map(median, (past.inside, past.wait, past.gather))
+        return MeasuredStep(device, inside, wait, worker, link, gather)
 
     def as_dict(self, interval: int) -> dict[str, float]:
         """The measured metrics by name, for logs; times in milliseconds, sizes in bytes."""
@@ -103,12 +157,19 @@ class Metrics:
             "link_ms": self.link_seconds * 1e3,
             "device_ms": self.device_seconds * 1e3,
             "step_ms": self.step_seconds * 1e3,
+            "gather_ms": self.gather_seconds * 1e3,
             "overlap": self.overlap,
             "bytes_down": float(self.bytes_down),
             "bytes_up": float(self.bytes_up),
             "interval": float(interval),
         }
-        return {name: value for name, value in figures.items() if not math.isnan(value)}
+        judged = {} if self.adviser is None else self.adviser.measurements()
+        return {name: value for name, value in figures.items() if not math.isnan(value)} | judged
+
+
+def _median(values: Iterable[float], otherwise: float) -> float:
+    found = list(values)
+    return statistics.median(found) if found else otherwise
 
 
 def _newest(laps: list[float], otherwise: float) -> float:

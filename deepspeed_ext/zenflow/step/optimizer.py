@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,7 +34,21 @@ from deepspeed_ext.zenflow.step.shown_state import ShownState, write
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
-__all__ = ["HostOptimizer"]
+__all__ = ["Mover", "HostOptimizer"]
+
+
+class Mover(Protocol):
+    """Moves a share of the optimizer to the accelerator. Every rank of the model has one, or none has."""
+
+    def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
+        """Look at a step that has ended. A collective if it chooses."""
+
+    def adopt(self, host: HostOptimizer, heads: Sequence[int]) -> None:
+        """Take over a checkpoint's share, if there is room for it; p and the moments have been loaded. A collective.
+
+        Args:
+            heads: elements of each partition that step on the accelerator.
+        """
 
 
 class HostOptimizer:
@@ -56,6 +70,7 @@ class HostOptimizer:
         shown: what users reach of the optimizer.
         plan: the plan of the current step; None between steps. It stays if an exception interrupts the step.
         is_offloaded: whether `offload` was called, and `reload` was not.
+        mover: chooses how much steps on the accelerator; None: that has been decided.
     """
 
     def __init__(
@@ -79,6 +94,7 @@ class HostOptimizer:
         self._metrics = link.metrics
         self.plan: StepPlan | None = None
         self.is_offloaded = False
+        self.mover: Mover | None = None
         self._parked: Parked | None = None
         use = weakref.WeakMethod(self._used)
         noted = lambda: None if (it := use()) is None else it()  # noqa: E731
@@ -158,12 +174,16 @@ class HostOptimizer:
             self.rule.write_weights(plan)
             if starts_copies and not plan.waits_last:
                 self.link.start_copies()  # overlaps with DeepSpeed's use of the weights, which may wait for the device
+            with self.link.keeping():
+                self._metrics.gathering.start()
 
     def end_step(self) -> None:
-        """Hand over what the plan says, without waiting for the worker. A collective only while no interval is
-        chosen."""
+        """Hand over what the plan says, without waiting for the worker. A collective only while no interval or share
+        is chosen."""
         with in_profile("zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
+            with self.link.keeping():
+                self._metrics.gathering.stop()
             tasks: list[WorkerTask] = []
             with self.link.keeping():
                 if plan.handed_over and not plan.waits_last:
@@ -187,6 +207,8 @@ class HostOptimizer:
             with self.link.keeping():
                 # No parameter has a gradient, so no weight changes; schedulers and step hooks still see a step.
                 self.kind.optimizer.step()
+            if self.mover is not None:
+                self.mover.after_step(self, plan)
 
     def changed_blocks(self, index: int) -> Any:
         """The `BlockSet` of a partition whose weights this step changes; None: all may change. Valid only inside a
@@ -400,6 +422,19 @@ class HostOptimizer:
         """The metrics of the last step that have been measured, by name; units are in the names."""
         values = self._metrics.as_dict(self.rule.schedule.interval or 1) | self.rule.measurements()
         return {f"zenflow_{name}": value for name, value in values.items()}
+
+    def move_to(self, plan: ZenFlowPlan, partitions: Sequence[Partition], share: AcceleratorShare) -> None:
+        """Go on with `plan`, by which more elements step on the accelerator. Between two synchronous steps: p and the
+        moments are complete on the host, and nobody reads y or the per-block arrays of the last update.
+
+        Args:
+            partitions: what remains for the rule.
+            share: holds p and the moments of the rest.
+        """
+        self.decided, self.partitions, self.share = plan, partitions, share
+        self._state = replace(self._state, partitions=partitions, share=share)
+        self.rule.repartition(partitions)
+        self.lock_ring()
 
     def close(self) -> None:
         """Stop the worker. Masters and moments stay readable. Idempotent."""

@@ -127,6 +127,10 @@ class UpdateRule(ABC, Generic[PlanT]):
             counts: for each partition, number of updates that the new values have had; None: as many as the old ones.
         """
 
+    def repartition(self, partitions: Sequence[Partition]) -> None:
+        """Go on with fewer elements on the host. Between two synchronous steps, whose results need not be read."""
+        self._partitions = partitions
+
     def recounted(self, partition: Partition, updates: int) -> None:
         """Take over that p and the moments of a partition count as the result of `updates` updates. Nothing may be in
         flight."""

@@ -18,8 +18,8 @@ class ZenFlowRun:
     Attributes:
         worker_timeout_seconds: longest wait for the worker: as the user set it, or a default that may be lowered.
         steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build the data loader.
-        host_share: the share of each partition that steps on the host (``offload_optimizer.ratio``); None: as little
-            as the accelerators' free memory allows.
+        host_share: the share of each partition that steps on the host (``offload_optimizer.ratio``); None: chosen
+            (see `decide`).
     """
 
     config: ZenFlowConfig

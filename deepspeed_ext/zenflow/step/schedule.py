@@ -19,7 +19,6 @@ __all__ = [
     "StepPlan",
     "is_overloaded",
     "smallest_interval",
-    "step_seconds",
 ]
 
 
@@ -146,12 +145,7 @@ def smallest_interval(worker_seconds: float, device_seconds: float, limit: int) 
     return max(1, limit)
 
 
-def step_seconds(worker_seconds: float, device_seconds: float, interval: int) -> float:
-    """Seconds of an overlapped step at `interval`: the slower of worker and accelerator decides; arguments as for
-    `smallest_interval`."""
-    return max(device_seconds, worker_seconds * (26 + 2 * interval) / 28 / interval)
-
-
 def is_overloaded(worker_seconds: float, device_seconds: float, interval: int) -> bool:
     """Whether the worker is slower than the accelerator even at `interval`; arguments as for `smallest_interval`."""
-    return step_seconds(worker_seconds, device_seconds, interval) > device_seconds and math.isfinite(worker_seconds)
+    per_step = worker_seconds * (26 + 2 * interval) / 28 / interval
+    return math.isfinite(worker_seconds) and per_step > device_seconds

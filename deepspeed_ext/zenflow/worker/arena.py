@@ -117,6 +117,12 @@ class Arena:
             return self.tensor(kind, partition)
         return torch.frombuffer(self._memory, dtype=getattr(torch, spec.dtype), count=count, offset=begin)
 
+    def relay(self, layout: ArenaLayout) -> None:
+        """Find arrays where `layout` says from now on. Tensors and addresses from before stay valid."""
+        assert layout.nbytes == self.layout.nbytes, "the same memory"
+        self.layout = layout
+        self._arrays = layout.by_key()
+
     def release_before(self, kind: str, partition: int = 0) -> None:
         """Free the memory of the elements before an array; they read as zero until they are written again."""
         spec, offset = self._arrays[ArrayKey(kind, partition)]

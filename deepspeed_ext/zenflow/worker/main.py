@@ -33,6 +33,7 @@ from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 from deepspeed_ext.zenflow.worker.kernel.rounding import CODE_DTYPES
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from deepspeed_ext.zenflow.worker.messages import (
+    ArenaRelay,
     ArenaTouch,
     ArenaWrite,
     CodedPart,
@@ -174,6 +175,9 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, plan: Worke
             continue
         if isinstance(work, ArenaTouch):
             _touch(arena, kernel, work.keys, plan)
+            continue
+        if isinstance(work, ArenaRelay):
+            arena.relay(work.layout)
             continue
         if isinstance(work, PartitionPass):
             kernel.run(_adam_pass(work, arena, block_size))

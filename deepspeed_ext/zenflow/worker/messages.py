@@ -151,11 +151,18 @@ class ArenaTouch:
 
 
 @dataclass(frozen=True)
+class ArenaRelay:
+    """From now on, the arrays of the arena are where `layout` says."""
+
+    layout: ArenaLayout
+
+
+@dataclass(frozen=True)
 class Submission:
     """Work for the worker, which answers with a `Done` of the same number."""
 
     number: int
-    tasks: tuple[WorkerTask | ArenaWrite | ArenaTouch, ...]
+    tasks: tuple[WorkerTask | ArenaWrite | ArenaTouch | ArenaRelay, ...]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from deepspeed_ext.runtime.own_process import OwnProcess
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel, GarbledError, Patience, above_standard
 from deepspeed_ext.zenflow.worker.messages import (
+    ArenaRelay,
     ArenaTouch,
     ArenaWrite,
     Done,
@@ -139,7 +140,7 @@ class OptimizerProcess:
         """The worker's process id."""
         return self._process.pid
 
-    def submit(self, tasks: Sequence[WorkerTask | ArenaWrite | ArenaTouch]) -> int:
+    def submit(self, tasks: Sequence[WorkerTask | ArenaWrite | ArenaTouch | ArenaRelay]) -> int:
         """Hand over work without waiting for it. The arrays it names belong to the worker until `wait`.
 
         Returns:

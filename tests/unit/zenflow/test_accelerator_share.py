@@ -203,15 +203,16 @@ def chosen(config: dict[str, Any]) -> dict[str, float]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("reserve", "fits"), [(0.25, True), (0.9999999, False)])
-def test_auto_takes_what_fits_beside_the_reserve(reserve: float, fits: bool) -> None:
-    config = config_of(2, "auto" if fits else "fit", offload_reserve_fraction=reserve)
+def test_auto_under_the_selective_rule_takes_what_fits_beside_the_reserve(reserve: float, fits: bool) -> None:
+    ratio = "auto" if fits else "fit"
+    config = config_of(2, ratio, "selective", offload_reserve_fraction=reserve)
     (found,) = run_ranks(1, chosen, config, device="accelerator")
     assert (found["on the accelerator"] > 0.99 * found["all"] - 32) == fits
     assert (found["on the accelerator"] == 0) != fits
 
 
 def test_auto_leaves_all_on_the_host_where_that_is_the_accelerator() -> None:
-    (found,) = run_ranks(1, chosen, config_of(2, "auto"))
+    (found,) = run_ranks(1, chosen, config_of(2, "auto", "selective"))
     assert (found["on the accelerator"] == 0) != is_simulated("cpu")
 
 

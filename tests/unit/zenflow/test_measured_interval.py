@@ -11,6 +11,7 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.errors import OutOfMemoryError
+from deepspeed_ext.zenflow.plan.advice import MeasuredStep
 from deepspeed_ext.zenflow.rules.predictive import rule
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.step import optimizer
@@ -145,40 +146,55 @@ def test_an_interval_of_another_host_is_kept_if_there_is_room(tmp_path: Path) ->
         assert found == [{"updates": STEPS + 1, "collected": collected, "interval": interval, "fell": True}] * 2
 
 
-def advice(config: dict[str, Any], worker: float, device: float, steps: int) -> tuple[list[str], int, list[float]]:
-    """What the log advises, the interval, and the losses, if these are the seconds of worker and accelerator."""
+def advice(config: dict[str, Any], measured: MeasuredStep) -> dict[str, Any]:
+    """What the log advises, metrics, interval and losses, if these are the seconds of a typical step."""
     engine = make_engine(config)
-    with patch.object(Metrics, "typical", lambda _: (worker, device)), heard("the optimizer process takes") as found:
-        losses = train(engine, batches(steps, 0))
-    interval = engine.optimizer.host_optimizer.rule.schedule.interval
+    typical = patch.object(Metrics, "typical_step", lambda _: measured)
+    with typical, heard("of a step without the optimizer") as found:
+        losses = train(engine, batches(STEPS, 0))
+    adam = engine.optimizer.host_optimizer
+    result = {
+        "said": [text for _, text in found],
+        "metrics": adam.measurements(),
+        "interval": adam.rule.schedule.interval,
+        "losses": losses,
+    }
     engine.destroy()
-    return [text for _, text in found], interval, losses
+    return result
+
+
+SLOW = MeasuredStep(device=0.1, inside=0.1, wait=0.1, worker=0.2)
+QUICK = MeasuredStep(device=0.2, inside=0.0, wait=0.0, worker=0.1)
 
 
 @pytest.mark.parametrize("given", [{}, {"update_interval": 1}])
-def test_a_longer_interval_is_suggested_once_and_never_chosen(given: dict[str, Any]) -> None:
-    config = zenflow_config(2, torch.bfloat16, **given)
-    slow, quick = run_ranks(2, advice, config, 0.2, 0.1, STEPS), run_ranks(2, advice, config, 0.1, 0.2, STEPS)
-    assert [interval for _, interval, _ in slow + quick] == [1] * 4
-    assert [losses for *_, losses in slow] == [losses for *_, losses in quick]
-    assert [texts for texts, *_ in (slow[1], *quick)] == [[], [], []]
-    ((said,), *_) = slow[0]
-    assert "a step will take about 200.0 ms" in said
-    assert "zenflow.update_interval = 2 would make it about 107.1 ms, but changes the numerics" in said
+def test_what_would_help_is_suggested_once_and_never_chosen(given: dict[str, Any]) -> None:
+    config = zenflow_config(2, torch.bfloat16, full_warm_up_rounds=4, **given)
+    slow, quick = (run_ranks(2, advice, config, measured) for measured in (SLOW, QUICK))
+    assert [each["interval"] for each in slow + quick] == [1] * 4
+    assert [each["losses"] for each in slow] == [each["losses"] for each in quick]
+    assert [len(each["said"]) for each in slow + quick] == [1, 0, 1, 0]
+    (said,) = slow[0]["said"]
+    assert said.startswith("ZenFlow: 2.00x of a step without the optimizer; the optimizer process limits")
+    assert "update_interval 2 would make it 1.07x, but changes the numerics" in said
+    assert quick[0]["said"] == ["ZenFlow: 1.00x of a step without the optimizer; nothing limits."]
+    for each in slow:
+        assert each["metrics"]["zenflow_slowdown"] == 2.0
+        assert each["metrics"]["zenflow_limit"] == 1.0
+        assert each["metrics"]["zenflow_helped_slowdown"] == pytest.approx(15 / 14, abs=0.01)
 
 
 def test_what_may_not_be_longer_is_not_suggested() -> None:
     """With Lion there is no estimate for it; and without overlap, a step waits anyway."""
-    config = zenflow_config(2, torch.bfloat16)
+    config = zenflow_config(2, torch.bfloat16, full_warm_up_rounds=4)
     config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-4}}
-    ((said,), interval, _), *_ = run_ranks(1, advice, config, 0.2, 0.1, STEPS)
-    assert interval == 1
-    assert "More cores" in said
-    assert "update_interval" not in said
-    ((said, interval, _),) = run_ranks(
-        1, advice, zenflow_config(2, torch.bfloat16, overlap_step=False), 0.2, 0.1, STEPS
-    )
-    assert (said, interval) == ([], 1)
+    (lion,) = run_ranks(1, advice, config, SLOW)
+    (said,) = lion["said"]
+    assert lion["interval"] == 1
+    assert "would make it" not in said
+    (waits,) = run_ranks(1, advice, zenflow_config(2, torch.bfloat16, overlap_step=False), SLOW)
+    assert (waits["said"], waits["interval"]) == ([], 1)
+    assert "zenflow_limit" not in waits["metrics"]
 
 
 def resume_of_measured(folder: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import Estimate, OptimizerKind
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.predictive import LONGEST_MEASURED, PredictiveSettings
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
@@ -24,7 +24,7 @@ from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
-from deepspeed_ext.zenflow.step.schedule import is_overloaded, smallest_interval, step_seconds
+from deepspeed_ext.zenflow.step.schedule import is_overloaded, smallest_interval
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
 __all__ = ["PredictionState", "PredictiveRule"]
@@ -155,9 +155,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             self._publish_again()
 
     def measured_interval(self, plan: PredictivePlan) -> int | None:
-        if self.schedule.wants_advice and self._ranks.rank == 0:
-            with self._link.keeping():
-                self._advise()
         if not self.schedule.wants_interval:
             return None
         worker, device, mine = 0.0, 0.0, 1
@@ -176,27 +173,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
                     "give it more cores (lower zenflow.pt_reserved_cores), or do more work per step"
                 )
         return interval
-
-    def _advise(self) -> None:
-        """Say what a longer interval would give if the worker does not keep up. What changes numerics is never chosen.
-        This rank's times count: its step on the accelerator includes waits for other ranks."""
-        worker, device = self._metrics.typical()
-        longest = self._settings.layout.longest_interval or LONGEST_MEASURED
-        interval = smallest_interval(worker, device, longest)
-        if not is_overloaded(worker, device, 1):
-            return
-        now, then = (step_seconds(worker, device, each) * 1e3 for each in (1, interval))
-        words = (
-            f"ZenFlow: the optimizer process takes {worker * 1e3:.1f} ms per pass and the accelerator "
-            f"{device * 1e3:.1f} ms per step, so a step will take about {now:.1f} ms. More cores for the optimizer "
-            "process (a lower zenflow.pt_reserved_cores) or more work per step shorten that and leave the numerics"
-        )
-        if interval > 1:
-            words += (
-                f"; zenflow.update_interval = {interval} would make it about {then:.1f} ms, but changes the numerics "
-                "(docs/zenflow.md, Cost) and takes up to 6 bytes of host memory per parameter more"
-            )
-        logger.info(words)
 
     def _publish_again(self) -> None:
         """Let the worker recompute y and the per-block array from p and the moments, for overlapped steps."""
@@ -293,6 +269,14 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             state.estimator = state.sample = state.errors = None
             if state.drift is not None:
                 state.drift.zero_()
+
+    def repartition(self, partitions: Sequence[Partition]) -> None:
+        super().repartition(partitions)
+        for state, partition in zip(self.states, partitions, strict=True):
+            assert state.sample is None, "a probe belongs to an overlapped step"
+            state.estimator = None
+            if state.drift is not None:
+                state.drift = torch.zeros_like(partition.weights(), device=partition.device)
 
     def saved(self) -> list[dict[str, Any]]:
         return [

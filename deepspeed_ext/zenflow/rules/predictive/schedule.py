@@ -161,8 +161,3 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         """Whether enough steps have been measured since the start or the load to call `choose_interval`."""
         measured = self.state.steps - self._measured_from
         return self._overlap and self.state.interval is None and measured >= MEASURED_STEPS
-
-    @property
-    def wants_advice(self) -> bool:
-        """Whether enough steps have just been measured to say what interval 1 costs."""
-        return self._overlap and self.state.interval == 1 and self.state.steps - self._measured_from == MEASURED_STEPS

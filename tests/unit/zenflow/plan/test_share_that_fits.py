@@ -21,7 +21,8 @@ GB, GIB, UNITS = 10**9, 2**30, 1024
 
 
 def facts_of(model: Model, ranks: Ranks, setup: Setup, total: int) -> ZenFlowFacts:
-    """What a run knows once only its weights are on an accelerator of `total` bytes."""
+    """What a run knows once only its weights are on an accelerator of `total` bytes, if its host is too small to begin
+    with the whole optimizer."""
     partitions = tuple(setup.partitions(model, ranks))
     whole = sum(run.numel * run.times for run in partitions)
     whole *= 1 if setup.partitions_weights else ranks.count
@@ -33,7 +34,8 @@ def facts_of(model: Model, ranks: Ranks, setup: Setup, total: int) -> ZenFlowFac
         bucket_bytes=model.itemsize * setup.reduce_bucket_size,
     )
     free = max(0, total - model.itemsize * whole)
-    return ZenFlowFacts((RankFacts(partitions, free, total),), caller)
+    rank = RankFacts(partitions, free, total, host_free=(("machine", 0),))
+    return ZenFlowFacts((rank,), caller)
 
 
 def units_that_fit(facts: ZenFlowFacts, setup: Setup, reserve: float = 0.15) -> int:

@@ -23,9 +23,9 @@ def test_what_is_not_measured_is_left_out() -> None:
     metrics = Metrics()
     assert set(metrics.as_dict(1)) == COUNTED
     step(metrics, 10.0, synchronous=True)
-    assert set(metrics.as_dict(1)) == COUNTED | {"wait_ms", "worker_ms", "step_ms"}
+    assert set(metrics.as_dict(1)) == COUNTED | {"wait_ms", "worker_ms", "step_ms", "gather_ms"}
     step(metrics, 10.0, synchronous=True)
-    assert set(metrics.as_dict(1)) == COUNTED | {"wait_ms", "worker_ms", "step_ms", "device_ms"}
+    assert set(metrics.as_dict(1)) == COUNTED | {"wait_ms", "worker_ms", "step_ms", "gather_ms", "device_ms"}
 
 
 @pytest.mark.cpu(reason="on a device the times of a step are known a step later")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from deepspeed_ext.runtime.stopwatch import Stopwatch
+from deepspeed_ext.zenflow.plan.advice import MeasuredStep
 from deepspeed_ext.zenflow.step import metrics as metrics_module
+from deepspeed_ext.zenflow.step.adviser import Adviser
 from deepspeed_ext.zenflow.step.metrics import Metrics
 
 
@@ -30,7 +32,12 @@ class GivenLaps(Stopwatch):
 
 
 def measured(waits: list[float], inside: list[float], between: list[float]) -> Metrics:
-    return Metrics(waiting=GivenLaps(*waits), _inside=GivenLaps(*inside), _between=GivenLaps(*between))
+    return Metrics(
+        waiting=GivenLaps(*waits),
+        gathering=GivenLaps(0.125),
+        _inside=GivenLaps(*inside),
+        _between=GivenLaps(*between),
+    )
 
 
 def test_every_number_has_its_name_and_unit() -> None:
@@ -50,6 +57,7 @@ def test_every_number_has_its_name_and_unit() -> None:
         "link_ms": 1000.0,
         "device_ms": 2000.0,
         "step_ms": 1500.0,
+        "gather_ms": 125.0,
         "overlap": 1 - 0.75 / 5.0,
         "bytes_down": 10.0,
         "bytes_up": 20.0,
@@ -57,6 +65,50 @@ def test_every_number_has_its_name_and_unit() -> None:
     }
     metrics.begin_step()
     assert (metrics.bytes_down, metrics.bytes_up) == (0, 0)
+
+
+class Judge:
+    """Keeps the typical steps that it is given, once there are two."""
+
+    def __init__(self) -> None:
+        self.judged: list[MeasuredStep | None] = []
+
+    def is_due(self, steps: int) -> bool:
+        return steps >= 2
+
+    def judge(self, step: MeasuredStep | None) -> None:
+        self.judged.append(step)
+
+    def measurements(self) -> dict[str, float]:
+        return {"slowdown": 1.5}
+
+
+def take_step(metrics: Metrics, seconds: float, *, synchronous: bool = False) -> None:
+    """A step whose parts take `seconds`, times 8 between steps, 4 inside, 2 of them waiting, 1 of them gathering;
+    the pass over two gradients takes 10 and copies take 5."""
+    metrics._between, metrics._inside = GivenLaps(8 * seconds), GivenLaps(4 * seconds)
+    metrics.waiting, metrics.gathering = GivenLaps(2 * seconds), GivenLaps(seconds)
+    metrics.begin_step()
+    metrics.note_worker(10 * seconds, gradients=2)
+    metrics.note_link(5 * seconds)
+    metrics.end_step(synchronous)
+
+
+def test_overlapped_steps_in_a_row_are_judged_by_their_medians() -> None:
+    judge = Judge()
+    metrics = Metrics(adviser=cast(Adviser, judge))
+    for synchronous, seconds in ((True, 90.0), (True, 90.0), (False, 3.0)):
+        take_step(metrics, seconds, synchronous=synchronous)
+    assert judge.judged == []
+    take_step(metrics, 1.0)
+    take_step(metrics, 2.0)
+    assert judge.judged[-1] == MeasuredStep(16.0, 8.0, 4.0, 10.0, 10.0, 2.0)
+    take_step(metrics, 90.0, synchronous=True)
+    take_step(metrics, 7.0)
+    assert len(judge.judged) == 2, "a synchronous step begins anew"
+    take_step(metrics, 7.0)
+    assert judge.judged[-1] == MeasuredStep(56.0, 28.0, 14.0, 35.0, 35.0, 7.0)
+    assert metrics.as_dict(1)["slowdown"] == 1.5
 
 
 def test_a_lap_that_has_not_arrived_changes_nothing() -> None:

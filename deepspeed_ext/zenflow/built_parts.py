@@ -1,0 +1,81 @@
+"""Builds the parts of a run that depend on how much of it steps on the accelerator: landing buffers,
+kernels, and the rule's view of a partition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+
+from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.kernels import launch, prepare
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
+from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.step.partition import Partition, WholeState
+from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer, allocated_on_all_ranks
+from deepspeed_ext.zenflow.transfers.inside_step import Results
+from deepspeed_ext.zenflow.worker.arena import Arena
+
+__all__ = ["landing_buffers", "partition_of", "prepare_kernels"]
+
+
+def landing_buffers(plan: ZenFlowPlan, ranks: RankGroup) -> list[LandingBuffer] | None:
+    """The buffers of the plan; None on every rank if a rank has no memory for them. A collective if it has any."""
+    if plan.copies is not Copies.BESIDE_STEP:
+        return []
+    kinds, like = plan.kinds, partial(torch.empty, device="meta")
+    described = []
+    for each in plan.partitions:
+        blocks, width = -(-each.on_host // kinds.block_size), plan.rule.per_block_width
+        size = (blocks,) if width == 1 else (blocks, width)
+        dtype = getattr(torch, kinds.per_block.dtype)
+        means = like(size, dtype=dtype) if kinds.per_block.exchanged else None
+        published = like(each.on_host, dtype=getattr(torch, plan.dtypes.published))
+        described.append(Results(published, means))
+    return allocated_on_all_ranks(described, getattr(torch, plan.dtypes.gradient), ranks)
+
+
+def prepare_kernels(plan: ZenFlowPlan, kind: OptimizerKind, weights: Sequence[torch.Tensor], *, warns: bool) -> None:
+    """Compile the kernels that steps will launch, so that no step compiles or needs memory for it.
+
+    A partition's gradient and results are at least as aligned as its weights: they have arrays of their own, or lie
+    in one as the weights do.
+    """
+    device, block_size, names = weights[0].device, plan.rule.block_size, plan.dtypes
+    dtypes = (getattr(torch, name) for name in (names.weights, names.published, names.gradient))
+    of_weights, published, gradient = dtypes
+    alignments = {launch.is_aligned(block_size, [part]) for part in weights}
+    calls: list[Iterable[Callable[[], object]]] = []
+    if Kernel.NORM in plan.kernels:
+        calls.append(prepare.norms(device, {of_weights, gradient}))
+    if Kernel.STEP in plan.kernels:
+        steps = alignments if plan.has_share else {True}
+        calls.append(kind.step_kernels(device, block_size, gradient, steps))
+    if Kernel.ESTIMATE in plan.kernels and isinstance(plan.rule, PredictiveSettings):
+        estimated = of_weights, published, gradient
+        calls.append(kind.estimate_kernels(device, block_size, *estimated, plan.rule.with_drift, alignments))
+    prepare.prepare(device, block_size, chain(*calls), warns=warns)
+
+
+def partition_of(plan: ZenFlowPlan, index: int, state: WholeState, holders: RankGroup, arena: Arena) -> Partition:
+    """What remains of a partition behind its head, for the rule."""
+    layout, decided = plan.rule.layout, plan.partitions[index]
+    head = decided.head
+    return Partition(
+        index,
+        state.group,
+        holders,
+        (lambda: state.weights()[head:]) if head else state.weights,
+        master=arena.tensor("p", index),
+        moments=tuple(arena.tensor(kind, index) for kind, _ in layout.moments),
+        scales=tuple(arena.tensor(kind, index) for kind in layout.scales),
+        publish_dtype=getattr(torch, plan.dtypes.published),
+        grad_dtype=getattr(torch, plan.dtypes.gradient),
+        per_block=arena.tensor(plan.kinds.per_block.kind, index),
+        ring=[arena.tensor(*key) for key in arena.keys("g", index)],
+        places=decided.places,
+    )

@@ -1,0 +1,167 @@
+"""Moves a share of the optimizer to the accelerator, once, between two synchronous steps.
+
+Measured steps say how much the host can step while the accelerator runs forward and backward
+(`plan.share`). The rest moves without rounding: p and the moments are copied to the accelerator,
+and the host's arrays begin behind them. Later steps are those of a run that had this share from
+the start, and the same p and moments at this step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from deepspeed_ext.errors import OutOfMemoryError
+from deepspeed_ext.runtime import memory
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.ranks import agreed
+from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.share import (
+    MEASURED_STEPS,
+    UNITS,
+    ChainTimes,
+    fitting_units,
+    hiding_units,
+    is_worth_it,
+    with_heads,
+    with_host_share,
+)
+from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.link import UpdatePhase
+from deepspeed_ext.zenflow.step.metrics import Metrics
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.schedule import StepPlan
+
+__all__ = ["ShareChoice", "move_share"]
+
+
+class ShareChoice:
+    """Chooses the share once enough synchronous steps in a row have been measured. All ranks of the
+    model choose the same.
+
+    Args:
+        reserve_fraction: of the accelerator's memory, which stays free beside the most that a step
+            has taken (``zenflow.offload_reserve_fraction``).
+    """
+
+    def __init__(self, metrics: Metrics, reserve_fraction: float) -> None:
+        self._metrics = metrics
+        self._reserve_fraction = reserve_fraction
+        self._measured = 0
+        self._is_open = True
+
+    def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
+        """Count a step that has ended, and choose after the last that is measured."""
+        is_between = plan.waits_last and host.rule.schedule.plan().waits_last
+        if self._is_open and self._measured and not is_between and host.ranks.rank == 0:
+            logger.info(
+                f'offload_optimizer.ratio = "auto" stays {host.decided.host_share:.4g}: only '
+                f"{self._measured} of {MEASURED_STEPS} synchronous steps were left to measure"
+            )
+        self._measured = self._measured + 1 if is_between else 0
+        if not self._is_open or self._measured < MEASURED_STEPS:
+            return
+        self._is_open = False
+        self._choose(host)
+
+    def adopt(self, host: HostOptimizer, heads: Sequence[int]) -> None:
+        """See `Mover.adopt`. If it cannot, the choice stays open."""
+        sizes = [state.master.numel() for state in host.states]
+        blocks = host.rule.block_size
+        fits = len(heads) == len(sizes) and all(
+            head % blocks == 0 and head <= size for head, size in zip(heads, sizes, strict=False)
+        )
+        wants = self._is_open and fits and any(heads)
+        wanted, fits_all = host.ranks.minimum(-int(wants), int(fits))
+        if not (wanted and fits_all):
+            return
+        share = 1.0 - sum(heads) / max(1, sum(sizes))
+        plan = with_heads(host.decided, heads, share, "the checkpoint's")
+        self._is_open = not _move(host, plan, hides=False)
+
+    def _choose(self, host: HostOptimizer) -> None:
+        hiding, fitting, times = UNITS, UNITS, ChainTimes(0.0, 0.0)
+        with host.link.keeping():
+            times = self._times(host.decided)
+            hiding = hiding_units(times) if host.decided.rule.overlapped else 0
+            reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
+            fitting = fitting_units(host.decided, memory.unused_accelerator_bytes() - reserve)
+        hiding, most = host.ranks.minimum(hiding, -fitting)
+        share = max(hiding, -most) / UNITS
+        why = (
+            f"a pass over all elements takes {times.worker * 1e3:.1f} ms, the accelerator "
+            f"{times.device * 1e3:.1f} ms between two steps, and a rank has room for at most "
+            f"{1.0 + most / UNITS:.1%} of its part of the optimizer"
+        )
+        if is_worth_it(host.decided, share):
+            if not move_share(host, share, why):
+                why = f"{why}; but a rank could not allocate it"
+                share = host.decided.host_share
+        else:
+            share = host.decided.host_share
+        if host.ranks.rank == 0:
+            logger.info(f'offload_optimizer.ratio = "auto" is {share:.4g}: {why}')
+
+    def _times(self, plan: ZenFlowPlan) -> ChainTimes:
+        worker, device = self._metrics.typical()
+        waited = self._metrics.wait_seconds
+        chunks, size = 0, plan.chunks
+        if size is not None:
+            chunks = sum(-(-each.on_host // size.numel) for each in plan.partitions)
+        # a synchronous step waits for all copies, an overlapped one for those of one chunk
+        fixed = max(0.0, waited - worker) / chunks if chunks and math.isfinite(waited) else 0.0
+        return ChainTimes(device, worker, fixed)
+
+
+def move_share(host: HostOptimizer, host_share: float, why: str) -> bool:
+    """Step all but `host_share` of each partition on the accelerator from now on. A collective
+    between two synchronous steps.
+
+    Returns:
+        False if an accelerator has no memory for it; then nothing has changed.
+    """
+    hides = host.link.phase is not UpdatePhase.EXPOSED
+    return _move(host, with_host_share(host.decided, host_share, why), hides=hides)
+
+
+def _move(host: HostOptimizer, plan: ZenFlowPlan, *, hides: bool) -> bool:
+    """Go on with `plan`.
+
+    Args:
+        hides: whether to free the host memory of what has moved; False if p and the moments may
+            have been written from outside, so that the next step takes them from there once more.
+
+    Returns:
+        False if an accelerator has no memory for it; then nothing has changed.
+
+    Raises:
+        WorkerError: on every rank, if any rank's worker has failed.
+    """
+    link, ranks = host.link, host.ranks
+    link.wait_together()
+    weights = [state.weights() for state in host.states]
+    share = AcceleratorShare.if_all_have_room(plan, weights, link.arena, host.kind, ranks)
+    if share is None:
+        return False
+    prepare_kernels(plan, host.kind, weights, warns=ranks.rank == 0)
+    with link.keeping():
+        share.take()
+        link.transfers.release()
+    buffers = landing_buffers(plan, ranks)
+    if buffers is None:
+        told = "smaller landing buffers do not fit where larger ones were"
+        raise agreed(OutOfMemoryError(told), ranks)
+    with link.keeping():
+        link.relay(plan, buffers)
+        partitions = [
+            partition_of(plan, before.index, state, before.ranks, link.arena)
+            for before, state in zip(host.partitions, host.states, strict=True)
+        ]
+        host.move_to(plan, partitions, share)
+        if hides:
+            get_accelerator().synchronize()  # copies from what is freed now
+            share.hide()
+    link.raise_kept()
+    return True

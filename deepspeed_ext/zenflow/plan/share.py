@@ -1,0 +1,128 @@
+"""How much of the optimizer steps on the accelerator: the share that hides the rest, bounded by
+memory, and what a plan becomes with it. Pure functions.
+
+A plan begins with everything on the host. Once steps are measured, a share can move, because the
+host's arrays may begin behind elements that are not theirs (`ArraySpec.before`): the rest keeps its
+place in the arena.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, PlacedArray
+from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan, head_of
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+
+__all__ = [
+    "MEASURED_STEPS",
+    "UNITS",
+    "ChainTimes",
+    "fitting_units",
+    "hiding_units",
+    "is_worth_it",
+    "relaid",
+    "with_heads",
+    "with_host_share",
+]
+
+UNITS = 1024
+"""A share that is not given is a multiple of one over this."""
+
+MEASURED_STEPS = 8
+"""Synchronous steps in a row that are measured before a share moves; the first two touch memory and
+warm caches."""
+
+HIDDEN = 0.95
+"""The part of the accelerator's time that the optimizer's may take."""
+
+LEAST_MOVED = 1 / 32
+"""A smaller share on the accelerator is not worth a move."""
+
+
+@dataclass(frozen=True)
+class ChainTimes:
+    """What is measured of one rank, in seconds, while all elements step on the host.
+
+    Attributes:
+        device: of the accelerator, between two optimizer steps.
+        worker: of the pass, per step.
+        fixed: of the chain of copies and pass, however few elements it has.
+    """
+
+    device: float
+    worker: float
+    fixed: float = 0.0
+
+
+def hiding_units(times: ChainTimes) -> int:
+    """How much may step on the host, of `UNITS`, so that the accelerator does not wait for it."""
+    if times.worker <= 0.0:
+        return UNITS
+    share = (HIDDEN * times.device - times.fixed) / times.worker
+    return max(0, min(UNITS, math.floor(share * UNITS)))
+
+
+def fitting_units(plan: ZenFlowPlan, room: int) -> int:
+    """How much must step on the host, of `UNITS`, so that the rest fits into `room` bytes of the
+    accelerator beside what a step with `plan` has taken at most. `UNITS` if nothing fits."""
+    before = _accelerator_bytes(plan)
+    units = range(UNITS + 1)
+    fitting = bisect_right(
+        units,
+        max(0, room) + before,
+        key=lambda there: _accelerator_bytes(with_host_share(plan, 1.0 - there / UNITS, "")),
+    )
+    return UNITS - max(0, fitting - 1)
+
+
+def _accelerator_bytes(plan: ZenFlowPlan) -> int:
+    return plan.share_bytes + plan.landing_bytes
+
+
+def is_worth_it(plan: ZenFlowPlan, host_share: float) -> bool:
+    """Whether to move from `plan` to this share."""
+    return plan.host_share - host_share >= LEAST_MOVED
+
+
+def with_host_share(plan: ZenFlowPlan, host_share: float, why: str) -> ZenFlowPlan:
+    """`plan`, but with this share of each partition on the host. All else stays where it is."""
+    block_size = plan.rule.block_size
+    heads = [head_of(each.numel, host_share, block_size) for each in plan.partitions]
+    return with_heads(plan, heads, host_share, why)
+
+
+def with_heads(plan: ZenFlowPlan, heads: Sequence[int], host_share: float, why: str) -> ZenFlowPlan:
+    """`with_host_share`, where so many elements of each partition step on the accelerator."""
+    pairs = zip(plan.partitions, heads, strict=True)
+    partitions = tuple(replace(each, head=head) for each, head in pairs)
+    name = "offload_optimizer.ratio"
+    others = [each for each in plan.reasons if not each.decision.startswith(name)]
+    reason = Reason(f"{name} = {host_share:.4g}", why, is_open=True)
+    return replace(
+        plan,
+        partitions=partitions,
+        host_share=host_share,
+        reasons=(*others, reason),
+        measures_share=False,
+    )
+
+
+def relaid(layout: ArenaLayout, plan: ZenFlowPlan) -> ArenaLayout:
+    """`layout` with the arrays of `plan`, by which fewer elements are on the host.
+
+    An array that has elements before it begins so much later. The others begin where they did: they
+    hold nothing that the next step reads.
+    """
+    found = {array.spec.key: array for array in layout.arrays}
+    arrays = []
+    for spec in plan.arena:
+        was, offset = found[spec.key]
+        further = (spec.before - was.before) * DTYPE_BYTES[spec.dtype]
+        assert further >= 0, "elements move to the accelerator, not back"
+        assert spec.before + spec.numel <= was.before + was.numel, "an array does not grow"
+        arrays.append(PlacedArray(spec, offset + further))
+    return ArenaLayout(tuple(arrays), layout.nbytes)

@@ -1,0 +1,169 @@
+"""The share that hides a step and fits, and what a plan and its arena become with it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.plan.arrays import PAGE_BYTES, ArrayKey, plan_layout
+from deepspeed_ext.zenflow.plan.decide import decide
+from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.share import (
+    MEASURED_STEPS,
+    UNITS,
+    ChainTimes,
+    fitting_units,
+    hiding_units,
+    is_worth_it,
+    relaid,
+    with_host_share,
+)
+
+GIB = 1 << 30
+many = settings(deadline=None, derandomize=True, database=None)
+numbers = st.lists(st.integers(0, 1_000_000), min_size=1, max_size=3)
+shares = st.floats(0.0, 1.0)
+
+
+def plan_of(
+    *numels: int,
+    share: float | None = 1.0,
+    host: int | None = None,
+    **config: Any,
+) -> ZenFlowPlan:
+    caller = Caller("bfloat16", "bfloat16", takes_gradients=True)
+    limits = () if host is None else (("machine", host),)
+    rank = RankFacts(tuple(Run(numel) for numel in numels), 80 * GIB, 80 * GIB, host_free=limits)
+    return decide(ZenFlowFacts((rank,), caller), ZenFlowConfig(**config), host_share=share)
+
+
+@pytest.mark.parametrize(
+    ("times", "share"),
+    [
+        (ChainTimes(device=1.0, worker=0.5), 1.0),
+        (ChainTimes(device=1.0, worker=0.95), 1.0),
+        (ChainTimes(device=1.0, worker=1.9), 0.5),
+        (ChainTimes(device=1.0, worker=1.7, fixed=0.1), 0.5),
+        (ChainTimes(device=1.0, worker=1.0, fixed=2.0), 0.0),
+        (ChainTimes(device=0.0, worker=0.0), 1.0),
+    ],
+)
+def test_the_host_keeps_what_the_accelerators_time_hides(times: ChainTimes, share: float) -> None:
+    assert hiding_units(times) / UNITS == pytest.approx(share, abs=1 / UNITS)
+
+
+@many
+@given(st.integers(1, 5_000_000), st.integers(0, 5_000_000), st.integers(0, 80_000_000))
+def test_what_fits_is_as_much_as_there_is_room_for(first: int, second: int, room: int) -> None:
+    plan = plan_of(first, second)
+    units = fitting_units(plan, room)
+    taken = plan.landing_bytes + room
+
+    def bytes_at(units: int) -> int:
+        moved = with_host_share(plan, units / UNITS, "")
+        return moved.share_bytes + moved.landing_bytes
+
+    assert units == UNITS or bytes_at(units) <= taken
+    assert units == 0 or bytes_at(units - 1) > taken
+
+
+def test_without_room_nothing_moves() -> None:
+    plan = plan_of(GIB)
+    assert fitting_units(plan, 0) == fitting_units(plan, -GIB) == UNITS
+    assert fitting_units(plan, 80 * GIB) == 0
+    assert not is_worth_it(plan, 0.99)
+    assert is_worth_it(plan, 0.9)
+
+
+plans = st.sampled_from(
+    [
+        {},
+        {"update_interval": 2},
+        {"hide_transfers": False},
+        {"publish_dtype": "float32"},
+    ]
+)
+
+
+@many
+@given(numbers, shares, plans)
+def test_a_moved_plan_is_the_one_of_a_run_that_began_with_it(
+    numels: list[int], share: float, config: dict[str, Any]
+) -> None:
+    """But for the chunks, which keep their size."""
+    moved = with_host_share(plan_of(*numels, **config), share, "")
+    begun = plan_of(*numels, share=share, **config)
+    assert [each.head for each in moved.partitions] == [each.head for each in begun.partitions]
+    assert moved.share_bytes == begun.share_bytes
+    assert moved.landing_bytes == begun.landing_bytes
+    assert moved.kernels == begun.kernels
+    assert not moved.measures_share
+
+
+@many
+@given(numbers, shares, plans)
+def test_arrays_keep_their_place_and_what_moves_lies_before_them(
+    numels: list[int], share: float, config: dict[str, Any]
+) -> None:
+    plan = plan_of(*numels, **config)
+    before = plan_layout(plan.arena)
+    moved = with_host_share(plan, share, "")
+    after = relaid(before, moved)
+    assert after.nbytes == before.nbytes
+    assert {each.spec.key for each in after.arrays} == {each.spec.key for each in before.arrays}
+    at = before.by_key()
+    for spec, offset in after.arrays:
+        was, place = at[spec.key]
+        assert place <= offset - spec.before_bytes or not spec.before
+        assert offset + spec.nbytes <= place + was.nbytes
+    for kind in ("p", "m", "v"):
+        for index, decided in enumerate(moved.partitions):
+            spec, offset = after.by_key()[ArrayKey(kind, index)]
+            _, place = at[ArrayKey(kind, index)]
+            assert offset == place + 4 * decided.head
+            assert (spec.before, spec.numel) == (decided.head, decided.on_host)
+    arrays = sorted((offset, spec.nbytes) for spec, offset in after.arrays if spec.numel)
+    pages = [(begin // PAGE_BYTES, -(-(begin + size) // PAGE_BYTES)) for begin, size in arrays]
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(pages))
+
+
+# -- when it is left open -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "measures"),
+    [
+        (plan_of(GIB, share=None), True),
+        (plan_of(GIB, share=None, overlap_step=False), True),
+        (plan_of(GIB, share=0.5), False),
+        (plan_of(GIB, share=None, topk_ratio=0.1), False),
+        (plan_of(GIB, share=None, host=10 * GIB), False),
+        (plan_of(GIB, share=None, host=20 * GIB), True),
+    ],
+)
+def test_an_open_share_is_measured_if_the_host_is_large(plan: ZenFlowPlan, measures: bool) -> None:
+    assert plan.measures_share is measures
+    assert plan.host_share == 1.0 or not measures
+    if measures:
+        assert any(each.is_open for each in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("config", "rounds"),
+    [
+        ({}, None),
+        ({"full_warm_up_rounds": 2}, MEASURED_STEPS + 2),
+        ({"full_warm_up_rounds": 50}, 50),
+    ],
+)
+def test_a_run_that_measures_waits_often_enough(config: dict[str, int], rounds: int | None) -> None:
+    rule = plan_of(GIB, share=None, **config).rule
+    assert isinstance(rule, PredictiveSettings)
+    assert rule.warm_up_steps == rounds

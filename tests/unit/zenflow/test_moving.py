@@ -1,0 +1,175 @@
+"""A share that moves to the accelerator in mid-run: to the bit the run that began with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed import comm as dist
+
+from deepspeed_ext.runtime import memory
+from deepspeed_ext.zenflow.moving import move_share
+from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
+from deepspeed_ext.zenflow.step.metrics import Metrics
+from tests.support.log import heard
+from tests.support.models import batches, two_groups
+from tests.support.ranks import run_ranks
+from tests.support.same import first_difference
+from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
+
+pytestmark = pytest.mark.sampled(3)
+
+WARM_UP, MOVED_AT, STEPS = 14, 9, 24
+SHARE = 0.4
+DEVICES = ["cpu", "sim"]
+
+
+def config_of(
+    stage: int,
+    ratio: float | str,
+    dtype: torch.dtype = torch.bfloat16,
+    **fields: Any,
+) -> dict[str, Any]:
+    config = zenflow_config(stage, dtype, **{"full_warm_up_rounds": WARM_UP, **fields})
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
+    return config
+
+
+def result_of(engine: Any, losses: list[float]) -> dict[str, Any]:
+    return {"losses": losses, "weights": weights_of(engine), "masters": full_masters_of(engine)}
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    """What an engine holds between two synchronous steps. Nothing may be on the accelerator yet."""
+    adam = engine.optimizer.host_optimizer
+    return {
+        "arrays": [[each.clone() for each in state.arrays] for state in adam.states],
+        "weights": [state.weights().clone() for state in adam.states],
+        "parameters": [each.data.clone() for each in engine.module.parameters()],
+        "counts": list(adam.counts),
+        "schedule": adam.rule.schedule.state,
+    }
+
+
+def begin_with(engine: Any, state: dict[str, Any]) -> None:
+    """Let a new engine go on from `state`, whatever share it has."""
+    adam = engine.optimizer.host_optimizer
+    assert adam.expose()
+    for whole, arrays in zip(adam.states, state["arrays"], strict=True):
+        for target, values in zip(whole.arrays, arrays, strict=True):
+            target.copy_(values)
+    adam.masters_changed(state["counts"])
+    adam.rule.schedule.state = state["schedule"]
+    with torch.no_grad():
+        for whole, weights in zip(adam.states, state["weights"], strict=True):
+            whole.weights().copy_(weights)
+        for parameter, values in zip(engine.module.parameters(), state["parameters"], strict=True):
+            if parameter.data.shape == values.shape:  # stage 3 gathers them from the partitions
+                parameter.data.copy_(values)
+
+
+def moved_and_begun(
+    stage: int,
+    dtype: torch.dtype,
+    fields: dict[str, Any],
+    looks: bool,
+) -> list[str]:
+    """How a run that moves differs from one that has the share from there on, and what the move
+    changes itself if somebody `looks` at the masters before and behind it."""
+    data = batches(STEPS, dist.get_rank())
+    engine = make_engine(config_of(stage, 1.0, dtype, **fields), groups=two_groups)
+    train(engine, data[:MOVED_AT])
+    state = state_of(engine)
+    before = full_masters_of(engine) if looks else []
+    adam = engine.optimizer.host_optimizer
+    found = [] if move_share(adam, SHARE, "a test") else ["there was no memory"]
+    found += [] if any(adam.share.numels) else ["nothing has moved"]
+    found += ["it is still on the host"] if adam.share.is_shown != looks else []
+    if looks:
+        found.append(first_difference(before, full_masters_of(engine), "masters"))
+    moved = result_of(engine, train(engine, data[MOVED_AT:]))
+    overlapped = adam.rule.schedule.state.steps > WARM_UP
+    engine.destroy()
+
+    engine = make_engine(config_of(stage, SHARE, dtype, **fields), groups=two_groups)
+    begin_with(engine, state)
+    begun = result_of(engine, train(engine, data[MOVED_AT:]))
+    engine.destroy()
+    found.append(first_difference(begun, moved, "begun with it, moved"))
+    return [*filter(None, found), *([] if overlapped else ["no step has overlapped"])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "fields"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float32, {"update_interval": 2}),
+        (torch.bfloat16, {"hide_transfers": False, "publish_dtype": "float32"}),
+        (torch.bfloat16, {"overlap_step": False}),
+    ],
+)
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_that_moves_is_one_that_began_with_the_share(
+    stage: int, dtype: torch.dtype, fields: dict[str, Any], device: str, looks: bool
+) -> None:
+    assert run_ranks(2, moved_and_begun, stage, dtype, fields, looks, device=device) == [[], []]
+
+
+# -- the choice ---------------------------------------------------------------------------------
+
+
+def chosen(config: dict[str, Any], worker: float, device: float, folder: str) -> dict[str, Any]:
+    """What a run chooses if these are its seconds, and how it differs after saves before and behind
+    the move."""
+    data = batches(STEPS, dist.get_rank())
+    found: dict[str, Any] = {}
+    with (
+        patch.object(Metrics, "typical", lambda _: (worker * (1 + dist.get_rank()), device)),
+        patch.object(memory, "unused_accelerator_bytes", lambda: 1 << 40),
+        heard("offload_optimizer.ratio") as said,
+    ):
+        engine = make_engine(config, groups=two_groups)
+        adam = engine.optimizer.host_optimizer
+        losses, shares = [], []
+        for number, batch in enumerate(data):
+            if number in (4, MOVED_AT, WARM_UP + 4):
+                engine.save_checkpoint(folder, tag=str(number))
+            losses += train(engine, [batch])
+            shares.append(adam.decided.host_share)
+        expected = result_of(engine, losses)
+        engine.destroy()
+        for number in (4, MOVED_AT, WARM_UP + 4):
+            engine = make_engine(config, groups=two_groups)
+            engine.load_checkpoint(folder, tag=str(number))
+            rest = result_of(engine, losses[:number] + train(engine, data[number:]))
+            found[f"resumed at {number}"] = (
+                engine.optimizer.host_optimizer.decided.host_share,
+                first_difference(expected, rest) if number > 4 else "",
+            )
+            engine.destroy()
+    return {**found, "shares": shares, "said": [text for _, text in said if "is" in text][:1]}
+
+
+def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(tmp_path: Path) -> None:
+    """The slower worker decides: 0.95 * 1.0 of 2 * 1.0 seconds, in units of 1/1024."""
+    config = config_of(2, "auto")
+    share = int(0.475 * 1024) / 1024
+    found = run_ranks(2, chosen, config, 1.0, 1.0, str(tmp_path), device="sim")
+    for each in found:
+        moved_at = MEASURED_STEPS - 1
+        assert each["shares"] == [1.0] * moved_at + [share] * (STEPS - moved_at)
+        assert each["resumed at 4"] == (share, "")
+        for number in (MOVED_AT, WARM_UP + 4):
+            resumed, difference = each[f"resumed at {number}"]
+            assert difference == ""
+            assert resumed == pytest.approx(share, abs=0.01)
+
+
+def test_auto_stays_where_the_worker_keeps_up(tmp_path: Path) -> None:
+    for each in run_ranks(2, chosen, config_of(3, "auto"), 0.1, 1.0, str(tmp_path), device="sim"):
+        assert set(each["shares"]) == {1.0}
