@@ -54,7 +54,8 @@ def test_without_our_fields_equals_upstream(stage: int, tmp_path: Path) -> None:
 def test_a_config_that_plan_writes_for_the_trainer_trains_with_it(
     gpu: str, host: str, section: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The way that is suggested for 7 billion parameters, on a small model: as planned, and to the Trainer's settings."""
+    """The way that is suggested for 7 billion parameters, on a small model: as planned, and to the
+    Trainer's settings."""
     path = tmp_path / "ds.json"
     sizes = ("--params", "7e9", "--gpus", "1", "--gpu-gb", gpu, "--host-gb", host)
     assert command_line.main(["plan", "--memory", *sizes, "--write", str(path), "--for", "trainer"]) == 0
