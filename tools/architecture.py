@@ -59,6 +59,13 @@ def folders() -> dict[str, set[str]]:
     }
 
 
+def modules() -> dict[str, set[str]]:
+    """Every module and the other modules that it imports, other than the package itself, whose
+    public functions import theirs when they are called."""
+    paths = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+    return {name: set(imports(path)) - {name, ""} for name, path in paths.items() if name}
+
+
 def floors(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """The folders by floor, the ground floor first; folders in a circle, and those above them, are on none."""
     left, built = {folder: set(others) for folder, others in graph.items()}, []
@@ -69,7 +76,7 @@ def floors(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[str]:
-    """Folders that import each other, directly or through others."""
+    """Folders or modules that import each other, directly or through others."""
 
     def reached(folder: str) -> set[str]:
         seen: set[str] = set()

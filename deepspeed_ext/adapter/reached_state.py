@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from deepspeed_ext.adapter.step import AutocastScale
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
-from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
+from deepspeed_ext.checkpoint.zenflow_state import SavedState, read_saved_state
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, WorkerError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator

@@ -17,9 +17,8 @@ import torch
 from deepspeed_ext.checkpoint.file import reading, save_id_of
 from deepspeed_ext.checkpoint.reshard.ends import MASTER
 from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement
-from deepspeed_ext.checkpoint.saved_state import SavedState, read_saved_state
 from deepspeed_ext.checkpoint.sums import SMALL_BYTES, require_sound
-from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
+from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, SavedState, read_saved_state
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.cpulist import format_cpulist
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.checkpoint.saved_state import VERSION
+from deepspeed_ext.checkpoint.zenflow_state import VERSION
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveState
 from deepspeed_ext.zenflow.worker.kernel import AdamStep

@@ -1,6 +1,6 @@
 """All targets. A new one is added here, and both the unit suite and `make fuzz` run it."""
 
-from deepspeed_ext.checkpoint.saved_state import read_saved_state
+from deepspeed_ext.checkpoint.zenflow_state import read_saved_state
 from tests.fuzz import command_line, config, files, launch, model_file, sections, training, trees, tuning
 from tests.fuzz.target import Target
 

@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 __all__ = ["Site", "sites", "without"]
 
 ORDERS = frozenset({"wait_stream", "wait_event", "record_stream", "record", "synchronize", "wait"})
-OUR_NAMES_FOR_THEM = frozenset({"_wait", "_record", "_finish", "_order_gathers"})
+OUR_NAMES_FOR_THEM = frozenset({"_wait", "_record", "_finish", "order_gathers"})
 """Methods of the package that do nothing but such a wait: each call of one is a wait of its own."""
 NOT_OF_A_DEVICE = frozenset(
     {

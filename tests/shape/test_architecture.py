@@ -52,6 +52,10 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
     assert architecture.circles(architecture.folders()) == []
 
 
+def test_no_modules_import_each_other_in_a_circle_not_even_for_types() -> None:
+    assert architecture.circles(architecture.modules()) == []
+
+
 def test_a_circle_would_be_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}
     assert architecture.circles(graph) == ["b", "c"]

@@ -5,7 +5,9 @@ passes with torch operations; `native` with a small C++ library that `library` f
 neither torch nor DeepSpeed.
 """
 
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array, Kernel, MeanPass, Publish
+from typing import Protocol
+
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array, MeanPass, Publish
 from deepspeed_ext.zenflow.worker.kernel.library import library_path
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPass, LionPublish, LionStep
 from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
@@ -24,6 +26,25 @@ __all__ = [
     "library_path",
     "load_kernel",
 ]
+
+
+class Kernel(Protocol):
+    """Runs passes."""
+
+    name: str
+    """``native`` or ``reference``, for logs and checkpoints."""
+
+    def run(self, adam_pass: AdamPass) -> None:
+        """Run one pass; returns once memory holds the result."""
+
+    def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:
+        """Decode whole blocks of m (int8 [n]) or of v (uint8 [n]) to fp32 [n]; a last block may be shorter."""
+
+    def run_mean(self, mean_pass: MeanPass) -> None:
+        """Run one pass; returns once memory holds the result."""
+
+    def run_lion(self, lion_pass: LionPass) -> None:
+        """Run one pass; returns once memory holds the result."""
 
 
 def load_kernel(library: str | None, threads: int) -> Kernel:

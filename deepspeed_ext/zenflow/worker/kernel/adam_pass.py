@@ -22,15 +22,12 @@ After the last step, with that step's d and the values of `Publish`::
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from deepspeed_ext.zenflow.worker.kernel.rounding import CODE_DTYPES, LARGEST_CODED_BLOCK
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
-if TYPE_CHECKING:
-    from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPass
-
-__all__ = ["ADAM_STATE", "DTYPE_BYTES", "AdamPass", "AdamStep", "Array", "Kernel", "MeanPass", "Publish", "dtype_name"]
+__all__ = ["ADAM_STATE", "DTYPE_BYTES", "AdamPass", "AdamStep", "Array", "MeanPass", "Publish", "dtype_name"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "uint8": 1}
 
@@ -187,22 +184,3 @@ class MeanPass:
         assert {a.dtype for a in (self.p, self.m, self.v)} == {"float32"}
         assert len({g.dtype for g in self.grads}) <= 1, "gradients of one dtype"
         assert (self.updates.dtype, self.updates.numel) == ("int32", -(-n // self.block_size))
-
-
-class Kernel(Protocol):
-    """Runs passes."""
-
-    name: str
-    """``native`` or ``reference``, for logs and checkpoints."""
-
-    def run(self, adam_pass: AdamPass) -> None:
-        """Run one pass; returns once memory holds the result."""
-
-    def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:
-        """Decode whole blocks of m (int8 [n]) or of v (uint8 [n]) to fp32 [n]; a last block may be shorter."""
-
-    def run_mean(self, mean_pass: MeanPass) -> None:
-        """Run one pass; returns once memory holds the result."""
-
-    def run_lion(self, lion_pass: "LionPass") -> None:
-        """Run one pass; returns once memory holds the result."""
