@@ -247,8 +247,13 @@ class HostGradients:
         slot = self._slot_of(number)
         return self._sums is None or not torch.equal(slot, self._sum_of(number).to(slot.dtype))
 
+    # Note: [a slot has two readers]
+    # The host writes to a slot here, while two streams may still use it: the one of the newest
+    # gradient's copy, and the current one, which may still read y from the slot (Note: [the slot of y])
+    # for weights that go up. A host write is ordered by neither, so both are awaited.
+
     def _wait(self) -> None:
-        """Wait for the copies of gradients, and for weights that still come from a slot."""
+        """Wait until the host may read and write slots; see Note: [a slot has two readers]."""
         if self._stream is not None:
             self._stream.synchronize()
         if not get_accelerator().is_synchronized_device():

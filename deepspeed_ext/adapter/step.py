@@ -262,9 +262,13 @@ class StepDriver:
                         self._scale.overflowed()
                 link.raise_kept()
 
+    # Note: [a step begins late]
+    # To begin a step may mean to wait for the worker, and what has begun counts as a step. DeepSpeed
+    # first reduces norms, and returns if a gradient is invalid. So the step begins with the first call
+    # that needs a free slot or hands a gradient over: an overflow has begun nothing.
+
     def begin(self) -> None:
-        """Begin the step if it has not begun. Called as late as possible, because this may wait for
-        the worker."""
+        """Begin the step if it has not begun; see Note: [a step begins late]."""
         if self.current.begin():
             self._host.begin_step()
 
@@ -295,7 +299,7 @@ class StepDriver:
         norms: list[torch.Tensor] | None = None
         with self._host.link.keeping():
             norms = norm_tensors(gradients, params)
-        # If that failed, NaN makes every rank skip the step as an overflow.
+        # NaN makes every rank skip the step as an overflow; see Note: [an error of one rank].
         nan = partial(torch.full, (1,), math.nan, dtype=torch.float32)
         return norms or [nan(device=gradient.device) for gradient in gradients]
 
@@ -308,7 +312,7 @@ class StepDriver:
         assert self.gradients is not None, "called only if gradients are on the host"
         device = get_accelerator().current_device_name()
         exact = torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
-        # If this rank has kept an error, NaN makes every rank skip the step as an overflow.
+        # NaN, if this rank has kept an error; see Note: [an error of one rank].
         norms = [torch.full((1,), math.nan, dtype=exact, device=device) for _ in numbers]
         if not self._host.link.failed:
             with self._host.link.keeping():

@@ -298,9 +298,13 @@ class SubGroupPartitions:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         self.order_gathers()
 
+    # Note: [gathers have their own stream]
+    # DeepSpeed gathers parameters on a stream that waits for no other. Weights that the current stream
+    # has written would be gathered too early: after a step, after a load of weights, and when exact
+    # weights are swapped in or out. Whoever writes the partitions calls this last.
+
     def order_gathers(self) -> None:
-        """Make the next all-gathers, which run on their own stream, wait for the weights written so
-        far."""
+        """Make the next all-gathers wait for the weights written so far."""
         if (stream := gather_stream(self._zero)) is not None:
             stream.wait_stream(get_accelerator().current_stream())
 

@@ -179,10 +179,18 @@ class WorkerLink:
             self._touched.update(new)
         self.page_locks.lock([self.arena.tensor(*key) for key in keys])
 
+    # Note: [an error of one rank]
+    # Between two of DeepSpeed's collectives a rank is alone. If it raised there, the others would wait
+    # in the next collective until the group's timeout. So each part of a step that can fail runs inside
+    # `keeping`: the rank keeps its error and goes on to the same collectives, with values that make
+    # every rank skip the step (a norm of NaN) or that nobody reads. The next wait that all ranks make
+    # together raises the error on each of them. A call outside of `keeping` must be unable to fail
+    # alone; tests/unit/faults/test_one_rank_fails.py lists those calls with the reason.
+
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Wrap this rank's own part of a step. An exception inside is kept until all ranks wait together, because the
-        other ranks continue to DeepSpeed's next collective. Until then `failed` is true, and work may be skipped."""
+        """Wrap this rank's own part of a step; see Note: [an error of one rank]. Until all ranks wait
+        together, `failed` is true and work may be skipped."""
         self.home.require()  # not kept: it would be raised after a collective of the parent's group
         with self._kept.keeping():
             try:

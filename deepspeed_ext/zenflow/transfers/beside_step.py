@@ -37,8 +37,10 @@ __all__ = ["ChunkSlot", "HiddenTransfers", "LandingBuffer", "allocated_on_all_ra
 class LandingBuffer:
     """Device memory of one partition of n elements, which holds its gradient and then its results.
 
-    The gradient lies at the end and y at the start. So even if their sizes differ, y of a chunk overwrites only
-    gradients of this and earlier chunks, which have been copied.
+    Note: [y follows its gradient]
+    The gradient lies at the end and y at the start. So even if their sizes differ, y of a chunk
+    overwrites only gradients of this and earlier chunks, which have been copied to the host. No event
+    orders the two copies: the worker has answered with y of a chunk, so its gradient has arrived.
 
     Args:
         host: what the worker writes; only dtypes and sizes are read.
@@ -104,6 +106,11 @@ def allocated_on_all_ranks(
 @dataclass(frozen=True)
 class ChunkSlot:
     """A place on the host through which chunks pass.
+
+    Note: [a chunk's place]
+    The gradient of a chunk, and then its y, have the same place, which the chunks take in turn. The
+    copy down of the next chunk waits for `free`, which the copy up of y records. The courier sends that
+    chunk only after it has started the copy up, so the event that is waited for is the newest one.
 
     Attributes:
         gradient, published: the same memory, 1-D, in the dtypes of gradients and of y.

@@ -49,8 +49,11 @@ class Transfers:
     A step calls `ready` and `take` for each partition, then `start`, then `depart`. `wait` comes before `published` and
     `block_means`, in this step or a later one.
 
-    y lies in a slot of the gradient ring. If the coming gradient goes to the same slot, y is read first: `take` copies
-    each part of a gradient after the part of y that was read before.
+    Note: [y before the next gradient]
+    y lies in a slot of the gradient ring, and the coming gradient may go to the same slot (Note: [the
+    slot of y]). The two copies run on different streams, in opposite directions. So `published` records
+    an event after each part of y, and `take` lets the copy of the same part of the gradient wait for it:
+    part by part, because the link is busy in both directions then.
 
     Args:
         results: the arrays of the arena that the worker writes, of each partition in order, for each slot of its ring.
