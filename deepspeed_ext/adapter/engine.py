@@ -390,7 +390,7 @@ class Engine(EngineSettings):
         """Save the model as DeepSpeed does. With ZenFlow it holds p, rounded; see ``zenflow.save_predicted_weights``.
 
         Raises:
-            StateError: weights are on the host, or a step, a backward pass or a load was broken off.
+            StateError: weights are on the host, or a step, a backward pass or a load was interrupted.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
         with self.exporting():

@@ -82,7 +82,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def initialize_optimizer_states(self) -> None:
         """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed
         treats nothing as offloaded. If gradients go to the host during backward, the optimizer
-        still is, so they and their norms take that way."""
+        still is, so they and their norms follow that path."""
         with together(self._start.ranks, otherwise=None):
             self._start_instead()
 
@@ -138,8 +138,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         return torch.nn.functional.pad(gradient.view(-1), (0, missing)) if missing else gradient
 
     def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> Any:
-        """With weights on the host as DeepSpeed does, whose ZeRO-Offload that run equals; otherwise
-        as for gradients on the accelerator."""
+        """With weights on the host the norm is ZeRO-Offload's, to which that run is equal;
+        otherwise that of gradients on the accelerator."""
         if self._host_gradients is None or self.offload_param:
             return super().complete_grad_norm_calculation_for_cpu_offload(params)
         norms = self.zenflow_parts.driver.known_norms([param.ds_id for param in params], params)

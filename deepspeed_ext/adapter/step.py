@@ -121,7 +121,7 @@ sub-group, and stage 3 with fp16 calls ``check_overflow`` first."""
 
 
 class StepPhase(enum.Enum):
-    """How far the optimizer's step has got."""
+    """The phase of the optimizer's step."""
 
     BETWEEN = "no step runs"
     CHECKING = "it looks for overflows and computes the norm; nothing is changed yet"
@@ -156,7 +156,7 @@ class Step:
     """The state of the current step or, between steps, of the next one.
 
     Attributes:
-        phase: how far it has got.
+        phase: of that step.
         receivers: one for each partition, in order.
     """
 
