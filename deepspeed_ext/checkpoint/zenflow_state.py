@@ -299,7 +299,7 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
     rule.schedule.load_state_dict(dict(saved.schedule), saved.position)
-    host.lock_ring()
+    host.ring.lock()
     host.counts = saved.counts
     for partition, values in zip(host.partitions, saved.partitions, strict=True):
         partition.collected = values.steps
@@ -345,6 +345,6 @@ def _host_share(saved: SavedState) -> str:
 def _unaffordable_interval(host: HostOptimizer, there: int | None) -> str | None:
     """Name a checkpoint's interval, which may have been chosen on another host, if any rank here has no memory for it.
     A collective."""
-    if not raise_together(host.ranks, None, CheckpointError, flag=not host.has_room_for(there)):
+    if not raise_together(host.ranks, None, CheckpointError, flag=not host.ring.has_room_for(there)):
         return None
     return f"zenflow.update_interval ({there} in the checkpoint, but a host has no memory for so many gradients)"

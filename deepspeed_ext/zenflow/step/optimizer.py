@@ -14,10 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed_ext.errors import OutOfMemoryError
-from deepspeed_ext.runtime.backend import local_world_size
-from deepspeed_ext.runtime.host_memory import available_host_bytes
-from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup
@@ -28,6 +24,7 @@ from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.optimizer_state import OptimizerState
 from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.step.ring import GradientRing
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.schedule import StepPlan
 from deepspeed_ext.zenflow.step.shown_state import ShownState, write
@@ -65,6 +62,7 @@ class HostOptimizer:
     Attributes:
         decided, rule, link, kind, ranks: the arguments.
         partitions, states, share, coded: see `OptimizerState`; `states` are its wholes.
+        ring: the slots of gradients.
         counts: for each partition, the updates of p and the moments whose gradients have been taken so far (t of the
             newest). They differ only if a user has reset the state of some partitions.
         shown: what users reach of the optimizer.
@@ -90,6 +88,7 @@ class HostOptimizer:
         self.kind = kind
         self.ranks = ranks
         self.counts = [0] * len(self.partitions)
+        self.ring = GradientRing(decided, rule.schedule, link, ranks)
         self._state = state
         self._metrics = link.metrics
         self.plan: StepPlan | None = None
@@ -194,10 +193,7 @@ class HostOptimizer:
                     self.link.depart(tasks, gradients=plan.handed_over, publishes=rule.schedule.plan().waits_first)
                 rule.end_step(plan)
             if (wanted := rule.measured_interval(plan)) is not None:
-                interval = self._agreed_interval(wanted)
-                with self.link.keeping():
-                    rule.schedule.choose_interval(interval)
-                    self.lock_ring()
+                self.ring.choose_interval(wanted)
             self.counts = [count + 1 for count in self.counts]
             with self.link.keeping():
                 self._metrics.note_link(self.link.transfers.copying_seconds())
@@ -378,46 +374,6 @@ class HostOptimizer:
         share.step(index, grad[:numel], step, self.states[index].weights()[:numel])
         return grad[numel:]
 
-    def _agreed_interval(self, wanted: int) -> int:
-        """The longest interval up to `wanted` that the plan allows with every rank's free host memory;
-        raise on every rank if there is none. A collective."""
-        shortest = self.decided.rule.shortest_interval
-        longest = shortest
-        with self.link.keeping():
-            room = _available_bytes()
-            longest = self.decided.affordable_interval(wanted, room)
-            if longest == 0:
-                needed = self.decided.further_bytes(None, shortest)
-                raise OutOfMemoryError(
-                    f"the gradients of {shortest} steps, the shortest interval that "
-                    f"zenflow.overlap_lag = {shortest} allows, need {needed:,} more bytes of host "
-                    f"memory, but {room:,} are available to each rank of the host: lower "
-                    "zenflow.overlap_lag, or use more hosts or more memory"
-                )
-        interval = min(wanted, self.ranks.minimum(longest)[0])
-        if interval < shortest:
-            self.link.raise_kept()
-        if interval < wanted and self.ranks.rank == 0:
-            logger.warning(
-                f"zenflow.update_interval = {interval}, not {wanted}: host memory has no room for the "
-                "gradients of more steps"
-            )
-        return interval
-
-    def has_room_for(self, interval: int | None) -> bool:
-        """Whether this rank's host memory has room for the gradients of `interval`."""
-        needed = self.decided.further_bytes(self.rule.schedule.interval, interval)
-        return needed <= 0 or needed <= _available_bytes()
-
-    def lock_ring(self) -> None:
-        """Page-lock the ring slots in use, whose number is known only once the interval is. Nothing may
-        be in flight."""
-        used = self.decided.ring_slots(self.rule.schedule.interval)
-        if used:
-            self.link.transfers.keep_whole()
-        keys = (self.link.arena.keys("g", partition.index)[:used] for partition in self.partitions)
-        self.link.lock([key for each in keys for key in each])
-
     def measurements(self) -> dict[str, float]:
         """The metrics of the last step that have been measured, by name; units are in the names."""
         values = self._metrics.as_dict(self.rule.schedule.interval or 1) | self.rule.measurements()
@@ -434,14 +390,10 @@ class HostOptimizer:
         self.decided, self.partitions, self.share = plan, partitions, share
         self._state = replace(self._state, partitions=partitions, share=share)
         self.rule.repartition(partitions)
-        self.lock_ring()
+        self.ring = GradientRing(plan, self.rule.schedule, self.link, self.ranks)
+        self.ring.lock()
 
     def close(self) -> None:
         """Stop the worker. Masters and moments stay readable. Idempotent."""
         self.shown.close()
         self.link.close()
-
-
-def _available_bytes() -> int:
-    """This rank's share of the host memory that is available."""
-    return available_host_bytes() // local_world_size()

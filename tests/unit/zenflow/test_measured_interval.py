@@ -14,7 +14,7 @@ from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep
 from deepspeed_ext.zenflow.rules.predictive import rule
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
-from deepspeed_ext.zenflow.step import optimizer
+from deepspeed_ext.zenflow.step import ring
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS
 from tests.support.log import heard
@@ -39,7 +39,7 @@ def measuring(engine: Any, measured: int, slots: int | None = None) -> Iterator[
     with (
         patch.object(rule, "smallest_interval", lambda *_: measured),
         patch.object(SelectiveRule, "_mean_scores", lambda _: (float(measured), 1.0)),
-        patch.object(optimizer, "available_host_bytes", lambda: room),
+        patch.object(ring, "available_host_bytes", lambda: room),
     ):
         yield
 
