@@ -82,23 +82,30 @@ class HostOptimizer:
     ) -> None:
         self.decided = decided
         self.rule = rule
-        self.partitions, self.states = state.partitions, state.wholes
-        self.share, self.coded = state.share, state.coded
+        self._hold(state)
         self.link = link
         self.kind = kind
         self.ranks = ranks
         self.counts = [0] * len(self.partitions)
         self.ring = GradientRing(decided, rule.schedule, link, ranks)
-        self._state = state
         self._metrics = link.metrics
         self.plan: StepPlan | None = None
         self.is_offloaded = False
         self.mover: Mover | None = None
         self._parked: Parked | None = None
-        use = weakref.WeakMethod(self._used)
-        noted = lambda: None if (it := use()) is None else it()  # noqa: E731
-        self.shown = ShownState(kind.optimizer, self.states, kind.step_value, noted)
+        used = weakref.WeakMethod(self._used)
+
+        def use() -> None:
+            if (noted := used()) is not None:
+                noted()
+
+        self.shown = ShownState(kind.optimizer, self.states, kind.step_value, use)
         self._bind_state()
+
+    def _hold(self, state: OptimizerState) -> None:
+        self._state = state
+        self.partitions, self.states = state.partitions, state.wholes
+        self.share, self.coded = state.share, state.coded
 
     # -- one optimizer step ---------------------------------------------------------------------------------------
 
@@ -387,8 +394,8 @@ class HostOptimizer:
             partitions: what remains for the rule.
             share: holds p and the moments of the rest.
         """
-        self.decided, self.partitions, self.share = plan, partitions, share
-        self._state = replace(self._state, partitions=partitions, share=share)
+        self.decided = plan
+        self._hold(replace(self._state, partitions=partitions, share=share))
         self.rule.repartition(partitions)
         self.ring = GradientRing(plan, self.rule.schedule, self.link, self.ranks)
         self.ring.lock()
