@@ -17,6 +17,7 @@ from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import agreed
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
+from deepspeed_ext.zenflow.plan.lanes import traffic_of
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import (
     MEASURED_STEPS,
@@ -85,7 +86,7 @@ class ShareChoice:
         hiding, fitting, times = UNITS, UNITS, ChainTimes(0.0, 0.0)
         with host.link.keeping():
             times = self._times(host.decided)
-            hiding = hiding_units(times) if host.decided.rule.overlapped else 0
+            hiding = hiding_units(host.decided, times)
             reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
             fitting = fitting_units(host.decided, memory.unused_accelerator_bytes() - reserve)
         hiding, most = host.ranks.minimum(hiding, -fitting)
@@ -112,7 +113,9 @@ class ShareChoice:
             chunks = sum(-(-each.on_host // size.numel) for each in plan.partitions)
         # a synchronous step waits for all copies, an overlapped one for those of one chunk
         fixed = max(0.0, waited - worker) / chunks if chunks and math.isfinite(waited) else 0.0
-        return ChainTimes(device, worker, fixed)
+        moves, both = traffic_of(plan), self._metrics.link_seconds
+        slower = max(moves.down, moves.up) / (moves.down + moves.up)
+        return ChainTimes(device, worker, slower * both if math.isfinite(both) else 0.0, fixed)
 
 
 def move_share(host: HostOptimizer, host_share: float, why: str) -> bool:

@@ -13,6 +13,7 @@ from deepspeed_ext.zenflow.plan.lanes import traffic_of
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import LONGEST_MEASURED, PredictiveSettings
+from deepspeed_ext.zenflow.plan.share import with_host_share
 
 __all__ = [
     "NOT_WORTH",
@@ -33,6 +34,9 @@ ENOUGH = 0.02
 
 CORES_OF_PYTORCH = 2
 """Fewer cores than this are not suggested for PyTorch."""
+
+SHARES = (0.875, 0.75, 0.625, 0.5, 0.25, 0.0)
+"""Of the optimizer on the host, if the rest steps on the accelerator."""
 
 _BF16_PRICE = "but rounds both moments at random"
 _INTERVAL_PRICE = (
@@ -178,6 +182,7 @@ def _remedies(plan: ZenFlowPlan) -> Iterator[Remedy]:
         yield Remedy("hide_transfers true", price, hides=True, room=room)
     if not isinstance(rule, PredictiveSettings):
         return
+    yield from _shares(plan)
     rounds = rule.layout.counts_updates and rule.layout.moment_dtype == "float32" and not plan.has_share
     if rounds:
         layout = replace(rule.layout, moment_dtype="bfloat16")
@@ -187,6 +192,18 @@ def _remedies(plan: ZenFlowPlan) -> Iterator[Remedy]:
         for interval in range(rule.update_interval + 1, longest + 1):
             longer = replace(rule, update_interval=interval)
             yield _with(plan, f"update_interval {interval}", _INTERVAL_PRICE, longer)
+
+
+def _shares(plan: ZenFlowPlan) -> Iterator[Remedy]:
+    """A share on the accelerator, the smallest first."""
+    gradients_there = plan.copies in (Copies.INSIDE_STEP, Copies.BESIDE_STEP)
+    if plan.has_share or plan.rule.layout.moment_dtype != "float32" or not gradients_there:
+        return
+    for host_share in SHARES:
+        moved = with_host_share(plan, host_share, "")
+        room = moved.share_bytes + moved.landing_bytes - plan.landing_bytes
+        price = f"and takes {_size(room)} of the accelerator"
+        yield Remedy('offload_optimizer.ratio "auto"', price, host_share, host_share, room=room)
 
 
 def _with(plan: ZenFlowPlan, change: str, price: str, rule: PredictiveSettings) -> Remedy:

@@ -103,7 +103,9 @@ class _Choice:
     def made(self, wanted_share: float | None) -> ZenFlowPlan:
         """All of them, in order."""
         measures = self.measures_share(wanted_share)
-        places, of_gradients = self.gradients(wanted_share)
+        places, of_gradients = self.gradients(1.0 if measures else wanted_share)
+        if measures and places.gradient is Place.HOST:
+            measures, wanted_share = False, 1.0
         host_share, of_share = self.share(wanted_share)
         places, of_copies = self.landing(places, host_share)
         mine = self.facts.mine.partitions

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, PlacedArray
+from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
@@ -50,19 +51,25 @@ class ChainTimes:
     Attributes:
         device: of the accelerator, between two optimizer steps.
         worker: of the pass, per step.
+        link: of the copies beside the step, in the slower direction.
         fixed: of the chain of copies and pass, however few elements it has.
     """
 
     device: float
     worker: float
+    link: float = 0.0
     fixed: float = 0.0
 
 
-def hiding_units(times: ChainTimes) -> int:
-    """How much may step on the host, of `UNITS`, so that the accelerator does not wait for it."""
-    if times.worker <= 0.0:
+def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
+    """How much may step on the host, of `UNITS`, so that the accelerator does not wait for it; 0 if it
+    waits for all of it."""
+    if not plan.rule.overlapped or plan.copies is not Copies.BESIDE_STEP:
+        return 0
+    slowest = max(times.worker, times.link)
+    if slowest <= 0.0:
         return UNITS
-    share = (HIDDEN * times.device - times.fixed) / times.worker
+    share = (HIDDEN * times.device - times.fixed) / slowest
     return max(0, min(UNITS, math.floor(share * UNITS)))
 
 

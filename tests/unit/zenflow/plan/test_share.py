@@ -51,12 +51,15 @@ def plan_of(
         (ChainTimes(device=1.0, worker=0.95), 1.0),
         (ChainTimes(device=1.0, worker=1.9), 0.5),
         (ChainTimes(device=1.0, worker=1.7, fixed=0.1), 0.5),
+        (ChainTimes(device=1.0, worker=0.5, link=3.8), 0.25),
         (ChainTimes(device=1.0, worker=1.0, fixed=2.0), 0.0),
         (ChainTimes(device=0.0, worker=0.0), 1.0),
     ],
 )
 def test_the_host_keeps_what_the_accelerators_time_hides(times: ChainTimes, share: float) -> None:
-    assert hiding_units(times) / UNITS == pytest.approx(share, abs=1 / UNITS)
+    assert hiding_units(plan_of(GIB), times) / UNITS == pytest.approx(share, abs=1 / UNITS)
+    for config in ({"hide_transfers": False}, {"overlap_step": False}):
+        assert hiding_units(plan_of(GIB, **config), times) == 0
 
 
 @many
