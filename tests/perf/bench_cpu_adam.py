@@ -97,7 +97,7 @@ def head_to_tail(specs: Sequence[ArraySpec]) -> ArenaLayout:
     return ArenaLayout(tuple(arrays), end)
 
 
-def _pass_arena(
+def pass_arena(
     numel: int, plan: Callable[[Sequence[ArraySpec]], ArenaLayout], state: StateLayout = ADAM_STATE
 ) -> Arena:
     kinds = arena_kinds(INTERVAL, layout=state)
@@ -110,7 +110,7 @@ def _pass_arena(
     return arena
 
 
-def _pass_runner(kernel: Kernel, arena: Arena, steps: int) -> Callable[[], None]:
+def pass_runner(kernel: Kernel, arena: Arena, steps: int) -> Callable[[], None]:
     p, m, v, means = (arena.array(kind) for kind in ("p", "m", "v", "block_means"))
     published = arena.array("y", slot=steps - 1)
     grads = tuple(arena.array("g", slot=slot) for slot in range(steps))
@@ -134,7 +134,7 @@ def _optimizer_runner(
     return kind([parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, **settings).step
 
 
-def _placed_fused_runner(numel: int) -> Callable[[], object]:
+def placed_fused_runner(numel: int) -> Callable[[], object]:
     """The fused AdamW with its arrays where the arena places them."""
     arena = Arena.create(plan_layout([ArraySpec(name, "float32", numel) for name in ("p", "m", "v", "g")]))
     parameter = arena.tensor("p").requires_grad_()
@@ -154,27 +154,27 @@ def _copy_runner(numel: int) -> Callable[[], object]:
 def contenders(numel: int, threads: int, deepspeed: bool = False) -> dict[str, Contender]:
     """Everything that is timed at one size."""
     native, reference = load_kernel(library_path(), threads), load_kernel(None, threads)
-    spread, tight = _pass_arena(numel, plan_layout), _pass_arena(numel, head_to_tail)
+    spread, tight = pass_arena(numel, plan_layout), pass_arena(numel, head_to_tail)
     step, interval = STATE_BYTES + 2 + 2, STATE_BYTES + 2 * INTERVAL + 2
     found = {
         COPY: Contender(_copy_runner(numel), 8),
         BASE: Contender(_optimizer_runner(torch.optim.AdamW, numel, fused=True), STATE_BYTES + 4),
-        f"{BASE}, placed as the arena does": Contender(_placed_fused_runner(numel), STATE_BYTES + 4),
-        f"pass, {native.name}": Contender(_pass_runner(native, spread, 1), step),
-        f"pass, {native.name}, head to tail": Contender(_pass_runner(native, tight, 1), step),
+        f"{BASE}, placed as the arena does": Contender(placed_fused_runner(numel), STATE_BYTES + 4),
+        f"pass, {native.name}": Contender(pass_runner(native, spread, 1), step),
+        f"pass, {native.name}, head to tail": Contender(pass_runner(native, tight, 1), step),
         f"pass, {native.name}, interval {INTERVAL}": Contender(
-            _pass_runner(native, spread, INTERVAL), interval, INTERVAL
+            pass_runner(native, spread, INTERVAL), interval, INTERVAL
         ),
         f"pass, {native.name}, interval {INTERVAL}, head to tail": Contender(
-            _pass_runner(native, tight, INTERVAL), interval, INTERVAL
+            pass_runner(native, tight, INTERVAL), interval, INTERVAL
         ),
-        "pass, torch operations": Contender(_pass_runner(reference, spread, 1), step),
+        "pass, torch operations": Contender(pass_runner(reference, spread, 1), step),
     }
     for name, (dtype, nbytes) in ROUNDED_BYTES.items():
-        rounded, whole = _pass_arena(numel, plan_layout, replace(ADAM_STATE, moment_dtype=dtype)), nbytes + 2
+        rounded, whole = pass_arena(numel, plan_layout, replace(ADAM_STATE, moment_dtype=dtype)), nbytes + 2
         title = f"pass, {native.name}, {name} moments"
-        found[title] = Contender(_pass_runner(native, rounded, 1), whole + 2)
-        every = _pass_runner(native, rounded, INTERVAL)
+        found[title] = Contender(pass_runner(native, rounded, 1), whole + 2)
+        every = pass_runner(native, rounded, INTERVAL)
         found[f"{title}, interval {INTERVAL}"] = Contender(every, whole + 2 * INTERVAL, INTERVAL)
     if deepspeed:
         from deepspeed.ops.adam import DeepSpeedCPUAdam

@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "adam_pass.cpp"
+#include "adam_vectors.cpp"
 #include "code_pass.cpp"
+#include "code_vectors.cpp"
 #include "mean_pass.cpp"
 #include "threads.cpp"
 

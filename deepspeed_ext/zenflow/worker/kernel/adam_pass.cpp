@@ -1,6 +1,6 @@
 // Runs the worker's pass over memory as one loop nest with a plain C ABI (formulas: adam_pass.py).
 
-#include "adam_pass.h"
+#include "adam_vectors.h"
 
 #include <type_traits>
 
@@ -67,21 +67,26 @@ INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
     end_blocks<Y, M>(a, first, last, m + first, v + first);
 }
 
-TILES(, tile, kFloat32)
-TILES(_of_bf, tile, kBFloat16)
+TILES(CLONES, , tile, kFloat32)
+TILES(CLONES, _of_bf, tile, kBFloat16)
 
 // Indexed by the dtypes of the moments (fp32, bf16), of gradients and of y.
 const Tile kTile[2][3][3] = {TABLE(), TABLE(_of_bf)};
 
 }  // namespace
 
-extern "C" int32_t dsext_adam_pass_version() { return 13; }
+extern "C" int32_t dsext_adam_pass_version() { return 14; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;
-    const Tile run = a.moment_dtype == kCodes ? tile_of_codes(a.grad_dtype, a.published_dtype)
-                                              : kTile[a.moment_dtype][a.grad_dtype][a.published_dtype];
-    for_each_tile(a.numel, a.block_size, a.threads, [&](int64_t first, int64_t last) { run(a, first, last); });
+    const Tile definition = a.moment_dtype == kCodes ? tile_of_codes(a.grad_dtype, a.published_dtype)
+                                                     : kTile[a.moment_dtype][a.grad_dtype][a.published_dtype];
+    const Tile vectors = tile_of_vectors(a);
+    for_each_tile(a.numel, a.block_size, a.threads, [&](int64_t first, int64_t last) {
+        const int64_t whole = vectors == nullptr ? first : last - last % a.block_size;
+        if (first < whole) vectors(a, first, whole);
+        if (whole < last) definition(a, whole, last);
+    });
 }
 
 // Touches the pages of an array that a pass will process, each on the thread that will.

@@ -19,6 +19,7 @@ struct AdamPass {
     int32_t moment_dtype;
     uint32_t first;  // number of the first element in its partition
     uint8_t *m_scales, *v_scales;  // of each block, if the moments are codes of 8 bits
+    int32_t vectors;  // whether the pass may take AVX-512, which gives the same bits
 };
 }
 
@@ -100,19 +101,19 @@ INLINE void end_blocks(const AdamPass &a, int64_t first, int64_t last, const Mom
 
 }  // namespace
 
-// Defines a tile's function for each dtype of gradients and of y, and a table of them.
-#define TILE(NAME, TILE_OF, ...) \
-    CLONES void NAME(const AdamPass &a, int64_t first, int64_t last) { TILE_OF<__VA_ARGS__>(a, first, last); }
-#define TILES(SUFFIX, TILE_OF, ...) \
-    TILE(tile_32_32##SUFFIX, TILE_OF, kFloat32, kFloat32, ##__VA_ARGS__) \
-    TILE(tile_32_bf##SUFFIX, TILE_OF, kFloat32, kBFloat16, ##__VA_ARGS__) \
-    TILE(tile_32_fp##SUFFIX, TILE_OF, kFloat32, kFloat16, ##__VA_ARGS__) \
-    TILE(tile_bf_32##SUFFIX, TILE_OF, kBFloat16, kFloat32, ##__VA_ARGS__) \
-    TILE(tile_bf_bf##SUFFIX, TILE_OF, kBFloat16, kBFloat16, ##__VA_ARGS__) \
-    TILE(tile_bf_fp##SUFFIX, TILE_OF, kBFloat16, kFloat16, ##__VA_ARGS__) \
-    TILE(tile_fp_32##SUFFIX, TILE_OF, kFloat16, kFloat32, ##__VA_ARGS__) \
-    TILE(tile_fp_bf##SUFFIX, TILE_OF, kFloat16, kBFloat16, ##__VA_ARGS__) \
-    TILE(tile_fp_fp##SUFFIX, TILE_OF, kFloat16, kFloat16, ##__VA_ARGS__)
+// Defines a tile's function, compiled for TARGET, for each dtype of gradients and of y, and a table of them.
+#define TILE(TARGET, NAME, TILE_OF, ...) \
+    TARGET void NAME(const AdamPass &a, int64_t first, int64_t last) { TILE_OF<__VA_ARGS__>(a, first, last); }
+#define TILES(TARGET, SUFFIX, TILE_OF, ...) \
+    TILE(TARGET, tile_32_32##SUFFIX, TILE_OF, kFloat32, kFloat32, ##__VA_ARGS__) \
+    TILE(TARGET, tile_32_bf##SUFFIX, TILE_OF, kFloat32, kBFloat16, ##__VA_ARGS__) \
+    TILE(TARGET, tile_32_fp##SUFFIX, TILE_OF, kFloat32, kFloat16, ##__VA_ARGS__) \
+    TILE(TARGET, tile_bf_32##SUFFIX, TILE_OF, kBFloat16, kFloat32, ##__VA_ARGS__) \
+    TILE(TARGET, tile_bf_bf##SUFFIX, TILE_OF, kBFloat16, kBFloat16, ##__VA_ARGS__) \
+    TILE(TARGET, tile_bf_fp##SUFFIX, TILE_OF, kBFloat16, kFloat16, ##__VA_ARGS__) \
+    TILE(TARGET, tile_fp_32##SUFFIX, TILE_OF, kFloat16, kFloat32, ##__VA_ARGS__) \
+    TILE(TARGET, tile_fp_bf##SUFFIX, TILE_OF, kFloat16, kBFloat16, ##__VA_ARGS__) \
+    TILE(TARGET, tile_fp_fp##SUFFIX, TILE_OF, kFloat16, kFloat16, ##__VA_ARGS__)
 #define TABLE(SUFFIX) \
     { \
         {tile_32_32##SUFFIX, tile_32_bf##SUFFIX, tile_32_fp##SUFFIX}, \

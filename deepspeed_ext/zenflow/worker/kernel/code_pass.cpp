@@ -1,27 +1,10 @@
 // Runs the worker's pass with moments of 8 bits, and decodes them (formulas: adam_pass.py; codes: rounding.py).
 
 #include "adam_pass.h"
+#include "codes.h"
 
 namespace {
 namespace codes {
-
-constexpr int64_t kMostBlock = 256;
-constexpr int64_t kMostTile = kTileNumel + kMostBlock;
-
-// What the codes of m and of v differ in. A code k stands for k |k| scales.
-struct CodesOfM {
-    using type = int8_t;
-    static constexpr uint32_t kMantissa = 0x6c6400, kExponent = 13;  // of 123^2
-    static constexpr float kHalf = 123.0f * 123.0f / 2.0f, kLeastAboveHalf = 87.0f, kLeast = 0.0f;
-};
-struct CodesOfV {
-    using type = uint8_t;
-    static constexpr uint32_t kMantissa = 0x5f2100, kExponent = 15;  // of 239^2
-    static constexpr float kHalf = 239.0f * 239.0f / 2.0f, kLeastAboveHalf = 169.0f, kLeast = 1.0f;
-};
-constexpr uint32_t kMostScale = 238, kNotFinite = 255;
-
-INLINE float scale_of(uint32_t stored) { return from_bits(stored == kNotFinite ? 0x7fc00000u : stored << 23); }
 
 // Elements that loops take at a time if a block has as many: the compiler needs no loop for the rest of a known number.
 constexpr int64_t kRun = 32;
@@ -43,10 +26,7 @@ INLINE uint32_t scale_for(const float *x, int64_t numel) {
     int32_t largest = 0;
     int64_t i = 0;
     for (; i + kRun <= numel; i += kRun) largest = largest_bits<kRun>(x + i, kRun, largest);
-    largest = largest_bits<kAnyNumber>(x + i, numel - i, largest);
-    const uint32_t rounded = (static_cast<uint32_t>(largest) + (0x7fffffu - Codes::kMantissa)) >> 23;
-    if (rounded <= Codes::kExponent) return 1;
-    return rounded - Codes::kExponent > kMostScale ? kNotFinite : rounded - Codes::kExponent;
+    return scale_for<Codes>(largest_bits<kAnyNumber>(x + i, numel - i, largest));
 }
 
 // The code of x, as a whole number without sign. `up` is below 2^16; `inverse` is that of the scale.
@@ -75,14 +55,6 @@ INLINE void decode(const typename Codes::type *codes, uint32_t stored, int64_t n
     for (; i + kRun <= numel; i += kRun) decode_run<Codes, kRun>(codes + i, scale, kRun, x + i);
     decode_run<Codes, kAnyNumber>(codes + i, scale, numel - i, x + i);
 }
-
-// What the codes of a block's moment are multiplied by, and its inverse. If the unit is a NaN, all values become NaN.
-struct Scale {
-    float unit, inverse;
-    INLINE Scale of(uint32_t stored) {
-        return {scale_of(stored), stored == kNotFinite ? 0.0f : from_bits((254u - stored) << 23)};
-    }
-};
 
 // Rounds x to what its code stands for. `up` is below 2^16.
 template <class Codes>
@@ -173,7 +145,7 @@ INLINE void tile(const AdamPass &a, int64_t first, int64_t last) {
     end_blocks<Y, kFloat32>(a, first, last, t.m, t.v);
 }
 
-TILES(_of_codes, tile)
+TILES(CLONES, _of_codes, tile)
 
 const Tile kTile[3][3] = TABLE(_of_codes);
 

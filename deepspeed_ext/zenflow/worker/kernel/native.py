@@ -12,7 +12,7 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
 __all__ = ["DTYPE_CODES", "NativeKernel", "open_library"]
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 
 
@@ -58,6 +58,7 @@ class _Pass(ctypes.Structure):
         ("first", ctypes.c_uint32),
         ("m_scales", ctypes.c_void_p),
         ("v_scales", ctypes.c_void_p),
+        ("vectors", ctypes.c_int32),
     ]
 
 
@@ -192,15 +193,19 @@ class NativeKernel:
     """Runs passes with the shared library at ``library`` on ``threads`` threads: the caller's, and others that the
     library starts for the first pass and keeps.
 
+    Args:
+        vectors: whether Adam's passes may take AVX-512 where the CPU has it. The bits are the same.
+
     Raises:
         OSError: the file cannot be loaded, or has another version.
     """
 
     name = "native"
 
-    def __init__(self, library: str, threads: int) -> None:
+    def __init__(self, library: str, threads: int, vectors: bool = True) -> None:
         self._library = open_library(library)
         self._threads = threads
+        self._vectors = vectors
 
     def run(self, adam_pass: AdamPass) -> None:
         """See `Kernel.run`. The call releases the interpreter lock."""
@@ -232,6 +237,7 @@ class NativeKernel:
                 first=adam_pass.first & WORD,
                 m_scales=None if adam_pass.scales is None else adam_pass.scales[0].address,
                 v_scales=None if adam_pass.scales is None else adam_pass.scales[1].address,
+                vectors=self._vectors,
             )
         )
 

@@ -99,3 +99,48 @@ def test_a_worker_on_several_nodes_prefers_none_and_its_threads_stay() -> None:
     assert (one.numa_node, one.one_each) == (0, False)
     assert (several.numa_node, several.one_each) == (-1, True)
     assert WorkerPlacement.parse(str(several)) == several
+
+
+@needs_native
+@settings(max_examples=40, deadline=None)
+@given(
+    nodes=st.integers(1, 4),
+    cores=st.integers(1, 6),
+    siblings=st.sampled_from(["none", "adjacent", "far"]),
+    chunk=st.sampled_from([1 << 13, 1 << 14, 3 << 13]),
+)
+def test_each_node_has_the_memory_of_its_threads(
+    nodes: int,
+    cores: int,
+    siblings: str,
+    chunk: int,
+) -> None:
+    """On hosts from a table: one thread to a core, and of every chunk each node has as many pages as
+    its threads pass over."""
+    number = nodes * cores
+    pus = {
+        "none": lambda core: (core,),
+        "adjacent": lambda core: (2 * core, 2 * core + 1),
+        "far": lambda core: (core, core + number),
+    }[siblings]
+    table = [Core(core, pus(core), core // cores) for core in range(number)]
+    topology = Topology(tuple(table), tuple(range(nodes)))
+    facts = RankFacts(0, frozenset(topology.cpus), 0)
+    plan = plan_host(topology, [facts], PlanRequest(pt_reserved_cores=1))
+    placement = WorkerPlacement.of(plan.ranks[0])
+    of_worker = [topology.core_of[cpu] for cpu in sorted(placement.cpus)]
+    assert len(set(of_worker)) == len(of_worker), "two threads of the worker share a core"
+    assert placement.one_each == (len({core.node for core in of_worker}) > 1)
+
+    kernel = NativeKernel(LIBRARY, placement.threads)
+    ids = (ctypes.c_int32 * placement.threads)()
+    kernel._library.dsext_thread_ids(ids, placement.threads)  # in the order in which `pin` binds
+    node_of = {number: core.node for number, core in zip(ids, of_worker, strict=True)}
+    how = {"block_bytes": 128, "block_size": 32, "blocks_per_chunk": chunk // 32}
+    found = [node_of[each] for each in touchers_of(kernel, 0, 4 * 3 * chunk, **how)]
+    pages = 4 * chunk // PAGE
+    for begin in range(0, len(found), pages):
+        for node in {core.node for core in of_worker}:
+            threads = sum(core.node == node for core in of_worker)
+            share = found[begin : begin + pages].count(node) / pages
+            assert abs(share - threads / len(of_worker)) <= (threads + 1) / pages
