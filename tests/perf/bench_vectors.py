@@ -82,7 +82,8 @@ def main() -> None:
             for one in found.values():
                 one.time(threads)
                 if turn == 0:  # it touches the memory
-                    one.wall.clear(), one.cpu.clear()
+                    one.wall.clear()
+                    one.cpu.clear()
         rows += rows_of(options.numel, threads, found)
     print(report.table(rows, dict.fromkeys(rows[0], report.shown)))
     load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
