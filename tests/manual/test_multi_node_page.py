@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from deepspeed_ext.adapter import start_report
+from deepspeed_ext.adapter import construction
 from deepspeed_ext.cores.plan import HostPlan, RankPlan
 from tests.launchers import page
 from tests.launchers.cells import CELLS
@@ -60,7 +60,7 @@ def test_a_recipe_with_a_file_on_each_node() -> None:
 def test_the_cpus_of_a_plan_are_read_from_what_an_engine_logs() -> None:
     ranks = (RankPlan(0, (0, 2, 3), (1,), 3, 0, 0), RankPlan(1, (5,), (), 1, 0, 0))
     binding: Any = SimpleNamespace(agreement=SimpleNamespace(host=HostPlan(ranks)))
-    assert planned_cpus("\n".join(start_report._cores(binding))) == [frozenset({0, 1, 2, 3}), frozenset({5})]
+    assert planned_cpus("\n".join(construction._cores(binding))) == [frozenset({0, 1, 2, 3}), frozenset({5})]
 
 
 @pytest.mark.parametrize("name", ["trainjob.yaml", "skypilot.yaml"])
