@@ -16,6 +16,7 @@ import functools
 import html
 import http.server
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -34,7 +35,7 @@ HEIGHT = 2600
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TOGETHER = 6
 """Pages that the browser has open at once."""
-HARNESS = "looked_at.html"
+HARNESS = f"looked_at_{os.getpid()}.html"
 SECONDS, TRIES = 90.0, 3
 """Of a browser with its pages, and how often it may start: now and then a headless Chromium does not end."""
 

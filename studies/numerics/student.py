@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 _INTERVALS = 2000
@@ -28,10 +29,14 @@ def upper_tail(t: float, freedom: int) -> float:
     return (value(0) + inner + value(_INTERVALS)) * width / 3
 
 
+@functools.cache
 def quantile(probability: float, freedom: int) -> float:
-    """The value that t exceeds with `1 - probability`, for probabilities from 0.5."""
+    """The value that t exceeds with `1 - probability`, for probabilities from 0.5.
+
+    Kept, because it takes a second, and the tables need it for each line, always of a few numbers of seeds.
+    """
     low, high = 0.0, 1e4
-    for _ in range(80):
+    for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if upper_tail(middle, freedom) > 1 - probability else (low, middle)
     return (low + high) / 2

@@ -157,11 +157,16 @@ def replace_part(text: str, name: str, content: str) -> str:
     return f"{before}{begin}\n{content}\n{end}{rest.split(end, 1)[1]}"
 
 
-def write() -> Path:
-    """Write all tables into the page."""
+def current() -> str:
+    """The page with tables of the rows that are stored now."""
     text = page().read_text()
     tables = {ROWS: rows_table, TRENDS: trends_table, CONTRASTS: contrasts_table, RATES: rates_table}
     for name, make in tables.items():
         text = replace_part(text, name, make())
-    page().write_text(text)
+    return text
+
+
+def write() -> Path:
+    """Write all tables into the page."""
+    page().write_text(current())
     return page()

@@ -80,13 +80,13 @@ class Site:
             output = self.folder / "undisturbed"
             arguments = self.training.arguments(output, self.training.steps).replace(" --resume", "")
             by_hand = f"WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_ports(1)[0]}"
-            command = f"RANK=$NODE_RANK {by_hand} deepspeed-ext run {training.script('train.py')} {arguments}"
+            command = f"RANK=$NODE_RANK {by_hand} deepspeed-ext run {self.training.script('train.py')} {arguments}"
             self.run(page.Recipe("by hand", command, on_each_node=True), self.folder)
             self._reference = training.losses(output)
         return self._reference
 
-    def run(self, recipe: page.Recipe, folder: Path) -> str:
-        """Run a recipe in `folder` and return what it has printed; an AssertionError unless it succeeds."""
+    def run(self, recipe: page.Recipe, folder: Path) -> None:
+        """Run a recipe in `folder`; an AssertionError with what it has printed unless it succeeds."""
         for name, content in recipe.files.items():
             (folder / name).write_text(content)
         before = descendants()
@@ -96,12 +96,11 @@ class Site:
             with log.open("ab") as out:
                 started = [self._start(recipe.command, folder, node, out) for node in nodes]
                 statuses = self._wait(started)
-            said = log.read_text(errors="replace")
-            assert not any(statuses), f"{recipe.command}\nended with {statuses}:\n{said[-8000:]}"
+            said = log.read_text(errors="replace")[-8000:]
+            assert not any(statuses), f"{recipe.command}\nended with {statuses}:\n{said}"
             require_none_left(before)
         finally:
             end(descendants() - before)
-        return said
 
     def _start(self, command: str, folder: Path, node: int, out: IO[bytes]) -> subprocess.Popen[bytes]:
         environment = {**self.environment, "NODE_RANK": str(node)}
@@ -155,12 +154,13 @@ def test_a_recipe_trains_with_its_launcher(cell: Cell, site: Site, tmp_path: Pat
     until = site.training.done + training.STEPS_EACH
     output = tmp_path / "run"
     site.training.copy(output)
-    log = site.run(substituted(cell, site, Path(output.name), until), tmp_path)
+    site.run(substituted(cell, site, Path(output.name), until), tmp_path)
 
     assert training.losses(output) == expected[:until]
     assert training.saved_ranks(output, until) == set(range(training.RANKS))
-    check_plan(training.planned_cpus(log), cell)
-    assert "outside the plan" not in log
+    logs = site.training.logs()
+    check_plan(training.planned_cpus(logs), cell)
+    assert "outside the plan" not in logs
     site.training.accept(output)
 
 
@@ -171,7 +171,7 @@ def substituted(cell: Cell, site: Site, output: Path, until: int) -> page.Recipe
         output: relative to the folder where the recipe is typed.
     """
     arguments = site.training.arguments(output, until)
-    scripts = {f"examples/{n}": f"{training.script(n)} {arguments}" for n in ("train.py", "ray_train.py")}
+    scripts = {f"examples/{n}": f"{site.training.script(n)} {arguments}" for n in ("train.py", "ray_train.py")}
     ports = dict(zip(("29400", "29500"), map(str, free_ports(2)), strict=True))
     hosts = dict(zip(("node1", "node2"), NODES, strict=True))
     recipe = page.recipes()[cell.recipe]
@@ -182,7 +182,7 @@ def substituted(cell: Cell, site: Site, output: Path, until: int) -> page.Recipe
 
 def check_plan(plan: list[frozenset[int]], cell: Cell) -> None:
     """Both ranks share this machine, so their cores must differ, and stay within what the launcher gave."""
-    assert len(plan) == training.RANKS
+    assert len(plan) == training.RANKS, plan
     assert all(plan)
     if (os.cpu_count() or 1) >= training.RANKS:
         assert not plan[0] & plan[1]

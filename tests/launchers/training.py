@@ -13,13 +13,15 @@ from tests.support.paths import ROOT
 RANKS = 2
 STEPS_EACH = 2
 MODEL = "--dim 32 --layers 1 --heads 2 --seq-len 16 --batch-size 2 --sample-bytes 0"
+KEEPS_LOG = "import deepspeed_ext\n", "import deepspeed_ext\nimport kept_log\n"
+"""What is replaced in the copy of train.py, and by what."""
 
 
 class Training:
-    """The checkpoint that the next launcher resumes from.
+    """The checkpoint that the next launcher resumes from, and a copy of the examples that keeps each rank's log.
 
     Args:
-        folder: where it is kept.
+        folder: where it is kept; the copy is beside it.
         steps: of the whole run, which the learning rate depends on.
     """
 
@@ -27,6 +29,21 @@ class Training:
         self.folder = folder
         self.steps = steps
         self.done = 0
+        self._examples = folder.parent / "examples"
+        for name in ("examples", "configs"):  # the first finds the second beside it
+            shutil.copytree(ROOT / name, folder.parent / name)
+        shutil.copy(Path(__file__).with_name("kept_log.py"), self._examples)
+        script = self._examples / "train.py"
+        assert script.read_text().count(KEEPS_LOG[0]) == 1
+        script.write_text(script.read_text().replace(*KEEPS_LOG))
+
+    def script(self, name: str) -> str:
+        """The copy of an example."""
+        return str(self._examples / name)
+
+    def logs(self) -> str:
+        """What the ranks have logged since `copy`, one after the other."""
+        return "\n".join(path.read_text() for path in sorted(self._examples.glob("*.log")))
 
     def arguments(self, output: Path, until: int) -> str:
         """Of examples/train.py, for a run in `output` up to step `until`."""
@@ -34,7 +51,9 @@ class Training:
         return f"{MODEL} --steps {self.steps} --stop-after {until} --output {output}{resume}"
 
     def copy(self, output: Path) -> None:
-        """Put the checkpoint there, if there is one yet."""
+        """Put the checkpoint there, if there is one yet, and forget the logs of earlier runs."""
+        for path in self._examples.glob("*.log"):
+            path.unlink()
         if self.done:
             shutil.copytree(self.folder, output)
 
@@ -59,15 +78,6 @@ def saved_ranks(output: Path, step: int) -> set[int]:
 
 
 def planned_cpus(log: str) -> list[frozenset[int]]:
-    """The CPUs of each rank and its optimizer process, from the core plan in the log."""
-    plan: list[frozenset[int]] = []
-    for line in log.splitlines():
-        if re.search(r"\blocal rank \d+ on node", line):
-            plan.append(frozenset())
-        elif plan and (found := re.search(r"\b(?:pytorch|optimizer) +([\d,-]+) \(\d+ threads\)", line)):
-            plan[-1] |= parse_cpulist(found[1])
-    return plan
-
-
-def script(name: str) -> str:
-    return str(ROOT / "examples" / name)
+    """The CPUs of each rank and its optimizer process, from the block that an engine logs at its start."""
+    lines = re.finditer(r"local rank \d+: PyTorch on ([\d,-]*\d)(?:, optimizer on ([\d,-]*\d))?", log)
+    return [frozenset(parse_cpulist(",".join(filter(None, found.groups())))) for found in lines]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+from deepspeed_ext.adapter import construction
+from deepspeed_ext.cores.plan import HostPlan, RankPlan
 from tests.launchers import page
 from tests.launchers.cells import CELLS
 from tests.launchers.training import planned_cpus
@@ -54,12 +57,10 @@ def test_a_recipe_with_a_file_on_each_node() -> None:
         page.recipes("<!-- file: a of y -->\n```\n```\n")
 
 
-def test_the_cpus_of_a_plan_are_read_from_a_log() -> None:
-    lines = ["x: local rank 0 on node 0  [smt]", "x:   pytorch   0,2-3 (3 threads)", "x:   optimizer 1 (1 threads)"]
-    assert planned_cpus("\n".join([*lines, "idle 9", "local rank 1 on node 0"])) == [
-        frozenset({0, 1, 2, 3}),
-        frozenset(),
-    ]
+def test_the_cpus_of_a_plan_are_read_from_what_an_engine_logs() -> None:
+    ranks = (RankPlan(0, (0, 2, 3), (1,), 3, 0, 0), RankPlan(1, (5,), (), 1, 0, 0))
+    binding: Any = SimpleNamespace(agreement=SimpleNamespace(host=HostPlan(ranks)))
+    assert planned_cpus("\n".join(construction._cores(binding))) == [frozenset({0, 1, 2, 3}), frozenset({5})]
 
 
 @pytest.mark.parametrize("name", ["trainjob.yaml", "skypilot.yaml"])
