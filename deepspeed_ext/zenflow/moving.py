@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime import memory
@@ -18,14 +19,18 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import agreed
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
+from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import (
+    LEAST_GAINED,
     MEASURED_STEPS,
     UNITS,
     ChainTimes,
     fitting_units,
     hiding_units,
     is_worth_it,
+    step_seconds,
+    with_copies_inside,
     with_heads,
     with_host_share,
 )
@@ -37,6 +42,25 @@ from deepspeed_ext.zenflow.step.schedule import StepPlan
 
 __all__ = ["ShareChoice", "move_share"]
 
+_NEVER = 1 << 60
+
+
+@dataclass
+class _Found:
+    """A way to go on, and what all ranks have found about it.
+
+    Attributes:
+        hiding, fitting: of this rank, of `UNITS`.
+        share: on the host.
+        nanoseconds: of a step on the slowest rank.
+    """
+
+    plan: ZenFlowPlan
+    hiding: int = UNITS
+    fitting: int = UNITS
+    share: float = 1.0
+    nanoseconds: int = _NEVER
+
 
 class ShareChoice:
     """Chooses the share once enough synchronous steps in a row have been measured. All ranks of the
@@ -45,10 +69,13 @@ class ShareChoice:
     Args:
         reserve_fraction: of the accelerator's memory, which stays free beside the most that a step
             has taken (``zenflow.offload_reserve_fraction``).
+        may_expose: whether landing buffers may give way to a larger share; False if the config asks
+            for them.
     """
 
-    def __init__(self, metrics: Metrics, reserve_fraction: float) -> None:
+    def __init__(self, metrics: Metrics, reserve_fraction: float, *, may_expose: bool) -> None:
         self._metrics = metrics
+        self._may_expose = may_expose
         self._reserve_fraction = reserve_fraction
         self._measured = 0
         self._is_open = True
@@ -80,30 +107,49 @@ class ShareChoice:
             return
         share = 1.0 - sum(heads) / max(1, sum(sizes))
         plan = with_heads(host.decided, heads, share, "the checkpoint's")
-        self._is_open = not _move(host, plan, hides=False)
+        moved = _move(host, plan, hides=False)
+        if not moved and self._may_expose and plan.copies is Copies.BESIDE_STEP:
+            moved = _move(host, with_copies_inside(plan), hides=False)
+        self._is_open = not moved
 
     def _choose(self, host: HostOptimizer) -> None:
-        hiding, fitting, times = UNITS, UNITS, ChainTimes(0.0, 0.0)
+        now = host.decided
+        found = [_Found(now)]
+        if self._may_expose and now.copies is Copies.BESIDE_STEP and now.rule.overlapped:
+            found.append(_Found(with_copies_inside(now)))
+        times = ChainTimes(0.0, 0.0)
         with host.link.keeping():
-            times = self._times(host.decided)
-            hiding = hiding_units(host.decided, times)
+            times = self._times(now)
             reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
-            fitting = fitting_units(host.decided, memory.unused_accelerator_bytes() - reserve)
-        hiding, most = host.ranks.minimum(hiding, -fitting)
-        share = max(hiding, -most) / UNITS
+            room = memory.unused_accelerator_bytes() - reserve
+            for each in found:
+                each.hiding = hiding_units(each.plan, times)
+                each.fitting = fitting_units(each.plan, room, now)
+        for each in found:
+            hiding, most = host.ranks.minimum(each.hiding, -each.fitting)
+            each.share, mine = max(hiding, -most) / UNITS, _NEVER
+            if times.link > 0.0:
+                mine = min(_NEVER, round(step_seconds(each.plan, each.share, times) * 1e9))
+            each.nanoseconds = -host.ranks.minimum(-mine)[0]
+        best = found[0]
+        for each in found[1:]:
+            if each.nanoseconds < (1.0 - LEAST_GAINED) * best.nanoseconds:
+                best = each
         why = (
-            f"a pass over all elements takes {times.worker * 1e3:.1f} ms, the accelerator "
-            f"{times.device * 1e3:.1f} ms between two steps, and a rank has room for at most "
-            f"{1.0 + most / UNITS:.1%} of its part of the optimizer"
+            f"a pass over all elements takes {times.worker * 1e3:.1f} ms, copies "
+            f"{times.link * 1e3:.1f} ms, the accelerator {times.device * 1e3:.1f} ms between two "
+            f"steps, and every rank has room for {1.0 - best.fitting / UNITS:.1%} of its optimizer"
         )
-        if is_worth_it(host.decided, share):
-            if not move_share(host, share, why):
+        share = now.host_share
+        if is_worth_it(now, best.share):
+            if move_share(host, best.plan, best.share, why):
+                share = best.share
+            else:
                 why = f"{why}; but a rank could not allocate it"
-                share = host.decided.host_share
-        else:
-            share = host.decided.host_share
         if host.ranks.rank == 0:
             logger.info(f'offload_optimizer.ratio = "auto" is {share:.4g}: {why}')
+            if host.decided.copies is not now.copies:
+                logger.info(str(host.decided.reasons[-2]))
 
     def _times(self, plan: ZenFlowPlan) -> ChainTimes:
         worker, device = self._metrics.typical()
@@ -118,15 +164,18 @@ class ShareChoice:
         return ChainTimes(device, worker, slower * both if math.isfinite(both) else 0.0, fixed)
 
 
-def move_share(host: HostOptimizer, host_share: float, why: str) -> bool:
+def move_share(host: HostOptimizer, plan: ZenFlowPlan, host_share: float, why: str) -> bool:
     """Step all but `host_share` of each partition on the accelerator from now on. A collective
     between two synchronous steps.
+
+    Args:
+        plan: the run's, or the same without landing buffers.
 
     Returns:
         False if an accelerator has no memory for it; then nothing has changed.
     """
     hides = host.link.phase is not UpdatePhase.EXPOSED
-    return _move(host, with_host_share(host.decided, host_share, why), hides=hides)
+    return _move(host, with_host_share(plan, host_share, why), hides=hides)
 
 
 def _move(host: HostOptimizer, plan: ZenFlowPlan, *, hides: bool) -> bool:
@@ -145,13 +194,16 @@ def _move(host: HostOptimizer, plan: ZenFlowPlan, *, hides: bool) -> bool:
     link, ranks = host.link, host.ranks
     link.wait_together()
     weights = [state.weights() for state in host.states]
+    with link.keeping():
+        link.transfers.release()
     share = AcceleratorShare.if_all_have_room(plan, weights, link.arena, host.kind, ranks)
     if share is None:
+        with link.keeping():
+            link.transfers.restore()
         return False
     prepare_kernels(plan, host.kind, weights, warns=ranks.rank == 0)
     with link.keeping():
         share.take()
-        link.transfers.release()
     buffers = landing_buffers(plan, ranks)
     if buffers is None:
         told = "smaller landing buffers do not fit where larger ones were"

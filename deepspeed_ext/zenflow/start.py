@@ -122,7 +122,10 @@ def start_optimizer(
     state_here = OptimizerState(partitions, states, share, coded)
     host = HostOptimizer(plan, rule, state_here, link, kind, ranks)
     if plan.measures_share:
-        host.mover = ShareChoice(metrics, start.run.config.offload_reserve_fraction)
+        config = start.run.config
+        may_expose = config.hide_transfers is None
+        reserve_fraction = config.offload_reserve_fraction
+        host.mover = ShareChoice(metrics, reserve_fraction, may_expose=may_expose)
     return host
 
 

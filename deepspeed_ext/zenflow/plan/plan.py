@@ -126,7 +126,7 @@ class ZenFlowPlan:
     @cached_property
     def kinds(self) -> ArenaKinds:
         """What the arrays of all partitions have in common."""
-        return kinds_of(self.rule, self.dtypes, self.places)
+        return kinds_of(self.rule, self.dtypes, self.places, may_open=self.measures_share)
 
     @cached_property
     def arena(self) -> tuple[ArraySpec, ...]:
@@ -201,11 +201,21 @@ class ZenFlowPlan:
         return frozenset(found)
 
 
-def kinds_of(rule: PredictiveSettings | SelectiveSettings, dtypes: Dtypes, places: Places) -> ArenaKinds:
+def kinds_of(
+    rule: PredictiveSettings | SelectiveSettings,
+    dtypes: Dtypes,
+    places: Places,
+    *,
+    may_open: bool = False,
+) -> ArenaKinds:
     """The arrays of partitions with these places. While the interval is open, only the slots of the
-    gradient ring that interval 1 needs are touched at start."""
+    gradient ring that interval 1 needs are touched at start.
+
+    Args:
+        may_open: whether gradients that pass through in chunks may stay whole later.
+    """
     in_transit, is_open = places.handed_over is Place.IN_TRANSIT, rule.update_interval is None
-    slots = 0 if in_transit and not is_open else rule.ring_at(rule.longest_interval, places.arrival)
+    slots = 0 if in_transit and not (is_open or may_open) else rule.ring_at(rule.longest_interval, places.arrival)
     touched = rule.ring_at(None, places.arrival) if is_open else slots
     return ArenaKinds(
         layout=rule.layout,

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, PlacedArray
-from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = [
+    "LEAST_GAINED",
     "MEASURED_STEPS",
     "UNITS",
     "ChainTimes",
@@ -26,6 +27,8 @@ __all__ = [
     "hiding_units",
     "is_worth_it",
     "relaid",
+    "step_seconds",
+    "with_copies_inside",
     "with_heads",
     "with_host_share",
 ]
@@ -39,6 +42,9 @@ warm caches."""
 
 HIDDEN = 0.95
 """The part of the accelerator's time that the optimizer's may take."""
+
+LEAST_GAINED = 0.03
+"""Landing buffers give way only for so much of a step."""
 
 LEAST_MOVED = 1 / 32
 """A smaller share on the accelerator is not worth a move."""
@@ -62,8 +68,8 @@ class ChainTimes:
 
 
 def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
-    """How much may step on the host, of `UNITS`, so that the accelerator does not wait for it; 0 if it
-    waits for all of it."""
+    """How much may step on the host, of `UNITS`, so that the accelerator does not wait for it; 0 if
+    it waits for all of it."""
     if not plan.rule.overlapped or plan.copies is not Copies.BESIDE_STEP:
         return 0
     slowest = max(times.worker, times.link)
@@ -73,10 +79,14 @@ def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
     return max(0, min(UNITS, math.floor(share * UNITS)))
 
 
-def fitting_units(plan: ZenFlowPlan, room: int) -> int:
+def fitting_units(plan: ZenFlowPlan, room: int, now: ZenFlowPlan | None = None) -> int:
     """How much must step on the host, of `UNITS`, so that the rest fits into `room` bytes of the
-    accelerator beside what a step with `plan` has taken at most. `UNITS` if nothing fits."""
-    before = _accelerator_bytes(plan)
+    accelerator beside what a step has taken at most. `UNITS` if nothing fits.
+
+    Args:
+        now: the plan of that step; None: `plan`.
+    """
+    before = _accelerator_bytes(now or plan)
     units = range(UNITS + 1)
     fitting = bisect_right(
         units,
@@ -88,6 +98,24 @@ def fitting_units(plan: ZenFlowPlan, room: int) -> int:
 
 def _accelerator_bytes(plan: ZenFlowPlan) -> int:
     return plan.share_bytes + plan.landing_bytes
+
+
+def with_copies_inside(plan: ZenFlowPlan) -> ZenFlowPlan:
+    """`plan`, but without landing buffers: gradients and y are copied inside of the step, and are
+    whole on the host."""
+    places = replace(plan.places, published=Place.HOST, handed_over=Place.HOST)
+    partitions = tuple(replace(each, places=places) for each in plan.partitions)
+    why = "landing buffers gave way to a larger share of the optimizer"
+    reasons = (*plan.reasons, Reason("zenflow.hide_transfers = False", why, is_open=True))
+    return replace(plan, partitions=partitions, chunks=None, reasons=reasons)
+
+
+def step_seconds(plan: ZenFlowPlan, host_share: float, times: ChainTimes) -> float:
+    """What a step takes on one rank with this share, if `plan` is one whose steps overlap."""
+    worker, link = times.worker * host_share, times.link * host_share
+    if plan.copies is Copies.BESIDE_STEP:
+        return max(times.device, max(worker, link) + times.fixed)
+    return times.device + link + max(0.0, worker - times.device)
 
 
 def is_worth_it(plan: ZenFlowPlan, host_share: float) -> bool:

@@ -11,8 +11,9 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.runtime import memory
-from deepspeed_ext.zenflow.moving import move_share
-from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
+from deepspeed_ext.zenflow.moving import ShareChoice, move_share
+from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, ChainTimes, with_copies_inside
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from tests.support.log import heard
 from tests.support.models import batches, two_groups
@@ -76,24 +77,33 @@ def moved_and_begun(
     dtype: torch.dtype,
     fields: dict[str, Any],
     looks: bool,
+    exposes: bool,
 ) -> list[str]:
-    """How a run that moves differs from one that has the share from there on, and what the move
-    changes itself if somebody `looks` at the masters before and behind it."""
+    """How a run that moves differs from one that has the share from there on.
+
+    Args:
+        looks: whether somebody reads the masters before and behind the move; they are compared.
+        exposes: whether landing buffers give way.
+    """
     data = batches(STEPS, dist.get_rank())
-    engine = make_engine(config_of(stage, 1.0, dtype, **fields), groups=two_groups)
+    ratio = "auto" if exposes else 1.0
+    engine = make_engine(config_of(stage, ratio, dtype, **fields), groups=two_groups)
+    host = engine.optimizer.host_optimizer
+    host.mover = None
     train(engine, data[:MOVED_AT])
     state = state_of(engine)
     before = full_masters_of(engine) if looks else []
-    adam = engine.optimizer.host_optimizer
-    found = [] if move_share(adam, SHARE, "a test") else ["there was no memory"]
-    found += [] if any(adam.share.numels) else ["nothing has moved"]
-    found += ["it is still on the host"] if adam.share.is_shown != looks else []
+    plan = with_copies_inside(host.decided) if exposes else host.decided
+    found = [] if move_share(host, plan, SHARE, "a test") else ["there was no memory"]
+    found += [] if any(host.share.numels) else ["nothing has moved"]
+    found += ["it is still on the host"] if host.share.is_shown != looks else []
     if looks:
         found.append(first_difference(before, full_masters_of(engine), "masters"))
     moved = result_of(engine, train(engine, data[MOVED_AT:]))
-    overlapped = adam.rule.schedule.state.steps > WARM_UP
+    overlapped = host.rule.schedule.state.steps > WARM_UP
     engine.destroy()
 
+    fields |= {"hide_transfers": False} if exposes else {}
     engine = make_engine(config_of(stage, SHARE, dtype, **fields), groups=two_groups)
     begin_with(engine, state)
     begun = result_of(engine, train(engine, data[MOVED_AT:]))
@@ -117,7 +127,25 @@ def moved_and_begun(
 def test_a_run_that_moves_is_one_that_began_with_the_share(
     stage: int, dtype: torch.dtype, fields: dict[str, Any], device: str, looks: bool
 ) -> None:
-    assert run_ranks(2, moved_and_begun, stage, dtype, fields, looks, device=device) == [[], []]
+    found = run_ranks(2, moved_and_begun, stage, dtype, fields, looks, False, device=device)
+    assert found == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fields"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float32, {"update_interval": 2}),
+        (torch.bfloat16, {"publish_dtype": "float32"}),
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_whose_landing_buffers_give_way_is_one_that_never_had_any(
+    stage: int, dtype: torch.dtype, fields: dict[str, Any]
+) -> None:
+    """Gradients that passed through the host in chunks are whole there from then on."""
+    found = run_ranks(2, moved_and_begun, stage, dtype, fields, False, True, device="sim")
+    assert found == [[], []]
 
 
 # -- the choice ---------------------------------------------------------------------------------
@@ -173,3 +201,33 @@ def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(tmp_path: Path
 def test_auto_stays_where_the_worker_keeps_up(tmp_path: Path) -> None:
     for each in run_ranks(2, chosen, config_of(3, "auto"), 0.1, 1.0, str(tmp_path), device="sim"):
         assert set(each["shares"]) == {1.0}
+
+
+def exposed(config: dict[str, Any], folder: str) -> list[str]:
+    """What is wrong if a pass takes four steps, copies a tenth, and nothing is free."""
+    data = batches(STEPS, dist.get_rank())
+    times = ChainTimes(device=1.0, worker=4.0, link=0.1)
+    with (
+        patch.object(ShareChoice, "_times", lambda *_: times),
+        patch.object(memory, "unused_accelerator_bytes", lambda: 0),
+    ):
+        engine = make_engine(config, groups=two_groups)
+        host = engine.optimizer.host_optimizer
+        landing = host.decided.landing_bytes
+        losses = train(engine, data[:-2])
+        decided = host.decided
+        engine.save_checkpoint(folder, tag="t")
+        expected = result_of(engine, losses + train(engine, data[-2:]))
+        engine.destroy()
+        engine = make_engine(config, groups=two_groups)
+        engine.load_checkpoint(folder, tag="t")
+        resumed = result_of(engine, losses + train(engine, data[-2:]))
+        engine.destroy()
+    found = [] if decided.copies is Copies.INSIDE_STEP else ["landing buffers have not given way"]
+    found += [] if 0 < decided.share_bytes <= landing else [f"{decided.share_bytes} of {landing}"]
+    return [*found, *filter(None, [first_difference(expected, resumed)])]
+
+
+def test_auto_gives_up_landing_buffers_where_a_larger_share_is_worth_more(tmp_path: Path) -> None:
+    config = config_of(2, "auto", offload_reserve_fraction=0.0)
+    assert run_ranks(2, exposed, config, str(tmp_path), device="sim") == [[], []]
