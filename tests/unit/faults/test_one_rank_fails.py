@@ -91,6 +91,8 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/optimizer.py:HostOptimizer.finish_weights",
         "zenflow/step/optimizer.py:HostOptimizer._receive",
         "zenflow/step/optimizer.py:HostOptimizer.step_partition",
+        "zenflow/step/ring.py:GradientRing.choose_interval",
+        "zenflow/step/ring.py:GradientRing._agreed_interval",
         "zenflow/step/rule.py:UpdateRule.arrived",
         "zenflow/rules/predictive/rule.py:PredictiveRule.arrived",
         "zenflow/rules/predictive/rule.py:PredictiveRule._judge",
