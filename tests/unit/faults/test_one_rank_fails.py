@@ -173,8 +173,6 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/rules/selective/settings.py:",
         "zenflow/rules/selective/selection.py:_digit_of",
         "zenflow/step/optimizer.py:HostOptimizer._current_plan",
-        "zenflow/step/optimizer.py:HostOptimizer.changed_blocks",
-        "zenflow/step/rule.py:UpdateRule.changed_blocks",
         "zenflow/rules/selective/rule.py:SelectiveRule.changed_blocks",
         "config/zenflow.py:",
     ),
