@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.mutations.run import NOT_NOTICED, REDUNDANT, TABLE, read_table
+from tests.mutations.run import NOT_NOTICED, REDUNDANT, TABLE, TESTS, read_table
 from tests.mutations.sites import sites, without
 from tests.support.paths import ROOT
 
@@ -16,6 +16,10 @@ def test_the_table_has_a_row_for_every_wait() -> None:
     assert NOT_NOTICED not in table.values(), f"a test is missing, or the wait is needless: see {TABLE}"
     for beginning in REDUNDANT:
         assert any(name.startswith(beginning) for name in found), f"{beginning} is no wait any more"
+
+
+def test_the_tests_that_may_notice_exist() -> None:
+    assert [name for name in TESTS if not (ROOT / name.partition("::")[0]).exists()] == []
 
 
 WAITS = """

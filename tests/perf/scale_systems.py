@@ -188,8 +188,9 @@ def hot_exchange(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     flat = torch.zeros(EXCHANGED_NUMEL, dtype=torch.bfloat16)
     count = numel // BLOCK
     blocks = BlockSet(torch.arange(0, count, 10), numel, BLOCK)
-    adam: Any = SimpleNamespace(partitions=[SimpleNamespace(ranks=ranks)], changed_blocks=lambda index: blocks)
-    exchange = HotExchange(adam, lambda *args, **kwargs: None)
+    rule = SimpleNamespace(changed_blocks=lambda plan, partition: blocks)
+    host: Any = SimpleNamespace(partitions=[SimpleNamespace(ranks=ranks)], share=None, plan=object(), rule=rule)
+    exchange = HotExchange(host, lambda *args, **kwargs: None)
     partitions = list(flat.view(ranks.size, -1))
     exchange([flat], [partitions], [None])  # exchanges the numbers, once per selection
     return lambda: exchange([flat], [partitions], [None])

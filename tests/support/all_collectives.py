@@ -196,12 +196,13 @@ def hot_blocks(ranks: RankGroup) -> None:
     scores = torch.arange(64.0, device=ranks.device) + 100 * ranks.rank
     ids = select(scores, 0.25, ranks)
     blocks = BlockSet(ids, 64 * 4, 4)
-    adam: Any = SimpleNamespace(partitions=[SimpleNamespace(ranks=ranks)], changed_blocks=lambda index: blocks)
+    rule = SimpleNamespace(changed_blocks=lambda plan, partition: blocks)
+    host: Any = SimpleNamespace(partitions=[SimpleNamespace(ranks=ranks)], share=None, plan=object(), rule=rule)
     upstream: Any = None
     flat = torch.zeros(int(ranks.size) * 256, device=ranks.device)
     own = flat.view(int(ranks.size), -1)[ranks.rank]
     blocks.put(own, torch.ones(len(ids), 4, device=ranks.device))
-    exchange = HotExchange(adam, upstream)
+    exchange = HotExchange(host, upstream)
     received = [exchange.bytes_received]
     for _ in range(2):
         exchange([flat], [None], None)

@@ -213,13 +213,6 @@ class HostOptimizer:
             if self.mover is not None:
                 self.mover.after_step(self, plan)
 
-    def changed_blocks(self, index: int) -> Any:
-        """The `BlockSet` of a partition whose weights this step changes; None: all may change. Valid only inside a
-        step."""
-        if self.share is not None:  # its weights change in every step
-            return None
-        return self.rule.changed_blocks(self._current_plan, self.partitions[index])
-
     def _receive(self) -> None:
         """Wait for the worker on all ranks; then no save reads the arena any more."""
         self.link.receive()

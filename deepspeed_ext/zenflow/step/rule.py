@@ -97,10 +97,6 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     # -- queries --------------------------------------------------------------------------------------------------
 
-    def changed_blocks(self, plan: PlanT, partition: Partition) -> Any:
-        """The `BlockSet` whose weights the step changes; None: all weights may change."""
-        return None
-
     def state_beside_weights(self, partition: Partition) -> list[torch.Tensor]:
         """Tensors that the rule keeps for a partition besides its weights, on any device."""
         return []

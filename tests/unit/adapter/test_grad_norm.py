@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed_ext.adapter import gradients as module
 from deepspeed_ext.adapter.gradients import fused_l2_norms, l2_norm, norm_tensors
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -72,7 +73,7 @@ def test_an_accelerator_launches_less_than_two_kernels_per_gradient() -> None:
     gradients = gradients_of_a_model()
     norm = math.sqrt(sum(exact(gradient) ** 2 for gradient in gradients))
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in gradients]
-    with patch.object(gradients, "_fuses", lambda device: True), Launches() as launches:
+    with patch.object(module, "_fuses", lambda device: True), Launches() as launches:
         (found,) = norm_tensors(gradients, params)
     assert launches.names.count("aten::_foreach_norm") == 2, "one for each dtype"
     assert len(launches.names) <= 4, launches.names
@@ -88,7 +89,7 @@ def test_padding_and_parameters_that_are_counted_otherwise_keep_their_places() -
     gradients[2]._zero_padding = True  # type: ignore[attr-defined]
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in gradients[1:]]
     params[0].model_parallel = True  # type: ignore[attr-defined]
-    with patch.object(gradients, "_fuses", lambda device: True):
+    with patch.object(module, "_fuses", lambda device: True):
         found = norm_tensors(gradients, params)
     real = [gradient for gradient in gradients if not hasattr(gradient, "_zero_padding")]
     assert [float(each) for each in found] == [pytest.approx(exact(gradient), rel=1e-12) for gradient in real]

@@ -145,6 +145,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         return interval
 
     def changed_blocks(self, plan: SelectivePlan, partition: Partition) -> BlockSet | None:
+        """The blocks whose weights a step changes; None: all may change."""
         hot = self.states[partition.index].hot
         return None if hot is None or plan.applies or plan.waits else hot.blocks
 
