@@ -41,14 +41,14 @@ from deepspeed_ext.checkpoint.owner import Owner
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import files
 
-__all__ = ["UNKNOWN", "CheckpointFolder", "FolderState", "choose_save", "why_unusable"]
+__all__ = ["UNKNOWN", "CheckpointFolder", "FolderState", "choose_save"]
 
 _RESERVED = ".dsext-"
 _FILES_BESIDE = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 """What DeepSpeed writes into the folder of all tags."""
 
 
-def why_unusable(tag: str) -> str | None:
+def _why_unusable(tag: str) -> str | None:
     """What is wrong with a tag as a name; None: nothing."""
     parts = tag.split(os.sep)
     if tag != tag.strip() or any(character < " " or character == "\x7f" for character in tag):
@@ -161,7 +161,7 @@ class CheckpointFolder:
                 f"the tag names the folder {self.path}, which is not inside the checkpoint folder {self.save_dir}: "
                 "use a tag without '..'"
             )
-        if (why := why_unusable(self._tag)) is not None:
+        if (why := _why_unusable(self._tag)) is not None:
             raise CheckpointError(f"the tag {self._tag!r} {why}: save under another tag")
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise CheckpointError(f"{self.path} is not a folder: save elsewhere or under another tag")
