@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -95,37 +96,37 @@ def test_a_file_that_cannot_be_written_is_not_the_workers_end(path: str, tmp_pat
         assert process.failed_write(number + 1) is None
 
 
-def test_an_answer_begins_the_timeout_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long queue of work that advances is not a silent worker: 0.9 s pass before each of four answers,
-    by a clock that the test sets."""
-    paths = [tmp_path / f"fifo{number}" for number in range(4)]
-    for path in paths:
-        os.mkfifo(path)
+def test_an_answer_begins_the_timeout_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long queue of work that advances is not a silent worker: 0.9 s pass before each of four
+    answers, by a clock that the test sets."""
     clock = SimpleNamespace(now=0.0)
-    passed: list[float] = []
+    arriving, first = [0], Channel.first
 
-    def read_late(self: Channel, patience: Patience | None = None, *, is_shared: bool = False) -> None:
-        """The trainer's wait: the worker opens a file to write when it has a reader."""
-        assert patience is not None
-        if len(passed) <= process._done and process._done < len(paths):
-            passed.append(0.9)
-            for _ in range(9):
-                patience.begin_slice()
-                clock.now += 0.1
-                patience.end_slice()
-            os.close(os.open(paths[process._done], os.O_RDONLY))
-        poller = select.poll()
-        poller.register(self._end, select.POLLIN)
-        poller.poll(60_000)
+    def first_that_arrived(self: Channel) -> Any | None:
+        return first(self) if process._done < arriving[0] else None
+
+    def pass_time(self: Channel, patience: Patience, *, is_shared: bool = False) -> None:
+        """The trainer's wait: time passes, and then the next answer is there."""
+        if process._done < arriving[0]:
+            poller = select.poll()
+            poller.register(self._end, select.POLLIN)
+            poller.poll(60_000)
+            return
+        for _ in range(9):
+            patience.begin_slice()
+            clock.now += 0.1
+            patience.end_slice()
+        arriving[0] += 1
 
     with running() as (_, process):
         process._timeout_seconds = 1.0  # of what follows, not of the start
-        for path in paths:
-            process.submit([ArenaWrite(str(path), ())])
+        for _ in range(4):
+            process.submit([])
         monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: clock.now))
-        monkeypatch.setattr(Channel, "idle", read_late)
+        monkeypatch.setattr(Channel, "first", first_that_arrived)
+        monkeypatch.setattr(Channel, "idle", pass_time)
         process.wait()
-        assert len(passed) == len(paths)
+        assert clock.now == pytest.approx(4 * 0.9)
 
 
 def submit_and_wait(process: OptimizerProcess, task: WorkerTask) -> None:
