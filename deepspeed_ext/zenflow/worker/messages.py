@@ -10,6 +10,7 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPublish, LionStep
 
 __all__ = [
+    "ArenaRelay",
     "ArenaTouch",
     "ArenaWrite",
     "CodedPart",
