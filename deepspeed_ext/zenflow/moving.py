@@ -50,7 +50,7 @@ class _Found:
     """A way to go on, and what all ranks have found about it.
 
     Attributes:
-        hiding, fitting: of this rank, of `UNITS`.
+        hiding, fitting: of `UNITS`.
         share: on the host.
         nanoseconds: of a step on the slowest rank.
     """
@@ -127,7 +127,8 @@ class ShareChoice:
                 each.fitting = fitting_units(each.plan, room, now)
         for each in found:
             hiding, most = host.ranks.minimum(each.hiding, -each.fitting)
-            each.share, mine = max(hiding, -most) / UNITS, _NEVER
+            each.fitting = -most
+            each.share, mine = max(hiding, each.fitting) / UNITS, _NEVER
             if times.link > 0.0:
                 mine = min(_NEVER, round(step_seconds(each.plan, each.share, times) * 1e9))
             each.nanoseconds = -host.ranks.minimum(-mine)[0]

@@ -174,7 +174,7 @@ def remedies_of(plan: ZenFlowPlan) -> tuple[Remedy, ...]:
 
 def _remedies(plan: ZenFlowPlan) -> Iterator[Remedy]:
     rule = plan.rule
-    if plan.copies is Copies.INSIDE_STEP:
+    if plan.copies is Copies.INSIDE_STEP and not plan.measures_share:
         places = replace(plan.places, published=Place.ACCELERATOR)
         partitions = tuple(replace(each, places=places) for each in plan.partitions)
         room = replace(plan, partitions=partitions).landing_bytes
@@ -182,9 +182,10 @@ def _remedies(plan: ZenFlowPlan) -> Iterator[Remedy]:
         yield Remedy("hide_transfers true", price, hides=True, room=room)
     if not isinstance(rule, PredictiveSettings):
         return
-    yield from _shares(plan)
-    rounds = rule.layout.counts_updates and rule.layout.moment_dtype == "float32" and not plan.has_share
-    if rounds:
+    is_whole = not (plan.has_share or plan.measures_share)
+    if is_whole and rule.layout.moment_dtype == "float32":
+        yield from _shares(plan)
+    if is_whole and rule.layout.moment_dtype == "float32" and rule.layout.counts_updates:
         layout = replace(rule.layout, moment_dtype="bfloat16")
         yield _with(plan, "state_dtype bfloat16", _BF16_PRICE, replace(rule, layout=layout))
     longest = rule.layout.longest_interval or LONGEST_MEASURED
@@ -196,8 +197,7 @@ def _remedies(plan: ZenFlowPlan) -> Iterator[Remedy]:
 
 def _shares(plan: ZenFlowPlan) -> Iterator[Remedy]:
     """A share on the accelerator, the smallest first."""
-    gradients_there = plan.copies in (Copies.INSIDE_STEP, Copies.BESIDE_STEP)
-    if plan.has_share or plan.rule.layout.moment_dtype != "float32" or not gradients_there:
+    if plan.copies not in (Copies.INSIDE_STEP, Copies.BESIDE_STEP):
         return
     for host_share in SHARES:
         moved = with_host_share(plan, host_share, "")

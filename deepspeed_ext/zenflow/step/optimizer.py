@@ -389,7 +389,7 @@ class HostOptimizer:
         """
         self.decided = plan
         self._hold(replace(self._state, partitions=partitions, share=share))
-        self.rule.repartition(partitions)
+        self.rule.restart(None, partitions)
         self.ring = GradientRing(plan, self.rule.schedule, self.link, self.ranks)
         self.ring.lock()
 

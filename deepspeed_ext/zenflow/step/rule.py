@@ -115,17 +115,19 @@ class UpdateRule(ABC, Generic[PlanT]):
     def resume(self) -> None:
         """Let the worker publish again, because p, m or v may have changed."""
 
-    @abstractmethod
-    def restart(self, counts: Sequence[int] | None) -> None:
+    def restart(
+        self,
+        counts: Sequence[int] | None,
+        partitions: Sequence[Partition] | None = None,
+    ) -> None:
         """Discard everything derived from the old p, m, v, which were replaced.
 
         Args:
             counts: for each partition, number of updates that the new values have had; None: as many as the old ones.
+            partitions: the partitions from now on, with fewer elements on the host; None: the same.
         """
-
-    def repartition(self, partitions: Sequence[Partition]) -> None:
-        """Go on with fewer elements on the host. Between two synchronous steps, whose results need not be read."""
-        self._partitions = partitions
+        if partitions is not None:
+            self._partitions = partitions
 
     def recounted(self, partition: Partition, updates: int) -> None:
         """Take over that p and the moments of a partition count as the result of `updates` updates. Nothing may be in

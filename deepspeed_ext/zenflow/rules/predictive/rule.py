@@ -264,19 +264,18 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         if self.schedule.plan().source is not WeightSource.EXACT:
             self._publish_again()
 
-    def restart(self, counts: Sequence[int] | None) -> None:
-        for state in self.states:
+    def restart(
+        self,
+        counts: Sequence[int] | None,
+        partitions: Sequence[Partition] | None = None,
+    ) -> None:
+        super().restart(counts, partitions)
+        for state, partition in zip(self.states, self._partitions, strict=True):
             state.estimator = state.sample = state.errors = None
-            if state.drift is not None:
+            if state.drift is not None and partitions is None:
                 state.drift.zero_()
-
-    def repartition(self, partitions: Sequence[Partition]) -> None:
-        super().repartition(partitions)
-        for state, partition in zip(self.states, partitions, strict=True):
-            assert state.sample is None, "a probe belongs to an overlapped step"
-            state.estimator = None
-            if state.drift is not None:
-                state.drift = torch.zeros_like(partition.weights(), device=partition.device)
+            elif state.drift is not None:
+                state.drift = torch.zeros_like(partition.weights(), device=state.drift.device)
 
     def saved(self) -> list[dict[str, Any]]:
         return [

@@ -242,7 +242,12 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
             ]
             self._link.depart(tasks, gradients=0, publishes=self.schedule.plan().waits_first)
 
-    def restart(self, counts: Sequence[int] | None) -> None:
+    def restart(
+        self,
+        counts: Sequence[int] | None,
+        partitions: Sequence[Partition] | None = None,
+    ) -> None:
+        super().restart(counts, partitions)
         for partition, state in zip(self._partitions, self.states, strict=True):
             if counts is None:
                 partition.per_block.copy_(self._all_updates(partition))

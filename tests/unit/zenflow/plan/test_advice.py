@@ -130,7 +130,7 @@ def test_no_remedy_promises_more_than_the_accelerators_own_time_allows(
 # -- what can be changed about a plan ------------------------------------------------------------------
 
 
-def plan_of(*, host_share: float = 1.0, lion: bool = False, **config: object) -> ZenFlowPlan:
+def plan_of(*, host_share: float | None = 1.0, lion: bool = False, **config: object) -> ZenFlowPlan:
     caller = Caller("bfloat16", "bfloat16", takes_gradients=True)
     layout = {"layout": LION_STATE} if lion else {}
     facts = ZenFlowFacts((RankFacts((Run(GIB),), 80 * GIB, 80 * GIB),), caller, **layout)
@@ -146,6 +146,7 @@ def plan_of(*, host_share: float = 1.0, lion: bool = False, **config: object) ->
         (plan_of(update_interval=2), [SHARE, "state_dtype bfloat16"]),
         (plan_of(update_interval="measured"), [SHARE, "state_dtype bfloat16"]),
         (plan_of(host_share=0.5), ["update_interval 2"]),
+        (plan_of(host_share=None), ["update_interval 2"]),
         (plan_of(gradients_on_host=True), ["state_dtype bfloat16", "update_interval 2"]),
         (
             plan_of(hide_transfers=False),
