@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepspeed_ext.commands.memory.parts import Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage, typical_largest
 from deepspeed_ext.commands.memory.traffic import Machine, step_time, traffic
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.plan.held import Phase
+from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.places import Place
 
 GPUS_PER_HOST = 8
 MACHINE = Machine(link=25e9, host=300e9, flops=400e12)

@@ -17,14 +17,14 @@ from pathlib import Path
 from deepspeed_ext.commands.memory import activations
 from deepspeed_ext.commands.memory.activations import HEAD, VOCABULARY
 from deepspeed_ext.commands.memory.fit import GPU_RESERVE, HOST_RESERVE, RANK_RESERVE
-from deepspeed_ext.commands.memory.parts import Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
 from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
 from deepspeed_ext.commands.memory.ways import name_of, ways
 from deepspeed_ext.config import FlattenTier
 from deepspeed_ext.flatten.plan import TIERS
-from deepspeed_ext.zenflow.plan.held import Phase
+from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.places import Place
 from studies.time_model import inputs, upstream
 
 __all__ = ["PAGE", "Shape", "activation_bytes", "largest", "markdown"]
@@ -293,8 +293,9 @@ def _bytes_table() -> str:
             plan = plan_memory(model, ranks, replace(setup_of(name, stage), flatten_tier=TIERS[-1]))
             extra = ranks.count * upstream.host_extra(model, ranks, stage) if name == ZENFLOW else 0
             device = upstream.device_extra(model, ranks, stage) if name == ZENFLOW else 0
-            most = max(Phase, key=plan.on_host)
-            there = max((plan.nbytes(Place.ACCELERATOR, phase), phase.value) for phase in Phase)[1]
+            phases = [phase for phase in Phase if phase.is_in_every_run]
+            most = max(phases, key=plan.on_host)
+            there = max((plan.nbytes(Place.ACCELERATOR, phase), phase.value) for phase in phases)[1]
             numbers = (
                 plan.on_host(Phase.BETWEEN) + extra,
                 plan.host_peak() + extra,
@@ -500,7 +501,8 @@ ASSUMED = """
   larger micro-batches come on top.
 - **Free**: 2 GiB of each GPU for its context, collectives and fragmentation; 8 GiB of the host, and half a GiB of it
   for each rank.
-- **GB** are GiB, as makers write memory. The whole run counts: start-up, steps and the save of a checkpoint.
+- **GB** are GiB, as makers write memory. The whole run counts: start-up, steps, and saves of a checkpoint and of the
+  model alone. To load a checkpoint may take more (see `plan --memory`).
 - **Start-up** at stage 2 takes the [flatten tier](flattening.md) with which most fits, for all three. DeepSpeed by
   itself has fewer, and may need more.
 - **DeepSpeed-ZenFlow** was read in its source: ZeRO-Offload with gradient accumulation, and 16 bytes per parameter more

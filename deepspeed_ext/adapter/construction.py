@@ -32,7 +32,9 @@ from deepspeed_ext.runtime.device_queues import single_queue
 from deepspeed_ext.runtime.garbage import earlier_objects_left_out
 from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.runtime.ranks import GridRanks, RankGroup, raise_together
-from deepspeed_ext.zenflow.plan.places import Arrival, Copies
+from deepspeed_ext.zenflow.plan.phases import Phase, nbytes_of
+from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
 __all__ = ["built_together", "joint", "log_start", "ranks_of_model"]
@@ -162,6 +164,22 @@ def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
         yield "gradients go to the host during backward, and the host computes the weights"
     elif host.decided.copies is not Copies.NONE:
         yield f"gradients and results are copied {host.decided.copies.value}"
+    yield _memory(host.decided)
+
+
+def _memory(plan: ZenFlowPlan) -> str:
+    """What ZenFlow holds on this rank."""
+    there, held = Place.ACCELERATOR, plan.parts(Place.HOST, Phase.BETWEEN)
+    locked = nbytes_of([part for part in held if part.memory.is_page_locked])
+    return (
+        f"a rank holds {_mib(nbytes_of(held))} of the host, {_mib(locked)} of it page-locked, and "
+        f"{_mib(plan.nbytes(there, Phase.BETWEEN))} of the accelerator, "
+        f"{_mib(plan.nbytes(there, Phase.STEP))} in a step"
+    )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
 
 
 def _flattening(plans: Sequence[FlattenPlan]) -> str:

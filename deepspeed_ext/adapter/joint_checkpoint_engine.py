@@ -145,20 +145,22 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             self._write(state_dict, aside)
 
     def _write(self, content: Any, path: str) -> None:
-        if self._folder is None:  # a model alone
-            super().save(content, path)
+        """Write a file of a checkpoint, or a model alone; tensors pass through one small chunk."""
+        try:
+            holes = write_skeleton(content, path)
+        except SkeletonError:
+            super().save(content if self._folder is None else self._plain(content), path)
         else:
-            try:
-                holes = write_skeleton(content, path)
-            except SkeletonError:
-                if self._coded is not None:
-                    self._coded.show()
-                on_host = tree_map_only(torch.Tensor, _on_host, without_save_id(content))
-                super().save(with_save_id(on_host, self._save_id) if isinstance(on_host, dict) else on_host, path)
-            else:
-                fill_holes(path, [self._decoding(hole) for hole in holes])
+            fill_holes(path, [self._decoding(hole) for hole in holes])
         files.sync_file(path)
         files.sync_folder(os.path.dirname(path))
+
+    def _plain(self, content: Any) -> Any:
+        """`content` with tensors of the host alone."""
+        if self._coded is not None:
+            self._coded.show()
+        on_host = tree_map_only(torch.Tensor, _on_host, without_save_id(content))
+        return with_save_id(on_host, self._save_id) if isinstance(on_host, dict) else on_host
 
     def _decoding(self, hole: Hole) -> Hole:
         """The hole, filled from codes if its values are moments that are not shown."""

@@ -153,6 +153,7 @@ class GroupPartitions:
             takes_gradients=takes_gradients,
             kept_partitions=1 if takes_gradients else ranks,
             bucket_bytes=bucket_bytes if zero.contiguous_gradients else 0,
+            ranks=ranks,
         )
 
     @property
@@ -238,8 +239,9 @@ class SubGroupPartitions:
             dtype_name(zero.gradient_accumulation_dtype),
             Place.HOST if zero.offload_param else Place.ACCELERATOR,
             takes_gradients=True,
-            flattens_sums=True,
+            partitions_weights=True,
             bucket_bytes=bucket_bytes if zero.contiguous_gradients else 0,
+            ranks=ranks,
         )
 
     @property

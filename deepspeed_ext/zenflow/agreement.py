@@ -14,7 +14,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 from deepspeed_ext.zenflow.plan.decide import decide
-from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.selective import unknown_epoch
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
@@ -24,13 +24,18 @@ __all__ = ["agreed_plan", "facts_of_all", "without_landing"]
 
 
 def facts_of_all(
-    weights: Sequence[torch.Tensor], caller: Caller, layout: StateLayout, ranks: RankGroup
+    weights: Sequence[torch.Tensor],
+    caller: Caller,
+    layout: StateLayout,
+    ranks: RankGroup,
+    cpus: Cpus | None = None,
 ) -> ZenFlowFacts:
     """Measure, and tell all ranks. A collective.
 
     Args:
         weights: this rank's partitions, which are in their places.
         ranks: the ranks of the model; all of them call this.
+        cpus: those of this rank's processes.
     """
     with together(ranks):
         mine = RankFacts(
@@ -39,6 +44,7 @@ def facts_of_all(
             memory.total_accelerator_bytes(),
             host_id(),
             tuple(sorted(host_memory.available_by_limit().items())),
+            cpus,
         )
     return ZenFlowFacts(
         tuple(ranks.gather_objects(mine)),
@@ -78,5 +84,7 @@ def without_landing(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> Z
 def _log(plan: ZenFlowPlan, warning: str | None) -> None:
     if warning is not None:
         logger.warning(warning)
+    if plan.cpus is not None:
+        logger.debug(f"cores: {plan.cpus}")
     for reason in plan.reasons:
         (logger.info if reason.is_open else logger.debug)(str(reason))

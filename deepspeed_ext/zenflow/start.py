@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
+from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all, without_landing
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
 from deepspeed_ext.zenflow.moving import ShareChoice
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.advice import Cores, remedies_of
-from deepspeed_ext.zenflow.plan.facts import Caller
+from deepspeed_ext.zenflow.plan.facts import Caller, Cpus
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
@@ -90,7 +92,8 @@ def start_optimizer(
     ranks, parts = start.ranks, [weights(index) for index in range(len(groups))]
     with together(ranks, otherwise=None):
         kind = kind_of(optimizer, start.run.config)
-    facts = facts_of_all(parts, caller, type(kind).layout, ranks)
+        threads = _threads(start)
+    facts = facts_of_all(parts, caller, type(kind).layout, ranks, _cpus(threads))
     with within(ranks, sharers):  # stages of a pipeline may have different groups
         require_same_plan("ZenFlow's partitions", list(groups), sharers)
     plan = agreed_plan(facts, start.run, ranks)
@@ -101,7 +104,6 @@ def start_optimizer(
         plan, buffers = without_landing(facts, start.run, ranks), []
     if plan.shortage is not None:
         raise agreed(OutOfMemoryError(plan.shortage), ranks)
-    threads = _threads(start)
     metrics = Metrics(adviser=_adviser(start, plan, threads))
     link = WorkerLink(plan, buffers, threads, ranks, metrics)
     start.undo.callback(link.abandon)
@@ -140,6 +142,13 @@ def _threads(start: ZenFlowStart) -> WorkerThreads:
     return WorkerThreads(placement, count, start.run.worker_timeout_seconds)
 
 
+def _cpus(threads: WorkerThreads) -> Cpus:
+    """The CPUs of this process and those of the worker."""
+    placement = threads.placement
+    optimizer = "" if placement is None else format_cpulist(placement.cpus)
+    return Cpus(format_cpulist(os.sched_getaffinity(0)), optimizer, threads.count)
+
+
 def _adviser(start: ZenFlowStart, plan: ZenFlowPlan, threads: WorkerThreads) -> Adviser | None:
     """Who judges steps; None: they hide nothing, because they wait for their own update."""
     if not plan.rule.overlapped:
@@ -155,8 +164,8 @@ def _require_open(run: ZenFlowRun, plan: ZenFlowPlan, ranks: RankGroup) -> None:
         raise agreed(
             OutOfMemoryError(
                 "zenflow.hide_transfers is true, but a rank cannot allocate the landing buffers, which take "
-                f"{plan.landing_bytes:,} bytes of device memory on rank {ranks.rank}. Leave the field out, and the "
-                "copies run inside of the step"
+                f"{plan.held.landing_bytes:,} bytes of device memory on rank {ranks.rank}. Leave "
+                "the field out, and the copies run inside of the step"
             ),
             ranks,
         )

@@ -24,7 +24,8 @@ _ON_DEVICE = 3
 
 def setup(stage: Stage) -> Setup:
     """ZeRO-Offload as ZenFlow sets it up; what ZenFlow adds is `host_extra` and `device_extra`."""
-    return Setup(stage=stage, offload=True, pins=True, accumulation=INTERVAL)
+    gathers = stage == 3  # as ours: a trainer saves the model
+    return Setup(stage=stage, offload=True, pins=True, accumulation=INTERVAL, gathers_on_save=gathers)
 
 
 def host_extra(model: Model, ranks: Ranks, stage: Stage) -> int:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ext.commands.memory.parts import Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks
 from deepspeed_ext.commands.memory.traffic import Machine
-from deepspeed_ext.zenflow.plan.held import Phase
+from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.places import Place
 from studies.time_model import upstream
 from tests.support.paths import ROOT
 from tools import fits

@@ -38,7 +38,7 @@ MODULES = tuple(
         "adapter": "grad_norm zero_config",
         "checkpoint": "folder skeleton",
         "checkpoint/reshard": "layout saved target",
-        "commands/memory": "accelerator config_file host parts plan report setup",
+        "commands/memory": "config_file deepspeed plan report setup",
         "config": "core_binding section zenflow zero",
         "cores": "accelerators allowed core_split exchange fair_shares host_facts placement plan topology"
         " tuning_results",

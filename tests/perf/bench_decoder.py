@@ -27,10 +27,10 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from deepspeed_ext.commands.memory.config_file import read_config
-from deepspeed_ext.commands.memory.parts import Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, typical_largest
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.plan.places import Place
 from tests.perf import decoder_rank, report
 from tests.perf.decoder_rank import Batch, Stretch
 from tests.perf.decoder_ways import WAYS, ZERO_UNCHECKED, Way

@@ -12,8 +12,8 @@ import argparse
 from itertools import product
 from typing import Any
 
-from deepspeed_ext.commands.memory.parts import Place
-from deepspeed_ext.zenflow.plan.held import Phase
+from deepspeed_ext.commands.memory.plan import PLACES
+from deepspeed_ext.zenflow.plan.phases import Phase
 from tests.perf import report
 from tests.support.memory_runs import PARAMS, WAYS, compared, memory_config
 from tests.support.ranks import close_pools
@@ -37,7 +37,7 @@ def main() -> None:
         for row in rows_of(stage, way, accumulation, 1 if "selective" in way else arguments.ranks)
     ]
     close_pools()
-    for place in Place:
+    for place in PLACES:
         shown = [{**row, **row["phases"]} for row in rows if row["place"] == place.value]
         columns = dict.fromkeys(("stage", "run", "ranks", "micro-steps", *(phase.value for phase in Phase), "off by"))
         print(f"\n{place.value}\n\n{report.table(shown, dict.fromkeys(columns, str))}")
@@ -49,9 +49,12 @@ def rows_of(stage: int, way: str, accumulation: int, ranks: int) -> list[dict[st
     """A row for each place: cells by phase, and the planned and the measured bytes of all phases that are large."""
     found = compared(memory_config(stage, way, accumulation), ranks)
     rows = []
-    for place in Place:
+    for place in PLACES:
         cells, values, worst = {}, [], 0.0
         for phase in Phase:
+            if (place, phase) not in found:  # DeepSpeed does not fall asleep
+                cells[phase.value] = ""
+                continue
             planned, measured = found[place, phase]
             is_large = max(planned, measured) > PARAMS // 10  # smaller: constants of a process
             off = 0.0 if planned == measured else planned / max(1, measured) - 1
@@ -73,7 +76,7 @@ def without_values(row: dict[str, Any]) -> dict[str, Any]:
 def comparisons_of(rows: list[dict[str, Any]]) -> list[report.Comparison]:
     """Planned beside measured bytes of each place; what varies is the run and its phase, not the turn."""
     found = []
-    for place in Place:
+    for place in PLACES:
         values = [pair for row in rows if row["place"] == place.value for pair in row["values"]]
         if values:
             planned, measured = zip(*values, strict=True)

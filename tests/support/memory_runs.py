@@ -29,14 +29,14 @@ from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.commands.memory.config_file import read_config
 from deepspeed_ext.commands.memory.model_file import read_model
-from deepspeed_ext.commands.memory.parts import MemoryPlan, Place
-from deepspeed_ext.commands.memory.plan import plan_memory
+from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.held import Phase
-from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.places import Arrival, Place
 from deepspeed_ext.zenflow.rules.predictive import probe
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.compare import base_config
 from tests.support.meter import LiveBytes
@@ -140,16 +140,21 @@ class HostBytes(LiveBytes):
 
             return make
 
-        show = AcceleratorShare.show
+        show, take = AcceleratorShare.show, CodedMoments.take
 
         def shown(share: AcceleratorShare) -> None:
             show(share)
             self.see_arenas()
 
+        def taken(coded: CodedMoments) -> None:  # while a load still has the file's content
+            self.see_arenas()
+            take(coded)
+
         with (
             patch.object(Arena, "tensor", seen(Arena.tensor)),
             patch.object(Arena, "whole", seen(Arena.whole)),
             patch.object(AcceleratorShare, "show", shown),
+            patch.object(CodedMoments, "take", taken),
             self,
         ):
             yield self
@@ -210,6 +215,7 @@ def memory_config(stage: int, way: str, accumulation: int = 1, **zero: Any) -> d
         "reduce_bucket_size": 3 * LARGEST,
         "stage3_prefetch_bucket_size": 2 * LARGEST,
         "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
         "sub_group_size": PARAMS // 4,
         **WAYS[way],
         **zero,
@@ -279,20 +285,41 @@ def _measure(config: dict[str, Any], model: str | None) -> Measured:
         note(Phase.START)
         rows = on_device(torch.randn(1, WIDTH).bfloat16())
         for step in range(STEPS):
-            first = step == 0  # makes the state of later steps
-            for _ in range(config["gradient_accumulation_steps"]):
-                engine.backward(engine(rows))
-                boundary = engine.is_gradient_accumulation_boundary()
-                note(None if first else Phase.BACKWARD)
-                engine.step()
-                note(None if first else Phase.STEP if boundary else Phase.BACKWARD)
+            _step(engine, rows, note if step else (lambda _: note(None)))  # the first makes the state of later ones
         found.accelerator[Phase.BETWEEN.value] = accelerator.memory_allocated() - start
         found.host[Phase.BETWEEN.value] = meter.live["host"]
         _note_state(engine, found)
-        _save(engine)
-        note(Phase.SAVE)
+        with shared_folder() as folder:
+            _save(engine, folder)
+            note(Phase.SAVE)
+            engine.load_checkpoint(folder, tag="saved")
+            note(Phase.LOAD)
+        _step(engine, rows, lambda _: note(None))
+        if _falls_asleep(engine):
+            note(None)
+            note(Phase.SLEEP)
+            engine.reload_states()
     engine.destroy()
     return found
+
+
+def _step(engine: Any, rows: torch.Tensor, note: Callable[[Phase], None]) -> None:
+    for _ in range(engine.gradient_accumulation_steps()):
+        engine.backward(engine(rows))
+        boundary = engine.is_gradient_accumulation_boundary()
+        note(Phase.BACKWARD)
+        engine.step()
+        note(Phase.STEP if boundary else Phase.BACKWARD)
+
+
+def _falls_asleep(engine: Any) -> bool:
+    """Move the engine's states away, if DeepSpeed does that: not weights that are on the host, and at stage 3 only
+    states of its own optimizers."""
+    is_zenflow = hasattr(engine.optimizer, "zenflow_adam")
+    if engine.zero_offload_param() is not None or (engine.zero_optimization_stage() == 3 and not is_zenflow):
+        return False
+    engine.offload_states()
+    return True
 
 
 def _note_state(engine: Any, found: Measured) -> None:
@@ -309,9 +336,19 @@ def _note_state(engine: Any, found: Measured) -> None:
         found.kept += sum(tensor.nbytes for tensor in adam.rule.state_beside_weights(partition))
 
 
-def _save(engine: Any) -> None:
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """A folder of all ranks, which is removed."""
     folder = [tempfile.mkdtemp(prefix="dsext-memory-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
+    yield folder[0]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+
+
+def _save(engine: Any, folder: str) -> None:
+    """Save a checkpoint, and the model alone."""
     go_on, fill = threading.Event(), async_engine.fill_holes
 
     def held(*args: Any) -> None:  # beside training, copies are held as long as writing takes
@@ -319,13 +356,12 @@ def _save(engine: Any) -> None:
         fill(*args)
 
     with patch.object(async_engine, "fill_holes", held):
-        engine.save_checkpoint(folder[0], tag="saved")
+        engine.save_checkpoint(folder, tag="saved")
     go_on.set()
     if isinstance(engine.checkpoint_engine, AsyncCheckpointEngine):
         engine.checkpoint_engine.finish()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
+    engine.save_16bit_model(folder, "model.bin")
+    gc.collect()  # DeepSpeed's copy of the module is part of a reference cycle
 
 
 def planned(config: dict[str, Any], ranks: int, model: str | None = None) -> MemoryPlan:
@@ -349,6 +385,8 @@ def compared(
     measured: list[Measured] = run_ranks(ranks, measure, config, model, device="sim", pool=f"memory plan {ranks}")
     found = {}
     for phase in Phase:
+        if phase.value not in measured[0].host:
+            continue
         on_accelerator = max(rank.accelerator[phase.value] for rank in measured)
         found[Place.ACCELERATOR, phase] = (plan.nbytes(Place.ACCELERATOR, phase), on_accelerator)
         on_host = max(rank.touched(phase) for rank in measured)

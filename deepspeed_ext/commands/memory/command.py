@@ -13,8 +13,7 @@ from deepspeed_ext.commands.memory import fit_report
 from deepspeed_ext.commands.memory.fit import Fit, Question, fits, suggested
 from deepspeed_ext.commands.memory.fit_config import Reader, config_of
 from deepspeed_ext.commands.memory.model_file import ModelFile, read_model
-from deepspeed_ext.commands.memory.parts import Capacity
-from deepspeed_ext.commands.memory.plan import neighbours, plan_memory, settled_on
+from deepspeed_ext.commands.memory.plan import Capacity, neighbours, plan_memory
 from deepspeed_ext.commands.memory.report import as_json, as_text
 from deepspeed_ext.commands.memory.setup import Model, Ranks, typical_largest
 from deepspeed_ext.commands.memory.traffic import Machine
@@ -130,8 +129,7 @@ def _of_config(arguments: Any, named: ModelFile, ranks: Ranks, capacity: Capacit
 
         read = read_config(arguments.config, ranks.count)
     model = Model(named.params, named.largest, DTYPES[arguments.dtype] if arguments.dtype else read.dtype)
-    setups = [settled_on(capacity, model, ranks, each) for each in neighbours(read.setup)]
-    plans = [plan_memory(model, ranks, each) for each in setups]
+    plans = [plan_memory(model, ranks, each, capacity) for each in neighbours(read.setup)]
     notes = (*named.notes, *read.notes)
     if arguments.json:
         return json.dumps(as_json(plans, capacity, notes))

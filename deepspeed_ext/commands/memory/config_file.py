@@ -107,6 +107,8 @@ def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConf
         contiguous_gradients=zero.contiguous_gradients,
         stage3_allgather_single_param=zero.stage3_allgather_single_param,
         flatten_tier=zero.flatten_tier,
+        gathers_on_save=zero.gather_16bit_weights_on_model_save,
+        maps_files=zero.pipeline_loading_checkpoint,
         **sizes,
     )
 

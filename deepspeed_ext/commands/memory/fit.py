@@ -1,7 +1,4 @@
-"""Answers whether a model fits a machine, which way to train it is the best, and what it lacks. Pure functions.
-
-`needs_of` is the one function that asks for bytes.
-"""
+"""Answers whether a model fits a machine, which way to train it is the best, and what it lacks. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_ext.commands.memory.activations import typical_activations
-from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Place
-from deepspeed_ext.commands.memory.plan import plan_memory, settled_on
+from deepspeed_ext.commands.memory.plan import Capacity, MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
 from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
 from deepspeed_ext.commands.memory.ways import inexactness, kind_of, name_of, ways
-from deepspeed_ext.zenflow.plan.held import Phase
+from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.places import Place
 
 __all__ = [
     "GPU_RESERVE",
@@ -62,21 +59,6 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Bytes that a run needs.
-
-    Attributes:
-        gpu: of a GPU, at the most, without activations.
-        gpu_backward: of them, beside activations.
-        host: of a host.
-    """
-
-    gpu: int
-    gpu_backward: int
-    host: int
-
-
-@dataclass(frozen=True)
 class Fit:
     """One way to train on one machine.
 
@@ -107,19 +89,12 @@ class Fit:
     @property
     def name(self) -> str:
         """The way, with its stage."""
-        return f"stage {self.setup.stage}, {name_of(self.setup)}"
+        return f"stage {self.setup.stage}, {name_of(self.setup, self.plan.copies)}"
 
     @property
     def short(self) -> list[Place]:
         """The places where memory is missing."""
         return [place for place, nbytes in self.left.items() if nbytes < 0]
-
-
-def needs_of(model: Model, ranks: Ranks, capacity: Capacity, setup: Setup) -> tuple[MemoryPlan, Needs]:
-    """The memory of a run as it settles on such a machine."""
-    plan = plan_memory(model, ranks, settled_on(capacity, model, ranks, setup))
-    backward = plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD)
-    return plan, Needs(plan.peak(Place.ACCELERATOR), backward, plan.host_peak())
 
 
 def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]:
@@ -129,17 +104,19 @@ def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]
 
 def _fit(question: Question, setup: Setup) -> Fit:
     model, ranks, capacity, machine = question.model, question.ranks, question.capacity, question.machine
-    plan, needs = needs_of(model, ranks, capacity, setup)
+    plan = plan_memory(model, ranks, setup, capacity)
     time = step_time(model, ranks, plan.setup, machine)
     compute = machine.seconds(question.active, question.tokens)
     tokens = None if time.exposed else time.tokens(question.active, machine)
     left, room = dict[Place, int](), None
     if capacity.accelerator is not None:
-        room = capacity.accelerator - GPU_RESERVE - needs.gpu_backward
-        at_start = capacity.accelerator - GPU_RESERVE - needs.gpu
-        left[Place.ACCELERATOR] = min(at_start, room - typical_activations(question.active))
+        usable = capacity.accelerator - GPU_RESERVE
+        room = usable - plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD)
+        at_peak = usable - plan.peak(Place.ACCELERATOR)
+        left[Place.ACCELERATOR] = min(at_peak, room - typical_activations(question.active))
     if capacity.host is not None:
-        left[Place.HOST] = capacity.host - HOST_RESERVE - ranks.per_host * RANK_RESERVE - needs.host
+        reserve = HOST_RESERVE + ranks.per_host * RANK_RESERVE
+        left[Place.HOST] = capacity.host - reserve - plan.host_peak()
     of_all = {Place.ACCELERATOR: capacity.accelerator, Place.HOST: capacity.host}
     missing = sum(-nbytes / (of_all[place] or 1) for place, nbytes in left.items() if nbytes < 0)
     return Fit(plan, time, max(compute, time.beside) + time.exposed, tokens, room, left, missing)

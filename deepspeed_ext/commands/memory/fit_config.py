@@ -46,8 +46,8 @@ def config_of(setup: Setup, dtype: str, reader: Reader = "script") -> dict[str, 
 
 def _zero(setup: Setup) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": setup.stage}
-    if setup.partitions_weights:
-        zero["stage3_gather_16bit_weights_on_model_save"] = True  # else a trainer saves no weights that load
+    if setup.gathers_on_save:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
     if setup.offload or setup.offload_param:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": setup.pins}
     if setup.host_share < 1.0:

@@ -19,8 +19,8 @@ from deepspeed_ext.commands.memory.fit import (
     suggested,
 )
 from deepspeed_ext.commands.memory.fit_config import config_of
-from deepspeed_ext.commands.memory.parts import Place
 from deepspeed_ext.commands.memory.ways import inexactness, name_of
+from deepspeed_ext.zenflow.plan.places import Place
 
 __all__ = ["as_json", "as_text"]
 
@@ -127,7 +127,7 @@ def _line(fit: Fit, width: int) -> str:
 
 
 def _row_name(fit: Fit) -> str:
-    return f"{fit.setup.stage}, {name_of(fit.setup)}"
+    return f"{fit.setup.stage}, {name_of(fit.setup, fit.plan.copies)}"
 
 
 def _missing(fit: Fit) -> str:
@@ -157,7 +157,7 @@ def as_json(question: Question, found: Sequence[Fit]) -> dict[str, Any]:
 def _way(question: Question, fit: Fit) -> dict[str, Any]:
     return {
         "stage": fit.setup.stage,
-        "run": name_of(fit.setup),
+        "run": name_of(fit.setup, fit.plan.copies),
         "exact": not inexactness(fit.setup),
         "fits": None if not fit.left else not fit.short,
         "limits": [place.value for place in fit.short],

@@ -1,94 +1,156 @@
-"""Plans the memory of a run, and lists similar runs for comparison."""
+"""Adds up what ZenFlow's plan and DeepSpeed hold in one run, and lists similar runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from deepspeed_ext.commands.memory.accelerator import accelerator_parts
-from deepspeed_ext.commands.memory.host import host_parts
-from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Place
+from deepspeed_ext.commands.memory.deepspeed import Zero
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, Stage
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.flatten.plan import FlattenFacts, choose_tier
-from deepspeed_ext.zenflow.plan import places
 from deepspeed_ext.zenflow.plan.decide import MOST_FOR_GRADIENTS
 from deepspeed_ext.zenflow.plan.facts import RankFacts
-from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.plan.phases import Holder, Part, Phase, nbytes_of, parts_within
+from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 
-__all__ = ["neighbours", "plan_memory", "settled_on"]
+__all__ = ["PLACES", "UNKNOWN", "Capacity", "MemoryPlan", "neighbours", "plan_memory"]
 
+PLACES = (Place.ACCELERATOR, Place.HOST)
 STAGES: tuple[Stage, ...] = (1, 2, 3)
 INTERVALS = (1, 2, 4, 8)
 
 
-def plan_memory(model: Model, ranks: Ranks, setup: Setup) -> MemoryPlan:
-    """Plan one run.
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one run.
+
+    Attributes:
+        model, ranks, setup: what is planned.
+        zenflow: ZenFlow's plan; None: DeepSpeed's own optimizer steps.
+        parts: memory of the job's first rank at the largest moment of a phase, by place and phase.
+            Only this rank writes the module in a save.
+        others: host bytes of every other rank, by phase.
+        notes: facts that the plan does not know.
+    """
+
+    model: Model
+    ranks: Ranks
+    setup: Setup
+    zenflow: ZenFlowPlan | None
+    parts: Mapping[tuple[Place, Phase], tuple[Part, ...]]
+    others: Mapping[Phase, int]
+    notes: tuple[str, ...]
+
+    @property
+    def copies(self) -> Copies | None:
+        """What crosses the link because of ZenFlow; None: no ZenFlow."""
+        return None if self.zenflow is None else self.zenflow.copies
+
+    def nbytes(self, place: Place, phase: Phase) -> int:
+        """Maximum bytes of a rank within a phase."""
+        return nbytes_of(self.parts[place, phase])
+
+    def peak(self, place: Place) -> int:
+        """Maximum bytes of a rank over all phases of every run."""
+        return max(self.nbytes(place, phase) for phase in Phase if phase.is_in_every_run)
+
+    def page_locked(self, phase: Phase) -> int:
+        """Page-locked bytes of a rank within a phase."""
+        parts = self.parts[Place.HOST, phase]
+        return sum(part.nbytes for part in parts if part.memory.is_page_locked)
+
+    def on_host(self, phase: Phase) -> int:
+        """Host bytes of all ranks of the first host within a phase."""
+        return self.nbytes(Place.HOST, phase) + (self.ranks.per_host - 1) * self.others[phase]
+
+    def host_peak(self) -> int:
+        """Maximum host bytes of all ranks of the first host over all phases of every run."""
+        return max(self.on_host(phase) for phase in Phase if phase.is_in_every_run)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Available memory: bytes of one accelerator and of one host; None: not known."""
+
+    accelerator: int | None = None
+    host: int | None = None
+
+    def left(self, plan: MemoryPlan) -> dict[Place, int]:
+        """Bytes that remain at the plan's peak, for each place with a known capacity; if negative,
+        the plan does not fit."""
+        given = {Place.ACCELERATOR: self.accelerator, Place.HOST: self.host}
+        needed = {Place.ACCELERATOR: plan.peak(Place.ACCELERATOR), Place.HOST: plan.host_peak()}
+        return {place: size - needed[place] for place, size in given.items() if size is not None}
+
+
+UNKNOWN = Capacity()
+
+
+def plan_memory(model: Model, ranks: Ranks, setup: Setup, capacity: Capacity = UNKNOWN) -> MemoryPlan:
+    """Plan one run, with what it chooses on a machine of this capacity, on whose accelerators only
+    the weights lie: the flatten tier, and what ZenFlow decides.
 
     Raises:
         ConfigError: the ``zenflow`` section contradicts itself.
     """
-    parts = {(Place.ACCELERATOR, phase): found for phase, found in accelerator_parts(model, ranks, setup).items()}
-    parts |= {(Place.HOST, phase): found for phase, found in host_parts(model, ranks, setup, first=True).items()}
-    others = {
-        phase: sum(part.nbytes for part in found)
-        for phase, found in host_parts(model, ranks, setup, first=False).items()
-    }
-    return MemoryPlan(model, ranks, setup, parts, others, tuple(_notes(setup)))
+    setup = _flattened(capacity, model, ranks, setup)
+    zenflow = None
+    if setup.zenflow is not None:
+        zenflow = setup.zenflow_plan(model, ranks, _facts(capacity, model, ranks, setup))
+    first, other = (_holders(Zero(model, ranks, setup, zenflow, each)) for each in (True, False))
+    found = {(place, phase): parts_within(first, place, phase) for place in PLACES for phase in Phase}
+    others = {phase: nbytes_of(parts_within(other, Place.HOST, phase)) for phase in Phase}
+    notes = tuple(_notes(setup, zenflow, is_known=capacity.accelerator is not None))
+    return MemoryPlan(model, ranks, setup, zenflow, found, others, notes)
 
 
-def settled_on(capacity: Capacity, model: Model, ranks: Ranks, setup: Setup) -> Setup:
-    """`setup` with what a run chooses on such a machine, on whose accelerators only the weights lie: the flatten tier,
-    and where gradients go. Unchanged if the accelerator's memory is not known."""
-    if capacity.accelerator is None:
-        return setup
-    flattened = _flattened(capacity.accelerator, model, ranks, setup)
-    return _with_gradients(capacity.accelerator, capacity.host, model, ranks, flattened)
+def _holders(zero: Zero) -> list[Holder]:
+    return [zero] if zero.plan is None else [zero, zero.plan.held]
 
 
-def _with_gradients(accelerator: int, host: int | None, model: Model, ranks: Ranks, setup: Setup) -> Setup:
-    zenflow = setup.zenflow
-    if (
-        zenflow is None
-        or zenflow.gradients_on_host is not None
-        or setup.weights is places.Place.HOST
-        or setup.stage == 1
-    ):
-        return setup
+def _facts(capacity: Capacity, model: Model, ranks: Ranks, setup: Setup) -> RankFacts | None:
+    total = capacity.accelerator
+    if total is None:
+        return None
     partitions = tuple(setup.partitions(model, ranks))
     numel = sum(run.numel * run.times for run in partitions)
     weights = model.itemsize * (numel if setup.partitions_weights else model.params)
-    of_host = () if host is None else (("machine", host),)
-    facts = RankFacts(partitions, accelerator - weights, accelerator, host_free=of_host)
-    plan = setup.zenflow_plan(model, ranks, facts)
-    chosen = {"gradients_on_host": plan.copies is Copies.WEIGHTS}
-    section = zenflow.model_dump(exclude_unset=True) | chosen
-    return replace(setup, zenflow=ZenFlowConfig(**section))
+    weights = 0 if setup.weights is Place.HOST else weights
+    of_host = () if capacity.host is None else (("machine", capacity.host),)
+    return RankFacts(partitions, max(0, total - weights), total, host_free=of_host)
 
 
-def _flattened(accelerator: int, model: Model, ranks: Ranks, setup: Setup) -> Setup:
-    if setup.flatten_tier is not None or setup.partitions_weights:
+def _flattened(capacity: Capacity, model: Model, ranks: Ranks, setup: Setup) -> Setup:
+    total = capacity.accelerator
+    if total is None or setup.flatten_tier is not None or setup.partitions_weights:
         return setup
     weights = model.itemsize * model.params
-    facts = FlattenFacts(weights, ranks.count, accelerator - weights, accelerator)
+    facts = FlattenFacts(weights, ranks.count, total - weights, total)
     chosen = choose_tier(facts, reserve_fraction=ZeroFields().flatten_reserve_fraction)
     return replace(setup, flatten_tier=chosen.tier)
 
 
-def _notes(setup: Setup) -> Iterator[str]:
-    zenflow, leaves_early = setup.zenflow, setup.copies in (Copies.WEIGHTS, Copies.NONE)
+def _notes(setup: Setup, plan: ZenFlowPlan | None, *, is_known: bool) -> Iterator[str]:
+    zenflow, leaves_early = setup.zenflow, plan is not None and plan.places.gradient is Place.HOST
     if setup.partitions_weights:
         yield "live parameters: the most that max_live_parameters and max_reuse_distance allow"
     if setup.partitions_weights and leaves_early:
         yield "start-up: a module that zero.Init has not partitioned is moved to the accelerator whole; not counted"
-    if zenflow is not None and zenflow.interval is None:
-        yield f"the interval is measured at the start: 1 to {setup.rule.longest_interval}, counted as the longest"
-    if zenflow is not None and zenflow.hide_transfers is None and not leaves_early:
-        yield "the landing buffers are left out if a rank would have less than a tenth of its accelerator memory free"
-    if zenflow is not None and zenflow.hide_transfers is False and setup.partitions_weights and not leaves_early:
-        yield "a slow link may keep one more flat gradient of a sub-group alive"
-    if zenflow is not None and zenflow.gradients_on_host is None and setup.stage != 1 and not leaves_early:
-        yield f"gradients go to the host if they would take more than {MOST_FOR_GRADIENTS:.0%} of what is free"
+    if plan is not None and plan.rule.update_interval is None:
+        longest = plan.rule.longest_interval
+        yield f"the interval is measured at the start: 1 to {longest}, counted as the longest"
+    if zenflow is not None and not leaves_early:
+        if zenflow.hide_transfers is None and not is_known:
+            yield (
+                "the landing buffers are left out if a rank would have less than a tenth of its accelerator memory free"
+            )
+        if zenflow.hide_transfers is False and setup.partitions_weights:
+            yield "a slow link may keep one more flat gradient of a sub-group alive"
+        if zenflow.gradients_on_host is None and setup.stage != 1 and not is_known:
+            share = f"{MOST_FOR_GRADIENTS:.0%}"
+            yield f"gradients go to the host if they would take more than {share} of what is free"
     if zenflow is not None and zenflow.rule == "selective":
         yield "hot blocks are counted as if all ranks had as many; a rank may have up to twice as many"
     if setup.stage == 1 and setup.accumulates_fp32 and zenflow is None:
@@ -96,7 +158,8 @@ def _notes(setup: Setup) -> Iterator[str]:
 
 
 def neighbours(setup: Setup) -> list[Setup]:
-    """The run at the other stages, with ZenFlow on or off, and at other intervals; the run itself comes first."""
+    """The run at the other stages, with ZenFlow on or off, and at other intervals; the run itself
+    comes first."""
     found = [setup, *(replace(setup, stage=stage) for stage in STAGES)]
     found.append(replace(setup, offload=False, zenflow=None))
     if not setup.offload:
@@ -107,8 +170,8 @@ def neighbours(setup: Setup) -> list[Setup]:
 
 
 def _with_zenflow(setup: Setup, interval: int) -> Setup:
-    """`setup` with ZenFlow at `interval`; with its own section if that allows this interval, otherwise with a default
-    one."""
+    """`setup` with ZenFlow at `interval`; with its own section if that allows this interval,
+    otherwise with a default one."""
     section = setup.zenflow or ZenFlowConfig()
     given = section.model_dump(exclude_unset=True) | {"update_interval": interval}
     if "overlap_lag" in given:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed_ext.commands.memory.parts import Capacity, MemoryPlan, Place
-from deepspeed_ext.zenflow.plan.held import Phase
+from deepspeed_ext.commands.memory.plan import PLACES, UNKNOWN, Capacity, MemoryPlan
+from deepspeed_ext.commands.memory.ways import name_of
+from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.places import Place
 
 __all__ = ["as_json", "as_text"]
 
-SCHEMA = 1
-UNKNOWN = Capacity()
+SCHEMA = 2
 _GIB, _MIB = 1 << 30, 1 << 20
 _NAME_WIDTH = 36
-_WIDTHS = [max(11, len(phase.value)) for phase in Phase]
+_COLUMNS = [phase for phase in Phase if phase.is_in_every_run]
+_WIDTHS = [max(11, len(phase.value)) for phase in _COLUMNS]
 """Of the columns of all tables, which have one for each phase or as many others."""
+_OTHERS = {Phase.LOAD: "to load a checkpoint", Phase.SLEEP: "asleep, after offload_states"}
 
 
 def as_json(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN, notes: Sequence[str] = ()) -> dict[str, Any]:
@@ -35,15 +38,17 @@ def as_json(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN, notes: Se
 
 
 def _plan_json(plan: MemoryPlan, capacity: Capacity) -> dict[str, Any]:
+    setup, zenflow = plan.setup, plan.zenflow
     parts = {
         place.value: {phase.value: {part.kind: part.nbytes for part in plan.parts[place, phase]} for phase in Phase}
-        for place in Place
+        for place in PLACES
     }
     return {
-        "stage": plan.setup.stage,
-        "run": plan.setup.name,
-        "zenflow": None if plan.setup.zenflow is None else plan.setup.zenflow.model_dump(exclude_unset=True),
-        "gradient_accumulation_steps": plan.setup.accumulation,
+        "stage": setup.stage,
+        "run": name_of(setup, plan.copies),
+        "zenflow": setup.zenflow and setup.zenflow.model_dump(exclude_unset=True),
+        "reasons": [] if zenflow is None else [str(reason) for reason in zenflow.reasons],
+        "gradient_accumulation_steps": setup.accumulation,
         "bytes_per_rank": parts,
         "page_locked_bytes_per_rank": {phase.value: plan.page_locked(phase) for phase in Phase},
         "host_bytes_per_host": {phase.value: plan.on_host(phase) for phase in Phase},
@@ -58,32 +63,33 @@ def _plan_json(plan: MemoryPlan, capacity: Capacity) -> dict[str, Any]:
 
 
 def as_text(plans: Sequence[MemoryPlan], notes: Sequence[str], capacity: Capacity = UNKNOWN) -> str:
-    """The report: a header, the first plan in detail, a table of all `plans`, and whether the first one fits."""
+    """The report: a header, the first plan in detail, a table of all `plans`, and whether the first
+    one fits."""
     first = plans[0]
     header = (
-        f"{first.model.params:,} parameters in {first.model.dtype} (the largest has {first.model.largest:,}), "
-        f"{first.ranks.count} rank(s), {first.ranks.per_host} per host.\n"
+        f"{first.model.params:,} parameters in {first.model.dtype} (the largest has "
+        f"{first.model.largest:,}), {first.ranks.count} rank(s), {first.ranks.per_host} per host.\n"
         "Not included: activations, which are the model's, libraries, and fragmentation of the allocator."
     )
-    return "\n\n".join(
-        [header, detail_text(first, notes), neighbours_text(plans, capacity), verdict_text(first, capacity)]
-    )
+    tables = detail_text(first, notes), neighbours_text(plans, capacity)
+    return "\n\n".join([header, *tables, verdict_text(first, capacity)])
 
 
 def verdict_text(plan: MemoryPlan, capacity: Capacity) -> str:
     """Whether the plan fits."""
     if capacity == UNKNOWN:
         return (
-            "Does it fit? Add --gpu-gb and --host-gb: the memory of one accelerator and of one host, as numbers, or "
-            "here for this machine's."
+            "Does it fit? Add --gpu-gb and --host-gb: the memory of one accelerator and of one host, as "
+            "numbers, or here for this machine's."
         )
     left = capacity.left(plan)
     amounts = [
-        f"{abs(nbytes) / _GIB:,.2f} GiB {'are left on' if nbytes >= 0 else 'are missing on'} the {place.value}"
-        for place, nbytes in left.items()
+        f"{abs(size) / _GIB:,.2f} GiB {'are left on' if size >= 0 else 'are missing on'} the {place.value}"
+        for place, size in left.items()
     ]
     on_top = ", before activations" if Place.ACCELERATOR in left else ""
-    return f"{'It fits' if _fits(plan, capacity) == 'yes' else 'It does not fit'}{on_top}: {', '.join(amounts)}."
+    verdict = "It fits" if _fits(plan, capacity) == "yes" else "It does not fit"
+    return f"{verdict}{on_top}: {', '.join(amounts)}."
 
 
 def _fits(plan: MemoryPlan, capacity: Capacity) -> str:
@@ -94,16 +100,25 @@ def _fits(plan: MemoryPlan, capacity: Capacity) -> str:
 def detail_text(plan: MemoryPlan, notes: Sequence[str] = ()) -> str:
     """One plan by kind and phase, per rank."""
     unit, name = _unit([plan])
-    title = f"stage {plan.setup.stage}, {plan.setup.name}: {name} per rank"
-    lines = [title, _row("", [phase.value for phase in Phase])]
-    for place in Place:
+    run = name_of(plan.setup, plan.copies)
+    lines = [f"stage {plan.setup.stage}, {run}: {name} per rank"]
+    lines.append(_row("", [phase.value for phase in _COLUMNS]))
+
+    def total(title: str, sizes: Sequence[int]) -> None:
+        lines.append(_row(f"  {title}", [_amount(nbytes, unit) for nbytes in sizes]))
+
+    for place in PLACES:
         lines.append(place.value)
-        by_phase = [{part.kind: part.nbytes for part in plan.parts[place, phase]} for phase in Phase]
-        kinds = dict.fromkeys(kind for parts in by_phase for kind in parts)
-        lines += [_row(f"  {kind}", [_amount(parts.get(kind, 0), unit) for parts in by_phase]) for kind in kinds]
-        lines.append(_row("  total", [_amount(plan.nbytes(place, phase), unit) for phase in Phase]))
-    lines.append(_row("  of it page-locked", [_amount(plan.page_locked(phase), unit) for phase in Phase]))
-    lines.append(_row("  total of the first host", [_amount(plan.on_host(phase), unit) for phase in Phase]))
+        by_phase = [{part.kind: part.nbytes for part in plan.parts[place, phase]} for phase in _COLUMNS]
+        for kind in dict.fromkeys(kind for parts in by_phase for kind in parts):
+            total(kind, [parts.get(kind, 0) for parts in by_phase])
+        total("total", [plan.nbytes(place, phase) for phase in _COLUMNS])
+    total("of it page-locked", [plan.page_locked(phase) for phase in _COLUMNS])
+    total("total of the first host", [plan.on_host(phase) for phase in _COLUMNS])
+    for phase, what in _OTHERS.items():
+        there, here = (_amount(plan.nbytes(place, phase), unit) for place in PLACES)
+        on_host = _amount(plan.on_host(phase), unit)
+        lines.append(f"{what}: {there} of the accelerator, {here} of the host, {on_host} of the first host")
     return "\n".join([*lines, *(f"note: {note}" for note in (*plan.notes, *notes))])
 
 
@@ -112,25 +127,20 @@ def neighbours_text(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN) -
     unit, name = _unit(plans)
     columns = ["accelerator", "at its peak", "host", "at its peak", "per host"]
     is_judged = capacity != UNKNOWN
-    fits = "   fits" if is_judged else ""
-    names = [f"{plan.setup.stage}, {plan.setup.name}" for plan in plans]
+    names = [f"{plan.setup.stage}, {name_of(plan.setup, plan.copies)}" for plan in plans]
     width = max(_NAME_WIDTH, *map(len, names))
-    lines = [f"{name} per rank between steps and at the peak", _row("stage, run", columns, width) + fits]
+    lines = [f"{name} per rank between steps and at the peak"]
+    lines.append(_row("stage, run", columns, width) + ("   fits" if is_judged else ""))
     for plan, run in zip(plans, names, strict=True):
-        amounts = [
-            plan.nbytes(Place.ACCELERATOR, Phase.BETWEEN),
-            plan.peak(Place.ACCELERATOR),
-            plan.nbytes(Place.HOST, Phase.BETWEEN),
-            plan.peak(Place.HOST),
-            plan.host_peak(),
-        ]
-        row = _row(run, [_amount(nbytes, unit) for nbytes in amounts], width)
+        held = [[plan.nbytes(place, Phase.BETWEEN), plan.peak(place)] for place in PLACES]
+        amounts = [_amount(size, unit) for size in (*held[0], *held[1], plan.host_peak())]
+        row = _row(run, amounts, width)
         lines.append(f"{row}   {_fits(plan, capacity)}" if is_judged else row)
     return "\n".join(lines)
 
 
 def _unit(plans: Sequence[MemoryPlan]) -> tuple[int, str]:
-    most = max(plan.peak(place) for plan in plans for place in Place)
+    most = max(plan.peak(place) for plan in plans for place in PLACES)
     return (_GIB, "GiB") if most >= _GIB else (_MIB, "MiB")
 
 

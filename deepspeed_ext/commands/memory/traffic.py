@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed_ext.commands.memory.setup import FLOAT_BYTES, Model, Ranks, Setup
+from deepspeed_ext.commands.memory.deepspeed import offload_traffic
+from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 from deepspeed_ext.zenflow.plan.lanes import Speeds, Traffic, lanes_of, traffic_of
 from deepspeed_ext.zenflow.plan.places import Place
 
@@ -62,15 +63,7 @@ def traffic(model: Model, setup: Setup) -> Traffic:
     """What a run moves."""
     if setup.zenflow is not None:
         return traffic_of(setup.zenflow_plan(model, Ranks(1, 1)))
-    return _offload(model) if setup.offload else Traffic()
-
-
-def _offload(model: Model) -> Traffic:
-    """ZeRO-Offload of DeepSpeed 0.19.8: gradients become fp32 on the accelerator, and go down so."""
-    down, up = float(FLOAT_BYTES), float(model.itemsize)
-    adam = 7 * FLOAT_BYTES  # reads p, m, v and the gradient, writes p, m, v
-    copy = FLOAT_BYTES + model.itemsize if model.itemsize < FLOAT_BYTES else 0
-    return Traffic(down, up, adam + copy + down + up)
+    return offload_traffic(model) if setup.offload else Traffic()
 
 
 def step_time(model: Model, ranks: Ranks, setup: Setup, machine: Machine) -> StepTime:

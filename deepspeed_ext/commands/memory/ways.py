@@ -34,7 +34,8 @@ def ways(base: Setup | None = None) -> Iterator[Setup]:
     """Each way to train: plain ZeRO, ZeRO-Offload, and ZenFlow with every combination of moments, interval, rule, and
     place of gradients, optimizer and weights."""
     for stage in STAGES:
-        plain = replace(base or Setup(), stage=stage, offload=False, zenflow=None)
+        gathers = stage == max(STAGES)  # else a trainer saves no weights that load
+        plain = replace(base or Setup(), stage=stage, offload=False, zenflow=None, gathers_on_save=gathers)
         offload = replace(plain, offload=True, pins=True)
         yield plain
         yield offload
@@ -88,12 +89,17 @@ def kind_of(setup: Setup) -> str:
     if zenflow.rule == "selective":
         return "ZenFlow selective"
     if zenflow.interval != 1:
-        return f"ZenFlow interval {zenflow.interval}"
+        return f"ZenFlow interval {zenflow.interval or 'measured'}"
     return f"ZenFlow {MOMENTS[zenflow.state_dtype] or 'exact'}"
 
 
-def name_of(setup: Setup) -> str:
-    """The way in a few words, without its stage."""
+def name_of(setup: Setup, copies: Copies | None = None) -> str:
+    """The way in a few words, without its stage.
+
+    Args:
+        copies: what crosses the link on a machine; None: what the config says alone.
+    """
+    copies = copies or setup.copies
     parts = [kind_of(setup)]
     if setup.zenflow is not None and setup.zenflow.interval != 1 and MOMENTS[setup.zenflow.state_dtype]:
         parts.append(MOMENTS[setup.zenflow.state_dtype])
@@ -101,8 +107,8 @@ def name_of(setup: Setup) -> str:
         parts.append(f"{1 - setup.host_share:.0%} on the GPU")
     if setup.weights is Place.HOST:
         parts.append("weights on host")
-    elif setup.copies is Copies.WEIGHTS:
+    elif copies is Copies.WEIGHTS:
         parts.append("gradients on host")
-    elif setup.copies is Copies.INSIDE_STEP:
+    elif copies is Copies.INSIDE_STEP:
         parts.append("copies in the step")
     return ", ".join(parts)

@@ -28,7 +28,7 @@ import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, HOST_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS
 
@@ -38,7 +38,7 @@ CLAMP = 4.5
 """Bound on |q|. No Adam update is much larger, and a block's mean of v says little about an element that dominates
 it."""
 
-_CHUNK_NUMEL = {"cpu": 1 << 16}
+_CHUNK_NUMEL = {"cpu": HOST_CHUNK_NUMEL}
 
 _BITS_OF_ONE = 25
 """1 minus less than 2^-25 is 1 in fp32."""

@@ -177,7 +177,7 @@ def _remedies(plan: ZenFlowPlan) -> Iterator[Remedy]:
     if plan.copies is Copies.INSIDE_STEP and not plan.measures_share:
         places = replace(plan.places, published=Place.ACCELERATOR)
         partitions = tuple(replace(each, places=places) for each in plan.partitions)
-        room = replace(plan, partitions=partitions).landing_bytes
+        room = replace(plan, partitions=partitions).held.landing_bytes
         price = f"and takes {_size(room)} of the accelerator"
         yield Remedy("hide_transfers true", price, hides=True, room=room)
     if not isinstance(rule, PredictiveSettings):
@@ -201,7 +201,7 @@ def _shares(plan: ZenFlowPlan) -> Iterator[Remedy]:
         return
     for host_share in SHARES:
         moved = with_host_share(plan, host_share, "")
-        room = moved.share_bytes + moved.landing_bytes - plan.landing_bytes
+        room = moved.held.share_bytes + moved.held.landing_bytes - plan.held.landing_bytes
         price = f"and takes {_size(room)} of the accelerator"
         yield Remedy('offload_optimizer.ratio "auto"', price, host_share, host_share, room=room)
 

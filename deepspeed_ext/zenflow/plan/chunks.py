@@ -9,6 +9,7 @@ __all__ = [
     "CHUNK_NUMEL",
     "CODED_CHUNK_NUMEL",
     "CONVERTED_NUMEL",
+    "HOST_CHUNK_NUMEL",
     "LARGEST_KERNEL_BLOCK",
     "MOST_CHUNKS",
     "SLOTS_OF_CHUNKS",
@@ -31,6 +32,9 @@ to blocks."""
 
 ACCELERATOR_CHUNK_NUMEL = 1 << 23
 """Elements computed at once on an accelerator without a kernel, before rounding to blocks."""
+
+HOST_CHUNK_NUMEL = 1 << 16
+"""The same on the host."""
 
 CHUNK_NUMEL = 1 << 24
 """Minimum number of elements of a chunk that travels beside the step, before rounding to whole

@@ -18,6 +18,13 @@ from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.arrays import ArraySpec, Dtypes, bytes_at_start, slot_arrays
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.partitions import (
+    PartitionPlan,
+    head_of,
+    kinds_of,
+    landing_bytes,
+    share_bytes,
+)
 from deepspeed_ext.zenflow.plan.places import (
     EVERYTHING_ON_HOST,
     Arrival,
@@ -25,15 +32,7 @@ from deepspeed_ext.zenflow.plan.places import (
     Place,
     Places,
 )
-from deepspeed_ext.zenflow.plan.plan import (
-    PartitionPlan,
-    Reason,
-    ZenFlowPlan,
-    head_of,
-    kinds_of,
-    landing_bytes,
-    share_bytes,
-)
+from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
@@ -134,7 +133,10 @@ class _Choice:
             found,
             shortage,
             reasons,
-            measures_share=measures,
+            self.facts.caller,
+            measures,
+            self.facts.mine.cpus,
+            self.config.async_save,
         )
 
     # -- where gradients wait ----------------------------------------------------------------------
@@ -194,7 +196,7 @@ class _Choice:
         names = self.dtypes.weights, self.dtypes.summed, self.dtypes.gradient
         weights, summed, handed_over = (DTYPE_BYTES[name] for name in names)
         largest = max((run.numel for run in partitions), default=0)
-        copied = summed * largest if self.facts.caller.flattens_sums or summed == weights else 0
+        copied = summed * largest if self.facts.caller.partitions_weights or summed == weights else 0
         converted = handed_over * largest if handed_over != summed else 0
         kept = summed * _total(partitions) * self.facts.caller.kept_partitions
         return kept + copied + converted

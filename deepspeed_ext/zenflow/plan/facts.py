@@ -10,7 +10,7 @@ from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
-__all__ = ["Caller", "RankFacts", "Run", "ZenFlowFacts"]
+__all__ = ["Caller", "Cpus", "RankFacts", "Run", "ZenFlowFacts"]
 
 
 class Run(NamedTuple):
@@ -19,6 +19,21 @@ class Run(NamedTuple):
     numel: int
     """Elements of each partition."""
     times: int = 1
+
+
+class Cpus(NamedTuple):
+    """The CPUs of a rank's two processes, as lists such as ``0-3,8``."""
+
+    pytorch: str
+    optimizer: str
+    """Empty: the optimizer process is unbound, and runs on those of PyTorch, too."""
+    threads: int
+    """Threads of the optimizer process."""
+
+    def __str__(self) -> str:
+        where = f"CPUs {self.optimizer}" if self.optimizer else "the same CPUs"
+        threads = f"{self.threads} thread(s) of the optimizer process on {where}"
+        return f"PyTorch on CPUs {self.pytorch}, {threads}"
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,7 @@ class RankFacts:
         host_free: for each limit of host memory, such as the machine's or a control group's, the
             bytes that are still available. Ranks of one host with the same limit share it. Empty:
             not known.
+        cpus: its CPUs; None: not known.
     """
 
     partitions: tuple[Run, ...]
@@ -40,6 +56,7 @@ class RankFacts:
     accelerator_total: int | None = None
     host: str = ""
     host_free: tuple[tuple[str, int], ...] = ()
+    cpus: Cpus | None = None
 
 
 @dataclass(frozen=True)
@@ -53,9 +70,10 @@ class Caller:
         takes_gradients: whether a gradient can go to the host during backward.
         kept_partitions: how many ranks' partitions of the gradients a rank keeps until they are
             reduced, its own among them.
-        flattens_sums: whether a partition's gradients are copied to a flat tensor even if they are
-            added up in another dtype than that of the weights.
+        partitions_weights: whether a rank has a part of the weights, as at stage 3. Then a partition's
+            gradients are copied to a flat tensor even if they are added up in another dtype.
         bucket_bytes: bytes of the accelerator for gradients that are being reduced.
+        ranks: the data-parallel ranks.
     """
 
     weights_dtype: str
@@ -63,8 +81,9 @@ class Caller:
     weights: Place = Place.ACCELERATOR
     takes_gradients: bool = False
     kept_partitions: int = 1
-    flattens_sums: bool = False
+    partitions_weights: bool = False
     bucket_bytes: int = 0
+    ranks: int = 1
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,41 @@
-"""Says what ZenFlow holds in memory, by kind and phase, from the plan alone.
+"""Says what ZenFlow holds in memory, by kind and phase, from the values of a plan alone.
 
-`commands.memory` adds what DeepSpeed holds.
+`plan.ZenFlowPlan.held` is the one place where a rank's bytes are computed. What DeepSpeed holds
+around it is added by `commands.memory`.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArraySpec, plan_layout
-from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, CONVERTED_NUMEL, UPLOAD_NUMEL, chunk_of
+from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
+from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArenaKinds, ArraySpec, Dtypes, plan_layout
+from deepspeed_ext.zenflow.plan.chunks import (
+    CODED_CHUNK_NUMEL,
+    CONVERTED_NUMEL,
+    UPLOAD_NUMEL,
+    chunk_of,
+)
+from deepspeed_ext.zenflow.plan.facts import Caller
+from deepspeed_ext.zenflow.plan.partitions import (
+    PartitionPlan,
+    head_of,
+    landing_bytes,
+    share_bytes,
+)
+from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase
 from deepspeed_ext.zenflow.plan.places import Copies, Place
-from deepspeed_ext.zenflow.plan.plan import PartitionPlan, ZenFlowPlan, head_of
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import RuleBytes, bytes_of, share_step_bytes
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["ARENA_KINDS", "SHARE", "Held", "Part", "Phase", "largest"]
+__all__ = ["Held", "passing"]
 
-SHARE = "optimizer's share"
-ARENA_KINDS = {
+_SHARE = "optimizer's share"
+_LANDING = "landing buffers"
+_ARENA_KINDS = {
     "p": "master",
     "m": "moment m",
     "v": "moment v",
@@ -38,228 +52,304 @@ ARENA_KINDS = {
 a few places. Others take no memory between steps: where moments that are codes are shown to those
 who read or load them."""
 
-MOST_PLACED = 32
+_HOT = "new hot weights"
+
+_MOST_PLACED = 32
 """Maximum number of partitions that are placed in the arena one by one."""
 
 _FLOAT_BYTES = 4
 _DECODING_BYTES = 16
 """Of an element that is decoded: its value, two temporaries of fp32, and a value of the chunk
 before."""
+_ENCODING_BYTES = 21
+"""Temporaries of an element that is encoded."""
 
 
-class Phase(enum.Enum):
-    """A part of a run. Memory held between steps is also held in the three phases after it."""
-
-    START = "start-up"
-    BETWEEN = "between steps"
-    BACKWARD = "forward and backward"
-    STEP = "optimizer step"
-    SAVE = "save"
+def passing(most: int, chunks: int = 1) -> Part:
+    """The page-locked chunks through which arrays of up to `most` bytes come to the host."""
+    return Part("staging", chunks * min(STAGING_CHUNK_BYTES, most), Memory.PAGE_LOCKED)
 
 
 @dataclass(frozen=True)
-class Part:
-    """Memory of one kind.
+class Held:
+    """What a rank holds because of ZenFlow: a `phases.Holder`. Attributes: see `plan.ZenFlowPlan`.
 
     Attributes:
-        kind: the kind of its content.
-        nbytes: bytes of one rank.
-        page_locked: host memory that cannot be swapped and that the accelerator reaches directly.
+        slots: arrays of chunks in transit.
     """
 
-    kind: str
-    nbytes: int
-    page_locked: bool = False
+    rule: PredictiveSettings | SelectiveSettings
+    dtypes: Dtypes
+    partitions: tuple[PartitionPlan, ...]
+    host_share: float
+    kinds: ArenaKinds
+    slots: tuple[ArraySpec, ...]
+    caller: Caller
+    saves_beside: bool
 
-    def __post_init__(self) -> None:
-        assert self.nbytes >= 0, f"{self.kind}: {self.nbytes} bytes"
+    def held(self, place: Place) -> list[Part]:
+        """What is held between steps."""
+        return self._on_host() if place is Place.HOST else self._on_accelerator()
 
+    def moments(self, place: Place, phase: Phase) -> Moments:
+        """The moments of a phase."""
+        by_phase = self._host_moments if place is Place.HOST else self._accelerator_moments
+        return by_phase(phase)
 
-def largest(*moments: Sequence[Part]) -> tuple[Part, ...]:
-    """The moment of a phase with the most bytes, without its empty parts."""
-    return tuple(part for part in max(moments, key=_total) if part.nbytes)
-
-
-def _total(parts: Sequence[Part]) -> int:
-    return sum(part.nbytes for part in parts)
-
-
-class Held:
-    """What a rank holds because of ZenFlow.
-
-    Args:
-        plan: the rank's plan.
-    """
-
-    def __init__(self, plan: ZenFlowPlan) -> None:
-        self._plan = plan
-        self._item = DTYPE_BYTES[plan.dtypes.weights]
-
-    def nbytes(self, place: Place, phase: Phase) -> int:
-        """Maximum bytes of a phase, on the accelerator or on the host."""
-        if place is Place.HOST:
-            return _total(self._host(phase))
-        return _total(self._accelerator(phase))
-
-    def _host(self, phase: Phase) -> list[Part]:
-        if phase is Phase.START:
-            return self.arena(at_start=True)
-        found = self.on_host()
-        if phase is Phase.STEP:
-            return [*found, self.moved()]
-        if phase is Phase.SAVE:
-            return [*found, self.shown(), self.counts(), self.decoded()]
-        return found
-
-    def _accelerator(self, phase: Phase) -> list[Part]:
-        found = self.on_accelerator()
-        if phase is Phase.START:
-            return [part for part in found if part.kind in (SHARE, "landing buffers")]
-        if phase is Phase.STEP:
-            most = max(each.numel for each in self._plan.partitions)
-            return [*found, *(self.updating(most) if self._computes_there else self.lifting(most))]
-        return found
+    # -- sizes -------------------------------------------------------------------------------------
 
     @property
-    def _computes_there(self) -> bool:
-        return self._plan.places.gradient is Place.ACCELERATOR
+    def copies(self) -> Copies:
+        """What crosses the link."""
+        return self.partitions[0].places.copies
+
+    @property
+    def computes_there(self) -> bool:
+        """Whether the accelerator computes the weights."""
+        return self.partitions[0].places.gradient is Place.ACCELERATOR
+
+    @property
+    def _item(self) -> int:
+        return DTYPE_BYTES[self.dtypes.weights]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all partitions."""
+        return sum(each.numel * each.times for each in self.partitions)
+
+    @property
+    def _most(self) -> int:
+        return max(each.numel for each in self.partitions)
+
+    @property
+    def landing_bytes(self) -> int:
+        """Bytes of the landing buffers."""
+        if self.copies is not Copies.BESIDE_STEP:
+            return 0
+        return sum(landing_bytes(self.kinds, each.on_host) * each.times for each in self.partitions)
+
+    @property
+    def share_bytes(self) -> int:
+        """Bytes of p and the moments on the accelerator."""
+        return sum(share_bytes(self.rule, each.head) * each.times for each in self.partitions)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of this rank's file of a checkpoint: p and the moments, the rule's state, and at the
+        most all gradients of an interval but one, which wait for their step."""
+        layout, waiting = self.rule.layout, self.rule.longest_interval - 1
+        moment = _FLOAT_BYTES if layout.is_coded else DTYPE_BYTES[layout.moment_dtype]
+        gradients = waiting * DTYPE_BYTES[self.dtypes.gradient]
+        weights = self._item if self.caller.partitions_weights else 0
+        each = _FLOAT_BYTES + len(layout.moments) * moment + gradients + weights
+        return each * self.numel + self._saved_bytes() + self._copied_bytes()
+
+    def _saved_bytes(self) -> int:
+        return sum(sum(self._of_rule(each.on_host).saved) * each.times for each in self.partitions)
+
+    def _copied_bytes(self) -> int:
+        return sum(self._of_rule(each.on_host).copied * each.times for each in self.partitions)
 
     def _of_rule(self, numel: int) -> RuleBytes:
-        return bytes_of(self._plan.rule, numel, self._item)
+        return bytes_of(self.rule, numel, self._item, on_host=not self.computes_there)
 
     def _kept(self) -> dict[str, int]:
         """The rule's state, where the weights are computed."""
         kept: dict[str, int] = {}
-        for each in self._plan.partitions:
+        for each in self.partitions:
             for kind, nbytes in self._of_rule(each.on_host).kept.items():
                 kept[kind] = kept.get(kind, 0) + nbytes * each.times
         return kept
 
     # -- on the accelerator ------------------------------------------------------------------------
 
-    def on_accelerator(self) -> list[Part]:
+    def _on_accelerator(self) -> list[Part]:
         """Landing buffers, the share of the optimizer and the rule's own state."""
-        if not self._computes_there:
+        if not self.computes_there:
             return []
-        kept = {"landing buffers": self._plan.landing_bytes, SHARE: self._plan.share_bytes}
-        return [Part(kind, nbytes) for kind, nbytes in (kept | self._kept()).items()]
+        kept = {_LANDING: self.landing_bytes, _SHARE: self.share_bytes} | self._kept()
+        return _parts(kept, Memory.ACCELERATOR)
 
-    def updating(self, numel: int) -> list[Part]:
+    def _accelerator_moments(self, phase: Phase) -> Moments:
+        if phase is Phase.START:  # the rule's state comes with the first steps
+            return {"built": [part for part in self._on_accelerator() if part.kind in (_SHARE, _LANDING)]}
+        if phase is Phase.STEP:
+            exchange = {} if self.caller.partitions_weights else {"exchange": self._exchange()}
+            if self.computes_there:
+                return {"update": self._updating(self._most), **exchange}
+            return {"lift": self._lifting(self._most), **exchange}
+        if phase is Phase.SAVE and self.computes_there:
+            return {"export": [self._aside(Memory.ACCELERATOR)]}
+        if phase is Phase.LOAD and self.computes_there:
+            loaded = self._of_rule(self._most).kept.get("drift", 0)
+            return {"load": [Part("loaded drift", loaded, Memory.ACCELERATOR)]}
+        return {}
+
+    def _updating(self, numel: int) -> list[Part]:
         """Temporaries while a partition of `numel` elements is updated on the accelerator."""
-        plan, whole = self._plan, sum(each.numel * each.times for each in self._plan.partitions)
-        head, others = self._head(numel), whole - numel
+        head, others = self._head(numel), self.numel - numel
         step = bytes_of(
-            plan.rule,
+            self.rule,
             numel - head,
             self._item,
-            arrived_bytes=DTYPE_BYTES[plan.dtypes.published],
-            in_place=plan.copies is Copies.BESIDE_STEP,
+            arrived_bytes=DTYPE_BYTES[self.dtypes.published],
+            in_place=self.copies is Copies.BESIDE_STEP,
         ).step
-        share = share_step_bytes(head, plan.rule.block_size, plan.rule.layout)
+        share = share_step_bytes(head, self.rule.block_size, self.rule.layout)
         waiting = self._of_rule(others - self._head(others)).waiting  # of the other sub-groups
-        return [Part("temporaries", max(step, share)), Part("new hot weights", waiting)]
+        return _parts({"temporaries": max(step, share), _HOT: waiting}, Memory.ACCELERATOR)
 
     def _head(self, numel: int) -> int:
         """How many of `numel` elements step on the accelerator."""
-        return head_of(numel, self._plan.host_share, self._plan.rule.block_size)
+        return head_of(numel, self.host_share, self.rule.block_size)
 
-    def lifting(self, numel: int) -> list[Part]:
+    def _lifting(self, numel: int) -> list[Part]:
         """Temporaries while weights that the host has computed come to a partition of `numel`
-        elements."""
-        arrived = DTYPE_BYTES[self._plan.dtypes.published]
+        elements. Those of weights that are on the host are counted there."""
+        if self.partitions[0].places.weights is Place.HOST:
+            return []
+        arrived = DTYPE_BYTES[self.dtypes.published]
         converted = arrived * min(numel, CONVERTED_NUMEL) if arrived != self._item else 0
         waiting = self._of_rule(numel).waiting
-        return [Part("temporaries", converted), Part("new hot weights", waiting)]
+        return _parts({"temporaries": converted, _HOT: waiting}, Memory.ACCELERATOR)
 
-    def exchange(self, ranks: int) -> list[Part]:
+    def _exchange(self) -> list[Part]:
         """While stages 1 and 2 exchange only hot weights; with a share, all change in every
         step."""
-        if self._plan.has_share:
+        if any(each.head for each in self.partitions):
             return []
-        numel = sum(each.numel * each.times for each in self._plan.partitions)
-        nbytes = bytes_of(self._plan.rule, numel, self._item, ranks=ranks).exchange
-        return [Part("hot weights of all ranks", nbytes)]
+        ranks = self.caller.ranks
+        nbytes = bytes_of(self.rule, self.numel, self._item, ranks=ranks).exchange
+        return _parts({"hot weights of all ranks": nbytes}, Memory.ACCELERATOR)
+
+    def _aside(self, memory: Memory) -> Part:
+        """The predicted weights, while a model is saved whose weights are p."""
+        return Part("predicted weights, aside", self._item * self.numel, memory)
 
     # -- on the host -------------------------------------------------------------------------------
 
-    def on_host(self) -> list[Part]:
+    def _on_host(self) -> list[Part]:
         """The arena, state of hot blocks, and what is kept to compute weights there."""
-        plan = self._plan
-        runs = plan.partitions
-        hot = sum(self._of_rule(each.on_host).kept_on_host * each.times for each in runs)
-        found = [*self.arena(at_start=False), Part("hot state", hot, page_locked=True)]
-        if self._computes_there:
+        hot = sum(self._of_rule(each.on_host).kept_on_host * each.times for each in self.partitions)
+        found = [*self._arena(at_start=False), Part("hot state", hot, Memory.PAGE_LOCKED)]
+        if self.computes_there:
             return found
-        found += [Part(kind, nbytes) for kind, nbytes in self._kept().items()]
-        uploads = plan.copies is Copies.WEIGHTS and isinstance(plan.rule, PredictiveSettings)
-        most = max(each.numel for each in runs)
-        numel = min(most, chunk_of(UPLOAD_NUMEL, plan.rule.block_size)) if uploads else 0
-        return [*found, Part("weights on their way", 2 * self._item * numel, page_locked=True)]
+        found += _parts(self._kept(), Memory.PAGEABLE)
+        uploads = self.copies is Copies.WEIGHTS and isinstance(self.rule, PredictiveSettings)
+        numel = min(self._most, chunk_of(UPLOAD_NUMEL, self.rule.block_size)) if uploads else 0
+        return [*found, Part("weights on their way", 2 * self._item * numel, Memory.PAGE_LOCKED)]
 
-    @property
-    def largest_on_host(self) -> int:
-        """Elements of the largest partition that step on the host."""
-        return max(each.on_host for each in self._plan.partitions)
-
-    def arena(self, *, at_start: bool) -> list[Part]:
+    def _arena(self, *, at_start: bool) -> list[Part]:
         """The arena's arrays, in whole pages; `at_start` those that the worker touches then."""
-        nbytes = dict.fromkeys(ARENA_KINDS, 0)
+        nbytes = dict.fromkeys(_ARENA_KINDS, 0)
         for specs, count in self._laid_out():
             touched = {spec.key: spec.touched or not at_start for spec in specs}
             for key, size in plan_layout(specs).page_bytes().items():
                 kind = "chunks" if key.partition == OF_CHUNKS else key.kind
-                if kind in ARENA_KINDS and touched[key]:
+                if kind in _ARENA_KINDS and touched[key]:
                     nbytes[kind] += size * count
         exchanged = {"g", "y", "chunks", "block_means", "known"}
-        if not self._computes_there:
-            exchanged = {"g"} if self._plan.places.weights is Place.HOST else {"g", "y"}
-        return [Part(ARENA_KINDS[kind], size, kind in exchanged) for kind, size in nbytes.items()]
+        if not self.computes_there:
+            weights = self.partitions[0].places.weights
+            exchanged = {"g"} if weights is Place.HOST else {"g", "y"}
+        return [
+            Part(_ARENA_KINDS[kind], size, Memory.LOCKED_ARENA if kind in exchanged else Memory.ARENA)
+            for kind, size in nbytes.items()
+        ]
 
     def _laid_out(self) -> Iterator[tuple[list[ArraySpec], int]]:
         """Groups of arrays that are placed together, and the number of such groups. Exact for up to
-        `MOST_PLACED` partitions. With more, each counts like the first; its arrays may lie on one
+        `_MOST_PLACED` partitions. With more, each counts like the first; its arrays may lie on one
         page more or less."""
-        plan, groups = self._plan, list[tuple[list[PartitionPlan], int]]()
-        if sum(each.times for each in plan.partitions) <= MOST_PLACED:
-            groups = [([each for each in plan.partitions for _ in range(each.times)], 1)]
-        else:
-            groups = [([each], each.times) for each in plan.partitions]
+        groups = [([each], each.times) for each in self.partitions]
+        if sum(each.times for each in self.partitions) <= _MOST_PLACED:
+            groups = [([each for each in self.partitions for _ in range(each.times)], 1)]
         for group, count in groups:
-            found = (plan.kinds.of(at, each.on_host, each.head) for at, each in enumerate(group))
+            found = (self.kinds.of(at, each.on_host, each.head) for at, each in enumerate(group))
             yield [spec for specs in found for spec in specs], count
-        yield [spec for spec in plan.arena if spec.partition == OF_CHUNKS], 1
+        yield list(self.slots), 1
 
-    def moved(self) -> Part:
+    def _host_moments(self, phase: Phase) -> Moments:
+        if phase is Phase.START:
+            return self._starting()
+        if phase is Phase.STEP:
+            return {"step": [self._moved()]}
+        if phase is Phase.SAVE:
+            return self._saving()
+        if phase is Phase.LOAD:
+            return {"load": [self._shown()], "adopt": [self._shown(), *self._adopted()]}
+        if phase is Phase.SLEEP and self.partitions[0].places.weights is Place.ACCELERATOR:
+            left = [part for part in self._on_accelerator() if part.kind != _LANDING]
+            away = {f"{part.kind}, away": part.nbytes for part in left}
+            return {"asleep": [*self._on_host(), *_parts(away, Memory.PAGE_LOCKED)]}
+        return {}
+
+    def _starting(self) -> Moments:
+        """p is copied from weights that are on the accelerator, through two chunks."""
+        arena, places = self._arena(at_start=True), self.partitions[0].places
+        most = max(each.on_host for each in self.partitions)
+        is_there = places.weights is Place.ACCELERATOR
+        return {"build": [*arena, *([passing(self._item * most, 2)] if is_there else [])], "sums": arena}
+
+    def _moved(self) -> Part:
         """Temporaries of a step: state that moves when hot blocks are selected, or those of hot
         blocks that step on the host."""
-        rule = self._of_rule(max(each.numel for each in self._plan.partitions))
-        steps_here = not self._computes_there and isinstance(self._plan.rule, SelectiveSettings)
-        return Part("temporaries", max(rule.moved, rule.step if steps_here else 0))
+        rule = self._of_rule(self._most)
+        steps_here = not self.computes_there and isinstance(self.rule, SelectiveSettings)
+        return Part("temporaries", max(rule.moved, rule.step if steps_here else 0), Memory.PAGEABLE)
 
-    # -- while it saves ----------------------------------------------------------------------------
+    # -- while it saves and loads ------------------------------------------------------------------
 
-    def moved_by_selection(self) -> Part:
-        """State that a save moves back from the accelerator before it writes."""
-        most = max(each.numel for each in self._plan.partitions)
-        return Part("temporaries", self._of_rule(most).moved)
+    def _saving(self) -> Moments:
+        """State moves back from the accelerator before anything is written. What steps on the
+        accelerator is shown during all of it. An export puts the predicted weights aside."""
+        moved = Part("temporaries", self._of_rule(self._most).moved, Memory.PAGEABLE)
+        shown, counts = self._shown(), Part("copy of the rule's state", self._copied_bytes(), Memory.PAGEABLE)
+        aside = [] if self.computes_there else [self._aside(Memory.PAGEABLE)]
+        found: dict[str, list[Part]] = {"move": [moved], "export": [shown, *aside]}
+        if self.saves_beside:  # what is not in the arena is copied, until it is written
+            copied = 2 * counts.nbytes + self._saved_bytes()
+            weights = self._item * self.numel if self.caller.partitions_weights else 0
+            copies = {counts.kind: copied, "copy of the weights": weights}
+            return found | {"module": [shown, *_parts(copies, Memory.PAGEABLE)]}
+        tensors = [shown, counts, passing(self._most_saved()), self._decoded()]
+        return found | {"module": [shown], "state": tensors}
 
-    def shown(self) -> Part:
+    def _most_saved(self) -> int:
+        """Bytes of the largest tensor of the accelerator in the saved state."""
+        if self.partitions[0].places.weights is Place.HOST:
+            return 0
+        saved = [size for each in self.partitions for size in self._of_rule(each.on_host).saved]
+        weights = self._item * self._most if self.caller.partitions_weights else 0
+        return max([*(saved if self.computes_there else []), weights])
+
+    def _shown(self) -> Part:
         """What steps on the accelerator, shown on the host."""
-        heads = sum(each.head * each.times for each in self._plan.partitions)
-        return Part("shown state", len(self._plan.rule.layout.kinds) * _FLOAT_BYTES * heads)
+        heads = sum(each.head * each.times for each in self.partitions)
+        size = len(self.rule.layout.kinds) * _FLOAT_BYTES * heads
+        return Part("shown state", size, Memory.ARENA)
 
-    def counts(self) -> Part:
-        """What every save copies of the rule's state."""
-        runs = self._plan.partitions
-        copied = sum(self._of_rule(each.on_host).copied * each.times for each in runs)
-        return Part("copy of the rule's state", copied)
+    def _adopted(self) -> list[Part]:
+        """Loaded moments: in fp32, if they are kept in 16 bits; those that are codes are shown and
+        then encoded."""
+        layout = self.rule.layout
+        on_host = sum(each.on_host * each.times for each in self.partitions)
+        size = len(layout.moments) * _FLOAT_BYTES * on_host
+        if not layout.is_coded:
+            size = 0 if layout.moment_dtype == "float32" else size
+            return [Part("loaded moments", size, Memory.PAGEABLE)]
+        shown = Part("shown moments", size, Memory.ARENA)
+        return [shown, Part("codes being made", _ENCODING_BYTES * self._coded_at_once, Memory.PAGEABLE)]
 
-    def decoded(self) -> Part:
+    @property
+    def _coded_at_once(self) -> int:
+        return min(chunk_of(CODED_CHUNK_NUMEL, self.rule.block_size), self._most)
+
+    def _decoded(self) -> Part:
         """Moments that are codes, on their way to a file."""
-        rule, most = self._plan.rule, max(each.numel for each in self._plan.partitions)
-        at_once = min(chunk_of(CODED_CHUNK_NUMEL, rule.block_size), most)
-        return Part("moments on their way", _DECODING_BYTES * at_once if rule.layout.is_coded else 0)
+        size = _DECODING_BYTES * self._coded_at_once if self.rule.layout.is_coded else 0
+        return Part("moments on their way", size, Memory.PAGEABLE)
 
-    def saved(self) -> list[tuple[int, int]]:
-        """Bytes of each tensor of the rule that a save writes, and how many there are of it."""
-        return [(nbytes, each.times) for each in self._plan.partitions for nbytes in self._of_rule(each.on_host).saved]
+
+def _parts(nbytes: Mapping[str, int], memory: Memory) -> list[Part]:
+    return [Part(kind, size, memory) for kind, size in nbytes.items()]

@@ -17,12 +17,16 @@ from deepspeed_ext.zenflow.plan.arrays import (
     slot_arrays,
 )
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK, Chunks
+from deepspeed_ext.zenflow.plan.facts import Caller, Cpus
+from deepspeed_ext.zenflow.plan.held import Held
+from deepspeed_ext.zenflow.plan.partitions import PartitionPlan, kinds_of
+from deepspeed_ext.zenflow.plan.phases import Part, Phase, nbytes_of, parts_within
 from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, Places
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["Kernel", "PartitionPlan", "Reason", "ZenFlowPlan", "head_of", "kinds_of", "landing_bytes", "share_bytes"]
+__all__ = ["Kernel", "Reason", "ZenFlowPlan"]
 
 
 class Kernel(enum.Enum):
@@ -52,28 +56,6 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class PartitionPlan:
-    """One partition of ZeRO, or some of equal size.
-
-    Attributes:
-        numel: its elements.
-        head: how many of them, at its start, step on the accelerator.
-        places: where the arrays of the rest are.
-        times: number of such partitions; above 1 only in a plan that nothing is built from.
-    """
-
-    numel: int
-    head: int
-    places: Places
-    times: int = 1
-
-    @property
-    def on_host(self) -> int:
-        """Elements that step on the host."""
-        return self.numel - self.head
-
-
-@dataclass(frozen=True)
 class ZenFlowPlan:
     """Everything that is decided about a run of one rank.
 
@@ -86,6 +68,9 @@ class ZenFlowPlan:
         shortage: why a host cannot hold this; None: it can, as far as is known.
         reasons: why it was decided so, the same on every rank.
         measures_share: whether the share is chosen once steps are measured (`plan.share`).
+        caller: what the ZeRO optimizer around it does.
+        cpus: those of both processes of this rank; None: not known.
+        saves_beside: whether checkpoints are written beside training.
     """
 
     rule: PredictiveSettings | SelectiveSettings
@@ -95,7 +80,10 @@ class ZenFlowPlan:
     chunks: Chunks | None
     shortage: str | None
     reasons: tuple[Reason, ...]
+    caller: Caller
     measures_share: bool = False
+    cpus: Cpus | None = None
+    saves_beside: bool = False
 
     # -- places ------------------------------------------------------------------------------------
 
@@ -145,6 +133,30 @@ class ZenFlowPlan:
         """The arena with all arrays in their places."""
         return plan_layout(self.arena)
 
+    # -- bytes by phase ----------------------------------------------------------------------------
+
+    @cached_property
+    def held(self) -> Held:
+        """What this rank holds because of ZenFlow, by phase."""
+        return Held(
+            self.rule,
+            self.dtypes,
+            self.partitions,
+            self.host_share,
+            self.kinds,
+            tuple(self._slot_arrays()),
+            self.caller,
+            self.saves_beside,
+        )
+
+    def parts(self, place: Place, phase: Phase) -> tuple[Part, ...]:
+        """Its parts at the largest moment of a phase, without what DeepSpeed holds."""
+        return parts_within([self.held], place, phase)
+
+    def nbytes(self, place: Place, phase: Phase) -> int:
+        """Maximum bytes of a phase, without what DeepSpeed holds."""
+        return nbytes_of(self.parts(place, phase))
+
     # -- the interval ------------------------------------------------------------------------------
 
     def ring_slots(self, interval: int | None) -> int:
@@ -176,18 +188,6 @@ class ZenFlowPlan:
         return any(each.head for each in self.partitions)
 
     @property
-    def landing_bytes(self) -> int:
-        """Bytes of the landing buffers."""
-        if self.copies is not Copies.BESIDE_STEP:
-            return 0
-        return sum(landing_bytes(self.kinds, each.on_host) * each.times for each in self.partitions)
-
-    @property
-    def share_bytes(self) -> int:
-        """Bytes of p and the moments on the accelerator."""
-        return sum(share_bytes(self.rule, each.head) * each.times for each in self.partitions)
-
-    @property
     def kernels(self) -> frozenset[Kernel]:
         """Device kernels that steps launch, if the device has any."""
         if self.rule.block_size > LARGEST_KERNEL_BLOCK:
@@ -199,53 +199,3 @@ class ZenFlowPlan:
         if self.rule.estimates and computes_there:
             found.add(Kernel.ESTIMATE)
         return frozenset(found)
-
-
-def kinds_of(
-    rule: PredictiveSettings | SelectiveSettings,
-    dtypes: Dtypes,
-    places: Places,
-    *,
-    may_open: bool = False,
-) -> ArenaKinds:
-    """The arrays of partitions with these places. While the interval is open, only the slots of the
-    gradient ring that interval 1 needs are touched at start.
-
-    Args:
-        may_open: whether gradients that pass through in chunks may stay whole later.
-    """
-    in_transit, is_open = places.handed_over is Place.IN_TRANSIT, rule.update_interval is None
-    slots = 0 if in_transit and not (is_open or may_open) else rule.ring_at(rule.longest_interval, places.arrival)
-    touched = rule.ring_at(None, places.arrival) if is_open else slots
-    return ArenaKinds(
-        layout=rule.layout,
-        block_size=rule.block_size,
-        dtypes=dtypes,
-        per_block=rule.per_block(places),
-        lifts_y=places.weights is Place.ACCELERATOR,
-        slots=slots,
-        touched_slots=0 if in_transit else touched,
-    )
-
-
-def landing_bytes(kinds: ArenaKinds, numel: int) -> int:
-    """Bytes of the landing buffer of a partition of `numel` elements on the host: 2 per element if
-    gradients and y have 16 bits, plus the per-block array if the accelerator reads it."""
-    item = max(DTYPE_BYTES[kinds.dtypes.gradient], DTYPE_BYTES[kinds.dtypes.published])
-    entries = -(-numel // kinds.block_size) * kinds.layout.per_block_width(kinds.block_size)
-    per_block = entries * DTYPE_BYTES[kinds.per_block.dtype] if kinds.per_block.exchanged else 0
-    return numel * item + per_block
-
-
-def share_bytes(rule: PredictiveSettings | SelectiveSettings, numel: int) -> int:
-    """Bytes of accelerator memory of `numel` elements that step there: p, the moments, and a count
-    for each block if the optimizer needs it."""
-    counts = DTYPE_BYTES["int32"] * (numel // rule.block_size) if rule.layout.counts_updates else 0
-    return len(rule.layout.kinds) * DTYPE_BYTES["float32"] * numel + counts
-
-
-def head_of(numel: int, host_share: float, block_size: int) -> int:
-    """How many of a partition's `numel` elements step on the accelerator: whole blocks, as near as
-    possible to all but `host_share` of them."""
-    wanted = round(numel * (1.0 - host_share) / block_size) * block_size
-    return min(wanted, numel // block_size * block_size)

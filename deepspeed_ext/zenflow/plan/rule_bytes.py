@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.plan.chunks import (
+    ACCELERATOR_CHUNK_NUMEL,
+    HOST_CHUNK_NUMEL,
+    chunk_of,
+)
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
@@ -28,7 +32,7 @@ class RuleBytes:
         moved: temporaries on the host, while state moves to the accelerator.
         saved: for each tensor in a checkpoint, beside the arena and `copied`.
         copied: on the host, by a save.
-        step: maximum temporaries on the accelerator, while the weights are computed.
+        step: maximum temporaries while the weights are computed.
         waiting: new weights on the accelerator that wait until all partitions are stepped.
         exchange: on the accelerator, for an exchange of only the changed weights at stages 1 and 2.
     """
@@ -50,6 +54,7 @@ def bytes_of(
     *,
     arrived_bytes: int = 0,
     in_place: bool = False,
+    on_host: bool = False,
     ranks: int = 1,
 ) -> RuleBytes:
     """The bytes that `rule` takes for a partition.
@@ -58,16 +63,19 @@ def bytes_of(
         weights_bytes: bytes of an element of the weights.
         arrived_bytes: bytes of an element of y.
         in_place: whether y is in a landing buffer on the accelerator, so that it is not copied there in parts.
+        on_host: whether hot blocks step on the host.
     """
     if isinstance(rule, SelectiveSettings):
-        return _selective(rule, numel, weights_bytes, ranks)
+        return _selective(rule, numel, weights_bytes, ranks, on_host)
     return _predictive(rule, numel, weights_bytes, arrived_bytes, in_place)
 
 
-def share_step_bytes(numel: int, block_size: int, layout: StateLayout = ADAM_STATE) -> int:
-    """Temporaries on the accelerator while `numel` elements step there, if no kernel can run: two fp32 arrays of one
-    chunk, and three numbers per block. Lion has no kernel for it, and three fp32 arrays."""
-    chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, block_size))
+def share_step_bytes(numel: int, block_size: int, layout: StateLayout = ADAM_STATE, *, on_host: bool = False) -> int:
+    """Temporaries while `numel` elements step beside the worker, if no kernel can run: two fp32
+    arrays of one chunk, and three numbers per block. Lion has no kernel for it, and three fp32
+    arrays."""
+    at_once = HOST_CHUNK_NUMEL if on_host else ACCELERATOR_CHUNK_NUMEL
+    chunk = min(numel, chunk_of(at_once, block_size))
     if not layout.counts_updates:
         return 3 * FLOAT_BYTES * chunk
     return 2 * FLOAT_BYTES * chunk + 3 * FLOAT_BYTES * (chunk // block_size)
@@ -78,9 +86,10 @@ def _predictive(
 ) -> RuleBytes:
     """Kept: 1 / d_b of each block, and D. With Lion, the signs and means of m.
 
-    Temporaries of `Estimator.predict` and `Estimator.move` by torch operations: fp32 arrays of one chunk, for 16-bit
-    weights three, or four with D, otherwise one or two. With Lion two, and a byte for each sign. A kernel needs none,
-    but whether it can run is not known before the run.
+    Temporaries by torch operations are fp32 arrays of one chunk: for 16-bit weights three of
+    `Estimator.predict`, to which y comes in parts, and four of `Estimator.move`; for others one, or
+    two with D, and two. With Lion two, and a byte for each sign. A kernel needs none, but whether it
+    can run is not known before the run.
     """
     if not rule.overlapped:
         return RuleBytes()
@@ -92,12 +101,14 @@ def _predictive(
     if rule.layout.with_signs:
         step = chunk * (2 * FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else arrived_bytes))
         return RuleBytes(kept, saved=tuple(kept.values()), step=step)
-    arrays = (2 if rule.drifts else 1) + (2 if weights_bytes < FLOAT_BYTES else 0)
-    step = arrays * FLOAT_BYTES * chunk + max(arrived, factor)
+    narrow = weights_bytes < FLOAT_BYTES
+    predicting = (3 if narrow else 2 if rule.drifts else 1) * FLOAT_BYTES * chunk
+    moving = (4 if narrow else 2) * FLOAT_BYTES * chunk if rule.drifts else 0
+    step = max(predicting + max(arrived, factor), moving + factor)
     return RuleBytes(kept, saved=tuple(kept.values()), step=step)
 
 
-def _selective(rule: SelectiveSettings, numel: int, weights_bytes: int, ranks: int) -> RuleBytes:
+def _selective(rule: SelectiveSettings, numel: int, weights_bytes: int, ranks: int, steps_on_host: bool) -> RuleBytes:
     """Kept: the state of hot blocks and their numbers. p, m and v move one after the other.
 
     Temporaries of `AdamBlocks.step` besides the gradient of the hot blocks: state that is on the host, and two fp32
@@ -105,13 +116,13 @@ def _selective(rule: SelectiveSettings, numel: int, weights_bytes: int, ranks: i
     """
     blocks = rule.hot_blocks(numel)
     hot, state = blocks * rule.block_size, rule.hot_state_bytes(blocks)
-    temporaries = share_step_bytes(hot, rule.block_size)
-    on_host = rule.keeps_hot_on_host
+    temporaries = share_step_bytes(hot, rule.block_size, on_host=steps_on_host)
+    on_host, numbers = rule.keeps_hot_on_host, blocks * _ID_BYTES
     return RuleBytes(
-        kept={"hot state": (0 if on_host else state) + blocks * _ID_BYTES},
+        kept={"hot block numbers": numbers} if on_host else {"hot state": state + numbers},
         kept_on_host=state if on_host else 0,
         moved=hot * FLOAT_BYTES,
-        saved=(_ID_BYTES * blocks,),
+        saved=(numbers,),
         copied=_COUNT_BYTES * -(-numel // rule.block_size),
         step=hot * (weights_bytes + (_STATE_BYTES if on_host else 0)) + temporaries,
         waiting=weights_bytes * hot,

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, PlacedArray
+from deepspeed_ext.zenflow.plan.partitions import head_of
 from deepspeed_ext.zenflow.plan.places import Copies, Place
-from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan, head_of
+from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = [
@@ -97,7 +98,7 @@ def fitting_units(plan: ZenFlowPlan, room: int, now: ZenFlowPlan | None = None) 
 
 
 def _accelerator_bytes(plan: ZenFlowPlan) -> int:
-    return plan.share_bytes + plan.landing_bytes
+    return plan.held.share_bytes + plan.held.landing_bytes
 
 
 def with_copies_inside(plan: ZenFlowPlan) -> ZenFlowPlan:

@@ -108,7 +108,7 @@ class AcceleratorShare:
         share = cls.if_all_have_room(plan, weights, arena, kind, ranks)
         if share is None:
             raise OutOfMemoryError(
-                f"offload_optimizer.ratio keeps {plan.share_bytes:,} bytes of the optimizer on the "
+                f"offload_optimizer.ratio keeps {plan.held.share_bytes:,} bytes of the optimizer on the "
                 f"accelerator of rank {ranks.rank}, and a rank has no memory for that: raise the ratio, "
                 'or set it to "auto"'
             )

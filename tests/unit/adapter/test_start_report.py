@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -39,7 +40,9 @@ def test_a_start_is_one_block_on_rank_0(stage: int) -> None:
     assert "update_interval 1, predictive rule" in lines[0]
     assert "the first 40 steps wait for their own update; updates of later steps overlap" in lines[1]
     assert any(line.split()[0] == "flattening" for line in lines) == (stage == 2)
-    assert len(lines) <= 7
+    assert len(lines) <= 8
+    (memory,) = (line for line in lines if "a rank holds" in line)
+    assert re.search(r"holds 0\.\d MiB of the host, 0\.\d MiB of it page-locked, and 0\.\d MiB of the acc", memory)
 
 
 def test_a_start_without_overlap_says_so() -> None:

@@ -29,14 +29,13 @@ from deepspeed_ext.commands.memory.fit import (
     suggested,
 )
 from deepspeed_ext.commands.memory.fit_config import READERS, config_of
-from deepspeed_ext.commands.memory.parts import Capacity, Place
-from deepspeed_ext.commands.memory.plan import settled_on
+from deepspeed_ext.commands.memory.plan import Capacity, plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 from deepspeed_ext.commands.memory.traffic import Machine, step_time, traffic
 from deepspeed_ext.commands.memory.ways import inexactness, kind_of, name_of, ways
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.plan.held import Phase
-from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.places import Copies, Place
 
 GIB = 1 << 30
 SEVEN_B = Model(7_000_000_000, 139_886_592, "bfloat16")
@@ -186,15 +185,15 @@ ON_ONE = Ranks(1, 1)
     [
         (64, None),
         (72, None),
-        (80, "stage 2, ZenFlow 8-bit moments, gradients on host"),
-        (88, "stage 2, ZenFlow 8-bit moments, gradients on host"),
-        (96, "stage 2, ZenFlow bf16 moments, gradients on host"),
+        (80, None),
+        (96, "stage 2, ZenFlow 8-bit moments, gradients on host"),
+        (104, "stage 2, ZenFlow bf16 moments, gradients on host"),
         (128, "stage 2, ZenFlow exact, gradients on host"),
         (192, "stage 2, ZenFlow exact, gradients on host"),
     ],
 )
 def test_seven_billion_parameters_on_one_gpu_of_24_gb(host: int, expected: str | None) -> None:
-    """8-bit moments take 67 GiB of the host, those of bf16 80; 8.5 stay free."""
+    """8-bit moments take 80 GiB of the host while a model is saved, those of bf16 93; 8.5 stay free."""
     question = asked(24, host, ON_ONE)
     found = fits(question)
     best = suggested(found)
@@ -205,7 +204,7 @@ def test_seven_billion_parameters_on_one_gpu_of_24_gb(host: int, expected: str |
         assert near.short == [Place.HOST]
         most = largest(question, found)
         assert most is not None
-        assert 5e9 < most[0] < 7e9
+        assert 4e9 < most[0] < 7e9
 
 
 @pytest.mark.parametrize(("gpu", "host", "gpus"), [(24, 64, 1), (24, 72, 1), (8, 16, 1), (80, 128, 8), (16, 4096, 2)])
@@ -309,7 +308,7 @@ def test_nothing_that_fits_is_nothing_to_write(tmp_path: Path, capsys: pytest.Ca
     assert cli.main(["plan", "--memory", "--params", "7e9", *machine]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("It does not fit. Nearest: stage 2, ZenFlow 8-bit moments, gradients on host, host ")
-    assert " GiB short. The largest model that fits has about 5." in first
+    assert " GiB short. The largest model that fits has about 4." in first
     assert cli.main(["plan", "--memory", "--params", "7e9", *machine, "--write", str(path)]) == 2
     assert "no run fits" in capsys.readouterr().err
     assert not path.exists()
@@ -341,8 +340,8 @@ def test_start_up_counts_the_flatten_tier_that_a_run_takes_there(gib: int | None
     capacity = Capacity(None if gib is None else gib * GIB)
     for fit in fits(asked(gib)):
         assert fit.plan.setup.flatten_tier == (tier if fit.plan.setup.stage == 2 else None)
-    forced = settled_on(capacity, SEVEN_B, OCTET, Setup(stage=2, flatten_tier="host"))
-    assert forced.flatten_tier == "host"
+    forced = plan_memory(SEVEN_B, OCTET, Setup(stage=2, flatten_tier="host"), capacity)
+    assert forced.setup.flatten_tier == "host"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -363,10 +362,19 @@ def test_gradients_are_where_a_run_puts_them(
 ) -> None:
     """Beside 13 GiB of weights, 7 billion gradients take 26 at stage 2, and 15 at stage 3."""
     setup = Setup(stage=stage, zenflow=ZenFlowConfig(update_interval=1, **section), host_share=share)
-    settled = settled_on(Capacity(None if gib is None else gib * GIB), SEVEN_B, ON_ONE, setup)
-    assert (settled.copies is Copies.WEIGHTS) is expected
-    at_stage_1 = settled_on(Capacity(24 * GIB), SEVEN_B, ON_ONE, replace(setup, stage=1))
+    capacity = Capacity(None if gib is None else gib * GIB)
+    plan = plan_memory(SEVEN_B, ON_ONE, setup, capacity)
+    assert (plan.copies is Copies.WEIGHTS) is expected
+    at_stage_1 = plan_memory(SEVEN_B, ON_ONE, replace(setup, stage=1), Capacity(24 * GIB))
     assert at_stage_1.copies is not Copies.WEIGHTS
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(24, Copies.INSIDE_STEP), (80, Copies.BESIDE_STEP)])
+def test_copies_run_where_a_run_has_room_for_them(gib: int, expected: Copies) -> None:
+    """On eight GPUs: beside 13 GiB of weights, landing buffers and gradients take 1.7 GiB each."""
+    section = ZenFlowConfig(update_interval=1, gradients_on_host=False)
+    setup = Setup(stage=2, zenflow=section, reduce_bucket_size=2_500_000_000)
+    assert plan_memory(SEVEN_B, OCTET, setup, Capacity(gib * GIB)).copies is expected
 
 
 def test_seven_billion_parameters_train_on_one_gpu_of_24_gb_with_gradients_on_the_host() -> None:
@@ -391,13 +399,13 @@ def test_what_the_host_computes_exposes_the_longer_of_link_and_estimate() -> Non
 def test_gradients_stay_where_the_host_has_no_memory_for_them(host: int, expected: bool) -> None:
     """16.3 bytes per parameter with gradients there, and 14.2 without."""
     setup = Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1))
-    settled = settled_on(Capacity(24 * GIB, host * GIB), SEVEN_B, ON_ONE, setup)
-    assert (settled.copies is Copies.WEIGHTS) is expected
+    plan = plan_memory(SEVEN_B, ON_ONE, setup, Capacity(24 * GIB, host * GIB))
+    assert (plan.copies is Copies.WEIGHTS) is expected
 
 
 def test_sub_groups_of_one_element_are_counted_and_not_listed() -> None:
     """A list of seven billion partitions would take the machine's memory."""
     setup = Setup(stage=3, zenflow=ZenFlowConfig(update_interval=1), sub_group_size=1)
-    settled = settled_on(Capacity(24 << 30, 256 << 30), SEVEN_B, Ranks(1, 1), setup)
-    assert settled.zenflow is not None
-    assert settled.zenflow.gradients_on_host is not None
+    plan = plan_memory(SEVEN_B, Ranks(1, 1), setup, Capacity(24 << 30, 256 << 30))
+    assert plan.zenflow is not None
+    assert plan.peak(Place.HOST) > 0

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 
 from deepspeed_ext.checkpoint import skeleton
-from deepspeed_ext.commands.memory.parts import Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model
 from deepspeed_ext.flatten import staging
-from deepspeed_ext.zenflow.plan.held import ARENA_KINDS, Phase
+from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step import coded_moments
 from tests.support.memory_runs import LARGEST, LAYERS, PARAMS, WAYS, Measured, compared, measure, memory_config, planned
 from tests.support.ranks import run_ranks
@@ -28,7 +28,7 @@ EARLY = [way for way in WAYS if "gradients_on_host" in way]
 TOLERANCE = 0.02
 NOTHING = PARAMS // 1000 + 512 * LAYERS
 """Fewer bytes than that are constants of a process, and a number for each parameter."""
-KEPT = ("derived denominators", "signs and means", "drift", "hot state")
+KEPT = ("derived denominators", "signs and means", "drift", "hot state", "hot block numbers")
 
 
 def once_each(ways: list[str]) -> pytest.MarkDecorator:
@@ -43,7 +43,7 @@ def once_each(ways: list[str]) -> pytest.MarkDecorator:
 def test_arena_and_partitions_are_planned_to_the_byte(stage: int, way: str) -> None:
     config = memory_config(stage, way, sub_group_size=PARAMS // 8)
     plan = planned(config, 2)
-    arena = sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN] if part.kind in ARENA_KINDS.values())
+    arena = sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN] if part.memory.is_in_arena)
     for rank in run_ranks(2, measure, config, device="sim", pool="memory plan 2"):
         assert rank.arena == arena
         assert sum(rank.numels) == plan.setup.partition_numel(plan.model, plan.ranks)
@@ -157,7 +157,8 @@ def require_close(config: dict[str, Any], ranks: int, model: str | None = None) 
     if "offload_param" in zero or (zero["stage"] == 3 and zero.get("zenflow", {}).get("gradients_on_host")):
         del found[Place.ACCELERATOR, Phase.START]  # DeepSpeed moves the whole module there, as the plan's note says
     for (place, phase), (plan, measured) in found.items():
-        assert abs(plan - measured) <= TOLERANCE * measured + NOTHING, f"{place} {phase}: {plan:,} {measured:,}"
+        nothing = LARGEST * 2 if phase is Phase.SLEEP else NOTHING  # what a batch leaves behind
+        assert abs(plan - measured) <= TOLERANCE * measured + nothing, f"{place} {phase}: {plan:,} {measured:,}"
     assert any(measured > PARAMS for _, measured in found.values())
 
 

@@ -62,13 +62,13 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         tensors = [each for one in results for each in (one.published, one.block_means)]
         y_and_means = sum(each.nbytes for each in tensors if each is not None)
         equal_items = plan.dtypes.y_replaces_gradient
-        said.append(("landing", plan.landing_bytes if equal_items else y_and_means, y_and_means))
+        said.append(("landing", plan.held.landing_bytes if equal_items else y_and_means, y_and_means))
         said.append(("chunk", plan.chunks.numel, transfers._chunk_numel))
         said.append(("slots", plan.chunks.slots, len(transfers._chunk_slots)))
     parts = [] if adam.share is None else adam.share._parts
     share = sum(tensor.nbytes for part in parts for tensor in part.state)
     counts = sum(4 * (each.head // plan.rule.block_size) for each in plan.partitions)
-    said.append(("share", plan.share_bytes, share + counts))
+    said.append(("share", plan.held.share_bytes, share + counts))
     engine.destroy()
     return plan, [f"{name}: planned {planned}, built {made}" for name, planned, made in said if planned != made]
 
@@ -93,4 +93,6 @@ def test_a_start_builds_the_plan_that_plan_memory_shows(case: str, stage: int, d
             params = sum(parameter.numel() for parameter in OddModel().parameters())
             model = Model(params, params, "bfloat16")
             shown = setup.zenflow_plan(model, Ranks(1, 1), RankFacts(numels))
-        assert replace(shown, reasons=plan.reasons) == plan
+        assert replace(shown, reasons=plan.reasons, cpus=plan.cpus) == plan
+    assert plan.cpus is not None
+    assert plan.cpus.threads > 0

@@ -71,7 +71,7 @@ def test_gradients_go_to_the_host_beyond_half_of_what_is_free(
     for free, expected in ((2 * nbytes, Place.ACCELERATOR), (2 * nbytes - 1, Place.HOST)):
         rank = RankFacts((Run(100), Run(30, 2)), free, 1 << 20)
         how = dict(zip(("weights_dtype", "summed_dtype"), dtypes, strict=True))
-        plan = plan_of(facts_of(rank, flattens_sums=flattens, **how))
+        plan = plan_of(facts_of(rank, partitions_weights=flattens, **how))
         assert plan.places.gradient is expected
 
 
@@ -129,7 +129,7 @@ def test_landing_buffers_leave_a_tenth_of_the_memory_free_unless_they_are_asked_
     rank = one_rank(500, free, 1200)
     plan = plan_of(facts_of(rank, takes_gradients=False), hide_transfers=wanted, **SELECTIVE)
     assert (plan.copies is Copies.BESIDE_STEP) is expected
-    assert plan.landing_bytes == (1000 if expected else 0)
+    assert plan.held.landing_bytes == (1000 if expected else 0)
     refused = replace(facts_of(rank, takes_gradients=False), refuses_landing=True)
     if wanted is None:
         assert plan_of(refused, **SELECTIVE).copies is Copies.INSIDE_STEP
@@ -143,7 +143,7 @@ def test_a_share_of_the_optimizer_and_landing_buffers_do_not_take_the_same_memor
         rank = one_rank(2 * numel, room * numel + 10_000, 100_000)
         plan = plan_of(facts_of(rank, takes_gradients=False), host_share=0.5)
         assert (plan.copies is Copies.BESIDE_STEP) is expected
-        assert plan.share_bytes == 12 * numel + 4 * numel // 32
+        assert plan.held.share_bytes == 12 * numel + 4 * numel // 32
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def runs_of(draw: st.DrawFn) -> tuple[ZenFlowFacts, dict[str, Any], float | None
         summed_dtype=draw(st.sampled_from(["bfloat16", "float32"])),
         weights=draw(st.sampled_from([Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST])),
         takes_gradients=draw(st.booleans()),
-        flattens_sums=draw(st.booleans()),
+        partitions_weights=draw(st.booleans()),
         is_on_cpu=draw(st.sampled_from([False, False, True])),
     )
     return facts, draw(sections()), draw(st.sampled_from([1.0, 1.0, 0.5, 0.0, None]))

@@ -67,11 +67,11 @@ def test_the_host_keeps_what_the_accelerators_time_hides(times: ChainTimes, shar
 def test_what_fits_is_as_much_as_there_is_room_for(first: int, second: int, room: int) -> None:
     plan = plan_of(first, second)
     units = fitting_units(plan, room)
-    taken = plan.landing_bytes + room
+    taken = plan.held.landing_bytes + room
 
     def bytes_at(units: int) -> int:
         moved = with_host_share(plan, units / UNITS, "")
-        return moved.share_bytes + moved.landing_bytes
+        return moved.held.share_bytes + moved.held.landing_bytes
 
     assert units == UNITS or bytes_at(units) <= taken
     assert units == 0 or bytes_at(units - 1) > taken
@@ -104,8 +104,8 @@ def test_a_moved_plan_is_the_one_of_a_run_that_began_with_it(
     moved = with_host_share(plan_of(*numels, **config), share, "")
     begun = plan_of(*numels, share=share, **config)
     assert [each.head for each in moved.partitions] == [each.head for each in begun.partitions]
-    assert moved.share_bytes == begun.share_bytes
-    assert moved.landing_bytes == begun.landing_bytes
+    assert moved.held.share_bytes == begun.held.share_bytes
+    assert moved.held.landing_bytes == begun.held.landing_bytes
     assert moved.kernels == begun.kernels
     assert not moved.measures_share
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from deepspeed_ext.commands.memory.parts import Place
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, ZenFlowFacts
-from deepspeed_ext.zenflow.plan.held import Phase
+from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.places import Place
 
 GB, GIB, UNITS = 10**9, 2**30, 1024
 
@@ -30,7 +30,7 @@ def facts_of(model: Model, ranks: Ranks, setup: Setup, total: int) -> ZenFlowFac
         model.dtype,
         setup.accumulation_dtype(model),
         takes_gradients=True,
-        flattens_sums=setup.partitions_weights,
+        partitions_weights=setup.partitions_weights,
         bucket_bytes=model.itemsize * setup.reduce_bucket_size,
     )
     free = max(0, total - model.itemsize * whole)

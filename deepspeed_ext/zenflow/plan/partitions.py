@@ -1,0 +1,86 @@
+"""What follows from the sizes of partitions: their arrays, and the bytes that each decision takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, Dtypes
+from deepspeed_ext.zenflow.plan.places import Place, Places
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+
+__all__ = ["PartitionPlan", "head_of", "kinds_of", "landing_bytes", "share_bytes"]
+
+
+@dataclass(frozen=True)
+class PartitionPlan:
+    """One partition of ZeRO, or some of equal size.
+
+    Attributes:
+        numel: its elements.
+        head: how many of them, at its start, step on the accelerator.
+        places: where the arrays of the rest are.
+        times: number of such partitions; above 1 only in a plan that nothing is built from.
+    """
+
+    numel: int
+    head: int
+    places: Places
+    times: int = 1
+
+    @property
+    def on_host(self) -> int:
+        """Elements that step on the host."""
+        return self.numel - self.head
+
+
+def kinds_of(
+    rule: PredictiveSettings | SelectiveSettings,
+    dtypes: Dtypes,
+    places: Places,
+    *,
+    may_open: bool = False,
+) -> ArenaKinds:
+    """The arrays of partitions with these places. While the interval is open, only the slots of the
+    gradient ring that interval 1 needs are touched at start.
+
+    Args:
+        may_open: whether gradients that pass through in chunks may stay whole later.
+    """
+    in_transit, is_open = places.handed_over is Place.IN_TRANSIT, rule.update_interval is None
+    passes = in_transit and not (is_open or may_open)
+    slots = 0 if passes else rule.ring_at(rule.longest_interval, places.arrival)
+    touched = rule.ring_at(None, places.arrival) if is_open else slots
+    return ArenaKinds(
+        layout=rule.layout,
+        block_size=rule.block_size,
+        dtypes=dtypes,
+        per_block=rule.per_block(places),
+        lifts_y=places.weights is Place.ACCELERATOR,
+        slots=slots,
+        touched_slots=0 if in_transit else touched,
+    )
+
+
+def landing_bytes(kinds: ArenaKinds, numel: int) -> int:
+    """Bytes of the landing buffer of a partition of `numel` elements on the host: 2 per element if
+    gradients and y have 16 bits, plus the per-block array if the accelerator reads it."""
+    item = max(DTYPE_BYTES[kinds.dtypes.gradient], DTYPE_BYTES[kinds.dtypes.published])
+    entries = -(-numel // kinds.block_size) * kinds.layout.per_block_width(kinds.block_size)
+    per_block = entries * DTYPE_BYTES[kinds.per_block.dtype] if kinds.per_block.exchanged else 0
+    return numel * item + per_block
+
+
+def share_bytes(rule: PredictiveSettings | SelectiveSettings, numel: int) -> int:
+    """Bytes of accelerator memory of `numel` elements that step there: p, the moments, and a count
+    for each block if the optimizer needs it."""
+    counts = DTYPE_BYTES["int32"] * (numel // rule.block_size) if rule.layout.counts_updates else 0
+    return len(rule.layout.kinds) * DTYPE_BYTES["float32"] * numel + counts
+
+
+def head_of(numel: int, host_share: float, block_size: int) -> int:
+    """How many of a partition's `numel` elements step on the accelerator: whole blocks, as near as
+    possible to all but `host_share` of them."""
+    wanted = round(numel * (1.0 - host_share) / block_size) * block_size
+    return min(wanted, numel // block_size * block_size)
