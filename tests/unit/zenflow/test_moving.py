@@ -213,7 +213,7 @@ def exposed(config: dict[str, Any], folder: str) -> list[str]:
     ):
         engine = make_engine(config, groups=two_groups)
         host = engine.optimizer.host_optimizer
-        landing = host.decided.landing_bytes
+        landing = host.decided.held.landing_bytes
         losses = train(engine, data[:-2])
         decided = host.decided
         engine.save_checkpoint(folder, tag="t")
