@@ -37,6 +37,12 @@ SEEDS ?= 1000
 TORCH ?= 2.6.0
 TORCH_TESTS := $(addprefix tests/unit/,adapter/test_contract.py adapter/test_enable.py flatten/test_parity.py gather \
 	checkpoint/reshard/test_layout.py zenflow/test_training.py checkpoint/test_resume.py)
+# Of `make test-deepspeed`: the DeepSpeed that it installs, and the tests that it runs: the contract, and
+# training, start-up, gathers, resuming, sleep with exact weights, and invalid gradients at stages 1 to 3.
+VERSION ?= 0.19.3
+DEEPSPEED_TESTS := $(addprefix tests/unit/,adapter/test_contract.py adapter/test_enable.py \
+	flatten/test_parity.py gather/test_parity.py zenflow/test_training.py checkpoint/test_resume.py \
+	zenflow/test_rl_loop.py faults/test_gradients.py)
 # Of `make test-python`: the transformers and accelerate that it installs, and the tests that it runs, for what a Python or
 # these two can change: pickles, dataclasses, annotations, bytecode, processes and extension modules.
 HF ?= transformers accelerate
@@ -69,7 +75,7 @@ PYTEST := python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorde
 NATIVE_SOURCES := $(shell find deepspeed_ext -name '*.cpp' -o -name '*.h')
 
 .PHONY: help train test test-full test-gpu test-sim test-launchers test-torch test-this-torch test-python test-this-python \
-	test-trainers test-package release-check test-mutants check format soak fuzz bench bench-report bench-gpu wheel offline-wheels docs docs-site clean
+	test-deepspeed test-this-deepspeed test-trainers test-package release-check test-mutants check format soak fuzz bench bench-report bench-gpu wheel offline-wheels docs docs-site clean
 
 # Commands that people need first; `make help` lists them first.
 FIRST := train|test|check|docs-site|bench
@@ -102,6 +108,14 @@ test-this-torch: $(VENV)/.stamp-operators
 	$(PYTEST) --simulated tests/harness/simulated tests/harness/test_waits.py $(ARGS)
 	$(PYTEST) $(TORCH_TESTS) $(ARGS)
 	python -m tests.simulated.run --seeds $(SEEDS)
+
+test-deepspeed:  ## run some of the tests with another DeepSpeed (VERSION=0.19.3)
+	@$(MAKE) --no-print-directory test-this-deepspeed VENV=.venv-deepspeed-$(VERSION)
+
+test-this-deepspeed: $(VENV)/.stamp-torch
+	@$(PIP) --no-build-isolation deepspeed==$(VERSION)  # first, so that the package keeps it
+	@$(MAKE) --no-print-directory $(VENV)/.stamp-operators VENV=$(VENV)
+	$(PYTEST) --simulated $(DEEPSPEED_TESTS) $(ARGS)
 
 test-python:  ## run some of the tests with another Python (PYTHON=python3.12 HF="transformers==4.48.3 accelerate==1.3.0")
 	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
@@ -188,7 +202,7 @@ docs-site: $(VENV)/.stamp-dev  ## build the manual as a site in outputs/site, an
 	@python -m tools.serve_site $(PORT)
 
 clean:  ## remove .venv, build products and outputs
-	rm -rf $(VENV) .venv-offline .venv-torch-* .venv-python-* .venv-trainer-* build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-offline .venv-torch-* .venv-deepspeed-* .venv-python-* .venv-trainer-* build dist *.egg-info outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-python:

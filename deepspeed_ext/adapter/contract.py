@@ -15,7 +15,18 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ASSIGNED", "CONTRACT", "EXISTS", "Takes", "broken", "undecorated"]
+__all__ = [
+    "ASSIGNED",
+    "CONTRACT",
+    "EXISTS",
+    "Member",
+    "Since",
+    "Takes",
+    "broken",
+    "expected_members",
+    "release",
+    "undecorated",
+]
 
 EXISTS = "exists"
 """A class, a property, or a function with any parameters."""
@@ -31,7 +42,16 @@ class Takes:
     names: tuple[str, ...]
 
 
-Member = str | Takes
+@dataclass(frozen=True)
+class Since:
+    """A member that older releases than `release` lack, and what is expected of it from there on.
+    `releases` has what replaces it."""
+
+    release: tuple[int, int, int]
+    expected: str | Takes
+
+
+Member = str | Takes | Since
 """`EXISTS`, `ASSIGNED`, `Takes`, or all parameters of a function in order: ``"(self, closure)"``."""
 
 
@@ -85,10 +105,11 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "initialize": EXISTS,
     },
     "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator": {
-        "pin_empty": EXISTS,
-        "pin_memory_alignment": "(self)",
-        "register_host_memory": "(self, address, num_bytes)",
-        "unregister_host_memory": "(self, address)",
+        "is_fp64_supported": Since((0, 19, 6), "(self)"),
+        "pin_empty": Since((0, 19, 7), EXISTS),
+        "pin_memory_alignment": Since((0, 19, 8), "(self)"),
+        "register_host_memory": Since((0, 19, 6), "(self, address, num_bytes)"),
+        "unregister_host_memory": Since((0, 19, 6), "(self, address)"),
     },
     "deepspeed.ops.adam": {"DeepSpeedCPUAdam": EXISTS},
     "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam": {
@@ -127,7 +148,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "_backward_prologue": "(self)",
         "_configure_checkpointing": "(self)",
         "_configure_basic_optimizer": "(self, model_parameters)",
-        "_configure_expert_parallel": "(self, model, collect_sources)",
+        "_configure_expert_parallel": Since((0, 19, 2), Takes(("model",))),
         "_configure_optimizer": "(self, client_optimizer, model_parameters)",
         "_configure_zero_optimizer": "(self, optimizer)",
         "_copy_recovery_script": "(self, save_path)",
@@ -144,12 +165,12 @@ CONTRACT: dict[str, dict[str, Member]] = {
             " load_module_only, custom_load_fn)"
         ),
         "_load_zero_checkpoint": "(self, load_dir, tag, load_optimizer_states)",
-        "_refine_include_states": "(self, include)",
+        "_refine_include_states": Since((0, 19, 0), "(self, include)"),
         "_save_checkpoint": EXISTS,
         "_save_moe_checkpoint": EXISTS,
         "_save_zero_checkpoint": EXISTS,
         "_set_distributed_vars": "(self, args)",
-        "_take_model_step": "(self, lr_kwargs)",
+        "_take_model_step": Takes(("lr_kwargs",)),
         "autotp_size": "(self)",
         "_zero3_consolidated_16bit_state_dict": "(self, exclude_frozen_parameters)",
         "backward": "(self, loss, retain_graph, scale_wrt_gas)",
@@ -163,7 +184,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "gradient_accumulation_steps": "(self)",
         "is_deepcompile_enabled": "(self)",
         "is_gradient_accumulation_boundary": "(self)",
-        "managed_gradient_accumulation": "(self)",
+        "managed_gradient_accumulation": Since((0, 19, 4), "(self)"),
         "is_sanity_checks_enabled": "(self)",
         "load_checkpoint": (
             "(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,"
@@ -210,6 +231,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
     "deepspeed.runtime.config:DeepSpeedConfig": {
         "__init__": Takes(("config",)),
         "_do_error_check": "(self)",
+        "expert_parallel_config": Since((0, 19, 2), ASSIGNED),
         "zero_config": ASSIGNED,
     },
     "deepspeed.monitor.monitor:MonitorMaster": {"write_events": "(self, event_list)", "enabled": ASSIGNED},
@@ -246,7 +268,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "ds_summary": ASSIGNED,
         "ds_tensor": ASSIGNED,
         "ds_zero_param_process_group": ASSIGNED,
-        "ds_zero_partition_world_size": ASSIGNED,
+        "ds_zero_partition_world_size": Since((0, 19, 3), ASSIGNED),
         "final_location": ASSIGNED,
         "partition_numel": ASSIGNED,
     },
@@ -261,40 +283,43 @@ CONTRACT: dict[str, dict[str, Member]] = {
             "(groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor, allgather_bucket_size)"
         ),
         "get_accelerator": EXISTS,
-        "_zero_padding": ASSIGNED,
+        "_zero_padding": Since((0, 19, 7), ASSIGNED),
     },
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {
         **_OF_BOTH_OPTIMIZERS,
         "__init__": Takes(
             ("init_optimizer", "allgather_bucket_size", "dp_process_group", "has_moe_layers", *_BUILT_WITH)
         ),
-        "_finalize_cpu_offload_gradient_accumulation": "(self)",
-        "_get_compact_grad_partition_slice": "(self, group_idx, partition_id, param_id, num_elements)",
-        "_get_preflattened_grad_partition": "(self, group_idx)",
+        "_finalize_cpu_offload_gradient_accumulation": Since((0, 19, 5), "(self)"),
+        "_get_compact_grad_partition_slice": Since(
+            (0, 19, 8), "(self, group_idx, partition_id, param_id, num_elements)"
+        ),
+        "_get_preflattened_grad_partition": Since((0, 19, 2), "(self, group_idx)"),
         "_lazy_init_hp_params_optimizer_state": "(self)",
         "_link_all_hp_params": "(self)",
         "_load_legacy_checkpoint": EXISTS,
         "_optimizer_step": "(self, group_no)",
         "_update_model_bit16_weights": "(self, group_index)",
-        "_use_compact_grad_partition_buffer": "(self, group_idx)",
+        "_use_compact_grad_partition_buffer": Since((0, 19, 8), "(self, group_idx)"),
         "clear_grad_attribute": "(self, param)",
         "complete_grad_norm_calculation_for_cpu_offload": "(self, params)",
-        "copy_grads_in_partition": "(self, param, group_idx)",
+        "copy_grads_in_partition": Takes(("param",)),
         "create_gradient_handling_hooks": "(self)",
-        "flatten_dense_tensors_aligned": "(self, tensor_list, alignment, use_cpu_data, param_padding)",
+        "flatten_dense_tensors_aligned": Takes(("tensor_list", "alignment", "use_cpu_data")),
         "get_data_parallel_partitions": "(self, tensor, group_id)",
         "get_gradient_for_reduction": "(self, param)",
         "get_param_id": "(self, param)",
         "initialize_gradient_partitioning_data_structures": "(self)",
         "reduce_ipg_grads": "(self, comm_dtype)",
-        "is_gradient_accumulation_boundary": "(self)",
+        "is_gradient_accumulation_boundary": Since((0, 19, 5), "(self)"),
         "unscale_and_clip_grads": "(self, grad_groups_flat, total_norm)",
         "update_lp_params": "(self)",
         "overlap_comm": ASSIGNED,
         "_hp_optimizer_states_linked": ASSIGNED,
-        "_offload_gradient_safety_enabled": ASSIGNED,
+        "_offload_gradient_safety_enabled": Since((0, 19, 8), ASSIGNED),
         "all_grad_tensors": ASSIGNED,
         "bit16_groups": ASSIGNED,
+        "check_grad_overflow": ASSIGNED,
         "bit16_groups_flat": ASSIGNED,
         "cpu_offload": ASSIGNED,
         "grad_position": ASSIGNED,
@@ -310,7 +335,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "ready_for_gradients": ASSIGNED,
         "real_dp_process_group": ASSIGNED,
         "round_robin_bit16_groups": ASSIGNED,
-        "round_robin_bit16_padding": ASSIGNED,
+        "round_robin_bit16_padding": Since((0, 19, 7), ASSIGNED),
         "single_partition_of_fp32_groups": ASSIGNED,
         "temp_grad_buffer_for_cpu_offload": ASSIGNED,
         "temp_grad_buffer_for_gpu_offload": ASSIGNED,
@@ -324,11 +349,12 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "__init__": Takes(("module", "init_optimizer", "offload_ratio", *_BUILT_WITH)),
         "_constant_buffered_norm2": Takes(("input",)),
         "_create_fp32_partitions": "(self)",
-        "_finalize_offload_gradient_accumulation": "(self)",
+        "_finalize_offload_gradient_accumulation": Since((0, 19, 5), "(self)"),
         "_get_fp32_grad_state_partition": "(self, param, release_swap_buffers)",
         "_get_fp32_opt_state_partition": EXISTS,
-        "_get_param_partition_rank": "(self, param)",
+        "_get_param_partition_rank": Since((0, 19, 3), "(self, param)"),
         "_optimizer_step": "(self, sub_group_id)",
+        "_overflow_check_and_loss_scale_update": EXISTS,
         "_partition_all_parameters": "(self)",
         "_rigid_load_state_dict": EXISTS,
         "complete_grad_norm_calculation_for_cpu_offload": "(self, params)",
@@ -336,7 +362,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "get_fp32_grad_partitions": "(self)",
         "get_param_id": "(self, param)",
         "invalidate_secondary_tensor": "(self)",
-        "is_gradient_accumulation_boundary": "(self)",
+        "is_gradient_accumulation_boundary": Since((0, 19, 5), "(self)"),
         "partition_grads": "(self, params_to_release, grad_partitions)",
         "set_fp32_grad_for_param": "(self, value, param)",
         "unscale_and_clip_grads": "(self, sub_group_id, total_norm)",
@@ -382,13 +408,30 @@ CONTRACT: dict[str, dict[str, Member]] = {
 """Class (``module:Class``) or module -> name of the member -> what we expect of it."""
 
 
+def release() -> tuple[int, int, int]:
+    """The installed DeepSpeed's version."""
+    deepspeed = importlib.import_module("deepspeed")
+    return deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__
+
+
+def expected_members(owner_name: str) -> dict[str, str | Takes]:
+    """What `CONTRACT` expects of a class or module of the installed release, by member."""
+    found, installed = {}, release()
+    for name, expected in CONTRACT[owner_name].items():
+        if not isinstance(expected, Since):
+            found[name] = expected
+        elif installed >= expected.release:
+            found[name] = expected.expected
+    return found
+
+
 def broken() -> list[str]:
     """Compare the installed DeepSpeed with `CONTRACT`; return one line per member that differs.
 
     `ASSIGNED` members are compared only by a test, which reads DeepSpeed's bytecode.
     """
     found = []
-    for owner_name, members in CONTRACT.items():
+    for owner_name in CONTRACT:
         module_name, _, class_name = owner_name.partition(":")
         try:
             owner = importlib.import_module(module_name)
@@ -396,13 +439,13 @@ def broken() -> list[str]:
         except (ImportError, AttributeError):
             found.append(f"{owner_name} does not exist")
             continue
-        for name, expected in members.items():
+        for name, expected in expected_members(owner_name).items():
             if expected != ASSIGNED and (difference := _difference(owner, name, expected)):
                 found.append(f"{owner_name}.{name} {difference}")
     return found
 
 
-def _difference(owner: Any, name: str, expected: Member) -> str:
+def _difference(owner: Any, name: str, expected: str | Takes) -> str:
     """Say how a member that is not `ASSIGNED` differs from what is expected; empty if it does not."""
     try:
         member = inspect.getattr_static(owner, name)

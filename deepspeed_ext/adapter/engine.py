@@ -15,6 +15,7 @@ from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.parts import Parts, destroy_parts, fields_of, section_in_use
 from deepspeed_ext.adapter.reached_state import EVALUATES_PREDICTED, wrap_accelerate
 from deepspeed_ext.adapter.readiness import Readiness, Work
+from deepspeed_ext.adapter.releases import makes_experts, manages_accumulation
 from deepspeed_ext.adapter.resharding import LoadingRun, RunLayout, only_weights
 from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
 from deepspeed_ext.adapter.stand_ins import StreamThroughputTimer, WeakEngine, held_optimizers
@@ -93,11 +94,10 @@ class EngineSettings(DeepSpeedEngine):
 
     def _spread(self) -> dict[str, Any]:
         """How the model is spread over ranks; see `supported.require_spreadable`."""
-        experts = self._config.expert_parallel_config
         return {
             "tensor_ranks": max(self.autotp_size(), tensor_ranks(self.mpu)),
             "ties_stages": self._ties_stages,
-            "makes_experts": experts is not None and experts.enabled,
+            "makes_experts": makes_experts(self._config),
         }
 
     @property
@@ -287,18 +287,18 @@ class Engine(EngineSettings):
             StateError: see `backward`; or there was no backward pass since the last step.
         """
         self._require(Readiness.require_states_here)
-        ends_step = not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary()
+        managed = manages_accumulation(self)
+        ends_step = not managed or self.is_gradient_accumulation_boundary()
         if ends_step and (zenflow := self._parts.zenflow) is not None:
-            managed = self.managed_gradient_accumulation()
             self._parts.require_known_state(partial(zenflow.readiness.require_steppable, managed))
         with self._recording(Work.STEP):
             super().step(lr_kwargs)
         if ends_step:
             self._parts.saver.after_step()
 
-    def _take_model_step(self, lr_kwargs: Any) -> None:
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         with self._recording(Work.STEP):  # pipelines call this alone
-            super()._take_model_step(lr_kwargs)
+            super()._take_model_step(*args, **kwargs)
         logs = self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
         self._parts.after_model_step(self.monitor if self.global_rank == 0 else None, self.global_samples, logs)
 
@@ -526,6 +526,6 @@ class HybridEngine(DeepSpeedHybridEngine, Engine):
 class PipeEngine(PipelineEngine, Engine):
     """DeepSpeed's pipeline engine on top of ours."""
 
-    def _take_model_step(self, lr_kwargs: Any) -> None:
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         self._require(Readiness.require_steppable, True)  # a pipeline calls no `step`
-        super()._take_model_step(lr_kwargs)
+        super()._take_model_step(*args, **kwargs)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils._foreach_utils import _device_has_foreach_support
 
+from deepspeed_ext.adapter.releases import norm_dtype
 from deepspeed_ext.adapter.upstream import counted_alike
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow import kernels
@@ -57,7 +58,7 @@ def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
     pieces = rows.split(_ROWS_ON_CPU) if flat.device.type == "cpu" else (rows,)
     norms = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32) for piece in pieces]
     norms.append(torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1))
-    exact = torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
+    exact = norm_dtype()
     return torch.linalg.vector_norm(torch.cat(norms).to(exact)).view(1)
 
 
@@ -131,7 +132,7 @@ def _fuses(device: torch.device) -> bool:
     """Whether `fused_l2_norms` is fused on `device`; otherwise it loops and makes an fp64 copy of
     each gradient."""
     has_kernel = kernels.missing(device) is None or _device_has_foreach_support(device)
-    return device.type != "cpu" and has_kernel and get_accelerator().is_fp64_supported()
+    return device.type != "cpu" and has_kernel and norm_dtype() is torch.float64
 
 
 @dataclass(frozen=True)

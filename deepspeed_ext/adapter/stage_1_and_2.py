@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
+from deepspeed_ext.adapter.releases import is_at_boundary, norm_shows_overflow
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizer,
     OffloadDeviceEnum,
@@ -98,10 +99,14 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
     ) -> torch.Tensor:
         """During construction, build the next group's flat buffer with the tier that fits; afterwards do as DeepSpeed
         does."""
-        if self._flattener is None or param_padding is None:
-            return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data, param_padding)
+        if self._flattener is None:
+            theirs = partial(super().flatten_dense_tensors_aligned, tensor_list, alignment)
+            if param_padding is None:  # releases before 0.19.7 take none
+                return theirs(use_cpu_data)
+            return theirs(use_cpu_data, param_padding)
         with self._direct_buffers.resting():
-            return self._flatten_together(tensor_list, alignment, param_padding)
+            padding = [0] * len(tensor_list) if param_padding is None else param_padding
+            return self._flatten_together(tensor_list, alignment, padding)
 
     def _flatten_together(
         self, tensor_list: Sequence[torch.Tensor], alignment: int, param_padding: Sequence[int]
@@ -251,6 +256,8 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self.cpu_offload = parts.host.decided.arrival is Arrival.IN_BACKWARD
         self.device = get_accelerator().current_device_name()
         self._offload_gradient_safety_enabled = False
+        if self.dtype == torch.float32 and not norm_shows_overflow():
+            self.check_grad_overflow = True
         if self.cpu_offload:
             self._take_gradients_to_host(parts)
 
@@ -288,18 +295,18 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         parts.driver.gradients = HostGradients(places, slot, sums, gradient_norm)
         self._reduced: dict[int, torch.Tensor] = {}
 
-    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
+    def copy_grads_in_partition(self, param: Any, *args: Any, **kwargs: Any) -> None:
         """Take this rank's part of a reduced gradient to its slot. DeepSpeed would keep it on the
         accelerator."""
         if self._host_gradients is None:
-            super().copy_grads_in_partition(param, group_idx)
+            super().copy_grads_in_partition(param, *args, **kwargs)
             return
         number = self.get_param_id(param)
         gradient = self._reduced.pop(number, None)
         if gradient is None:
             _, begin, _, numel = self.grad_position[number]
             gradient = self.get_gradient_for_reduction(param).view(-1)[begin : begin + numel]
-        adds, completes = self.micro_step_id > 0, self.is_gradient_accumulation_boundary()
+        adds, completes = self.micro_step_id > 0, is_at_boundary(self)
         with self.host_optimizer.link.keeping():
             self._host_gradients.take(number, gradient, adds=adds, completes=completes)
         if not get_accelerator().is_synchronized_device():
@@ -384,12 +391,11 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Skip DeepSpeed's check: the norm that it computes next is invalid if any gradient is, and
-        then counts as an overflow, too. With model parallelism a rank's norm may omit some of its
-        gradients, so the check runs."""
-        if self.mpu is not None:
+        then counts as an overflow, too. The check runs with model parallelism, where a rank's norm
+        may omit some of its gradients, and in releases that skip no step because of its norm."""
+        if self.mpu is not None or not norm_shows_overflow():
             if self._host_gradients is not None:
-                slots = self.zenflow_parts.driver.slots()
-                self.local_overflow = not all(bool(torch.isfinite(slot).all()) for slot in slots)
+                self.local_overflow = not self.zenflow_parts.driver.is_finite()
             super().check_overflow(partition_gradients)
 
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
@@ -442,7 +448,8 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             if include is None or OffloadStateTypeEnum.lp_grads in include:
                 self._sums = self._sums or Parked(self._summed(), unused=self._empty_buckets(), pins=pin_memory)
             left = self.zenflow_parts.offload(include, pins=pin_memory)
-            super().offload_states(left, device, pin_memory, non_blocking)
+            pins = pin_memory and memory.can_page_lock()  # before 0.19.6 torch is asked, and raises
+            super().offload_states(left, device, pins, non_blocking)
         except Exception:  # some may have moved: marked as offloaded, reloading moves them back
             self.offloaded_states |= {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
             raise

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
+from deepspeed_ext.adapter.releases import is_at_boundary, norm_shows_overflow
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
@@ -120,7 +121,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         from there to the accelerator and then to the masters' gradients."""
         if self._host_gradients is None:
             return super().partition_grads(params_to_release, grad_partitions)
-        adds, completes = self.micro_step_id > 0, self.is_gradient_accumulation_boundary()
+        adds, completes = self.micro_step_id > 0, is_at_boundary(self)
         for param, gradient in zip(params_to_release, grad_partitions, strict=True):
             with self.host_optimizer.link.keeping():
                 if self._partitions.held_numel(param):
@@ -157,13 +158,20 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Gradients on the host bypass DeepSpeed's buffer, so their norm, which it computes next,
         detects an overflow. But with model parallelism a rank's norm may omit some of its
-        gradients, so the slots are checked."""
+        gradients, and there are releases that skip no step because of its norm."""
         if self._host_gradients is None:
             super().check_overflow(partition_gradients)
-        elif self.model_parallel_group is not None:
-            slots = torch.cat(self.zenflow_parts.driver.slots())
-            with swapped(Swap(self, "grad_partitions_flat_buffer", slots)):
+        elif self.model_parallel_group is not None or not norm_shows_overflow():
+            found = 0.0 if self.zenflow_parts.driver.is_finite() else math.nan
+            one = torch.tensor([found], device="cpu")
+            with swapped(Swap(self, "grad_partitions_flat_buffer", one)):
                 super().check_overflow(partition_gradients)
+
+    def _overflow_check_and_loss_scale_update(self, *args: Any, **kwargs: Any) -> bool:
+        """Also check gradients that are not fp16, if no step is skipped because of its norm."""
+        if self.dtype != torch.float16 and not norm_shows_overflow():
+            self.check_overflow()
+        return super()._overflow_check_and_loss_scale_update(*args, **kwargs)
 
     @contextmanager
     def _gradients_shown(self, *params: Any) -> Iterator[None]:

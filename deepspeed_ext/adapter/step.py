@@ -43,6 +43,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, known_norm_tensors, norm_tensors
+from deepspeed_ext.adapter.releases import norm_dtype
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
@@ -311,7 +312,7 @@ class StepDriver:
         """
         assert self.gradients is not None, "called only if gradients are on the host"
         device = get_accelerator().current_device_name()
-        exact = torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
+        exact = norm_dtype()
         # NaN, if this rank has kept an error; see Note: [an error of one rank].
         norms = [torch.full((1,), math.nan, dtype=exact, device=device) for _ in numbers]
         if not self._host.link.failed:
@@ -322,6 +323,11 @@ class StepDriver:
         return norms
 
     # -- gradients on the host ---------------------------------------------------------------------
+
+    def is_finite(self) -> bool:
+        """Whether this rank has kept no error, and its part of every gradient is finite."""
+        failed = self._host.link.failed
+        return not failed and all(bool(torch.isfinite(slot).all()) for slot in self.slots())
 
     def place_gradients(self) -> None:
         """Let the receivers show the gradients of the coming step, which are on the host."""

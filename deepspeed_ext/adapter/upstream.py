@@ -57,7 +57,7 @@ from deepspeed.utils.tensor_fragment import safe_get_full_fp32_param as master_o
 from deepspeed.utils.tensor_fragment import tensor_fragment as TensorFragment  # noqa: N812 (it is a class)
 from deepspeed.utils.timer import ThroughputTimer
 
-from deepspeed_ext.adapter.contract import broken
+from deepspeed_ext.adapter.contract import broken, release
 from deepspeed_ext.errors import UpstreamError
 from deepspeed_ext.runtime import builds, launch
 from deepspeed_ext.runtime.backend import get_accelerator, local_rank
@@ -125,7 +125,7 @@ PartitionedParameter = Any
 comm_module = importlib.import_module("deepspeed.comm.comm")
 torch_backend_module = importlib.import_module("deepspeed.comm.torch")  # as an attribute, it is torch itself
 
-SUPPORTED_FROM = (0, 19, 8)
+SUPPORTED_FROM = (0, 19, 3)
 SUPPORTED_BELOW = (0, 20, 0)
 
 
@@ -136,12 +136,12 @@ def check() -> None:
     Raises:
         UpstreamError: the version is outside the supported range, or a member of the contract differs.
     """
-    found = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
-    if not SUPPORTED_FROM <= found < SUPPORTED_BELOW:
+    if not SUPPORTED_FROM <= release() < SUPPORTED_BELOW:
         first, below = (".".join(map(str, bound)) for bound in (SUPPORTED_FROM, SUPPORTED_BELOW))
+        nearest = f"deepspeed=={first}" if release() < SUPPORTED_FROM else f"deepspeed<{below}"
         raise UpstreamError(
-            f"deepspeed_ext supports DeepSpeed from {first} to below {below} and found {deepspeed.__version__}; "
-            f"install one with: pip install 'deepspeed>={first},<{below}'"
+            f"deepspeed_ext supports DeepSpeed from {first} to below {below} and found "
+            f"{deepspeed.__version__}; install the nearest: pip install '{nearest}'"
         )
     if lines := broken():
         raise UpstreamError(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_ext.adapter.gradients import Extent
+from deepspeed_ext.adapter.releases import group_paddings, partition_rank
 from deepspeed_ext.adapter.saved_checkpoint import Keys
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
@@ -258,7 +259,7 @@ class SubGroupPartitions:
         """Elements of `param` in this rank's partition of it; the rest of that partition is
         padding."""
         size = param.partition_numel()
-        begin = self._zero._get_param_partition_rank(param) * size
+        begin = partition_rank(self._zero, param) * size
         return min(max(param.ds_numel - begin, 0), size)
 
     def places(self) -> dict[int, Extent]:
@@ -353,7 +354,7 @@ class GroupsTarget(ZeroTarget):
     def __init__(self, optimizer: Any, shapes: Sequence[Mapping[str, torch.Size]]) -> None:
         super().__init__(optimizer, shapes)
         parts = [master.numel() for master in self.masters]
-        self.layout = Layout.of_groups(self._numels, optimizer.round_robin_bit16_padding, parts, self.ranks)
+        self.layout = Layout.of_groups(self._numels, group_paddings(optimizer), parts, self.ranks)
 
     @property
     def masters(self) -> list[torch.Tensor]:
@@ -368,7 +369,7 @@ class GroupsTarget(ZeroTarget):
             **scaler,
             Keys.BASE_OPTIMIZER_STATE: base,
             Keys.SINGLE_PARTITION_OF_FP32_GROUPS: self.masters,
-            Keys.PARAM_ALIGNMENT_PADDINGS: self._optimizer.round_robin_bit16_padding,
+            Keys.PARAM_ALIGNMENT_PADDINGS: group_paddings(self._optimizer),
             Keys.DS_VERSION: deepspeed.__version__,
         }
 

@@ -114,7 +114,8 @@ def check_deepspeed() -> Check:
 
         upstream.check()
     except ImportError as error:
-        return _problem("deepspeed", f"cannot be imported: {error}", "pip install 'deepspeed>=0.19.8,<0.20'")
+        install = "pip install 'deepspeed>=0.19.3,<0.20'"
+        return _problem("deepspeed", f"cannot be imported: {error}", install)
     except UpstreamError as error:
         return _problem("deepspeed", str(error), "install the supported version")
     return _ok("deepspeed", f"{upstream.deepspeed.__version__}, every member that deepspeed_ext relies on exists")

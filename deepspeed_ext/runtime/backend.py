@@ -21,6 +21,10 @@ __all__ = [
     "group_timeout_seconds",
     "local_rank",
     "local_world_size",
+    "page_lock",
+    "page_lock_alignment",
+    "page_unlock",
+    "pinned_empty",
     "shares_host_memory",
 ]
 
@@ -50,7 +54,66 @@ def group_timeout_seconds(group: Any) -> float:
 
 def can_register_host_memory() -> bool:
     """Whether the accelerator's class can page-lock memory that its runtime did not allocate."""
-    return type(get_accelerator()).register_host_memory is not DeepSpeedAccelerator.register_host_memory
+    theirs = getattr(DeepSpeedAccelerator, "register_host_memory", None)
+    if theirs is None:
+        return _device_runtime(get_accelerator()) is not None
+    return type(get_accelerator()).register_host_memory is not theirs
+
+
+# -- what older releases of DeepSpeed leave to torch ---------------------------------------------
+
+
+def pinned_empty(accelerator: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate an uninitialised 1-D page-locked host tensor. DeepSpeed's accelerators do it since
+    0.19.7."""
+    if hasattr(accelerator, "pin_empty"):
+        return accelerator.pin_empty(numel, dtype=dtype)
+    pins = accelerator.device_name() != "cpu"
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pins)
+
+
+def page_lock(accelerator: Any, address: int, nbytes: int) -> bool:
+    """Page-lock host memory that torch did not allocate; return whether that can be done.
+    DeepSpeed's accelerators do it since 0.19.6.
+
+    Raises:
+        RuntimeError: the runtime refuses.
+    """
+    if hasattr(accelerator, "register_host_memory"):
+        return bool(accelerator.register_host_memory(address, nbytes))
+    if (runtime := _device_runtime(accelerator)) is None:
+        return False
+    _check(runtime.cudaHostRegister(address, nbytes, 0))
+    return True
+
+
+def page_unlock(accelerator: Any, address: int) -> None:
+    """Undo `page_lock`.
+
+    Raises:
+        RuntimeError: the runtime refuses.
+    """
+    if hasattr(accelerator, "unregister_host_memory"):
+        accelerator.unregister_host_memory(address)
+    elif (runtime := _device_runtime(accelerator)) is not None:
+        _check(runtime.cudaHostUnregister(address))
+
+
+def page_lock_alignment(accelerator: Any) -> int:
+    """Bytes to which `page_lock` wants addresses aligned. Accelerators say so since 0.19.8."""
+    alignment = getattr(accelerator, "pin_memory_alignment", None)
+    return 1 if alignment is None else alignment()
+
+
+def _device_runtime(accelerator: Any) -> Any:
+    """torch's binding of the device's runtime; None: it has none."""
+    module = torch.get_device_module(accelerator.device_name())
+    return module.cudart() if hasattr(module, "cudart") else None
+
+
+def _check(result: Any) -> None:
+    if int(result):
+        raise RuntimeError(f"the device's runtime returned error {int(result)}")
 
 
 def shares_host_memory() -> bool:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
+from deepspeed_ext.runtime.backend import get_accelerator, local_world_size, pinned_empty
 from deepspeed_ext.runtime.host_memory import available_host_bytes, total_host_bytes
 from deepspeed_ext.runtime.log import warn_once
 from deepspeed_ext.runtime.profiling import in_profile
@@ -102,7 +102,7 @@ def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
 def _page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor | None:
     """Allocate an uninitialised 1-D page-locked tensor; None if it does not fit."""
     try:
-        return get_accelerator().pin_empty(numel, dtype=dtype)
+        return pinned_empty(get_accelerator(), numel, dtype)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

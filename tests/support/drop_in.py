@@ -216,7 +216,7 @@ ROWS = (
     Row("cpu_offload: true", {"zero_optimization": {"cpu_offload": True, "offload_optimizer": None}}),
     _zero("cpu_offload_use_pin_memory", True),
     _zero("cpu_offload_param", False, stages=(3,)),
-    _zero("mics_shard_size", 2, REFUSED_BY_BOTH, "gone since 0.19.8", (3,), "mics_shard_size"),
+    _zero("mics_shard_size", 2, REFUSED_BY_BOTH, "gone since 0.19.7", (3,), "mics_shard_size"),
     # -- zero_optimization.offload_optimizer --------------------------------------------------------------------------
     _offload("device", "cpu"),
     Row(

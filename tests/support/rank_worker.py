@@ -25,6 +25,7 @@ def _join_group() -> None:
     from deepspeed.accelerator import get_accelerator
 
     from deepspeed_ext import shared_buffers
+    from tests.support.gloo import await_every_gather
     from tests.support.shared_device import BACKEND, share_devices
 
     accelerator = get_accelerator()
@@ -47,6 +48,7 @@ def _join_group() -> None:
         import tests.support.simulated_accelerator.simulation  # noqa: F401 - sets the order of tasks
     with shared_buffers.not_made():  # the tests need none of them, and pools would even share them by name
         deepspeed.init_distributed(dist_backend=backend)
+    await_every_gather()
 
 
 def _reset() -> None:

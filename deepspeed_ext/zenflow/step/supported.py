@@ -87,8 +87,22 @@ def require_section(section: Any) -> None:
             zenflow.state_dtype == "int8" and zenflow.block_size > LARGEST_CODED_BLOCK,
             "a block has one scale, and in a large one most moments are small beside the largest: lower block_size",
         ),
-        Refusal("compute_grad_norm = false", not section.compute_grad_norm, "DeepSpeed refuses it with CPU offload"),
+        Refusal(
+            "compute_grad_norm = false",
+            _field(section, "compute_grad_norm") is False,  # since DeepSpeed 0.19.7
+            "DeepSpeed refuses it with CPU offload",
+        ),
+        Refusal(
+            "mics_shard_size",
+            (_field(section, "mics_shard_size") or 0) > 0,  # until DeepSpeed 0.19.6
+            "DeepSpeed has an optimizer of its own for it; zero_hpz_partition_size divides alike",
+        ),
     )
+
+
+def _field(section: Any, name: str) -> Any:
+    """A field that not every release of DeepSpeed has; None: this one has not."""
+    return section.model_dump(include={name}).get(name)
 
 
 def require_shared_folder(section: Any, node_local: bool) -> None:

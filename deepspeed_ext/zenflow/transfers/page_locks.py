@@ -7,6 +7,7 @@ import os
 import resource
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from deepspeed_ext.runtime.backend import (
     SHARED_MEMORY,
     can_register_host_memory,
     get_accelerator,
+    page_lock,
+    page_lock_alignment,
+    page_unlock,
     shares_host_memory,
 )
 from deepspeed_ext.runtime.log import warn_once
@@ -49,8 +53,9 @@ class PageLocks:
         accelerator = get_accelerator()
         if accelerator.is_synchronized_device():
             return
+        alignment = page_lock_alignment(accelerator)
         for tensor in tensors:
-            begin = tensor.data_ptr() // accelerator.pin_memory_alignment() * accelerator.pin_memory_alignment()
+            begin = tensor.data_ptr() // alignment * alignment
             if tensor.numel() == 0 or begin in self._locked:
                 continue
             nbytes = tensor.data_ptr() + tensor.nbytes - begin
@@ -73,7 +78,8 @@ class PageLocks:
         chosen = None if tensors is None else {tensor.data_ptr() for tensor in tensors}
         for begin, tensor in list(self._locked.items()):
             if chosen is None or tensor.data_ptr() in chosen:
-                if _error_of(lambda begin=begin: get_accelerator().unregister_host_memory(begin)) is not None:
+                unlock = partial(page_unlock, get_accelerator(), begin)
+                if _error_of(unlock) is not None:
                     _left.append(tensor)
                 del self._locked[begin]
 
@@ -112,7 +118,7 @@ def remedy_for_refused(error: str, limit: int | None, shares_memory: bool, *, wi
 def _refusal(address: int, nbytes: int) -> str | None:
     """Page-lock memory; return why that did not succeed, or None."""
     registered: list[Any] = []
-    error = _error_of(lambda: registered.append(get_accelerator().register_host_memory(address, nbytes)))
+    error = _error_of(lambda: registered.append(page_lock(get_accelerator(), address, nbytes)))
     return error if error is not None or any(registered) else "it was not registered"
 
 

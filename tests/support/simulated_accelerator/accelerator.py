@@ -182,6 +182,16 @@ class SimulatedAccelerator(DeepSpeedAccelerator):
     def available_memory(self, device_index: int | None = None) -> int:
         return sim.mem_get_info(device_index)[0]
 
+    def pin_memory(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if hasattr(DeepSpeedAccelerator, "pin_empty"):  # abstract in older releases
+            return super().pin_memory(tensor, *args, **kwargs)
+        return tensor.pin_memory()
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        if hasattr(DeepSpeedAccelerator, "pin_empty"):
+            return super().is_pinned(tensor)
+        return tensor.is_pinned()
+
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
         _check(sim.cudart().cudaHostRegister(address, num_bytes, 0))
         return True
