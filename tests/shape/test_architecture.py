@@ -151,6 +151,7 @@ WIDE_RECORDS = {
     *("commands.memory.setup.Setup", "commands.verify.config.Plan", "commands.verify.figures.Found"),
     *("cores.exchange.RankReport", "cores.plan.RankPlan", "cores.tuning_results.Fingerprint"),
     *("zenflow.kernels.definition.HotConstants", "zenflow.plan.arrays.ArraySpec"),
+    *("zenflow.plan.facts.Caller", "zenflow.plan.held.Held"),
     *("zenflow.plan.plan.ZenFlowPlan", "zenflow.plan.rule_bytes.RuleBytes"),
     "zenflow.step.partition.Partition",
     *(f"zenflow.worker.kernel.adam_pass.{name}" for name in ("AdamPass", "AdamStep", "MeanPass")),
