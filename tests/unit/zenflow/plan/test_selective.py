@@ -36,7 +36,7 @@ def test_hot_blocks_are_on_the_accelerator_or_on_the_host() -> None:
     here, away = settings(), settings(keeps_hot_on_host=True)
     assert here.hot_blocks(NUMEL) == away.hot_blocks(NUMEL) == HOT
     assert bytes_of(here, NUMEL, 2).kept == {"hot state": HOT * (STATE + 8)}
-    assert bytes_of(away, NUMEL, 2).kept == {"hot state": HOT * 8}
+    assert bytes_of(away, NUMEL, 2).kept == {"hot block numbers": HOT * 8}
     assert (bytes_of(here, NUMEL).kept_on_host, bytes_of(away, NUMEL).kept_on_host) == (0, HOT * STATE)
 
 
