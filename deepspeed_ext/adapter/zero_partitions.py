@@ -144,15 +144,12 @@ class GroupPartitions:
 
     def caller(self, ranks: int) -> Caller:
         zero = self._zero
-        # At stage 1, a rank keeps all of them until they are reduced.
-        takes_gradients = zero.partition_gradients
         buckets = 2 if zero.overlap_comm else 1  # two alternate if they are reduced during backward
         bucket_bytes = zero.dtype.itemsize * zero.reduce_bucket_size * buckets
         return Caller(
             dtype_name(self.weights(0).dtype),
             dtype_name(zero.gradient_accumulation_dtype),
-            takes_gradients=takes_gradients,
-            kept_partitions=1 if takes_gradients else ranks,
+            takes_gradients=zero.partition_gradients,  # else a rank keeps those of all ranks
             bucket_bytes=bucket_bytes if zero.contiguous_gradients else 0,
             ranks=ranks,
         )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
-from deepspeed_ext.commands.memory.setup import Model, Setup
+from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
+from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
@@ -17,6 +19,15 @@ PARAMS = st.integers(1, 10**10)
 
 def model_of(params: int, dtype: str = "bfloat16") -> Model:
     return Model(params, max(1, params // 20), dtype)
+
+
+def planned(setup: Setup, params: int, ranks: int = 1, dtype: str = "bfloat16") -> MemoryPlan:
+    """The plan of a drawn run, if its section allows one."""
+    try:
+        return plan_memory(model_of(params, dtype), Ranks(ranks, ranks), setup)
+    except ValueError:  # Lion has fewer intervals, and an open interval may contradict a section
+        assume(False)
+        raise
 
 
 @st.composite

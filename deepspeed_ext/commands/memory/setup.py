@@ -164,15 +164,13 @@ class Setup:
 
     def caller(self, model: Model, ranks: Ranks) -> Caller:
         """The ZeRO optimizer around ZenFlow."""
-        takes_gradients = self.stage != 1
         alternate = 2 if self.overlaps and not self.partitions_weights else 1
         bucket = model.itemsize * self.reduce_bucket_size * alternate
         return Caller(
             model.dtype,
             self.accumulation_dtype(model),
             self.weights,
-            takes_gradients,
-            1 if takes_gradients else ranks.count,
+            self.stage != 1,
             self.partitions_weights,
             bucket if self.contiguous_gradients else 0,
             ranks.count,

@@ -68,8 +68,6 @@ class Caller:
         summed_dtype: name of the dtype in which gradients of micro-steps are added up.
         weights: where partitions of the weights are.
         takes_gradients: whether a gradient can go to the host during backward.
-        kept_partitions: how many ranks' partitions of the gradients a rank keeps until they are
-            reduced, its own among them.
         partitions_weights: whether a rank has a part of the weights, as at stage 3. Then a partition's
             gradients are copied to a flat tensor even if they are added up in another dtype.
         bucket_bytes: bytes of the accelerator for gradients that are being reduced.
@@ -80,10 +78,15 @@ class Caller:
     summed_dtype: str
     weights: Place = Place.ACCELERATOR
     takes_gradients: bool = False
-    kept_partitions: int = 1
     partitions_weights: bool = False
     bucket_bytes: int = 0
     ranks: int = 1
+
+    @property
+    def kept_partitions(self) -> int:
+        """How many ranks' partitions of the gradients a rank keeps until they are reduced, its own
+        among them."""
+        return 1 if self.takes_gradients else self.ranks
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArenaKinds, ArraySpec, Dtypes, plan_layout
@@ -21,6 +22,7 @@ from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.partitions import (
     PartitionPlan,
     head_of,
+    kinds_of,
     landing_bytes,
     share_bytes,
 )
@@ -82,7 +84,6 @@ class Held:
     dtypes: Dtypes
     partitions: tuple[PartitionPlan, ...]
     host_share: float
-    kinds: ArenaKinds
     slots: tuple[ArraySpec, ...]
     caller: Caller
     saves_beside: bool
@@ -97,6 +98,11 @@ class Held:
         return by_phase(phase)
 
     # -- sizes -------------------------------------------------------------------------------------
+
+    @cached_property
+    def kinds(self) -> ArenaKinds:
+        """What the arrays of all partitions have in common."""
+        return kinds_of(self.rule, self.dtypes, self.partitions[0].places)
 
     @property
     def copies(self) -> Copies:

@@ -143,7 +143,6 @@ class ZenFlowPlan:
             self.dtypes,
             self.partitions,
             self.host_share,
-            self.kinds,
             tuple(self._slot_arrays()),
             self.caller,
             self.saves_beside,

@@ -25,7 +25,7 @@ from deepspeed_ext.commands.memory.ways import name_of, ways
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.phases import Memory, Part, Phase, largest
 from deepspeed_ext.zenflow.plan.places import Place
-from tests.support.memory_plans import DTYPES, PARAMS, model_of, setups
+from tests.support.memory_plans import DTYPES, PARAMS, model_of, planned, setups
 from tests.support.paths import ROOT
 
 MIB = 1 << 20
@@ -42,7 +42,7 @@ def test_a_phase_is_its_largest_moment() -> None:
 @settings(deadline=None, max_examples=50)
 @given(setup=setups(), dtype=DTYPES, params=PARAMS)
 def test_json_says_all_that_the_plan_says(setup: Setup, dtype: str, params: int) -> None:
-    plan = plan_memory(model_of(params, dtype), Ranks(4, 2), setup)
+    plan = planned(setup, params, 4, dtype)
     report = json.loads(json.dumps(as_json([plan])))
     (found,) = report["plans"]
     parts = found["bytes_per_rank"]
