@@ -10,23 +10,31 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "deepspeed_ext" / "__init__.py").read_text(), re.MULTILINE)[1]
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (ROOT / "deepspeed_ext" / "__init__.py").read_text(), re.MULTILINE
+)[1]
 
 KERNEL = Path("deepspeed_ext/zenflow/worker/kernel")
-# Passes over host memory. Optional: without a compiler the package installs all the same and torch does the work.
+# Passes over host memory. Optional: without a compiler the package installs all the same and torch
+# does the work.
 NATIVE_KERNEL = Extension(
     "deepspeed_ext.zenflow.worker.kernel._adam_pass",
     sources=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.cpp")),
     depends=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.h")),
-    # Whatever Python itself was compiled with: nothing that debugs, and nothing that other CPUs lack.
-    extra_compile_args=[*runpy.run_path(str(ROOT / KERNEL / "compile_flags.py"))["COMPILE_FLAGS"], "-g0"],
+    # Whatever Python itself was compiled with: nothing that debugs, and nothing that other CPUs
+    # lack.
+    extra_compile_args=[
+        *runpy.run_path(str(ROOT / KERNEL / "compile_flags.py"))["COMPILE_FLAGS"],
+        "-g0",
+    ],
     extra_link_args=["-pthread"],
     optional=True,
 )
 
 
 class BuildKernel(build_ext):
-    """Builds a library that ctypes loads: no version of Python in its name, because it uses nothing of Python."""
+    """Builds a library that ctypes loads: no version of Python in its name, because it uses nothing
+    of Python."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """Return the library's path, relative to the packages."""
@@ -34,7 +42,8 @@ class BuildKernel(build_ext):
 
 
 class WithConfigs(build_py):
-    """Puts the ready configs, which are beside the package, into it (deepspeed_ext/commands/ready_configs.py)."""
+    """Puts the ready configs, which are beside the package, into it
+    (deepspeed_ext/commands/ready_configs.py)."""
 
     def run(self) -> None:
         """Copy the package, then the configs."""
@@ -52,7 +61,9 @@ class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         """Return the tags of Python, ABI and platform."""
         platform = super().get_tag()[2]
-        built = all(Path(path).exists() for path in self.get_finalized_command("build_ext").get_outputs())
+        built = all(
+            Path(path).exists() for path in self.get_finalized_command("build_ext").get_outputs()
+        )
         return "py3", "none", platform if built else "any"
 
 
@@ -62,7 +73,8 @@ SITE = ["mkdocs>=1.6", "mkdocs-material>=9.5.20"]
 setup(
     name="deepspeed-ext",
     version=VERSION,
-    description="Offload and ZeRO extensions for DeepSpeed: tiered flattening, single-parameter all-gather, "
+    description="Offload and ZeRO extensions for DeepSpeed: tiered flattening, single-parameter "
+    "all-gather, "
     "an overlapped optimizer process and automatic CPU core separation",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
@@ -84,7 +96,9 @@ setup(
     ],
     python_requires=">=3.10,<3.15",
     packages=find_packages(include=["deepspeed_ext", "deepspeed_ext.*"]),
-    package_data={"deepspeed_ext": ["py.typed", "zenflow/worker/kernel/*.cpp", "zenflow/worker/kernel/*.h"]},
+    package_data={
+        "deepspeed_ext": ["py.typed", "zenflow/worker/kernel/*.cpp", "zenflow/worker/kernel/*.h"]
+    },
     ext_modules=[NATIVE_KERNEL],
     cmdclass={"build_ext": BuildKernel, "build_py": WithConfigs, "bdist_wheel": PlatformWheel},
     install_requires=[
@@ -125,6 +139,8 @@ setup(
     },
     entry_points={
         "console_scripts": ["deepspeed-ext = deepspeed_ext.commands.main:main"],
-        "torch.backends": ["deepspeed_ext = deepspeed_ext.autoload:autoload"],  # torch calls it when it is imported
+        "torch.backends": [
+            "deepspeed_ext = deepspeed_ext.autoload:autoload"
+        ],  # torch calls it when it is imported
     },
 )

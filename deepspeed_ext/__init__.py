@@ -6,12 +6,16 @@
 
 Glossary. For one parameter group of P elements on N data-parallel ranks:
 
-    flat buffer        1-D, 16-bit or fp32, accelerator; all parameters of the group in order, zeros as padding; the
-                       module's parameters are views of it. Owned by the optimizer, lives as long as it does.
+    flat buffer        1-D, 16-bit or fp32, accelerator; all parameters of the group in order, zeros
+    as padding; the
+                       module's parameters are views of it. Owned by the optimizer, lives as long as
+                       it does.
     partition          1-D view of the flat buffer, P/N elements: the part that this rank updates.
-    master partition   1-D, fp32 (or the configured master dtype), where the optimizer steps: accelerator, or host with
+    master partition   1-D, fp32 (or the configured master dtype), where the optimizer steps:
+    accelerator, or host with
                        CPU offload, then page-locked if asked for.
-    staging chunks     two page-locked host buffers of 32 MiB through which pageable memory is copied to and from the
+    staging chunks     two page-locked host buffers of 32 MiB through which pageable memory is
+    copied to and from the
                        accelerator.
 
 Importing this package imports neither torch nor DeepSpeed; the functions below do.
@@ -23,7 +27,8 @@ from typing import Any
 from deepspeed_ext import errors
 from deepspeed_ext.cores import initial_mask
 
-# Before torch: an OpenMP runtime that binds threads would narrow the mask that core binding starts from.
+# Before torch: an OpenMP runtime that binds threads would narrow the mask that core binding starts
+# from.
 initial_mask.record()
 
 __all__ = [
@@ -46,10 +51,12 @@ def __getattr__(name: str) -> Any:
 
 
 def enable() -> None:
-    """Make ``deepspeed.initialize`` accept the extended config and build the extended optimizers. Idempotent.
+    """Make ``deepspeed.initialize`` accept the extended config and build the extended optimizers.
+    Idempotent.
 
     Raises:
-        UpstreamError: the installed DeepSpeed is outside the supported range, or lacks a member that we rely on.
+        UpstreamError: the installed DeepSpeed is outside the supported range, or lacks a member
+            that we rely on.
     """
     from deepspeed_ext.adapter import enable as switch
 
@@ -64,7 +71,8 @@ def disable() -> None:
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """``deepspeed.initialize`` with the extension on for this call only; same arguments, same return values."""
+    """``deepspeed.initialize`` with the extension on for this call only; same arguments, same
+    return values."""
     from deepspeed_ext.adapter import enable as switch
 
     return switch.initialize(*args, **kwargs)
@@ -97,7 +105,8 @@ def weights(engine: Any, bucket_bytes: int = 1 << 28, on_rank: int | None = None
 
 
 def weight_parts(engine: Any) -> Any:
-    """Iterate over this rank's elements of the exact weights, as `weights`, but without an exchange.
+    """Iterate over this rank's elements of the exact weights, as `weights`, but without an
+    exchange.
 
     Only the call is a collective, not the iteration. What all ranks have comes from rank 0.
 

@@ -1,8 +1,10 @@
-"""Enables the extension when DeepSpeed is imported, for command lines that cannot be changed: ``DSEXT_AUTOLOAD=1``.
+"""Enables the extension when DeepSpeed is imported, for command lines that cannot be changed:
+``DSEXT_AUTOLOAD=1``.
 
-torch calls `autoload` at the end of its own import, as an entry point of the group ``torch.backends``, unless
-TORCH_DEVICE_BACKEND_AUTOLOAD=0. DeepSpeed may be imported later; or DeepSpeed itself imports torch, and is half
-imported then. Either way, the extension is enabled at the end of DeepSpeed's import, before anything can use it.
+torch calls `autoload` at the end of its own import, as an entry point of the group
+``torch.backends``, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0. DeepSpeed may be imported later; or
+DeepSpeed itself imports torch, and is half imported then. Either way, the extension is enabled at
+the end of DeepSpeed's import, before anything can use it.
 
 Importing this module imports nothing that torch has not imported.
 """
@@ -21,8 +23,8 @@ DEEPSPEED = "deepspeed"
 
 
 def autoload() -> None:
-    """Enable the extension as soon as DeepSpeed is imported, if DSEXT_AUTOLOAD=1. Raises nothing, because that would
-    end the import of torch."""
+    """Enable the extension as soon as DeepSpeed is imported, if DSEXT_AUTOLOAD=1. Raises nothing,
+    because that would end the import of torch."""
     setting = os.environ.get(VARIABLE, "")
     if setting not in ("", "0", "1"):
         _log_error(f"{VARIABLE} must be 0 or 1, got {setting[:40]!r}; the extension stays off")
@@ -30,11 +32,15 @@ def autoload() -> None:
         try:
             _Watch().start()
         except Exception as error:
-            _log_error(f"DSEXT_AUTOLOAD=1 failed, and the extension stays off: {type(error).__name__}: {error}")
+            _log_error(
+                f"DSEXT_AUTOLOAD=1 failed, and the extension stays off: {type(error).__name__}: "
+                f"{error}"
+            )
 
 
 class _Watch:
-    """A finder that finds nothing. It sees DeepSpeed import its first submodule: then DeepSpeed is half imported."""
+    """A finder that finds nothing. It sees DeepSpeed import its first submodule: then DeepSpeed is
+    half imported."""
 
     def start(self) -> None:
         sys.meta_path.insert(0, self)
@@ -53,7 +59,8 @@ class _Watch:
 class _EndOfImport(ModuleSpec):
     """The spec of a module that is being imported; it enables the extension when that ends.
 
-    Python has no hook for the end of an import that has begun, but it sets `_initializing` of the spec then.
+    Python has no hook for the end of an import that has begun, but it sets `_initializing` of the
+    spec then.
     """
 
     @property
@@ -71,11 +78,14 @@ class _EndOfImport(ModuleSpec):
 
 
 def _enable_when_imported(ended: ModuleSpec | None = None) -> None:
-    """Enable the extension, or wait for the end of the import of DeepSpeed, and of modules of ours that import it."""
+    """Enable the extension, or wait for the end of the import of DeepSpeed, and of modules of ours
+    that import it."""
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         is_half_imported = spec is not ended and getattr(spec, "_initializing", False)
-        if is_half_imported and (name == DEEPSPEED or name.startswith(f"{deepspeed_ext.__name__}.")):
+        if is_half_imported and (
+            name == DEEPSPEED or name.startswith(f"{deepspeed_ext.__name__}.")
+        ):
             spec.__class__ = _EndOfImport
             return
     _enable()
@@ -89,23 +99,28 @@ def _enable() -> None:
     except Exception as error:
         failure = f"DSEXT_AUTOLOAD=1 failed: {type(error).__name__}: {error}"
         _log_error(
-            f"{failure}. deepspeed.initialize will fail in this process; {VARIABLE}=0 trains without the extension"
+            f"{failure}. deepspeed.initialize will fail in this process; {VARIABLE}=0 trains "
+            f"without the extension"
         )
         sys.modules[DEEPSPEED].initialize = _refusal(failure, error)  # type: ignore[attr-defined]
 
 
 def _refusal(failure: str, cause: Exception) -> Any:
-    """A stand-in for ``deepspeed.initialize``: some ranks with the extension and others without would hang."""
+    """A stand-in for ``deepspeed.initialize``: some ranks with the extension and others without
+    would hang."""
 
     def initialize(*args: Any, **kwargs: Any) -> NoReturn:
         raise deepspeed_ext.errors.UnsupportedError(
-            f"{failure}. Remove the cause, or set {VARIABLE}=0 on all ranks to train without the extension"
+            f"{failure}. Remove the cause, or set {VARIABLE}=0 on all ranks to train without the "
+            f"extension"
         ) from cause
 
     return initialize
 
 
 def _log_error(message: str) -> None:
-    from deepspeed_ext.runtime.log import logger  # only now: it takes longer to import than all else here
+    from deepspeed_ext.runtime.log import (
+        logger,
+    )  # only now: it takes longer to import than all else here
 
     logger.error(message)

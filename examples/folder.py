@@ -1,4 +1,5 @@
-"""The folder of a run of `train.py`: the checkpoints, ``run.json`` with its settings, and ``metrics.jsonl``."""
+"""The folder of a run of `train.py`: the checkpoints, ``run.json`` with its settings, and
+``metrics.jsonl``."""
 
 import json
 import os
@@ -25,14 +26,18 @@ class RunFolder:
         latest = self.path / "latest"
         if latest.is_file():
             raise SystemExit(
-                f"{shown(self.path)} holds a run, saved as {latest.read_text().strip()}. Continue it:\n"
-                f"    {command('--resume')}\nor remove it to start anew:\n    rm -r {shlex.quote(shown(self.path))}"
+                f"{shown(self.path)} holds a run, saved as {latest.read_text().strip()}. Continue "
+                f"it:\n"
+                f"    {command('--resume')}\nor remove it to start anew:\n    rm -r "
+                f"{shlex.quote(shown(self.path))}"
             )
 
     def require_same(self) -> None:
         """Exit if there is no run to resume, or if it had other settings."""
         if not (self.path / "run.json").is_file() or not (self.path / "latest").is_file():
-            raise SystemExit(f"--resume: no checkpoint in {shown(self.path)}; train without --resume first")
+            raise SystemExit(
+                f"--resume: no checkpoint in {shown(self.path)}; train without --resume first"
+            )
         before = json.loads((self.path / "run.json").read_text())
         changed = [
             f"{name}: was {before.get(name)}, is {now}"
@@ -40,7 +45,9 @@ class RunFolder:
             if before.get(name) != now
         ]
         if changed:
-            raise SystemExit(f"--resume: the run in {shown(self.path)} had other settings ({'; '.join(changed)})")
+            raise SystemExit(
+                f"--resume: the run in {shown(self.path)} had other settings ({'; '.join(changed)})"
+            )
 
     def open_metrics(self, first: int) -> TextIO:
         """Write the settings, and open the metrics with those of the steps before `first` only."""
@@ -67,7 +74,11 @@ def shown(path: Path) -> str:
 
 def command(flag: str) -> str:
     """The command that was given, with `flag` in place of flags that hold for one start only."""
-    flags = [each for each in sys.argv[1:] if each not in ("--resume",) and not each.startswith("--local_rank")]
+    flags = [
+        each
+        for each in sys.argv[1:]
+        if each not in ("--resume",) and not each.startswith("--local_rank")
+    ]
     if "--stop-after" in flags:
         at = flags.index("--stop-after")
         del flags[at : at + 2]

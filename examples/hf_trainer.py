@@ -1,11 +1,12 @@
-"""Trains a small Llama with the Hugging Face Trainer on the source code of Python's standard library.
+"""Trains a small Llama with the Hugging Face Trainer on the source code of Python's standard
+library.
 
     deepspeed --num_accelerators 2 examples/hf_trainer.py
     deepspeed --num_accelerators 2 examples/hf_trainer.py --resume
 
 Three lines are specific to deepspeed_ext: `deepspeed_ext.enable()`, the extended config in
-`TrainingArguments(deepspeed=...)`, and `log_measurements(trainer)`, which adds the optimizer's metrics to the
-Trainer's logs.
+`TrainingArguments(deepspeed=...)`, and `log_measurements(trainer)`, which adds the optimizer's
+metrics to the Trainer's logs.
 """
 
 import argparse
@@ -32,7 +33,8 @@ from deepspeed_ext.integrations.transformers import log_measurements
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_CPU = get_accelerator().device_name() == "cpu"
-"""Says `use_cpu` of `TrainingArguments`: without it, Accelerate treats CPU ranks as separate runs."""
+"""Says `use_cpu` of `TrainingArguments`: without it, Accelerate treats CPU ranks as separate
+runs."""
 
 
 class ByteWindows(Dataset):
@@ -56,23 +58,45 @@ class StopAfter(TrainerCallback):
         self.step = step
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         if state.global_step >= self.step:
             control.should_save = control.should_training_stop = True
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "hf.json", help="DeepSpeed config")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "hf", help="folder of the run")
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--config", type=Path, default=ROOT / "configs" / "hf.json", help="DeepSpeed config"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "outputs" / "hf", help="folder of the run"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the last checkpoint in the output folder",
+    )
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of the whole run")
-    parser.add_argument("--stop-after", type=int, help="save and stop after this step, as if interrupted")
-    parser.add_argument("--upstream", action="store_true", help="train with stock DeepSpeed, for comparison")
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank and micro-step")
+    parser.add_argument(
+        "--stop-after", type=int, help="save and stop after this step, as if interrupted"
+    )
+    parser.add_argument(
+        "--upstream", action="store_true", help="train with stock DeepSpeed, for comparison"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=4, help="sequences per rank and micro-step"
+    )
     parser.add_argument("--grad-accum", type=int, default=1, help="micro-steps per optimizer step")
-    parser.add_argument("--log-every", type=int, default=10, help="optimizer steps between two logs")
+    parser.add_argument(
+        "--log-every", type=int, default=10, help="optimizer steps between two logs"
+    )
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=128)

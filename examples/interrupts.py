@@ -1,4 +1,5 @@
-"""Lets a run that is interrupted save before it ends: all ranks after the same step, within a bounded time."""
+"""Lets a run that is interrupted save before it ends: all ranks after the same step, within a
+bounded time."""
 
 import os
 import signal
@@ -7,13 +8,15 @@ from contextlib import suppress
 from types import FrameType
 
 GRACE_SECONDS = 60
-"""From the signal to the end of the process, whatever it waits for. Most launchers and schedulers give 30 seconds."""
+"""From the signal to the end of the process, whatever it waits for. Most launchers and schedulers
+give 30 seconds."""
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 class Interrupts:
-    """Notes SIGINT and SIGTERM inside its block. A second SIGINT ends the process at once, without a traceback.
+    """Notes SIGINT and SIGTERM inside its block. A second SIGINT ends the process at once, without
+    a traceback.
 
     Attributes:
         received: what has come, in words; None: nothing.
@@ -23,7 +26,9 @@ class Interrupts:
         self.received: str | None = None
 
     def __enter__(self) -> "Interrupts":
-        in_main = threading.current_thread() is threading.main_thread()  # other threads may set no handlers: Ray's
+        in_main = (
+            threading.current_thread() is threading.main_thread()
+        )  # other threads may set no handlers: Ray's
         self._before = {number: signal.signal(number, self._note) for number in NAMES if in_main}
         return self
 
@@ -35,12 +40,18 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = NAMES[signal.Signals(number)]
-            signal.alarm(GRACE_SECONDS)  # ends the process even inside a collective whose peer is gone
+            signal.alarm(
+                GRACE_SECONDS
+            )  # ends the process even inside a collective whose peer is gone
         if number == signal.SIGINT:  # SIGTERM may come again: launchers send it after Ctrl-C
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get("RANK", "0") == "0":
                 with suppress(OSError):  # not print, which this may have interrupted
-                    os.write(1, b"\nCtrl-C: saving after this step; Ctrl-C again ends at once, without saving\n")
+                    os.write(
+                        1,
+                        b"\nCtrl-C: saving after this step; Ctrl-C again ends at once, without "
+                        b"saving\n",
+                    )
 
 
 def end_at_once() -> None:

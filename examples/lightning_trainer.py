@@ -1,4 +1,5 @@
-"""Lightning's DeepSpeedStrategy with ZenFlow, on GPUs: torchrun --nproc-per-node 2 examples/lightning_trainer.py"""
+"""Lightning's DeepSpeedStrategy with ZenFlow, on GPUs: torchrun --nproc-per-node 2
+examples/lightning_trainer.py"""
 
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,24 @@ class TinyLlama(LightningModule):
         return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
 
-def train(output: Path, strategy: DeepSpeedStrategy, resume: bool = False, **changes: Any) -> Trainer:
+def train(
+    output: Path, strategy: DeepSpeedStrategy, resume: bool = False, **changes: Any
+) -> Trainer:
     deepspeed_ext.enable()  # before fit, which reads the DeepSpeed config
-    settings = {"max_epochs": 4, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "precision": "bf16-true"}
+    settings = {
+        "max_epochs": 4,
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 1.0,
+        "precision": "bf16-true",
+    }
     saving = ModelCheckpoint(output, save_last=True, save_top_k=0)
     trainer = Trainer(strategy=strategy, callbacks=[saving], logger=False, **(settings | changes))
     data = Subset(ByteWindows(standard_library_text().train, 64), range(48))
-    trainer.fit(TinyLlama(), DataLoader(data, batch_size=4), ckpt_path=output / "last.ckpt" if resume else None)
+    trainer.fit(
+        TinyLlama(),
+        DataLoader(data, batch_size=4),
+        ckpt_path=output / "last.ckpt" if resume else None,
+    )
     return trainer
 
 

@@ -1,4 +1,5 @@
-"""Defines a small Llama-style language model in plain torch: RMSNorm, rotary positions, SwiGLU, tied embeddings."""
+"""Defines a small Llama-style language model in plain torch: RMSNorm, rotary positions, SwiGLU,
+tied embeddings."""
 
 from dataclasses import dataclass
 
@@ -9,7 +10,8 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of the model. `dim` must be divisible by `num_heads`, and the size of a head must be even."""
+    """Shape of the model. `dim` must be divisible by `num_heads`, and the size of a head must be
+    even."""
 
     vocab_size: int = 256
     dim: int = 192
@@ -25,7 +27,8 @@ def rotary_table(seq_len: int, head_dim: int, theta: float = 10_000.0) -> Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of a head by its angle. x: [batch, heads, seq, head_dim]; cos, sin: [seq, head_dim / 2]."""
+    """Rotate each pair of a head by its angle. x: [batch, heads, seq, head_dim]; cos, sin: [seq,
+    head_dim / 2]."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
@@ -42,7 +45,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, seq, dim = x.shape
         q, k, v = self.qkv(x).view(batch, seq, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        x = functional.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        x = functional.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True
+        )
         return self.out(x.transpose(1, 2).reshape(batch, seq, dim))
 
 
@@ -76,7 +81,8 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts the next token. `forward` returns the mean cross-entropy if targets are given, otherwise the logits."""
+    """Predicts the next token. `forward` returns the mean cross-entropy if targets are given,
+    otherwise the logits."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -93,9 +99,12 @@ class LanguageModel(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """tokens, targets: [batch, seq], int64. Returns the loss (fp32 scalar) or the logits [batch, seq, vocab]."""
+        """tokens, targets: [batch, seq], int64. Returns the loss (fp32 scalar) or the logits
+        [batch, seq, vocab]."""
         x = self.embedding(tokens)
-        angles = rotary_table(tokens.shape[1], self.config.dim // self.config.num_heads).to(x.device)
+        angles = rotary_table(tokens.shape[1], self.config.dim // self.config.num_heads).to(
+            x.device
+        )
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin)
@@ -109,4 +118,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Apply weight decay to matrices but not to vectors (the norms)."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]

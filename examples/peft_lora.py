@@ -1,4 +1,5 @@
-"""PEFT's LoRA with ZenFlow, under the Trainer: deepspeed --num_accelerators 2 examples/peft_lora.py"""
+"""PEFT's LoRA with ZenFlow, under the Trainer: deepspeed --num_accelerators 2
+examples/peft_lora.py"""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ def train(output: Path, resume: bool = False, **changes: Any) -> Trainer:
     }
     with shared_buffers.not_made():  # this starts DeepSpeed's communication
         args = TrainingArguments(output_dir=str(output), **(settings | changes))
-    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+    adapters = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM"
+    )
     # At stage 3 every parameter must have one dtype, and the base model may have 16 bit.
     model = get_peft_model(llama(), adapters, autocast_adapter_dtype=False)
     data = ByteWindows(standard_library_text().train, 64)

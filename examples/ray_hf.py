@@ -1,4 +1,5 @@
-"""The Trainer with ZenFlow on workers of Ray Train, which resume after a failure: python examples/ray_hf.py"""
+"""The Trainer with ZenFlow on workers of Ray Train, which resume after a failure: python
+examples/ray_hf.py"""
 
 import sys
 from collections.abc import Callable
@@ -23,14 +24,23 @@ def work(config: dict[str, Any]) -> None:
     trl_sft.train(output, resume=resume, **config)
 
 
-def fit(output: Path, workers: int = 2, gpus: bool = False, work: Callable[..., None] = work, **changes: Any) -> Result:
-    """Train in `output`, a folder that all workers share; a failed worker starts all of them again."""
+def fit(
+    output: Path,
+    workers: int = 2,
+    gpus: bool = False,
+    work: Callable[..., None] = work,
+    **changes: Any,
+) -> Result:
+    """Train in `output`, a folder that all workers share; a failed worker starts all of them
+    again."""
     trainer = TorchTrainer(
         work,
         train_loop_config={"examples": str(EXAMPLES), "output": str(output), **changes},
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus),
         torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
-        run_config=RunConfig(storage_path=str(output / "ray"), failure_config=FailureConfig(max_failures=3)),
+        run_config=RunConfig(
+            storage_path=str(output / "ray"), failure_config=FailureConfig(max_failures=3)
+        ),
     )
     return trainer.fit()
 

@@ -3,8 +3,8 @@
     python examples/ray_train.py --workers 2
     python examples/ray_train.py --workers 16 --gpus --address auto --steps 1000
 
-All other arguments are those of examples/train.py. The output folder must be the same folder for all workers.
-A relative path starts in the folder where this was started, as with other launchers.
+All other arguments are those of examples/train.py. The output folder must be the same folder for
+all workers. A relative path starts in the folder where this was started, as with other launchers.
 """
 
 import argparse
@@ -32,7 +32,9 @@ def work(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2, help="ranks")
     parser.add_argument("--gpus", action="store_true", help="give each rank a GPU")
     parser.add_argument("--address", help="of a Ray cluster (default: start one on this machine)")

@@ -4,9 +4,9 @@
     deepspeed --num_accelerators 2 examples/train.py --resume
     deepspeed --num_accelerators 2 examples/train.py --mode zero2
 
-The run is stored in ``outputs/<mode>``: the checkpoint, ``metrics.jsonl`` (one line per optimizer step) and
-``run.json``. A run that is resumed with the same settings gives bitwise the losses of an uninterrupted run. Ctrl-C and
-SIGTERM save it and end; what it prints then continues it.
+The run is stored in ``outputs/<mode>``: the checkpoint, ``metrics.jsonl`` (one line per optimizer
+step) and ``run.json``. A run that is resumed with the same settings gives bitwise the losses of an
+uninterrupted run. Ctrl-C and SIGTERM save it and end; what it prints then continues it.
 """
 
 import argparse
@@ -54,7 +54,9 @@ MODES = {
 """Values of ``--mode`` and their files in ``configs/``."""
 
 # DeepSpeed calls torch functions by names that torch 2.13 deprecates.
-warnings.filterwarnings("ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning)
+warnings.filterwarnings(
+    "ignore", message=r".*torch\.distributed\..* is deprecated", category=FutureWarning
+)
 
 WARMUP_STEPS = 20
 EVAL_BATCHES = 16
@@ -64,17 +66,29 @@ LINE_EVERY_SECONDS = 5.0
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     run = parser.add_argument_group("run")
-    run.add_argument("--mode", choices=MODES, default="zenflow", help="which file of configs/ to train with")
+    run.add_argument(
+        "--mode", choices=MODES, default="zenflow", help="which file of configs/ to train with"
+    )
     run.add_argument("--config", type=Path, help="another DeepSpeed config instead of the mode's")
     run.add_argument("--output", type=Path, help="folder of the run (default: outputs/MODE)")
-    run.add_argument("--resume", action="store_true", help="continue from the checkpoint in the output folder")
+    run.add_argument(
+        "--resume", action="store_true", help="continue from the checkpoint in the output folder"
+    )
     run.add_argument("--steps", type=int, default=500, help="optimizer steps of the whole run")
-    run.add_argument("--save-every", type=int, default=100, help="optimizer steps between two checkpoints")
-    run.add_argument("--stop-after", type=int, help="save and stop after this step, as if interrupted")
+    run.add_argument(
+        "--save-every", type=int, default=100, help="optimizer steps between two checkpoints"
+    )
+    run.add_argument(
+        "--stop-after", type=int, help="save and stop after this step, as if interrupted"
+    )
     run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--upstream", action="store_true", help="train with stock DeepSpeed, for comparison")
+    run.add_argument(
+        "--upstream", action="store_true", help="train with stock DeepSpeed, for comparison"
+    )
     run.add_argument("--sample-bytes", type=int, default=240, help="length of the generated text")
     overrides = parser.add_argument_group("overrides of the config")
     overrides.add_argument("--batch-size", type=int, help="sequences per rank and micro-step")
@@ -92,7 +106,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--dim {args.dim} must be divisible by twice --heads {args.heads}")
     if args.config is not None and not args.config.is_file():
         parser.error(f"--config {args.config}: no such file")
-    args.output = args.output or ROOT / "outputs" / (f"{args.mode}-upstream" if args.upstream else args.mode)
+    args.output = args.output or ROOT / "outputs" / (
+        f"{args.mode}-upstream" if args.upstream else args.mode
+    )
     return args
 
 
@@ -109,13 +125,15 @@ def load_config(args: argparse.Namespace) -> dict[str, Any]:
     if args.stage is not None:
         zero["stage"] = args.stage
     if args.upstream:
-        config["zero_optimization"] = {name: v for name, v in zero.items() if name not in ZeroFields.model_fields}
+        config["zero_optimization"] = {
+            name: v for name, v in zero.items() if name not in ZeroFields.model_fields
+        }
     return config
 
 
 def share_cores() -> None:
-    """Divide the cores among the ranks on a machine without an accelerator; otherwise each rank would use all of
-    them."""
+    """Divide the cores among the ranks on a machine without an accelerator; otherwise each rank
+    would use all of them."""
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
@@ -133,7 +151,9 @@ def warmup_cosine(total_steps: int) -> Callable[[int], float]:
     return factor
 
 
-def build_engine(args: argparse.Namespace, shape: ModelConfig, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+def build_engine(
+    args: argparse.Namespace, shape: ModelConfig, config: dict[str, Any]
+) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(args.seed)
     model = LanguageModel(shape)
     if args.upstream:
@@ -141,7 +161,9 @@ def build_engine(args: argparse.Namespace, shape: ModelConfig, config: dict[str,
     initialize = deepspeed.initialize if args.upstream else deepspeed_ext.initialize
     engine, *_ = initialize(
         model=model,
-        model_parameters=parameter_groups(model, config["optimizer"]["params"].get("weight_decay", 0.0)),
+        model_parameters=parameter_groups(
+            model, config["optimizer"]["params"].get("weight_decay", 0.0)
+        ),
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, warmup_cosine(args.steps)),
         config=config,
     )
@@ -149,14 +171,22 @@ def build_engine(args: argparse.Namespace, shape: ModelConfig, config: dict[str,
 
 
 def mean_over_ranks(*values: torch.Tensor | float) -> list[float]:
-    total = torch.tensor([float(value) for value in values], device=get_accelerator().current_device_name())
+    total = torch.tensor(
+        [float(value) for value in values], device=get_accelerator().current_device_name()
+    )
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
 
 
-def train_step(engine: deepspeed.DeepSpeedEngine, text: ByteText, step: int, args: argparse.Namespace) -> torch.Tensor:
-    """One optimizer step; returns the mean loss of its micro-batches on this rank, in nats per byte."""
-    micro_steps, batch_size = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
+def train_step(
+    engine: deepspeed.DeepSpeedEngine, text: ByteText, step: int, args: argparse.Namespace
+) -> torch.Tensor:
+    """One optimizer step; returns the mean loss of its micro-batches on this rank, in nats per
+    byte."""
+    micro_steps, batch_size = (
+        engine.gradient_accumulation_steps(),
+        engine.train_micro_batch_size_per_gpu(),
+    )
     losses = []
     for micro_step in range(step * micro_steps, (step + 1) * micro_steps):
         batch = text.batch(micro_step, dist.get_rank(), batch_size, args.seq_len, args.seed)
@@ -172,21 +202,28 @@ def save(engine: deepspeed.DeepSpeedEngine, step: int, args: argparse.Namespace)
 
 
 def say(text: str) -> None:
-    """Print on rank 0. If nobody reads it any more, as after Ctrl-C to ``make train | tee log``, training goes on."""
+    """Print on rank 0. If nobody reads it any more, as after Ctrl-C to ``make train | tee log``,
+    training goes on."""
     if dist.get_rank() == 0:
         with suppress(OSError):
             print(text, flush=True)
 
 
 def overlap_figures(engine: deepspeed.DeepSpeedEngine) -> dict[str, float]:
-    """What is measured of the last step's overlap; empty if the optimizer does not run in a separate process."""
+    """What is measured of the last step's overlap; empty if the optimizer does not run in a
+    separate process."""
     measured = engine.optimizer.measurements() if hasattr(engine.optimizer, "measurements") else {}
     names = ("wait_ms", "worker_ms", "overlap", "prediction_error", "rounding_error")
-    return {name: float(f"{measured[key]:.4g}") for name in names if (key := f"zenflow_{name}") in measured}
+    return {
+        name: float(f"{measured[key]:.4g}")
+        for name in names
+        if (key := f"zenflow_{name}") in measured
+    }
 
 
 class Progress:
-    """Shows the training: on a terminal a bar, otherwise a line every few seconds; on ranks other than 0 nothing."""
+    """Shows the training: on a terminal a bar, otherwise a line every few seconds; on ranks other
+    than 0 nothing."""
 
     def __init__(self, first: int, args: argparse.Namespace, tokens_per_step: int) -> None:
         self._steps, self._tokens = args.steps, tokens_per_step
@@ -211,13 +248,19 @@ class Progress:
 
 
 def train(
-    engine: deepspeed.DeepSpeedEngine, text: ByteText, first: int, last: int, args: argparse.Namespace, metrics: TextIO
+    engine: deepspeed.DeepSpeedEngine,
+    text: ByteText,
+    first: int,
+    last: int,
+    args: argparse.Namespace,
+    metrics: TextIO,
 ) -> tuple[list[dict[str, float]], str | None]:
-    """Run optimizer steps `first` to `last` - 1; write one line of metrics per step and save every `save_every` steps.
-    If any rank gets a signal, all of them save after the same step and stop.
+    """Run optimizer steps `first` to `last` - 1; write one line of metrics per step and save every
+    `save_every` steps. If any rank gets a signal, all of them save after the same step and stop.
 
     Returns:
-        The metrics of each step, and in words what has stopped the training early; None: nothing has.
+        The metrics of each step, and in words what has stopped the training early; None: nothing
+            has.
     """
     lines: list[dict[str, float]] = []
     progress = Progress(first, args, engine.train_batch_size() * args.seq_len)
@@ -227,7 +270,14 @@ def train(
             loss = train_step(engine, text, step, args)
             mean_loss, interrupted = mean_over_ranks(loss, interrupts.received is not None)
             seconds = time.perf_counter() - start
-            lines.append({"step": step, "loss": mean_loss, "seconds": round(seconds, 4), **overlap_figures(engine)})
+            lines.append(
+                {
+                    "step": step,
+                    "loss": mean_loss,
+                    "seconds": round(seconds, 4),
+                    **overlap_figures(engine),
+                }
+            )
             metrics.write(json.dumps(lines[-1]) + "\n")
             progress.show(lines[-1])
             if interrupted or (step + 1) % args.save_every == 0 or step + 1 == last:
@@ -240,20 +290,27 @@ def train(
 
 
 @torch.no_grad()
-def held_out_loss(engine: deepspeed.DeepSpeedEngine, text: ByteText, args: argparse.Namespace) -> float:
+def held_out_loss(
+    engine: deepspeed.DeepSpeedEngine, text: ByteText, args: argparse.Namespace
+) -> float:
     """Mean loss on held-out text, in nats per byte."""
     engine.eval()
     losses = []
     for index in range(EVAL_BATCHES):
-        batch = text.held_out_batch(index, dist.get_rank(), engine.train_micro_batch_size_per_gpu(), args.seq_len)
+        batch = text.held_out_batch(
+            index, dist.get_rank(), engine.train_micro_batch_size_per_gpu(), args.seq_len
+        )
         losses.append(engine(*(tensor.to(engine.device) for tensor in batch)))
     engine.train()
     return mean_over_ranks(torch.stack(losses).mean())[0]
 
 
 @torch.no_grad()
-def generate(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace, temperature: float = 0.7) -> str:
-    """Continue `PROMPT`. All ranks take part, because ZeRO-3 gathers parameters in each forward pass."""
+def generate(
+    engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace, temperature: float = 0.7
+) -> str:
+    """Continue `PROMPT`. All ranks take part, because ZeRO-3 gathers parameters in each forward
+    pass."""
     engine.eval()
     generator = torch.Generator().manual_seed(args.seed)
     tokens = list(PROMPT)
@@ -269,22 +326,29 @@ def resume(engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> int:
     """Load the last checkpoint and return the next step."""
     path, client_state = engine.load_checkpoint(str(args.output))
     if path is None:
-        raise SystemExit(f"--resume: no checkpoint in {shown(args.output)}; train without --resume first")
+        raise SystemExit(
+            f"--resume: no checkpoint in {shown(args.output)}; train without --resume first"
+        )
     return client_state["step"]
 
 
 def report_overlap(lines: list[dict[str, float]]) -> None:
-    """Print how much of the optimizer's time overlapped with the model, and what the prediction's error means."""
+    """Print how much of the optimizer's time overlapped with the model, and what the prediction's
+    error means."""
     if not any("worker_ms" in line for line in lines):
         return
     overlapped = [line for line in lines if "overlap" in line]
     if not overlapped:
-        say("no step overlapped with its update: the first steps never do, and the log says how many these are")
+        say(
+            "no step overlapped with its update: the first steps never do, and the log says how "
+            "many these are"
+        )
         return
     names = ("worker_ms", "wait_ms", "seconds")
     worker, wait, seconds = (statistics.fmean(line[name] for line in overlapped) for name in names)
     say(
-        f"{len(overlapped)} steps overlapped with updates: the optimizer process worked {worker:.1f} ms per step, and "
+        f"{len(overlapped)} steps overlapped with updates: the optimizer process worked "
+        f"{worker:.1f} ms per step, and "
         f"the model waited {wait:.1f} ms for it, {wait / seconds / 1e3:.1%} of the step"
     )
     if probed := [line for line in overlapped if "prediction_error" in line]:
@@ -294,31 +358,51 @@ def report_overlap(lines: list[dict[str, float]]) -> None:
 
 
 def verdict(error: float, rounding: float) -> str:
-    """Judge the error of predicted weights. It is normal near that of rounding weights to their dtype or near a third
-    of an update, whichever is larger; ZenFlow's guard stops at three times that."""
+    """Judge the error of predicted weights. It is normal near that of rounding weights to their
+    dtype or near a third of an update, whichever is larger; ZenFlow's guard stops at three times
+    that."""
     excess = error / max(rounding, 1 / 3)
-    found = "which is normal" if excess <= 1.5 else "which is high" if excess <= 3 else "which is too much"
+    found = (
+        "which is normal"
+        if excess <= 1.5
+        else "which is high"
+        if excess <= 3
+        else "which is too much"
+    )
     return f"{found}: rounding them to their dtype alone makes {rounding:.2f}"
 
 
 def report(engine: deepspeed.DeepSpeedEngine, lines: list[dict[str, float]]) -> None:
     """Print memory and overlap; `engine.optimizer.measurements()` has more."""
     report_overlap(lines)
-    say(f"peak host memory of rank 0: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB")
+    say(
+        f"peak host memory of rank 0: "
+        f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB"
+    )
     if get_accelerator().device_name() != "cpu":
-        say(f"peak accelerator memory of rank 0: {get_accelerator().max_memory_allocated() / 2**20:,.0f} MiB")
+        say(
+            f"peak accelerator memory of rank 0: "
+            f"{get_accelerator().max_memory_allocated() / 2**20:,.0f} MiB"
+        )
 
 
 def run(args: argparse.Namespace) -> float | None:
-    """Train, save, evaluate and sample. Needs the process group. Returns the held-out loss in nats per byte; None if
-    the training was interrupted."""
-    shape = ModelConfig(dim=args.dim, num_layers=args.layers, num_heads=args.heads, max_seq_len=args.seq_len)
+    """Train, save, evaluate and sample. Needs the process group. Returns the held-out loss in nats
+    per byte; None if the training was interrupted."""
+    shape = ModelConfig(
+        dim=args.dim, num_layers=args.layers, num_heads=args.heads, max_seq_len=args.seq_len
+    )
     folder = RunFolder(args.output, {**asdict(shape), "seed": args.seed})
     folder.require_same() if args.resume else folder.require_unused()
     text = standard_library_text()
     engine = build_engine(args, shape, load_config(args))
-    numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())  # ZeRO-3 leaves 0 elements here
-    say(f"{numel:,} parameters, {len(text.train):,} bytes of text; the run is stored in {shown(args.output)}")
+    numel = sum(
+        getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()
+    )  # ZeRO-3 leaves 0 elements here
+    say(
+        f"{numel:,} parameters, {len(text.train):,} bytes of text; the run is stored in "
+        f"{shown(args.output)}"
+    )
 
     first = resume(engine, args) if args.resume else 0
     if args.resume:
@@ -331,10 +415,16 @@ def run(args: argparse.Namespace) -> float | None:
     loss = None
     if stopped_by is not None:
         done = first + len(lines)
-        say(f"interrupted by {stopped_by}, saved after step {done}. Continue with:\n    {command('--resume')}")
+        say(
+            f"interrupted by {stopped_by}, saved after step {done}. Continue with:\n    "
+            f"{command('--resume')}"
+        )
     else:
         loss = held_out_loss(engine, text, args)
-        say(f"held-out loss: {loss:.3f} nats/byte; checkpoint: {shown(args.output / f'step{max(first, last)}')}")
+        say(
+            f"held-out loss: {loss:.3f} nats/byte; checkpoint: "
+            f"{shown(args.output / f'step{max(first, last)}')}"
+        )
         report(engine, lines)
         if args.sample_bytes:
             say(f"a sample:\n{generate(engine, args)}")
@@ -345,7 +435,10 @@ def run(args: argparse.Namespace) -> float | None:
 def main() -> None:
     end_at_once()  # on Ctrl-C, until the training begins
     is_first = os.environ.get("RANK", "0") == "0"
-    with nullcontext() if is_first else redirect_stderr(None), nullcontext() if is_first else redirect_stdout(None):
+    with (
+        nullcontext() if is_first else redirect_stderr(None),
+        nullcontext() if is_first else redirect_stdout(None),
+    ):
         args = parse_args()  # one rank says what is wrong
     share_cores()
     with shared_buffers.not_made():

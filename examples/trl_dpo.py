@@ -29,10 +29,14 @@ def train(output: Path, resume: bool = False, **changes: Any) -> DPOTrainer:
     with shared_buffers.not_made():  # this starts DeepSpeed's communication
         args = DPOConfig(output_dir=str(output), **(settings | changes))
     pieces = texts(512, 63)  # what the source says is better than the same backwards
-    rows = [{"prompt": piece[:32], "chosen": piece[32:], "rejected": piece[:31:-1]} for piece in pieces]
+    rows = [
+        {"prompt": piece[:32], "chosen": piece[32:], "rejected": piece[:31:-1]} for piece in pieces
+    ]
     model, reference = llama(), llama()
     reference.load_state_dict(model.state_dict())
-    trainer = DPOTrainer(model, reference, args, None, Dataset.from_list(rows), processing_class=byte_tokenizer())
+    trainer = DPOTrainer(
+        model, reference, args, None, Dataset.from_list(rows), processing_class=byte_tokenizer()
+    )
     log_measurements(trainer)
     trainer.train(resume_from_checkpoint=resume)
     return trainer

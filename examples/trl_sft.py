@@ -30,7 +30,9 @@ def train(output: Path, resume: bool = False, **changes: Any) -> SFTTrainer:
     with shared_buffers.not_made():  # this starts DeepSpeed's communication
         args = SFTConfig(output_dir=str(output), **(settings | changes))
     data = Dataset.from_dict({"text": texts(512, 63)})
-    trainer = SFTTrainer(model=llama(), args=args, train_dataset=data, processing_class=byte_tokenizer())
+    trainer = SFTTrainer(
+        model=llama(), args=args, train_dataset=data, processing_class=byte_tokenizer()
+    )
     log_measurements(trainer)
     trainer.train(resume_from_checkpoint=resume)
     return trainer

@@ -109,7 +109,10 @@ def prepare(folder: Path, steps: int) -> None:
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder / "model")
     draw = random.Random(0)
     pairs = [(draw.randrange(1000), draw.randrange(1000)) for _ in range(BATCH * steps)]
-    rows = [{"instruction": f"Add {a} and {b}.", "input": "", "output": f"The sum is {a + b}."} for a, b in pairs]
+    rows = [
+        {"instruction": f"Add {a} and {b}.", "input": "", "output": f"The sum is {a + b}."}
+        for a, b in pairs
+    ]
     data = folder / "tatsu-lab" / "alpaca"
     data.mkdir(parents=True, exist_ok=True)
     (data / "train.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -218,9 +221,14 @@ def picture(losses: dict[str, list[float]]) -> str:
     for number, (name, row) in enumerate(shown.items()):
         path = " ".join(at(step, loss) for step, loss in enumerate(row))
         dash = ' stroke-dasharray="8 7"' if name == "ours, predictive" else ""
-        lines.append(f'<polyline points="{path}" fill="none" stroke="{COLORS[name]}" stroke-width="3"{dash}/>')
+        lines.append(
+            f'<polyline points="{path}" fill="none" stroke="{COLORS[name]}" '
+            f'stroke-width="3"{dash}/>'
+        )
         y = BOTTOM + 46 + 25 * number
-        lines.append(f'<path d="M{LEFT},{y - 6} h40" stroke="{COLORS[name]}" stroke-width="3"{dash}/>')
+        lines.append(
+            f'<path d="M{LEFT},{y - 6} h40" stroke="{COLORS[name]}" stroke-width="3"{dash}/>'
+        )
         lines.append(_text(LEFT + 52, y, f"{name}: {row[0]:.3f} to {row[-1]:.3f}", ""))
     return "\n".join([*lines, "</svg>"]) + "\n"
 

@@ -2,8 +2,9 @@
 
     python -m studies.device_kernels [--block 32] [--dtype bf16]
 
-Seconds are those of Triton and the assembler on this machine, without their caches. Registers are a thread's; of AMD
-the vector ones. Bytes an element are what the kernel reads and writes of arrays of the model's size.
+Seconds are those of Triton and the assembler on this machine, without their caches. Registers are a
+thread's; of AMD the vector ones. Bytes an element are what the kernel reads and writes of arrays of
+the model's size.
 """
 
 import argparse
@@ -44,10 +45,16 @@ def variants(block: int, dtype: str) -> list[tuple[str, str, Variant]]:
         for aligned in (True, False)
     ]
     squares = Variant.of("sums_of_squares", {"like": dtype})
-    return [*found, ("sums of squares", "either", squares), ("norms", "either", Variant.of("norms", {}))]
+    return [
+        *found,
+        ("sums of squares", "either", squares),
+        ("norms", "either", Variant.of("norms", {})),
+    ]
 
 
-def row(target: str, name: str, alignment: str, variant: Variant, made: Compiled) -> tuple[str, ...]:
+def row(
+    target: str, name: str, alignment: str, variant: Variant, made: Compiled
+) -> tuple[str, ...]:
     loaded, stored = variant.array_bytes
     return (
         *(target, name, alignment, f"{made.seconds:.2f}", str(made.registers), str(made.spilled)),
@@ -58,11 +65,15 @@ def row(target: str, name: str, alignment: str, variant: Variant, made: Compiled
 
 def widths(accesses: list[int]) -> str:
     """How many accesses of how many bytes."""
-    return ", ".join(f"{count} x {width}" for width, count in sorted(Counter(accesses).items(), reverse=True))
+    return ", ".join(
+        f"{count} x {width}" for width, count in sorted(Counter(accesses).items(), reverse=True)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16")
     options = parser.parse_args()

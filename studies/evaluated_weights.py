@@ -2,8 +2,8 @@
 
     python -m studies.evaluated_weights [--dtype bfloat16] [--steps 200]
 
-One rank on the CPU trains a byte model of the manual's pages, 0.4 million parameters, with the predictive rule at
-interval 1. Every tenth step it evaluates held-out text twice.
+One rank on the CPU trains a byte model of the manual's pages, 0.4 million parameters, with the
+predictive rule at interval 1. Every tenth step it evaluates held-out text twice.
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ class ByteModel(nn.Module):
     def __init__(self, width: int = 128) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1] - 1, dtype=self.head.weight.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            tokens.shape[1] - 1, dtype=self.head.weight.dtype
+        )
         logits = self.head(self.layers(self.embed(tokens[:, :-1]), mask=mask, is_causal=True))
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -47,7 +51,9 @@ def text(pattern: str) -> torch.Tensor:
 
 
 def batch(data: torch.Tensor, seed: int) -> torch.Tensor:
-    starts = torch.randint(0, len(data) - LENGTH, (BATCH,), generator=torch.Generator().manual_seed(seed))
+    starts = torch.randint(
+        0, len(data) - LENGTH, (BATCH,), generator=torch.Generator().manual_seed(seed)
+    )
     return torch.stack([data[start : start + LENGTH] for start in starts.tolist()])
 
 

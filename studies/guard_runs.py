@@ -1,4 +1,5 @@
-"""The guard of ZenFlow's predictive rule: errors of healthy trainings, a task that needs it, and what a probe costs.
+"""The guard of ZenFlow's predictive rule: errors of healthy trainings, a task that needs it, and
+what a probe costs.
 
     python -m studies.guard_runs [--only healthy broken cost]
 
@@ -47,8 +48,13 @@ class Healthy:
     def config(self) -> dict[str, Any]:
         """Its DeepSpeed config."""
         side = sides.PREDICTIVE_1
-        config = side.config(stage=2, micro_batch=SHAPES["tiny"].batch, lr=self.lr, weight_decay=0.1)
-        config["zero_optimization"]["zenflow"] |= {"update_interval": self.interval, "block_size": self.block_size}
+        config = side.config(
+            stage=2, micro_batch=SHAPES["tiny"].batch, lr=self.lr, weight_decay=0.1
+        )
+        config["zero_optimization"]["zenflow"] |= {
+            "update_interval": self.interval,
+            "block_size": self.block_size,
+        }
         config["optimizer"]["params"]["betas"] = [0.9, self.beta2]
         config["bf16"]["enabled"] = not self.fp32
         return config
@@ -86,7 +92,13 @@ def healthy(steps: int) -> None:
                 "probes": len(found),
             }
         )
-        forms = {"lr": "g", "error": ".3f", "rounding": ".3f", "of the allowed": ".2f", "most": ".2f"}
+        forms = {
+            "lr": "g",
+            "error": ".3f",
+            "rounding": ".3f",
+            "of the allowed": ".2f",
+            "most": ".2f",
+        }
         print(table(rows[-1:], {name: forms.get(name, "") for name in rows[-1]}), flush=True)
 
 
@@ -99,7 +111,9 @@ def broken(steps: int) -> None:
     }
     ends = range(100, steps + 1, 100)
     for name, config in ways.items():
-        run = run_ranks(2, train_steeply, config, steps, PROBE_EVERY, CALM_PROBES, timeout_seconds=600)[0]
+        run = run_ranks(
+            2, train_steeply, config, steps, PROBE_EVERY, CALM_PROBES, timeout_seconds=600
+        )[0]
         row = {"run": name, "trips": run.trips} | {
             str(end): statistics.fmean(run.losses[end - 50 : end]) for end in ends
         }
@@ -109,7 +123,8 @@ def broken(steps: int) -> None:
 
 
 def cost(repeats: int = 30) -> None:
-    """Print the time of a probe, for partitions of several sizes and intervals; gradients in bf16."""
+    """Print the time of a probe, for partitions of several sizes and intervals; gradients in
+    bf16."""
     torch.set_num_threads(1)
     rows, adam = [], AdamKind(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
     for millions, interval in ((8, 1), (8, 4), (32, 1)):
@@ -129,20 +144,33 @@ def cost(repeats: int = 30) -> None:
             ring,
             EVERYTHING_ON_HOST,
         )
-        steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + j, 1.0) for j in range(interval + 1))
+        steps = tuple(
+            AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + j, 1.0) for j in range(interval + 1)
+        )
         found = []
         for number in range(repeats):
             begin = time.perf_counter()
-            sample = Sample.take(partition, ring[-1], adam, 32, steps[0], blocks_per_sample(32, 1), number)
+            sample = Sample.take(
+                partition, ring[-1], adam, 32, steps[0], blocks_per_sample(32, 1), number
+            )
             sample.slots, sample.steps = tuple(range(interval)), steps[1:]
             sample.errors()
             found.append((time.perf_counter() - begin) * 1e3)
-        rows.append({"Mi elements": millions, "interval": interval, "ms": statistics.median(found), "most": max(found)})
+        rows.append(
+            {
+                "Mi elements": millions,
+                "interval": interval,
+                "ms": statistics.median(found),
+                "most": max(found),
+            }
+        )
     print(table(rows, {"Mi elements": "", "interval": "", "ms": ".2f", "most": ".2f"}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parts = ("healthy", "broken", "cost")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--steps", type=int, default=0, help="default: 100, of the broken task 800")

@@ -1,9 +1,11 @@
-"""What the guard's probes cost of `engine.step`: the same engine with them and without, in turn (A B B A).
+"""What the guard's probes cost of `engine.step`: the same engine with them and without, in turn (A
+B B A).
 
     python -m studies.guard_step [--rounds 24] [--millions 8]
 
-A half of a round is `PROBE_EVERY` steps, with one probe or with none. What runs inside of a probe is timed besides,
-which says more where the times of steps vary. Prints a table of `docs/lab/archive/guard.md`.
+A half of a round is `PROBE_EVERY` steps, with one probe or with none. What runs inside of a probe
+is timed besides, which says more where the times of steps vary. Prints a table of
+`docs/lab/archive/guard.md`.
 """
 
 from __future__ import annotations
@@ -40,9 +42,13 @@ Rounds = list[tuple[float, float, float]]
 
 
 def halves(stage: int, interval: int, millions: float, rounds: int) -> Rounds:
-    """Body of a rank: of each round, the milliseconds of `engine.step` without a probe and with one, and of the
-    probe."""
-    zenflow = {"update_interval": interval, "full_warm_up_rounds": interval, "prediction_error_factor": 1e6}
+    """Body of a rank: of each round, the milliseconds of `engine.step` without a probe and with
+    one, and of the probe."""
+    zenflow = {
+        "update_interval": interval,
+        "full_warm_up_rounds": interval,
+        "prediction_error_factor": 1e6,
+    }
     config = zenflow_config(stage, lr=1e-4, **zenflow)
     config["zero_optimization"]["sub_group_size"] = 10**9  # one partition, as at stage 2
     engine = make_engine(config, model=lambda: model(millions))
@@ -60,7 +66,9 @@ def halves(stage: int, interval: int, millions: float, rounds: int) -> Rounds:
 
     def half(probed: bool) -> float:
         state = schedule.state
-        schedule.state = replace(state, guard=replace(state.guard, steps_to_probe=0 if probed else NEVER))
+        schedule.state = replace(
+            state, guard=replace(state.guard, steps_to_probe=0 if probed else NEVER)
+        )
         return steps(STEPS)
 
     measure, take = Sample.errors, Sample.take
@@ -91,12 +99,16 @@ def halves(stage: int, interval: int, millions: float, rounds: int) -> Rounds:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--millions", type=float, default=8.0, help="million parameters")
     args = parser.parse_args()
     for stage, interval in WAYS:
-        (found,) = run_ranks(1, halves, stage, interval, args.millions, args.rounds, timeout_seconds=600)
+        (found,) = run_ranks(
+            1, halves, stage, interval, args.millions, args.rounds, timeout_seconds=600
+        )
         ratios = [on / off for off, on, _ in found]
         step = statistics.median(off for off, _, _ in found) / STEPS
         probes = [inside for _, _, inside in found]
@@ -105,7 +117,8 @@ def main() -> None:
             "stage": stage,
             "interval": interval,
             "ms per step": step,
-            "ms inside of a probe": f"{statistics.median(probes):.2f} ({min(probes):.2f} to {max(probes):.2f})",
+            "ms inside of a "
+            "probe": f"{statistics.median(probes):.2f} ({min(probes):.2f} to {max(probes):.2f})",
             "of 20 steps": statistics.median(probes) / STEPS / step,
             "with / without": middle,
             "quartiles": f"{low:.4f} to {high:.4f}",

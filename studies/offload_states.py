@@ -1,10 +1,11 @@
-"""Device memory between steps and micro-steps, and while `engine.offload_states` has moved all states.
+"""Device memory between steps and micro-steps, and while `engine.offload_states` has moved all
+states.
 
     python -m studies.offload_states
 
-On the simulated accelerator, whose allocator counts what live tensors hold; one rank in a process of its own for each
-row, three micro-steps a step. DeepSpeed's buckets, which the default of ``reduce_bucket_size`` makes 125 times as
-large as here, are part of it.
+On the simulated accelerator, whose allocator counts what live tensors hold; one rank in a process
+of its own for each row, three micro-steps a step. DeepSpeed's buckets, which the default of
+``reduce_bucket_size`` makes 125 times as large as here, are part of it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,22 @@ def main() -> None:
         for rule in RULES:
             for hidden in (False, True):
                 pool = f"{stage} {rule} {hidden}"
-                found = ranks.run_ranks(1, held, stage, rule, hidden, 3, device="accelerator", pool=pool)[0]
+                found = ranks.run_ranks(
+                    1, held, stage, rule, hidden, 3, device="accelerator", pool=pool
+                )[0]
                 ranks.close_pools()
                 row = {name: (found[name] - found["before"]) / params for name in STATES}
                 rows.append({"stage": stage, "rule": rule, "hidden transfers": hidden} | row)
-    print(f"bytes per parameter, of {params:,} parameters; a bucket of {BUCKET_NUMEL:,} elements of 2 bytes has")
+    print(
+        f"bytes per parameter, of {params:,} parameters; a bucket of {BUCKET_NUMEL:,} elements of "
+        f"2 bytes has"
+    )
     print(f"{2 * BUCKET_NUMEL / params:.2f}, of 4 bytes {4 * BUCKET_NUMEL / params:.2f}")
-    print(report.table(rows, {"stage": "", "rule": "", "hidden transfers": "", **dict.fromkeys(STATES, ".2f")}))
+    print(
+        report.table(
+            rows, {"stage": "", "rule": "", "hidden transfers": "", **dict.fromkeys(STATES, ".2f")}
+        )
+    )
 
 
 if __name__ == "__main__":

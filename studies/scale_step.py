@@ -1,9 +1,10 @@
-"""The arithmetic of a training step at scale, from the package's own formulas, for `docs/lab/archive/many_ranks.md`.
+"""The arithmetic of a training step at scale, from the package's own formulas, for
+`docs/lab/archive/many_ranks.md`.
 
     python -m studies.scale_step
 
-Nothing is measured. Bytes come from the plan of memory and from what the arena holds; seconds are bytes divided by the
-bandwidths below, which are assumptions.
+Nothing is measured. Bytes come from the plan of memory and from what the arena holds; seconds are
+bytes divided by the bandwidths below, which are assumptions.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def ways(stage: Stage) -> Iterator[tuple[str, Setup]]:
         section: dict = {"update_rule": rule, "update_interval": interval, "overlap_step": True}
         if rule == "selective":
             section |= {"topk_ratio": RATIO, "select_interval": SELECT_STEPS}
-        yield f"ZenFlow {rule}, interval {interval}", Setup(stage=stage, zenflow=ZenFlowConfig(**section))
+        yield (
+            f"ZenFlow {rule}, interval {interval}",
+            Setup(stage=stage, zenflow=ZenFlowConfig(**section)),
+        )
 
 
 def gathered(setup: Setup, params: int, ranks: int) -> float:
@@ -47,7 +51,9 @@ def gathered(setup: Setup, params: int, ranks: int) -> float:
         return 2 * whole  # before the forward and before the backward
     if setup.zenflow is None or setup.zenflow.rule != "selective":
         return whole
-    return whole * (1 + (INTERVAL - 1) * RATIO) / INTERVAL  # hot blocks alone, but for one step of an interval
+    return (
+        whole * (1 + (INTERVAL - 1) * RATIO) / INTERVAL
+    )  # hot blocks alone, but for one step of an interval
 
 
 def row(setup: Setup, model: Model, ranks: Ranks) -> list[str]:
@@ -96,7 +102,10 @@ def table(params: int, stage: Stage) -> str:
 def main() -> None:
     for params, stage in RUNS:
         seconds = 6 * params * TOKENS / MACHINE.flops
-        print(f"\n### {params:.0e} parameters, stage {stage}: forward and backward take {seconds:.2f} s\n")
+        print(
+            f"\n### {params:.0e} parameters, stage {stage}: forward and backward take "
+            f"{seconds:.2f} s\n"
+        )
         print(table(params, stage))
 
 

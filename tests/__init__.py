@@ -1,4 +1,5 @@
-"""Tests, benchmarks and what they share. They compare with stock DeepSpeed, which nothing may extend unasked."""
+"""Tests, benchmarks and what they share. They compare with stock DeepSpeed, which nothing may
+extend unasked."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""Shared by all tests: the CPU accelerator in this process, and the whole matrix only when asked for."""
+"""Shared by all tests: the CPU accelerator in this process, and the whole matrix only when asked
+for."""
 
 from __future__ import annotations
 
@@ -24,18 +25,25 @@ NO_ACCELERATOR = "needs an accelerator, and this machine has none"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`")
-    parser.addoption("--simulated", action="store_true", help="run the tests marked `gpu` on the simulated accelerator")
+    parser.addoption(
+        "--simulated",
+        action="store_true",
+        help="run the tests marked `gpu` on the simulated accelerator",
+    )
     parser.addoption(
         "--all-simulated",
         action="store_true",
         help="run the ranks of all tests on the simulated accelerator, but for those marked `cpu`",
     )
-    parser.addoption("--part", help="of the tests marked `gpu`, those of one part of `make test-gpu`")
+    parser.addoption(
+        "--part", help="of the tests marked `gpu`, those of one part of `make test-gpu`"
+    )
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run one test in N")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A part of `make test-gpu` may be ended by its time limit, before pytest prints why tests have failed."""
+    """A part of `make test-gpu` may be ended by its time limit, before pytest prints why tests have
+    failed."""
     if report.failed and _ONLY_PART:
         lines = [line for line in report.longreprtext.splitlines() if line.startswith("E ")]
         sys.stdout.write("\n".join([f"\nFAILED {report.nodeid}", *lines[-SHOWN_ERROR_LINES:], ""]))
@@ -70,11 +78,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
                 item.add_marker(pytest.mark.skip(reason=NO_ACCELERATOR))
-    # With several processes (-n), the files with the longest tests come first: none of them is left for the end.
+    # With several processes (-n), the files with the longest tests come first: none of them is left
+    # for the end.
     items.sort(key=lambda item: "faults" not in item.path.parts)
     left_out: set[pytest.Item] = set()
     if config.getoption("--all-simulated"):
-        left_out |= {item for item in items if any(mark.kwargs["reason"] for mark in item.iter_markers("cpu"))}
+        left_out |= {
+            item
+            for item in items
+            if any(mark.kwargs["reason"] for mark in item.iter_markers("cpu"))
+        }
     if part := config.getoption("--part"):
         left_out |= {item for item in items if _part_of(item) != part}
     if not config.getoption("--full"):

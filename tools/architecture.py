@@ -2,8 +2,9 @@
 
     python -m tools.architecture
 
-A folder counts without the folders in it. Its floor is one above the highest folder that it imports, so every import
-runs downwards; folders that import each other in a circle have no floor and are an error.
+A folder counts without the folders in it. Its floor is one above the highest folder that it
+imports, so every import runs downwards; folders that import each other in a circle have no floor
+and are an error.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ BEGIN, END = "<!-- begin: written by `make docs` -->", "<!-- end: written by `ma
 
 
 def module_name(path: Path) -> str:
-    """``zenflow.rule`` for ``deepspeed_ext/zenflow/step/rule.py``; a package by its folder, the whole one ``""``."""
+    """``zenflow.rule`` for ``deepspeed_ext/zenflow/step/rule.py``; a package by its folder, the
+    whole one ``""``."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def folder_of(module: str) -> str:
-    """The folder of a module; ``""`` for the package itself, and for the modules that stand beside the folders."""
+    """The folder of a module; ``""`` for the package itself, and for the modules that stand beside
+    the folders."""
     return module if (PACKAGE / module.replace(".", "/")).is_dir() else module.rpartition(".")[0]
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The modules of the package that a file imports anywhere, also inside functions and for types only."""
+    """The modules of the package that a file imports anywhere, also inside functions and for types
+    only."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [(alias.name, "") for alias in node.names]
@@ -55,7 +59,9 @@ def folders() -> dict[str, set[str]]:
         folder = folder_of(module_name(path))
         found.setdefault(folder, set()).update(folder_of(module) for module in imports(path))
     return {
-        folder: {other for other in others if other not in ("", folder)} for folder, others in found.items() if folder
+        folder: {other for other in others if other not in ("", folder)}
+        for folder, others in found.items()
+        if folder
     }
 
 
@@ -67,11 +73,14 @@ def modules() -> dict[str, set[str]]:
 
 
 def floors(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """The folders by floor, the ground floor first; folders in a circle, and those above them, are on none."""
+    """The folders by floor, the ground floor first; folders in a circle, and those above them, are
+    on none."""
     left, built = {folder: set(others) for folder, others in graph.items()}, []
     while ready := sorted(folder for folder, others in left.items() if not others):
         built.append(ready)
-        left = {folder: others - set(ready) for folder, others in left.items() if folder not in ready}
+        left = {
+            folder: others - set(ready) for folder, others in left.items() if folder not in ready
+        }
     return built
 
 
@@ -94,7 +103,9 @@ def summary(folder: str) -> str:
     """The first sentence of a folder's docstring."""
     path = PACKAGE / folder.replace(".", "/")
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    text = " ".join((ast.get_docstring(ast.parse(source.read_text())) or "").split("\n\n")[0].split())
+    text = " ".join(
+        (ast.get_docstring(ast.parse(source.read_text())) or "").split("\n\n")[0].split()
+    )
     return text.split(". ")[0].rstrip(".").replace(" | ", ", ").replace("|", r"\|")
 
 

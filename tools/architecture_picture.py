@@ -1,4 +1,5 @@
-"""Draws docs/architecture.svg: the parts of a rank, its optimizer process, and what goes between them.
+"""Draws docs/architecture.svg: the parts of a rank, its optimizer process, and what goes between
+them.
 
     python -m tools.architecture_picture
 
@@ -18,7 +19,11 @@ __all__ = ["AREAS", "BOXES", "PICTURE", "picture"]
 PICTURE = ROOT / "docs" / "architecture.svg"
 WIDTH, HEIGHT = 540, 1040
 """The letters are large enough for a window of 420 pixels."""
-COLORS = {"blue": ("#e8eefc", "#3f51b5"), "green": ("#e6f4ea", "#2e7d32"), "sand": ("#fdf3e1", "#b26a00")}
+COLORS = {
+    "blue": ("#e8eefc", "#3f51b5"),
+    "green": ("#e6f4ea", "#2e7d32"),
+    "sand": ("#fdf3e1", "#b26a00"),
+}
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,14 @@ LEFT, RIGHT, ALL, HALF = 24, 275, 492, 241
 BOXES = (
     Box(LEFT, 48, HALF, 64, "Weights, gradients", (), ("16 bit, ZeRO's flat buffers",), "sand"),
     Box(RIGHT, 48, HALF, 64, "Room for transfers", (), ("a gradient down, y up",), "sand"),
-    Box(LEFT, 222, ALL, 62, "Your script, or a Trainer", (), ("enable(), then deepspeed.initialize(...)",)),
+    Box(LEFT, 222, ALL, 62, "Your script, or a "
+                            "Trainer", (), ("enable(), then deepspeed.initialize(...)",)),
     Box(LEFT, 296, HALF, 84, "Entry and engine", ("adapter",), ("DeepSpeed's, subclassed",)),
     Box(RIGHT, 296, HALF, 84, "Config", ("config",), ("under zero_optimization",)),
-    Box(LEFT, 392, ALL, 84, "ZeRO optimizers", ("adapter",), ("DeepSpeed's, subclassed; below is what they use",)),
-    Box(LEFT, 488, 260, 84, "ZenFlow", ("zenflow.step", "zenflow.rules"), ("predictive or selective",)),
+    Box(LEFT, 392, ALL, 84, "ZeRO optimizers", ("adapter",), ("DeepSpeed's, subclassed; below is "
+                                                              "what they use",)),
+    Box(LEFT, 488, 260, 84, "ZenFlow", ("zenflow.step", "zenflow.rules"), ("predictive or "
+                                                                           "selective",)),
     Box(294, 488, 106, 84, "Start-up", ("flatten",), ("stages 1, 2",)),
     Box(410, 488, 106, 84, "Gathers", ("gather",), ("stage 3",)),
     Box(LEFT, 584, 260, 84, "Checkpoints", ("checkpoint",), ("all ranks commit, or none",)),
@@ -77,10 +85,14 @@ def picture() -> str:
 
 def _lines() -> Iterator[str]:
     yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}" '
         'font-family="sans-serif" font-size="17" role="img" aria-label="Parts of deepspeed_ext">'
     )
-    yield '<defs><marker id="end" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
+    yield (
+        '<defs><marker id="end" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
+        'markerHeight="8" '
+    )
     yield 'orient="auto-start-reverse"><path d="M0 0L8 4L0 8z" fill="#444"/></marker></defs>'
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
     for area in AREAS:
@@ -90,13 +102,20 @@ def _lines() -> Iterator[str]:
     for box in BOXES:
         yield _rectangle(box, "white", COLORS[box.color][1], 6)
         lines = [(box.title, "font-weight='bold'")]
-        lines += [(" ".join(box.folders), "font-family='monospace' font-size='15'")] if box.folders else []
+        lines += (
+            [(" ".join(box.folders), "font-family='monospace' font-size='15'")]
+            if box.folders
+            else []
+        )
         lines += [(line, "font-size='16' fill='#444'") for line in box.lines]
         for number, (line, style) in enumerate(lines):
             yield _text(box.x + 10, box.y + 24 + 25 * number, line, style)
     for x, y1, y2, label, both in ARROWS:
         begin = ' marker-start="url(#end)"' if both else ""
-        yield f'<line x1="{x}" y1="{y1}" x2="{x}" y2="{y2}" stroke="#444" marker-end="url(#end)"{begin}/>'
+        yield (
+            f'<line x1="{x}" y1="{y1}" x2="{x}" y2="{y2}" stroke="#444" '
+            f'marker-end="url(#end)"{begin}/>'
+        )
         yield _text(x + 10, (y1 + y2) // 2 + 6, label, "font-size='16'")
     yield "</svg>"
 

@@ -2,9 +2,9 @@
 
     python -m tools.build_operators
 
-DeepSpeed would compile them in the first process that wants them, while the other ranks wait. Where the result goes is
-`TORCH_EXTENSIONS_DIR`; a second run finds it there. A lock that a killed build has left there is removed: torch would
-wait for it for ever.
+DeepSpeed would compile them in the first process that wants them, while the other ranks wait. Where
+the result goes is `TORCH_EXTENSIONS_DIR`; a second run finds it there. A lock that a killed build
+has left there is removed: torch would wait for it for ever.
 """
 
 import os
@@ -28,7 +28,9 @@ def main() -> None:
             with swapped(announced_builds()):
                 builder.load(verbose=False)
         except Exception as error:
-            sys.stderr.write(f"note: {builder.NAME} does not compile here ({error}); what needs it will fail\n")
+            sys.stderr.write(
+                f"note: {builder.NAME} does not compile here ({error}); what needs it will fail\n"
+            )
 
 
 if __name__ == "__main__":

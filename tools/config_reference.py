@@ -1,8 +1,10 @@
-"""Writes docs/config_reference.md and configs/schema.json from the models of `deepspeed_ext.config`.
+"""Writes docs/config_reference.md and configs/schema.json from the models of
+`deepspeed_ext.config`.
 
     python -m tools.config_reference
 
-All about fields comes from the models' annotations and docstrings, so there is nothing to edit in the two files.
+All about fields comes from the models' annotations and docstrings, so there is nothing to edit in
+the two files.
 """
 
 import json
@@ -47,11 +49,19 @@ ENVIRONMENT = """
 NOT_GIVEN = "Not given:"
 """Begins the sentence of a field's text that says what happens without it."""
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-TYPES = {"boolean": "bool", "integer": "int", "number": "float", "string": "str", "object": "object", "null": "none"}
+TYPES = {
+    "boolean": "bool",
+    "integer": "int",
+    "number": "float",
+    "string": "str",
+    "object": "object",
+    "null": "none",
+}
 
 
 def json_schema() -> str:
-    """A JSON schema for a whole DeepSpeed config that knows our fields and lets all of DeepSpeed's pass."""
+    """A JSON schema for a whole DeepSpeed config that knows our fields and lets all of DeepSpeed's
+    pass."""
     fields = _schema()
     definitions = fields.pop("$defs", {})
     schema = {
@@ -65,13 +75,15 @@ def json_schema() -> str:
 
 
 def markdown() -> str:
-    """The reference: one table for `zero_optimization`, one for each section in it, and the environment variables."""
+    """The reference: one table for `zero_optimization`, one for each section in it, and the
+    environment variables."""
     schema = _schema()
     return INTRODUCTION + "".join(_section(SECTION, schema, schema.get("$defs", {}))) + ENVIRONMENT
 
 
 def _schema() -> dict[str, Any]:
-    """The models' schema. A field whose text says what happens if it is not given has no default beside that."""
+    """The models' schema. A field whose text says what happens if it is not given has no default
+    beside that."""
     schema = ZeroFields.model_json_schema()
     for section in (schema, *schema.get("$defs", {}).values()):
         for field in section.get("properties", {}).values():
@@ -114,7 +126,9 @@ def _type(field: dict[str, Any]) -> str:
     if options:
         return " or ".join(_type(option) for option in options if option.get("type") != "null")
     if "enum" in field or "const" in field:
-        return ", ".join(f"`{json.dumps(value)}`" for value in field.get("enum", [field.get("const")]))
+        return ", ".join(
+            f"`{json.dumps(value)}`" for value in field.get("enum", [field.get("const")])
+        )
     if field.get("type") == "array":
         return f"list of {_type(field.get('items', {}))}"
     bounds = [f"{sign} {_number(field[key])}" for key, sign in BOUNDS.items() if key in field]

@@ -1,9 +1,11 @@
-"""Writes docs/fits.md from the plan of memory: the largest model of each way to offload, and what a step hides.
+"""Writes docs/fits.md from the plan of memory: the largest model of each way to offload, and what a
+step hides.
 
     python -m tools.fits
 
-Nothing is measured. Bytes and seconds come from `deepspeed_ext.commands.memory`, as `deepspeed-ext plan --memory`
-prints them; here are only the machines, the shapes of the models, and what is left free.
+Nothing is measured. Bytes and seconds come from `deepspeed_ext.commands.memory`, as `deepspeed-ext
+plan --memory` prints them; here are only the machines, the shapes of the models, and what is left
+free.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Link:
     says: str
 
     def time(self, model: Model, ranks: Ranks, setup: Setup) -> StepTime:
-        """An optimizer step: what it exposes are weights that go up, what it hides gradients that go down."""
+        """An optimizer step: what it exposes are weights that go up, what it hides gradients that
+        go down."""
         down = step_time(model, ranks, setup, self.machine)
         up = step_time(model, ranks, setup, replace(self.machine, link=self.up))
         return replace(down, exposed=up.exposed)
@@ -72,14 +75,19 @@ def _symmetric(name: str, per_host: int, says: str) -> Link:
 
 LINKS = {
     "PCIe 4": _symmetric("8 x A100", 8, "8 x A100, two sockets with 8 channels of DDR4-3200 each"),
-    "PCIe 5": _symmetric("8 x H200", 8, "8 x H100 or H200, two sockets with 8 channels of DDR5-4800 each"),
-    "NVLink-C2C": Link(replace(_MACHINES["1 x GH200"], link=170e9), 416e9, 1, "GH200, each GPU with its own host"),
+    "PCIe 5": _symmetric(
+        "8 x H200", 8, "8 x H100 or H200, two sockets with 8 channels of DDR5-4800 each"
+    ),
+    "NVLink-C2C": Link(
+        replace(_MACHINES["1 x GH200"], link=170e9), 416e9, 1, "GH200, each GPU with its own host"
+    ),
 }
 """By link."""
 
 ZERO_OFFLOAD, ZENFLOW, OURS = "ZeRO-Offload", "DeepSpeed-ZenFlow", "ZenFlow exact"
 IN_STEP, EARLY = "ZenFlow exact, copies in the step", "ZenFlow exact, gradients on host"
-"""What a run of ours does by itself where there is no room for copies beside the step, or for gradients."""
+"""What a run of ours does by itself where there is no room for copies beside the step, or for
+gradients."""
 ROUNDED, CODED = ", bf16 moments", ", 8-bit moments"
 MOMENTS = (ROUNDED, CODED)
 """Behind the name of a way of ours: the same with such moments, which are not exact."""
@@ -87,7 +95,8 @@ SMALL = ("ZeRO-Offload, weights on host", "ZenFlow exact, weights on host")
 """Ways that take less of a GPU, at stage 3."""
 
 FLASH_BYTES = 7
-"""Of FlashOptim's AdamW on the GPU: bf16 weights, 8 bits of correction, two moments of 8 bits, and the gradient."""
+"""Of FlashOptim's AdamW on the GPU: bf16 weights, 8 bits of correction, two moments of 8 bits, and
+the gradient."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +124,8 @@ OWNED = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense decoder as Llama's: heads of 128, as many layers as heads, 12 d^2 parameters in each, and an embedding
-    and an output matrix of 32,768 rows.
+    """A dense decoder as Llama's: heads of 128, as many layers as heads, 12 d^2 parameters in each,
+    and an embedding and an output matrix of 32,768 rows.
 
     Attributes:
         width: d.
@@ -161,9 +170,11 @@ def setup_of(name: str, stage: Stage) -> Setup:
 
 
 @functools.cache
-def needed(name: str, stage: Stage, gpus: int, tier: FlattenTier | None, shape: Shape) -> tuple[int, int]:
-    """Bytes of a GPU, with activations in forward and backward, and bytes of a host with all GPUs; both with what stays
-    free."""
+def needed(
+    name: str, stage: Stage, gpus: int, tier: FlattenTier | None, shape: Shape
+) -> tuple[int, int]:
+    """Bytes of a GPU, with activations in forward and backward, and bytes of a host with all GPUs;
+    both with what stays free."""
     ranks, setup = Ranks(gpus, gpus), replace(setup_of(name, stage), flatten_tier=tier)
     plan = plan_memory(shape.model, ranks, setup)
     backward = plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD) + activation_bytes(shape)
@@ -176,8 +187,8 @@ def needed(name: str, stage: Stage, gpus: int, tier: FlattenTier | None, shape: 
 
 @functools.cache
 def largest(name: str, stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> Shape | None:
-    """The largest model that fits one host with `gpus` GPUs; None: not even the smallest shape. Flattening takes the
-    tier with which most fits."""
+    """The largest model that fits one host with `gpus` GPUs; None: not even the smallest shape.
+    Flattening takes the tier with which most fits."""
 
     def fitting(tier: FlattenTier | None) -> int:
         def gpu(shape: Shape) -> bool:
@@ -193,7 +204,8 @@ def largest(name: str, stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> 
 
 
 def _best(name: str, stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> Shape | None:
-    """`largest`, of ours with copies beside or in the step or gradients on the host, whichever is larger."""
+    """`largest`, of ours with copies beside or in the step or gradients on the host, whichever is
+    larger."""
     end = _moments(name)
     same = [each + end for each in (OURS, IN_STEP, EARLY)] if name == OURS + end else [name]
     return _largest_of(largest(each, stage, gpus, gpu_gib, host_gib) for each in same)
@@ -201,8 +213,8 @@ def _best(name: str, stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> Sh
 
 @functools.cache
 def flash_largest(stage: Stage, gpus: int, gpu_gib: int) -> Shape | None:
-    """The largest model that FlashOptim's AdamW trains, on GPUs alone: each holds everything (stage 2, DDP), or its
-    share and two layers that are gathered (stage 3, FSDP2)."""
+    """The largest model that FlashOptim's AdamW trains, on GPUs alone: each holds everything (stage
+    2, DDP), or its share and two layers that are gathered (stage 3, FSDP2)."""
 
     def fits(shape: Shape) -> bool:
         held = FLASH_BYTES * shape.params
@@ -246,7 +258,8 @@ def _memory_table(gpu_gib: int) -> str:
 
 
 def _owned_table() -> str:
-    """For each machine the largest model of each way at its best stage, then with weights on the host."""
+    """For each machine the largest model of each way at its best stage, then with weights on the
+    host."""
     names = (ZERO_OFFLOAD, ZENFLOW, OURS, OURS + ROUNDED, OURS + CODED)
     rows = []
     for machine in OWNED:
@@ -269,7 +282,10 @@ def _cell(stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> str:
     """Five numbers; ours, exact, is bold where it is the largest of the first three."""
     names = (ZERO_OFFLOAD, ZENFLOW, OURS, OURS + ROUNDED, OURS + CODED)
     found = [_best(name, stage, gpus, gpu_gib, host_gib) for name in names]
-    texts, sizes = [_billions(shape) for shape in found], [shape.params if shape else 0 for shape in found]
+    texts, sizes = (
+        [_billions(shape) for shape in found],
+        [shape.params if shape else 0 for shape in found],
+    )
     if sizes[2] > max(sizes[:2]):
         texts[2] = f"**{texts[2]}**"
     return " / ".join(texts)
@@ -280,7 +296,9 @@ def _small_table() -> str:
     for gpu_gib in GPU_GIB:
         for gpus in (1, 8):
             cells = [[largest(name, 3, gpus, gpu_gib, host) for name in SMALL] for host in HOST_GIB]
-            rows.append([f"{gpu_gib} GB", str(gpus), *(" / ".join(map(_billions, cell)) for cell in cells)])
+            rows.append(
+                [f"{gpu_gib} GB", str(gpus), *(" / ".join(map(_billions, cell)) for cell in cells)]
+            )
     return _table(["GPU", "GPUs", *(f"{host:,} GB" for host in HOST_GIB)], rows)
 
 
@@ -309,21 +327,24 @@ def _bytes_table() -> str:
 
 
 def _ratios(rival: str, own: str = OURS) -> list[float]:
-    """The size of our largest model over that of a rival's, for every machine on which both have one."""
+    """The size of our largest model over that of a rival's, for every machine on which both have
+    one."""
     found = []
     for stage in STAGES:
         for gpus in GPUS:
             for gpu_gib in GPU_GIB:
                 for host in HOST_GIB:
-                    ours, theirs = (_best(name, stage, gpus, gpu_gib, host) for name in (own, rival))
+                    ours, theirs = (
+                        _best(name, stage, gpus, gpu_gib, host) for name in (own, rival)
+                    )
                     if ours and theirs:
                         found.append(ours.params / theirs.params)
     return found
 
 
 def _any_way() -> list[float]:
-    """For every machine, the size of our largest model over ZeRO-Offload's, each at its best stage and with weights
-    where they fit best."""
+    """For every machine, the size of our largest model over ZeRO-Offload's, each at its best stage
+    and with weights where they fit best."""
     found = []
     for gpus in GPUS:
         for gpu_gib in GPU_GIB:
@@ -348,20 +369,27 @@ def _verdict() -> str:
         ratios = _ratios(rival)
         more, less = sum(ratio > 1 for ratio in ratios), sum(ratio < 1 for ratio in ratios)
         texts.append(
-            f"larger than {rival}'s in {more}, as large in {len(ratios) - more - less} and smaller in {less} "
-            f"(median {statistics.median(ratios):.2f} times its size, {min(ratios):.2f} to {max(ratios):.2f})"
+            f"larger than {rival}'s in {more}, as large in {len(ratios) - more - less} and "
+            f"smaller in {less} "
+            f"(median {statistics.median(ratios):.2f} times its size, {min(ratios):.2f} to "
+            f"{max(ratios):.2f})"
         )
     rounded, coded = (statistics.median(_ratios(ZERO_OFFLOAD, OURS + end)) for end in MOMENTS)
     cases = len(STAGES) * len(GPUS) * len(GPU_GIB) * len(HOST_GIB)
     counts = [f"{_tokens(link, 8):,} on {link}" for link in LINKS]
     return (
-        f"**On {sum(ratio > 1 for ratio in free)} of {len(free)} machines our largest model is larger than "
+        f"**On {sum(ratio > 1 for ratio in free)} of {len(free)} machines our largest model is "
+        f"larger than "
         f"{ZERO_OFFLOAD}'s, each at the stage and with weights where it is largest, and smaller on "
-        f"{sum(ratio < 1 for ratio in free)} (median {statistics.median(free):.2f} times its size, {min(free):.2f} to "
-        f"{max(free):.2f}).** In {cases} cases (a machine and a stage, weights on the GPU) it is {texts[0]}; it is "
-        f"{texts[1]}. With moments in bf16 it is {rounded:.2f} times the size of {ZERO_OFFLOAD}'s, with those of "
+        f"{sum(ratio < 1 for ratio in free)} (median {statistics.median(free):.2f} times its "
+        f"size, {min(free):.2f} to "
+        f"{max(free):.2f}).** In {cases} cases (a machine and a stage, weights on the GPU) it is "
+        f"{texts[0]}; it is "
+        f"{texts[1]}. With moments in bf16 it is {rounded:.2f} times the size of "
+        f"{ZERO_OFFLOAD}'s, with those of "
         f"8 bits {coded:.2f} times (medians). "
-        f"With 8 GPUs ours hides the whole optimizer from these tokens per GPU and step on: {', '.join(counts)}. "
+        f"With 8 GPUs ours hides the whole optimizer from these tokens per GPU and step on: "
+        f"{', '.join(counts)}. "
         f"{ZERO_OFFLOAD} and {ZENFLOW} expose a part of it in every step.\n"
     )
 
@@ -379,7 +407,11 @@ def _tokens(link: str, gpus: int, way: str = OURS) -> int:
 
 
 def _tokens_table() -> str:
-    names = {"every step": OURS, "interval 2": "ZenFlow interval 2", "selective, interval 4": "ZenFlow selective"}
+    names = {
+        "every step": OURS,
+        "interval 2": "ZenFlow interval 2",
+        "selective, interval 4": "ZenFlow selective",
+    }
     rows = []
     for link in LINKS:
         for gpus in GPUS:
@@ -393,9 +425,18 @@ def _time_rows(link: str) -> Iterator[list[str]]:
     machine, ranks = found.machine, Ranks(8, found.per_host)
     for billions in SIZES:
         model = Model(billions * 10**9, 10**8, "bfloat16")
-        ours, offload, zenflow = (_seconds(name, model, ranks, found) for name in (OURS, ZERO_OFFLOAD, ZENFLOW))
+        ours, offload, zenflow = (
+            _seconds(name, model, ranks, found) for name in (OURS, ZERO_OFFLOAD, ZENFLOW)
+        )
         needs = f"{ours.tokens(model.params, machine):,}"
-        yield [link, str(billions), f"{ours.beside:.2f}", needs, f"{offload.exposed:.2f}", f"{zenflow.exposed:.2f}"]
+        yield [
+            link,
+            str(billions),
+            f"{ours.beside:.2f}",
+            needs,
+            f"{offload.exposed:.2f}",
+            f"{zenflow.exposed:.2f}",
+        ]
 
 
 def _time_table() -> str:
@@ -411,8 +452,13 @@ def _time_table() -> str:
 
 
 def _shapes() -> str:
-    chosen = [min(SHAPES, key=lambda shape: abs(shape.params - billions * 1e9)) for billions in SIZES]
-    rows = [[f"{s.params / 1e9:.1f}", str(s.width), str(s.layers), f"{activation_bytes(s) / GIB:.1f}"] for s in chosen]
+    chosen = [
+        min(SHAPES, key=lambda shape: abs(shape.params - billions * 1e9)) for billions in SIZES
+    ]
+    rows = [
+        [f"{s.params / 1e9:.1f}", str(s.width), str(s.layers), f"{activation_bytes(s) / GIB:.1f}"]
+        for s in chosen
+    ]
     return _table(["billions", "width", "layers", "activations, GiB"], rows)
 
 
@@ -529,7 +575,16 @@ def markdown() -> str:
     parts = [INTRODUCTION, _verdict(), MEMORY, _bytes_table(), LARGEST]
     for gpu_gib in GPU_GIB:
         parts += [f"### GPUs of {gpu_gib} GB\n\n", _memory_table(gpu_gib), "\n"]
-    parts[-1:] = [OWNED_TEXT, _owned_table(), SMALL_TEXT, _small_table(), TIME, _tokens_table(), SECONDS, _time_table()]
+    parts[-1:] = [
+        OWNED_TEXT,
+        _owned_table(),
+        SMALL_TEXT,
+        _small_table(),
+        TIME,
+        _tokens_table(),
+        SECONDS,
+        _time_table(),
+    ]
     parts += [ASSUMED, _shapes(), SPEEDS, _machines()]
     return "".join(parts)
 

@@ -1,4 +1,5 @@
-"""Draws docs/overview.svg: three steps with ZeRO-Offload and with ZenFlow, in lanes of time. The lengths are invented.
+"""Draws docs/overview.svg: three steps with ZeRO-Offload and with ZenFlow, in lanes of time. The
+lengths are invented.
 
 python -m tools.front_picture
 """
@@ -19,7 +20,11 @@ LANE, BAR = 48, 38
 # Letters are large enough for a window of 420 pixels.
 STEP, ADAM, STEPS = 6, 4, 3
 """Units of time of a forward and backward, of the optimizer, and how many steps are drawn."""
-COLORS = {"step": ("#e8eefc", "#3f51b5"), "adam": ("#e6f4ea", "#2e7d32"), "idle": ("none", "#c62828")}
+COLORS = {
+    "step": ("#e8eefc", "#3f51b5"),
+    "adam": ("#e6f4ea", "#2e7d32"),
+    "idle": ("none", "#c62828"),
+}
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,10 @@ def picture() -> str:
 
 def _lines() -> Iterator[str]:
     yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        'font-family="sans-serif" font-size="17" role="img" aria-label="Steps with ZeRO-Offload and with ZenFlow">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'height="{HEIGHT}" '
+        'font-family="sans-serif" font-size="17" role="img" aria-label="Steps with ZeRO-Offload '
+        'and with ZenFlow">'
     )
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
     yield _text(14, 30, "ZeRO-Offload: the GPU waits for the optimizer", "font-weight='bold'")
@@ -64,7 +71,8 @@ def _lines() -> Iterator[str]:
         x, width = LEFT + bar.begin * UNIT, bar.length * UNIT - 3
         dashed = ' stroke-dasharray="5 4"' if bar.kind == "idle" else ""
         yield (
-            f'<rect x="{x:g}" y="{_top(bar.lane)}" width="{width:g}" height="{BAR}" rx="5" fill="{fill}" '
+            f'<rect x="{x:g}" y="{_top(bar.lane)}" width="{width:g}" height="{BAR}" rx="5" '
+            f'fill="{fill}" '
             f'stroke="{stroke}"{dashed}/>'
         )
         yield _text(x + width / 2, _top(bar.lane) + 25, bar.text, "text-anchor='middle'")

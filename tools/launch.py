@@ -1,10 +1,11 @@
 """Starts the ranks of `make train` with DeepSpeed's launcher, and ends them when it is interrupted.
 
     python -m tools.launch 2 examples/train.py --mode zero2     # two ranks
-    python -m tools.launch auto examples/train.py               # one an accelerator, or two on a machine without
+    python -m tools.launch auto examples/train.py               # one an accelerator, or two on a
+    machine without
 
-DeepSpeed's launcher answers Ctrl-C with a traceback and leaves before its ranks have saved. Here the ranks get SIGTERM,
-and the command ends after them. A second Ctrl-C kills everything.
+DeepSpeed's launcher answers Ctrl-C with a traceback and leaves before its ranks have saved. Here
+the ranks get SIGTERM, and the command ends after them. A second Ctrl-C kills everything.
 """
 
 import os
@@ -24,7 +25,8 @@ INTERRUPTED = 130
 
 
 class Job:
-    """DeepSpeed's launcher and what it starts, in a session of its own: the terminal's signals do not go there."""
+    """DeepSpeed's launcher and what it starts, in a session of its own: the terminal's signals do
+    not go there."""
 
     def __init__(self, command: list[str], environment: dict[str, str] | None) -> None:
         self.signals = 0
@@ -48,11 +50,19 @@ class Job:
             return
         # All but the launcher, which waits for them: it would leave at once.
         with suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self._launcher.pid).children(recursive=True) or [self._launcher]:
+            for process in psutil.Process(self._launcher.pid).children(recursive=True) or [
+                self._launcher
+            ]:
                 with suppress(psutil.NoSuchProcess):
                     process.terminate()
-        with suppress(OSError):  # what reads this output may have ended, too: `make train | tee log`
-            os.write(2, b"\nending the ranks, which first save if they train; Ctrl-C again ends them at once\n")
+        with suppress(
+            OSError
+        ):  # what reads this output may have ended, too: `make train | tee log`
+            os.write(
+                2,
+                b"\nending the ranks, which first save if they train; Ctrl-C again ends them at "
+                b"once\n",
+            )
 
     def wait(self) -> int:
         """Wait for its end; returns its exit status."""

@@ -1,4 +1,5 @@
-"""Looks at every page of the built site in a headless browser, and follows every link: what MkDocs cannot check.
+"""Looks at every page of the built site in a headless browser, and follows every link: what MkDocs
+cannot check.
 
     mkdocs build && python -m tools.look_at_site [--pictures FOLDER] [--only TEXT] [--dark]
 
@@ -37,7 +38,8 @@ TOGETHER = 6
 """Pages that the browser has open at once."""
 HARNESS = f"looked_at_{os.getpid()}.html"
 SECONDS, TRIES = 90.0, 3
-"""Of a browser with its pages, and how often it may start: now and then a headless Chromium does not end."""
+"""Of a browser with its pages, and how often it may start: now and then a headless Chromium does
+not end."""
 
 
 class _Page(HTMLParser):
@@ -85,7 +87,8 @@ def _leads(site: Path, path: Path, link: str, pages: dict[Path, _Page]) -> bool:
 
 
 def _harness(pages: Sequence[str], dark: bool) -> str:
-    """A page with a frame for each page and width; when all are there, it writes how wide each is."""
+    """A page with a frame for each page and width; when all are there, it writes how wide each
+    is."""
     scheme = "slate" if dark else "default"
     palette = {"index": int(dark), "color": {"scheme": scheme, "primary": "indigo"}}
     frames = "".join(
@@ -143,7 +146,9 @@ def _run_browser(port: int, *options: str) -> str:
     with tempfile.TemporaryDirectory() as profile:
         command = [_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         command += [f"--user-data-dir={profile}", *options, f"http://127.0.0.1:{port}/{HARNESS}"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=SECONDS, check=True
+        ).stdout
 
 
 def too_wide(pages: Sequence[str], dark: bool, port: int) -> Iterator[str]:
@@ -152,7 +157,9 @@ def too_wide(pages: Sequence[str], dark: bool, port: int) -> Iterator[str]:
         text = _browse(pages[begin : begin + TOGETHER], dark, port, "--dump-dom")
         match = re.search(r'<pre id="found">(.*?)</pre>', text, re.DOTALL)
         if match is None:
-            raise SystemExit(f"error: the browser ended before it had read the pages:\n{text[-500:]}")
+            raise SystemExit(
+                f"error: the browser ended before it had read the pages:\n{text[-500:]}"
+            )
         for page, width, real, wide in json.loads(html.unescape(match[1])):
             if real > width or wide:
                 yield f"{page} at {width} pixels: {real} wide; {'; '.join(wide)}"
@@ -183,7 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         port = server.server_address[1]
         wide = list(too_wide(ours, args.dark, port))
-        out.write(f"{len(ours)} pages, {len(wide)} too wide\n" + "".join(f"  {line}\n" for line in wide))
+        out.write(
+            f"{len(ours)} pages, {len(wide)} too wide\n" + "".join(f"  {line}\n" for line in wide)
+        )
         if args.pictures:
             args.pictures.mkdir(parents=True, exist_ok=True)
             for page in ours:

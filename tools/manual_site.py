@@ -2,7 +2,8 @@
 
 - The navigation is read from docs/README.md, which lists the pages; a page that it does not list is
   an error. Pages of the archive are outside of the navigation and of the search.
-- Pages link to files outside docs/. Each of them becomes a page with its text, so every link works without network.
+- Pages link to files outside docs/. Each of them becomes a page with its text, so every link works
+  without network.
 - A click on a picture opens it in full.
 - A page that would load anything from another host is an error.
 """
@@ -30,7 +31,9 @@ LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 LISTED = re.compile(r"^(?:- |\| )\[([^\]]+)\]\(([^)#\s]+)\)", re.MULTILINE)
 PICTURE = re.compile(r"<img\b[^>]*\bsrc=\"(?P<src>[^\":]+)\"[^>]*>")
-FOREIGN = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^>]*>")
+FOREIGN = re.compile(
+    r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^>]*>"
+)
 
 
 def site_uri(path: Path) -> str:
@@ -63,7 +66,9 @@ def text_of(path: Path) -> str:
         return path.read_text()
     title = f"---\nsearch:\n  exclude: true\n---\n# {path.relative_to(ROOT)}\n\n"
     if path.is_dir():
-        return title + "".join(f"- [{each.name}]({path.name}/{each.name})\n" for each in sorted(path.iterdir()))
+        return title + "".join(
+            f"- [{each.name}]({path.name}/{each.name})\n" for each in sorted(path.iterdir())
+        )
     return f"{title}````{path.suffix.removeprefix('.') or 'text'}\n{path.read_text()}````\n"
 
 
@@ -71,7 +76,10 @@ def navigation() -> list[dict[str, object]]:
     """The pages in the order in which docs/README.md lists them; the archive has none."""
 
     def listed(text: str) -> list[dict[str, object]]:
-        found = [(title, site_uri(Path(os.path.normpath(DOCS / link)))) for title, link in LISTED.findall(text)]
+        found = [
+            (title, site_uri(Path(os.path.normpath(DOCS / link))))
+            for title, link in LISTED.findall(text)
+        ]
         return [{title: uri} for title, uri in found if not uri.startswith(ARCHIVE)]
 
     front = (DOCS / "README.md").read_text()
@@ -91,7 +99,11 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         for _, path in targets(source, text_of(source)):
             uri = site_uri(path)
             if not path.is_relative_to(DOCS) and files.get_file_from_path(uri) is None:
-                files.append(File.generated(config, uri, content=text_of(path), inclusion=InclusionLevel.NOT_IN_NAV))
+                files.append(
+                    File.generated(
+                        config, uri, content=text_of(path), inclusion=InclusionLevel.NOT_IN_NAV
+                    )
+                )
                 if path.suffix == ".md" or path.is_dir():
                     ahead.append(path)
     return files
@@ -109,7 +121,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return PICTURE.sub(r'<a class="figure" href="\g<src>" title="Open the picture in full">\g<0></a>', html)
+    return PICTURE.sub(
+        r'<a class="figure" href="\g<src>" title="Open the picture in full">\g<0></a>', html
+    )
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:

@@ -2,7 +2,8 @@
 
     python -m tools.plan_picture
 
-The host is invented: 2 x 16 cores with two hardware threads each, four ranks, two accelerators at each socket.
+The host is invented: 2 x 16 cores with two hardware threads each, four ranks, two accelerators at
+each socket.
 """
 
 import tempfile
@@ -17,7 +18,8 @@ CORES, PER_SOCKET = 32, 16
 
 
 def draw(picture: Path) -> int:
-    """Write the host's files, and let the command line plan and draw it into `picture`; its exit status."""
+    """Write the host's files, and let the command line plan and draw it into `picture`; its exit
+    status."""
     sockets = [core // PER_SOCKET for core in range(CORES)]
     cores = [
         Core(core, (core, core + CORES), node=socket, package=socket, cache=core // 8 * 8)

@@ -1,10 +1,12 @@
-"""Rehearse a port to another DeepSpeed: rename members that we rely on in a copy of it, and compare the contract.
+"""Rehearse a port to another DeepSpeed: rename members that we rely on in a copy of it, and compare
+the contract.
 
     python -m tools.rehearse_port --seed 7 --renames 5
 
-Draws private members from the contract, renames each in a copy of the installed DeepSpeed, and compares the contract
-with that copy. Prints for each member whether the contract names it, and which files of deepspeed_ext use it: those
-that a mend would touch. Exits with 1 if a rename is not named, or if a file outside of `adapter` uses one.
+Draws private members from the contract, renames each in a copy of the installed DeepSpeed, and
+compares the contract with that copy. Prints for each member whether the contract names it, and
+which files of deepspeed_ext use it: those that a mend would touch. Exits with 1 if a rename is not
+named, or if a file outside of `adapter` uses one.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ MOVED = "_has_moved"
 
 
 def private_members() -> list[tuple[str, str]]:
-    """Owner and name of each member of the contract whose name says that it is private, in order."""
+    """Owner and name of each member of the contract whose name says that it is private, in
+    order."""
     from deepspeed_ext.adapter.contract import CONTRACT
 
     return sorted(
@@ -47,12 +50,15 @@ def private_members() -> list[tuple[str, str]]:
 
 
 def renamed_copy(folder: Path, names: list[str]) -> None:
-    """Copy the installed DeepSpeed to `folder`, with `names` renamed everywhere in its Python files."""
+    """Copy the installed DeepSpeed to `folder`, with `names` renamed everywhere in its Python
+    files."""
     found = importlib.util.find_spec("deepspeed")
     assert found is not None
     assert found.origin is not None
     shutil.copytree(
-        Path(found.origin).parent, folder / "deepspeed", ignore=shutil.ignore_patterns("__pycache__", "*.so")
+        Path(found.origin).parent,
+        folder / "deepspeed",
+        ignore=shutil.ignore_patterns("__pycache__", "*.so"),
     )
     words = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
     for path in (folder / "deepspeed").rglob("*.py"):
@@ -63,17 +69,29 @@ def renamed_copy(folder: Path, names: list[str]) -> None:
 
 def what_differs(folder: Path) -> str:
     """What the contract says of the DeepSpeed in `folder`."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "DS_ACCELERATOR": "cpu"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+        "DS_ACCELERATOR": "cpu",
+    }
     run = subprocess.run(
-        [sys.executable, "-c", COMPARE], env=environment, cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, "-c", COMPARE],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if run.returncode:
-        raise RuntimeError(f"this copy cannot even be imported; take another seed:\n{run.stderr[-2000:]}")
+        raise RuntimeError(
+            f"this copy cannot even be imported; take another seed:\n{run.stderr[-2000:]}"
+        )
     return run.stdout
 
 
 def files_with(name: str) -> list[str]:
-    """The files of the package that use a member of this name or define it, relative to the package."""
+    """The files of the package that use a member of this name or define it, relative to the
+    package."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -87,7 +105,8 @@ def files_with(name: str) -> list[str]:
 
 
 def rehearsed(seed: int, renames: int) -> list[tuple[str, str, list[str]]]:
-    """Rename members; returns each with what the contract says of it (empty: nothing) and the files to mend."""
+    """Rename members; returns each with what the contract says of it (empty: nothing) and the files
+    to mend."""
     chosen = random.Random(seed).sample(private_members(), renames)
     with tempfile.TemporaryDirectory() as folder:
         renamed_copy(Path(folder), [name for _, name in chosen])
@@ -107,9 +126,15 @@ def main() -> int:
     arguments = parser.parse_args()
     rows = rehearsed(arguments.seed, arguments.renames)
     lines = ["| renamed | the contract says | files to mend |", "| --- | --- | --- |"]
-    lines += [f"| `{name}` | {told or '**nothing**'} | {', '.join(files)} |" for name, told, files in rows]
+    lines += [
+        f"| `{name}` | {told or '**nothing**'} | {', '.join(files)} |" for name, told, files in rows
+    ]
     sys.stdout.write("\n".join(lines) + "\n")
-    return int(not all(told and all(file.startswith("adapter/") for file in files) for _, told, files in rows))
+    return int(
+        not all(
+            told and all(file.startswith("adapter/") for file in files) for _, told, files in rows
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -20,13 +20,17 @@ SITE = ROOT / "outputs" / "site"
 def main(port: int) -> int:
     """Serve; 1 if something else has the port."""
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), partial(SimpleHTTPRequestHandler, directory=str(SITE)))
+        server = ThreadingHTTPServer(
+            ("127.0.0.1", port), partial(SimpleHTTPRequestHandler, directory=str(SITE))
+        )
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
         sys.stderr.write(
-            f"error: port {port} is in use. If another `make docs-site` serves there, it serves this build too: "
-            f"http://127.0.0.1:{port}/. Otherwise take another port: make docs-site PORT={port + 1}\n"
+            f"error: port {port} is in use. If another `make docs-site` serves there, it serves "
+            f"this build too: "
+            f"http://127.0.0.1:{port}/. Otherwise take another port: make docs-site "
+            f"PORT={port + 1}\n"
         )
         return 1
     with server:

@@ -1,5 +1,5 @@
-"""Removes locks that killed builds of DeepSpeed's operators, or torch from 2.14 on, have left: an older torch would
-wait for them for ever."""
+"""Removes locks that killed builds of DeepSpeed's operators, or torch from 2.14 on, have left: an
+older torch would wait for them for ever."""
 
 import os
 import sys
@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def remove_stale_locks(root: Path) -> None:
-    """Remove the locks below `root`, a folder of compiled operators that only this host uses, but those in use."""
+    """Remove the locks below `root`, a folder of compiled operators that only this host uses, but
+    those in use."""
     locks = list(root.glob("**/lock"))
     held = open_files() if locks else set()
     for lock in locks:

@@ -1,4 +1,5 @@
-"""Draws docs/gpu_step.svg from benchmarks/gpu.json: time and memory of a step on a GPU, ours beside DeepSpeed's ways.
+"""Draws docs/gpu_step.svg from benchmarks/gpu.json: time and memory of a step on a GPU, ours beside
+DeepSpeed's ways.
 
 python -m tools.step_picture
 """
@@ -54,7 +55,10 @@ def panels() -> list[Panel]:
     """What was measured."""
     results: dict[str, Any] = json.loads(MEASURED.read_text())["settings"]["results"]
     rows = {row["variant"]: row for row in results[MODEL]["rows"] if row["batch"] == BATCH}
-    return [Panel(title, [rows[name][key] for name in NAMES], form) for key, (title, form) in QUANTITIES.items()]
+    return [
+        Panel(title, [rows[name][key] for name in NAMES], form)
+        for key, (title, form) in QUANTITIES.items()
+    ]
 
 
 def picture() -> str:
@@ -80,7 +84,10 @@ def _lines() -> Iterator[str]:
             y, width = top + 26 + lane * LANE, (WIDTH - LEFT - 70) * value / max(panel.values)
             color, bold = COLORS[name == OURS], "font-weight='bold'" if name == OURS else ""
             yield _text(14, y + 17, name, bold)
-            yield (f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" rx="3" fill="{color}"/>')
+            yield (
+                f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" rx="3" '
+                f'fill="{color}"/>'
+            )
             yield _text(LEFT + width + 8, y + 17, format(value, panel.form), bold)
     yield _text(14, height - 12, "measured; shorter is better", "font-size='15' fill='#555'")
     yield "</svg>"

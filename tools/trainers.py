@@ -1,11 +1,12 @@
-"""Installs trainers whose command lines `make test-trainers` runs, each into an environment of its own.
+"""Installs trainers whose command lines `make test-trainers` runs, each into an environment of its
+own.
 
     python -m tools.trainers                     # all
     python -m tools.trainers ms-swift
 
-They want different versions of transformers, so they cannot share one. Each environment gets the torch of
-`--torch`, and then the trainer and this package in one resolution, as `pip install deepspeed-ext TRAINER` does.
-Of Axolotl's requirements some are left out (`LEFT_OUT`).
+They want different versions of transformers, so they cannot share one. Each environment gets the
+torch of `--torch`, and then the trainer and this package in one resolution, as `pip install
+deepspeed-ext TRAINER` does. Of Axolotl's requirements some are left out (`LEFT_OUT`).
 A trainer that cannot be installed is reported and left out; the exit status is then 1.
 """
 
@@ -24,17 +25,30 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
-TRAINERS = {"llamafactory": "llamafactory==0.9.5", "ms-swift": "ms-swift==4.6.0", "axolotl": "axolotl==0.19.0"}
+TRAINERS = {
+    "llamafactory": "llamafactory==0.9.5",
+    "ms-swift": "ms-swift==4.6.0",
+    "axolotl": "axolotl==0.19.0",
+}
 """Packages, and what pip is asked for. TRL is an extra of this package."""
 
 LEFT_OUT = {
     "axolotl": {
-        *("adlfs", "fla-core", "flash-linear-attention", "gcsfs", "gradio", "immutabledict", "langdetect", "lm-eval"),
+        *(
+            "adlfs",
+            "fla-core",
+            "flash-linear-attention",
+            "gcsfs",
+            "gradio",
+            "immutabledict",
+            "langdetect",
+            "lm-eval",
+        ),
         *("modal", "ocifs", "openenv-core", "s3fs", "tensorboard", "trackio", "xformers"),
     }
 }
-"""Requirements of a trainer that are not installed: pip tries versions of them for more than 15 minutes, or they need a
-GPU. Its training on text imports none of them."""
+"""Requirements of a trainer that are not installed: pip tries versions of them for more than 15
+minutes, or they need a GPU. Its training on text imports none of them."""
 
 COMPILED_FOR_TORCH = ("torchvision", "torchaudio")
 """Packages that load only beside the torch for which they were compiled."""
@@ -84,8 +98,8 @@ def _requirements(folder: Path, package: str) -> list[str]:
 
 
 def _remove_if_broken(folder: Path, name: str) -> None:
-    """Uninstall a package that does not load beside this torch. LLaMA-Factory always imports torchaudio, and
-    uses it for sound only, so an empty module takes its place."""
+    """Uninstall a package that does not load beside this torch. LLaMA-Factory always imports
+    torchaudio, and uses it for sound only, so an empty module takes its place."""
     command = [str(folder / "bin/python"), "-c", f"import {name}"]
     if subprocess.run(command, capture_output=True, check=False).returncode == 0:
         return
@@ -96,13 +110,24 @@ def _remove_if_broken(folder: Path, name: str) -> None:
 
 
 def _pip(folder: Path, verb: str, *arguments: str) -> None:
-    command = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", verb, "--quiet"]
+    command = [
+        str(folder / "bin/python"),
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        verb,
+        "--quiet",
+    ]
     subprocess.run([*command, *arguments], check=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trainers", nargs="*", metavar="TRAINER", help=f"of {', '.join(TRAINERS)} (all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "trainers", nargs="*", metavar="TRAINER", help=f"of {', '.join(TRAINERS)} (all)"
+    )
     torch = os.environ.get("TORCH_SPEC", "torch==2.13.0")
     parser.add_argument("--torch", default=torch, help="what pip installs as torch")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environments")

@@ -1,8 +1,8 @@
 """Collect the wheels that a machine without network needs beside torch: ``python -m tools.wheels``.
 
-Builds DeepSpeed's wheel from its sdist (pure Python: its operators are compiled where they are used) and downloads what
-it, the tests and the building of this package need, and what those need in turn. Never torch, nor anything of CUDA:
-whatever asks for them is told that they are there.
+Builds DeepSpeed's wheel from its sdist (pure Python: its operators are compiled where they are
+used) and downloads what it, the tests and the building of this package need, and what those need in
+turn. Never torch, nor anything of CUDA: whatever asks for them is told that they are there.
 """
 
 from __future__ import annotations
@@ -46,15 +46,21 @@ def environment_of(python_version: str) -> dict[str, str]:
     }
 
 
-def requirements_of(wheel: Path, environment: dict[str, str], extras: Sequence[str] = ()) -> Iterator[Requirement]:
+def requirements_of(
+    wheel: Path, environment: dict[str, str], extras: Sequence[str] = ()
+) -> Iterator[Requirement]:
     """What a wheel needs in `environment`."""
     with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.count("/") == 1 and n.endswith(".dist-info/METADATA"))
+        name = next(
+            n for n in archive.namelist() if n.count("/") == 1 and n.endswith(".dist-info/METADATA")
+        )
         headers = HeaderParser().parsestr(archive.read(name).decode())
     for text in headers.get_all("Requires-Dist", []):
         requirement = Requirement(text)
         asked = [{**environment, "extra": extra} for extra in ("", *extras)]
-        if requirement.marker is None or any(requirement.marker.evaluate(values) for values in asked):
+        if requirement.marker is None or any(
+            requirement.marker.evaluate(values) for values in asked
+        ):
             yield requirement
 
 
@@ -77,7 +83,9 @@ def collect(roots: Sequence[str], folder: Path, python_version: str) -> list[Pat
             waiting += requirements_of(found[name], environment, sorted(requirement.extras))
         version = parse_wheel_filename(found[name].name)[1]
         if not requirement.specifier.contains(version, prereleases=True):
-            raise WheelsError(f"{name} {version} was collected, and something else needs {requirement}")
+            raise WheelsError(
+                f"{name} {version} was collected, and something else needs {requirement}"
+            )
     for stale in set(folder.glob("*.whl")) - set(found.values()):
         stale.unlink()
     return sorted(found.values())
@@ -95,7 +103,9 @@ def _wheel(requirement: Requirement, folder: Path, python_version: str) -> Path:
     environment = os.environ | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if run.returncode != 0:
-        raise WheelsError(f"{what} for Python {python_version}: {' '.join(command)} failed:\n{run.stderr[-2000:]}")
+        raise WheelsError(
+            f"{what} for Python {python_version}: {' '.join(command)} failed:\n{run.stderr[-2000:]}"
+        )
     names = {path: canonicalize_name(path.name.split("-")[0]) for path in folder.glob("*.whl")}
     allowed = [path for path, own in names.items() if own == name and _satisfies(path, requirement)]
     return max(allowed, key=lambda path: path.stat().st_mtime)
@@ -108,10 +118,16 @@ def _satisfies(wheel: Path, requirement: Requirement) -> bool:
 def main() -> int:
     """Collect; 0, or 1 with a message."""
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python-version", default=running, help=f"of the other machine (default {running})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--python-version", default=running, help=f"of the other machine (default {running})"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "wheels")
-    parser.add_argument("--transformers", action="store_true", help="also transformers and accelerate")
+    parser.add_argument(
+        "--transformers", action="store_true", help="also transformers and accelerate"
+    )
     args = parser.parse_args()
     try:
         roots = [*RUNTIME, *TESTS, *RIVALS, *(TRANSFORMERS if args.transformers else ())]
@@ -123,9 +139,13 @@ def main() -> int:
     for wheel, size in sizes.items():
         sys.stdout.write(f"{size:7.2f} MiB  {wheel.name}\n")
     total = sum(sizes.values())
-    sys.stdout.write(f"{total:7.2f} MiB  in {args.folder}, for Python {args.python_version}; without torch\n")
+    sys.stdout.write(
+        f"{total:7.2f} MiB  in {args.folder}, for Python {args.python_version}; without torch\n"
+    )
     if total > LIMIT_MIB:
-        sys.stderr.write(f"error: more than {LIMIT_MIB} MiB: something has pulled in what does not belong here\n")
+        sys.stderr.write(
+            f"error: more than {LIMIT_MIB} MiB: something has pulled in what does not belong here\n"
+        )
         return 1
     return 0
 

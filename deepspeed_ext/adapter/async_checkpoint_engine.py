@@ -1,4 +1,5 @@
-"""Saves checkpoints beside training: the optimizer process writes p, m and v, a thread writes copies of the rest."""
+"""Saves checkpoints beside training: the optimizer process writes p, m and v, a thread writes
+copies of the rest."""
 
 from __future__ import annotations
 
@@ -36,32 +37,41 @@ from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 __all__ = ["AsyncCheckpointEngine"]
 
 _PART_BYTES = 1 << 28
-"""The worker answers after each part of this many bytes, so every wait is bounded even if the disk is slow."""
+"""The worker answers after each part of this many bytes, so every wait is bounded even if the disk
+is slow."""
 _WRITTEN = "written-by-rank-"
 _POLL_SECONDS = 0.05
 _SILENCE_SECONDS = 30.0
 _WRITE_SECONDS = 3600.0
-"""Timeout for one part of a file that is written beside training: a file system may stall for minutes while it fails
-over. The worker's timeout applies instead if it is longer, or once something waits for the file."""
+"""Timeout for one part of a file that is written beside training: a file system may stall for
+minutes while it fails over. The worker's timeout applies instead if it is longer, or once something
+waits for the file."""
 
 
 class AsyncCheckpointEngine(JointCheckpointEngine):
     """A `JointCheckpointEngine` that continues a save after `commit` has returned.
 
-    `save` writes a file without the bytes of its tensors (`checkpoint.skeleton`). The worker writes what lies in its
-    arena before the passes that are submitted later: nothing is copied, but a step that needs a later pass waits. A
-    thread writes copies of other tensors and waits for the disk. `finish` gives the complete checkpoint its name; the
-    engine calls it after the first step at which all ranks have written everything. If there is no such step,
-    `finish_alone` does it when the engine or the process ends.
+    `save` writes a file without the bytes of its tensors (`checkpoint.skeleton`). The worker writes
+    what lies in its arena before the passes that are submitted later: nothing is copied, but a step
+    that needs a later pass waits. A thread writes copies of other tensors and waits for the disk.
+    `finish` gives the complete checkpoint its name; the engine calls it after the first step at
+    which all ranks have written everything. If there is no such step, `finish_alone` does it when
+    the engine or the process ends.
 
     Args:
-        config_params, ranks, leads: as for `JointCheckpointEngine`; `leads` is true on one rank only.
+        config_params, ranks, leads: as for `JointCheckpointEngine`; `leads` is true on one rank
+            only.
         link: connection to the worker. Nothing is in flight while DeepSpeed saves.
         coded: as for `JointCheckpointEngine`.
     """
 
     def __init__(
-        self, config_params: Any, ranks: RankGroup, leads: bool, link: WorkerLink, coded: CodedMoments | None = None
+        self,
+        config_params: Any,
+        ranks: RankGroup,
+        leads: bool,
+        link: WorkerLink,
+        coded: CodedMoments | None = None,
     ) -> None:
         super().__init__(config_params, ranks, leads, coded)
         self._link = link
@@ -77,10 +87,13 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         self.finish()
         super().begin_save(names_latest)
         self._begin, self._waited = time.perf_counter(), self._link.write_wait_seconds
-        if not self._is_watching_exit:  # registered after all other atexit functions, so it runs first
+        if (
+            not self._is_watching_exit
+        ):  # registered after all other atexit functions, so it runs first
             self._is_watching_exit = True
             atexit.register(_finish_at_exit, weakref.ref(self))
-            # Processes that multiprocessing has forked do not run atexit's functions before Python 3.13.
+            # Processes that multiprocessing has forked do not run atexit's functions before Python
+            # 3.13.
             Finalize(None, _finish_at_exit, args=(weakref.ref(self),), exitpriority=0)
 
     def begin_load(self, load_dir: str, tag: Any) -> str | None:
@@ -94,7 +107,9 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         try:
             holes = write_skeleton(content, path)
         except SkeletonError as error:
-            logger.warning(f"rank {self._ranks.rank}: training waits while a file is written: {error}")
+            logger.warning(
+                f"rank {self._ranks.rank}: training waits while a file is written: {error}"
+            )
             super()._write(content, path)
             return
         numbers, others = _submit_arena(holes, path, self._link, self._coded)
@@ -102,18 +117,25 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             self._writer = self._writer or Writer("deepspeed_ext-save")
         except RuntimeError as error:  # the interpreter's, for any cause
             logger.warning(
-                f"rank {self._ranks.rank}: training waits while a file is written: {error}. To go on: {THREADS}"
+                f"rank {self._ranks.rank}: training waits while a file is written: {error}. To go "
+                f"on: {THREADS}"
             )
             _finish_file(path, others, self._link.process, numbers)
             return
-        if sum(hole.values.nbytes for hole in others) > available_host_bytes() // local_world_size():
+        if (
+            sum(hole.values.nbytes for hole in others)
+            > available_host_bytes() // local_world_size()
+        ):
             fill_holes(path, others)
             others = []
         copies = [Hole(host_copy(hole.values), hole.offset, hole.crc_offsets) for hole in others]
-        self._files.append(self._writer.submit(_finish_file, path, copies, self._link.process, numbers))
+        self._files.append(
+            self._writer.submit(_finish_file, path, copies, self._link.process, numbers)
+        )
 
     def commit(self, info: Any) -> bool:
-        """Return while the save continues. A model saved alone is complete when this returns, as in the base class."""
+        """Return while the save continues. A model saved alone is complete when this returns, as in
+        the base class."""
         if self._folder is None:
             return super().commit(info)
         self._saving, self._folder, self._is_begun = (info, self._folder), None, False
@@ -138,7 +160,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         return self._saving is not None
 
     def finish_if_written(self) -> None:
-        """Complete the save if every rank has written its files. A collective if a save is in progress.
+        """Complete the save if every rank has written its files. A collective if a save is in
+        progress.
 
         Raises:
             CheckpointError: as from `finish`.
@@ -147,12 +170,13 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save in progress, if any, and complete it. A collective if there is one. If an exception such as
-        Ctrl-C interrupts this, the save continues, and the next call completes it.
+        """Wait for the save in progress, if any, and complete it. A collective if there is one. If
+        an exception such as Ctrl-C interrupts this, the save continues, and the next call completes
+        it.
 
         Raises:
-            CheckpointError: on every rank, if any rank could not write. Training can continue, and existing checkpoints
-                are unchanged.
+            CheckpointError: on every rank, if any rank could not write. Training can continue, and
+                existing checkpoints are unchanged.
         """
         self._home.require()
         if self._saving is not None:  # the other ranks' collective must not time out first
@@ -160,8 +184,9 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
                 self._complete(*self._saving)
 
     def finish_alone(self) -> None:
-        """Like `finish` without a collective, for the end of an engine: other ranks may be gone. The leading rank waits
-        for the files of the others, and gives up soon after they stop making progress.
+        """Like `finish` without a collective, for the end of an engine: other ranks may be gone.
+        The leading rank waits for the files of the others, and gives up soon after they stop making
+        progress.
 
         Raises:
             CheckpointError: on the leading rank, if any rank could not write.
@@ -174,7 +199,9 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
     def _complete_alone(self, info: Any, folder: CheckpointFolder) -> None:
         if not self._leads:
             with contextlib.suppress(OSError):  # without its sign, the save is given up
-                files.replace_file(os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"), self._said())
+                files.replace_file(
+                    os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"), self._said()
+                )
             return
         try:
             with advised():
@@ -197,7 +224,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             ) from failure
 
     def _said(self) -> str:
-        """What this rank tells the leading rank: its error with the remedy, or nothing if it has written its files."""
+        """What this rank tells the leading rank: its error with the remedy, or nothing if it has
+        written its files."""
         me = f"rank {self._ranks.rank}: "
         try:
             with advised():
@@ -213,14 +241,19 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         if saving is not None:
             if self._leads:
                 saving[1].give_up()
-            logger.error(f"rank {self._ranks.rank}: checkpoint {saving[0].tag!r} was not saved: {why}")
+            logger.error(
+                f"rank {self._ranks.rank}: checkpoint {saving[0].tag!r} was not saved: {why}"
+            )
 
     @contextlib.contextmanager
-    def _ending(self, info: Any, folder: CheckpointFolder, *, within_seconds: float) -> Iterator[None]:
-        """Wait for this rank's files and keep their error; the block completes the save. After an exception that is not
-        the save's own, such as Ctrl-C, a later call completes it.
+    def _ending(
+        self, info: Any, folder: CheckpointFolder, *, within_seconds: float
+    ) -> Iterator[None]:
+        """Wait for this rank's files and keep their error; the block completes the save. After an
+        exception that is not the save's own, such as Ctrl-C, a later call completes it.
 
-        The worker may take its timeout for each part that it writes, and `within_seconds` in all."""
+        The worker may take its timeout for each part that it writes, and `within_seconds` in
+        all."""
         begin = time.monotonic()
         if not self.has_written:
             try:
@@ -229,9 +262,13 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
                 self.kept.note(error)
         for file in self._files:
             left = within_seconds - (time.monotonic() - begin)
-            failure = _failure_of(file, left)  # kept, not raised: an exception raised here counts as not the save's own
+            failure = _failure_of(
+                file, left
+            )  # kept, not raised: an exception raised here counts as not the save's own
             if failure is not None:
-                self.kept.note(failure if isinstance(failure, Exception) else CheckpointError(repr(failure)))
+                self.kept.note(
+                    failure if isinstance(failure, Exception) else CheckpointError(repr(failure))
+                )
         try:
             yield
         except DeepSpeedExtError:
@@ -241,7 +278,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         self._saving, self._files = None, []
         if self._leads:
             logger.info(
-                f"checkpoint {info.tag!r} is complete {time.perf_counter() - self._begin:.2f} s after its save "
+                f"checkpoint {info.tag!r} is complete {time.perf_counter() - self._begin:.2f} s "
+                f"after its save "
                 f"began; steps waited {self._link.write_wait_seconds - self._waited:.2f} s for it"
             )
 
@@ -257,16 +295,18 @@ def _failure_of(file: Future[None], within_seconds: float) -> BaseException | No
         return file.exception(max(0.0, within_seconds) if math.isfinite(within_seconds) else None)
     except FutureTimeout:
         return CheckpointError(
-            "the file system has not taken the files before the collective of the other ranks would time out: "
-            "save less often or elsewhere, or raise the group's timeout (DEEPSPEED_TIMEOUT, in minutes)"
+            "the file system has not taken the files before the collective of the other ranks "
+            "would time out: "
+            "save less often or elsewhere, or raise the group's timeout (DEEPSPEED_TIMEOUT, in "
+            "minutes)"
         )
 
 
 def _submit_arena(
     holes: Sequence[Hole], path: str, link: WorkerLink, coded: CodedMoments | None
 ) -> tuple[list[int], list[Hole]]:
-    """Submit to the worker what lies in its arena, or stands there as codes; return the numbers of the submissions, and
-    the other holes."""
+    """Submit to the worker what lies in its arena, or stands there as codes; return the numbers of
+    the submissions, and the other holes."""
     parts: list[FilePart | CodedPart] = []
     others: list[Hole] = []
     for hole in holes:
@@ -275,7 +315,11 @@ def _submit_arena(
             size = moment.shown.element_size()
             for span in moment.spans(_PART_BYTES // size):
                 offset, continues = hole.offset + size * span.begin, span.begin > 0
-                parts.append(CodedPart(moment.kind, moment.partition, span, offset, hole.crc_offsets, continues))
+                parts.append(
+                    CodedPart(
+                        moment.kind, moment.partition, span, offset, hole.crc_offsets, continues
+                    )
+                )
             continue
         place = link.arena.find(values.data_ptr(), nbytes) if values.device.type == "cpu" else None
         if place is None:
@@ -283,11 +327,15 @@ def _submit_arena(
             continue
         for begin in range(0, nbytes, _PART_BYTES):
             size = min(_PART_BYTES, nbytes - begin)
-            parts.append(FilePart(place + begin, size, hole.offset + begin, hole.crc_offsets, begin > 0))
+            parts.append(
+                FilePart(place + begin, size, hole.offset + begin, hole.crc_offsets, begin > 0)
+            )
     return [link.process.submit([ArenaWrite(path, (part,))]) for part in parts], others
 
 
-def _finish_file(path: str, holes: list[Hole], process: OptimizerProcess, numbers: Sequence[int]) -> None:
+def _finish_file(
+    path: str, holes: list[Hole], process: OptimizerProcess, numbers: Sequence[int]
+) -> None:
     """Fill `holes`, wait for what the worker writes, then for the disk."""
     with advised():
         fill_holes(path, holes)
@@ -296,25 +344,31 @@ def _finish_file(path: str, holes: list[Hole], process: OptimizerProcess, number
             process.wait_for(number, _WRITE_SECONDS)
             if (why := process.failed_write(number)) is not None:
                 raise CheckpointError(
-                    f"the optimizer process could not write {path}: {why}. To go on: {remedy_for(why)}"
+                    f"the optimizer process could not write {path}: {why}. To go on: "
+                    f"{remedy_for(why)}"
                 )
         files.sync_file(path)
         files.sync_folder(os.path.dirname(path))
 
 
 def _require_all(said_here: str, staging: str, others: Iterable[int]) -> None:
-    """Wait until the other ranks have reported that their files are written; raise if a rank could not,
-    or is silent. The leading rank's own word, `said_here`, needs no file, which a full disk would refuse."""
+    """Wait until the other ranks have reported that their files are written; raise if a rank could
+    not, or is silent. The leading rank's own word, `said_here`, needs no file, which a full disk
+    would refuse."""
     wanted = {f"{_WRITTEN}{rank}" for rank in others}
     last, silent_since = None, time.monotonic()
     while missing := wanted - set(names := os.listdir(staging)):
-        seen = {(name, status.st_mtime_ns, status.st_blocks) for name, status in _statuses(staging, names)}
+        seen = {
+            (name, status.st_mtime_ns, status.st_blocks)
+            for name, status in _statuses(staging, names)
+        }
         if seen != last:
             last, silent_since = seen, time.monotonic()
         if time.monotonic() - silent_since > _SILENCE_SECONDS:
             ranks = sorted(int(name.removeprefix(_WRITTEN)) for name in missing)
             raise CheckpointError(
-                f"ranks {ranks} showed no sign of writing for {_SILENCE_SECONDS:g} s: call engine.destroy() on every "
+                f"ranks {ranks} showed no sign of writing for {_SILENCE_SECONDS:g} s: call "
+                f"engine.destroy() on every "
                 "rank when training ends"
             )
         time.sleep(_POLL_SECONDS)
@@ -345,7 +399,10 @@ def _finish_at_exit(engine: weakref.ref[AsyncCheckpointEngine]) -> None:
         return
     try:
         if not found.has_written:
-            logger.warning(f"rank {found._ranks.rank}: the end waits for a checkpoint that is still being written")
+            logger.warning(
+                f"rank {found._ranks.rank}: the end waits for a checkpoint that is still being "
+                f"written"
+            )
         found.finish_alone()
     except CheckpointError as error:
         logger.error(str(error))

@@ -18,7 +18,8 @@ NORM_BYTES = 8
 
 
 class Buffer(enum.Enum):
-    """A buffer: its name in a report, and the attributes that hold it, at stages 1 and 2 and at 3."""
+    """A buffer: its name in a report, and the attributes that hold it, at stages 1 and 2 and at
+    3."""
 
     WEIGHTS = "weights", "bit16_groups_flat", "lp_param_buffer"
     MASTER = "master", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"

@@ -1,9 +1,9 @@
 """Surrounds the construction of an engine: an error of one rank is raised on every rank, and the
 log says what is on.
 
-An engine is built inside `built_together`. DeepSpeed's own constructors run there too: a rank that fails anywhere
-reports it at the other ranks' next agreement. If a collective of DeepSpeed comes before that agreement, the others wait
-in it.
+An engine is built inside `built_together`. DeepSpeed's own constructors run there too: a rank that
+fails anywhere reports it at the other ranks' next agreement. If a collective of DeepSpeed comes
+before that agreement, the others wait in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.flatten.plan import TIERS, FlattenPlan
-from deepspeed_ext.runtime.backend import SHARED_MEMORY, dist, get_accelerator, local_rank, shares_host_memory
+from deepspeed_ext.runtime.backend import (
+    SHARED_MEMORY,
+    dist,
+    get_accelerator,
+    local_rank,
+    shares_host_memory,
+)
 from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.device_queues import single_queue
 from deepspeed_ext.runtime.garbage import earlier_objects_left_out
@@ -44,12 +50,14 @@ def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
     """Return the ranks that the model is spread over. They build, step, save and load together, so
     they agree on every choice that changes weights, and an error of one is raised on all.
 
-    Without an `mpu` these are all ranks. An `mpu` may give each engine its own ranks, so some may not
-    take part: then they are the grid of its data-, tensor-, pipeline- and sequence-parallel groups.
-    DeepSpeed reduces norm and overflow over the same grid, at the same points of a step. No collective.
+    Without an `mpu` these are all ranks. An `mpu` may give each engine its own ranks, so some may
+    not take part: then they are the grid of its data-, tensor-, pipeline- and sequence-parallel
+    groups. DeepSpeed reduces norm and overflow over the same grid, at the same points of a step. No
+    collective.
 
     Args:
-        mpu: as given to ``deepspeed.initialize``, or a pipeline's; AutoTP's groups are of all ranks.
+        mpu: as given to ``deepspeed.initialize``, or a pipeline's; AutoTP's groups are of all
+            ranks.
         keeps_scratch: see `RankGroup.of`.
 
     Raises:
@@ -67,7 +75,8 @@ def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
         axes = [(others, each) for others, each in axes if not others <= members]
         if any(len(members & others) > 1 for others, _ in axes):
             raise ConfigError(
-                f"rank {dist.get_rank()}: mpu.{name}() has ranks {sorted(members)}, of which several "
+                f"rank {dist.get_rank()}: mpu.{name}() has ranks {sorted(members)}, of which "
+                f"several "
                 f"are in another group of the mpu, {[sorted(others) for others, _ in axes]}: two "
                 "groups of different axes share one rank, or one holds the other"
             )
@@ -77,7 +86,8 @@ def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
 
 @contextmanager
 def built_together(mpu: Any) -> Iterator[None]:
-    """Raise an error of the block on every rank, as `together` does. An error that all ranks have keeps its type."""
+    """Raise an error of the block on every rank, as `together` does. An error that all ranks have
+    keeps its type."""
     error = None
     try:
         yield
@@ -85,13 +95,16 @@ def built_together(mpu: Any) -> Iterator[None]:
         error = caught
         if dist.is_initialized():
             with suppress(Exception):  # a rank without a device of its own
-                get_accelerator().set_device(local_rank())  # for the agreement; the block may have failed before
+                get_accelerator().set_device(
+                    local_rank()
+                )  # for the agreement; the block may have failed before
     raise_together(ranks_of_model(mpu), error, otherwise=None)
 
 
 def joint(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `deepspeed.initialize` with an agreement around it: an error of one rank, such as a config that it cannot
-    read, is raised on every rank. The other ranks learn of it at the first agreement while they build their engines."""
+    """Return `deepspeed.initialize` with an agreement around it: an error of one rank, such as a
+    config that it cannot read, is raised on every rank. The other ranks learn of it at the first
+    agreement while they build their engines."""
     signature = inspect.signature(initialize)
 
     @functools.wraps(initialize)
@@ -108,7 +121,9 @@ MOST_RANKS = 8
 """The cores of at most this many ranks of this host are listed; `deepspeed-ext plan` lists all."""
 
 
-def log_start(settings: Any, optimizer: Any, gather: SingleParameterGather | None, binding: CoreBinding | None) -> None:
+def log_start(
+    settings: Any, optimizer: Any, gather: SingleParameterGather | None, binding: CoreBinding | None
+) -> None:
     """Log on rank 0 what is on in an engine; nothing if the extension was off when its config was
     read.
 
@@ -124,14 +139,23 @@ def log_start(settings: Any, optimizer: Any, gather: SingleParameterGather | Non
         title = f"ZeRO stage {int(settings.stage)} on {ranks} rank{'s' if ranks > 1 else ''}, with"
         logger.info("\n".join([title, *lines]))
     zenflow = zenflow_of(optimizer) is not None
-    if zenflow and not get_accelerator().is_synchronized_device() and (told := single_queue(os.environ)):
+    if (
+        zenflow
+        and not get_accelerator().is_synchronized_device()
+        and (told := single_queue(os.environ))
+    ):
         warn_once(told)
     if zenflow and shares_host_memory():
-        warn_once(f"the accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}")
+        warn_once(
+            f"the accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}"
+        )
 
 
 def _report(
-    settings: ZeroConfig, optimizer: Any, gather: SingleParameterGather | None, binding: CoreBinding | None
+    settings: ZeroConfig,
+    optimizer: Any,
+    gather: SingleParameterGather | None,
+    binding: CoreBinding | None,
 ) -> list[str]:
     """One line or more for each system that is on."""
     parts: list[tuple[str, str]] = []
@@ -144,19 +168,30 @@ def _report(
     if binding is not None and binding.plan is not None:
         parts += [("cores", line) for line in _cores(binding)]
     before = ["", *(name for name, _ in parts)]
-    return [f"  {'' if name == last else name:<12}{line}" for last, (name, line) in zip(before, parts, strict=False)]
+    return [
+        f"  {'' if name == last else name:<12}{line}"
+        for last, (name, line) in zip(before, parts, strict=False)
+    ]
 
 
 def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
     schedule = host.rule.schedule
     interval = schedule.interval or "measured during the first steps"
     layout = host.kind.layout
-    rounded = "" if layout.moment_dtype == "float32" else f", moments in {layout.moment_dtype} (not exact)"
+    rounded = (
+        ""
+        if layout.moment_dtype == "float32"
+        else f", moments in {layout.moment_dtype} (not exact)"
+    )
     how = f"update_interval {interval}, {settings.rule} rule{rounded}"
     yield f"{layout.name.capitalize()} runs in a process of its own, one per rank; {how}"
     if settings.overlapped:
         first = schedule.warm_up_steps
-        steps = "the first step waits for its" if first == 1 else f"the first {first} steps wait for their"
+        steps = (
+            "the first step waits for its"
+            if first == 1
+            else f"the first {first} steps wait for their"
+        )
         yield f"{steps} own update; updates of later steps overlap with the next step"
     else:
         yield "every step waits for its own update (overlap_step is off)"
@@ -185,7 +220,9 @@ def _mib(nbytes: int) -> str:
 def _flattening(plans: Sequence[FlattenPlan]) -> str:
     size = sum(plan.facts.buffer_bytes for plan in plans) / 2**20
     tiers = {plan.tier: plan.reason for plan in plans}
-    how = ", ".join(tier if tier == TIERS[0] else f"{tier} ({reason})" for tier, reason in tiers.items())
+    how = ", ".join(
+        tier if tier == TIERS[0] else f"{tier} ({reason})" for tier, reason in tiers.items()
+    )
     return f"{size:,.1f} MiB of parameters in {len(plans)} groups, tier {how}"
 
 

@@ -1,11 +1,13 @@
-"""Lists every member of DeepSpeed that deepspeed_ext relies on, and compares the list with the installed version.
+"""Lists every member of DeepSpeed that deepspeed_ext relies on, and compares the list with the
+installed version.
 
-`upstream` names the classes. This file lists their members: what our subclasses override, call through ``super()``, or
-read or assign through ``self``, and the attributes that DeepSpeed sets on parameters. A test searches our sources for
-members that are missing here. So if DeepSpeed renames a method, start-up fails; otherwise our override would silently
-have no effect.
+`upstream` names the classes. This file lists their members: what our subclasses override, call
+through ``super()``, or read or assign through ``self``, and the attributes that DeepSpeed sets on
+parameters. A test searches our sources for members that are missing here. So if DeepSpeed renames a
+method, start-up fails; otherwise our override would silently have no effect.
 
-`stand_ins` lists the other side: what DeepSpeed uses of the objects that we put in place of its own.
+`stand_ins` lists the other side: what DeepSpeed uses of the objects that we put in place of its
+own.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ EXISTS = "exists"
 """A class, a property, or a function with any parameters."""
 
 ASSIGNED = "assigned"
-"""An attribute that methods of the class assign; for a module, one that its functions set on any object."""
+"""An attribute that methods of the class assign; for a module, one that its functions set on any
+object."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Since:
 
 
 Member = str | Takes | Since
-"""`EXISTS`, `ASSIGNED`, `Takes`, or all parameters of a function in order: ``"(self, closure)"``."""
+"""`EXISTS`, `ASSIGNED`, `Takes`, or all parameters of a function in order:
+``"(self, closure)"``."""
 
 
 _OF_BOTH_OPTIMIZERS: dict[str, Member] = {
@@ -64,7 +68,8 @@ _OF_BOTH_OPTIMIZERS: dict[str, Member] = {
     "independent_gradient_partition_epilogue": "(self)",
     "initialize_optimizer_states": "(self)",
     "load_state_dict": (
-        "(self, state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, load_serial,"
+        "(self, state_dict_list, load_optimizer_states, load_from_fp32_weights, "
+        "checkpoint_folder, load_serial,"
         " param_shapes)"
     ),
     "loss_scale": EXISTS,
@@ -113,7 +118,9 @@ CONTRACT: dict[str, dict[str, Member]] = {
     },
     "deepspeed.ops.adam": {"DeepSpeedCPUAdam": EXISTS},
     "deepspeed.ops.adam.cpu_adam:DeepSpeedCPUAdam": {
-        "__init__": Takes(("bias_correction", "adamw_mode", "fp32_optimizer_states", "weight_decay")),
+        "__init__": Takes(
+            ("bias_correction", "adamw_mode", "fp32_optimizer_states", "weight_decay")
+        ),
         "adam_w_mode": ASSIGNED,
     },
     "deepspeed.ops.adam.fused_adam:FusedAdam": {"adam_w_mode": ASSIGNED},
@@ -161,7 +168,8 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "_get_all_zero_checkpoints": "(self, load_dir, tag)",
         "_get_zero_param_shapes": "(self)",
         "_load_checkpoint": (
-            "(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,"
+            "(self, load_dir, tag, load_module_strict, load_optimizer_states, "
+            "load_lr_scheduler_states,"
             " load_module_only, custom_load_fn)"
         ),
         "_load_zero_checkpoint": "(self, load_dir, tag, load_optimizer_states)",
@@ -187,7 +195,8 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "managed_gradient_accumulation": Since((0, 19, 4), "(self)"),
         "is_sanity_checks_enabled": "(self)",
         "load_checkpoint": (
-            "(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,"
+            "(self, load_dir, tag, load_module_strict, load_optimizer_states, "
+            "load_lr_scheduler_states,"
             " load_module_only, custom_load_fn)"
         ),
         "load_module_state_dict": Takes(("checkpoint", "strict", "custom_load_fn")),
@@ -197,7 +206,8 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "reload_states": "(self, non_blocking)",
         "eval": "(self)",
         "save_16bit_model": "(self, save_dir, save_filename, exclude_frozen_parameters)",
-        "save_checkpoint": "(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)",
+        "save_checkpoint": "(self, save_dir, tag, client_state, save_latest, "
+        "exclude_frozen_parameters)",
         "step": "(self, lr_kwargs)",
         "steps_per_print": "(self)",
         "super_offload": "(self)",
@@ -234,15 +244,27 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "expert_parallel_config": Since((0, 19, 2), ASSIGNED),
         "zero_config": ASSIGNED,
     },
-    "deepspeed.monitor.monitor:MonitorMaster": {"write_events": "(self, event_list)", "enabled": ASSIGNED},
+    "deepspeed.monitor.monitor:MonitorMaster": {
+        "write_events": "(self, event_list)",
+        "enabled": ASSIGNED,
+    },
     "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator": {"is_fp16_supported": "(self)"},
     "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler": {
-        "__init__": Takes(("init_scale", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")),
+        "__init__": Takes(
+            ("init_scale", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
+        ),
         "loss_scale": EXISTS,
         "update_scale": "(self, overflow)",
     },
-    "deepspeed.runtime.fp16.loss_scaler:LossScaler": {"__init__": "(self, scale)", "update_scale": "(self, overflow)"},
-    "deepspeed.runtime.lr_schedules": {"WarmupLR": EXISTS, "WarmupDecayLR": EXISTS, "OneCycle": EXISTS},
+    "deepspeed.runtime.fp16.loss_scaler:LossScaler": {
+        "__init__": "(self, scale)",
+        "update_scale": "(self, overflow)",
+    },
+    "deepspeed.runtime.lr_schedules": {
+        "WarmupLR": EXISTS,
+        "WarmupDecayLR": EXISTS,
+        "OneCycle": EXISTS,
+    },
     "deepspeed.runtime.pipe.module": {"ds_pipe_replicated": ASSIGNED},
     "deepspeed.runtime.pipe.module:PipelineModule": {"mpu": "(self)"},
     "deepspeed.runtime.zero.config": {"get_zero_config": "(param_dict)"},
@@ -272,7 +294,9 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "final_location": ASSIGNED,
         "partition_numel": ASSIGNED,
     },
-    "deepspeed.runtime.zero.partition_parameters:Init": {"_convert_to_deepspeed_param": "(self, param)"},
+    "deepspeed.runtime.zero.partition_parameters:Init": {
+        "_convert_to_deepspeed_param": "(self, param)"
+    },
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus": {
         "AVAILABLE": EXISTS,
         "INFLIGHT": EXISTS,
@@ -280,7 +304,8 @@ CONTRACT: dict[str, dict[str, Member]] = {
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
         "all_gather_dp_groups": (
-            "(groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor, allgather_bucket_size)"
+            "(groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor, "
+            "allgather_bucket_size)"
         ),
         "get_accelerator": EXISTS,
         "_zero_padding": Since((0, 19, 7), ASSIGNED),
@@ -288,7 +313,13 @@ CONTRACT: dict[str, dict[str, Member]] = {
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": {
         **_OF_BOTH_OPTIMIZERS,
         "__init__": Takes(
-            ("init_optimizer", "allgather_bucket_size", "dp_process_group", "has_moe_layers", *_BUILT_WITH)
+            (
+                "init_optimizer",
+                "allgather_bucket_size",
+                "dp_process_group",
+                "has_moe_layers",
+                *_BUILT_WITH,
+            )
         ),
         "_finalize_cpu_offload_gradient_accumulation": Since((0, 19, 5), "(self)"),
         "_get_compact_grad_partition_slice": Since(
@@ -399,7 +430,8 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "get_lp_grad_fragment": "(self, index_in_param_group)",
     },
     "deepspeed.utils.timer:ThroughputTimer": {
-        "__init__": "(self, config, batch_size, start_step, steps_per_output, monitor_memory, logging_fn)",
+        "__init__": "(self, config, batch_size, start_step, steps_per_output, monitor_memory, "
+        "logging_fn)",
         "start": "(self)",
         "started": ASSIGNED,
         "stop": "(self, global_step, report_speed)",
@@ -446,7 +478,8 @@ def broken() -> list[str]:
 
 
 def _difference(owner: Any, name: str, expected: str | Takes) -> str:
-    """Say how a member that is not `ASSIGNED` differs from what is expected; empty if it does not."""
+    """Say how a member that is not `ASSIGNED` differs from what is expected; empty if it does
+    not."""
     try:
         member = inspect.getattr_static(owner, name)
     except AttributeError:
@@ -462,7 +495,8 @@ def _difference(owner: Any, name: str, expected: str | Takes) -> str:
 
 
 def undecorated(member: Any) -> Any:
-    """Return the function inside a ``(*args, **kwargs)`` decorator, as for DeepSpeed's profiler ranges; or `member`."""
+    """Return the function inside a ``(*args, **kwargs)`` decorator, as for DeepSpeed's profiler
+    ranges; or `member`."""
     cells = [cell.cell_contents for cell in getattr(member, "__closure__", None) or ()]
     functions = [cell for cell in cells if inspect.isfunction(cell)]
     takes_anything = tuple(inspect.signature(member).parameters) == ("args", "kwargs")

@@ -1,4 +1,5 @@
-"""The engines that `deepspeed.initialize` builds with the extension on. They forward to `parts`, which do the work."""
+"""The engines that `deepspeed.initialize` builds with the extension on. They forward to `parts`,
+which do the work."""
 
 from __future__ import annotations
 
@@ -55,14 +56,16 @@ class EngineSettings(DeepSpeedEngine):
 
     @property
     def _zenflow(self) -> ZenFlowConfig | None:
-        return section_in_use(self._config.zero_config, self.optimizer_name(), super().bf16_optimizer_states())
+        return section_in_use(
+            self._config.zero_config, self.optimizer_name(), super().bf16_optimizer_states()
+        )
 
     def zenflow_config(self) -> Any:
         """None if the section is ours, which disables DeepSpeed's own ZenFlow and its change of
         ``gradient_accumulation_steps``."""
         return super().zenflow_config() if fields_of(self._config.zero_config) is None else None
 
-    # -- what ZenFlow implies -----------------------------------------------------------------------------------------
+    # -- what ZenFlow implies ----------------------------------------------------------------------
 
     def zero_use_cpu_optimizer(self) -> bool:
         """Also true if ``zenflow`` implies it."""
@@ -72,7 +75,7 @@ class EngineSettings(DeepSpeedEngine):
         """Also true if ``zenflow`` implies it."""
         return self._zenflow is not None or super().zero_cpu_offload()
 
-    # -- what ZenFlow replaces; `supported.IDLE` says why -------------------------------------------------------------
+    # -- what ZenFlow replaces; `supported.IDLE` says why ------------------------------------------
 
     def zero_force_ds_cpu_optimizer(self) -> bool:
         return self._zenflow is None and super().zero_force_ds_cpu_optimizer()
@@ -109,10 +112,13 @@ class EngineSettings(DeepSpeedEngine):
         given = {
             "zero_optimization.offload_optimizer.super_offload": super().super_offload(),
             "zero_optimization.elastic_checkpoint": super().zero_elastic_checkpoint(),
-            "zero_optimization.pipeline_loading_checkpoint": self._config.zero_config.pipeline_loading_checkpoint,
+            "zero_optimization.pipeline_loading_checkpoint": (
+                self._config.zero_config.pipeline_loading_checkpoint
+            ),
             "bf16.bf16_master_weights_and_grads": super().bf16_master_weights_and_gradients(),
             "fp16.fp16_master_weights_and_grads": super().fp16_master_weights_and_gradients(),
-            "bf16.bf16_optimizer_states": super().bf16_optimizer_states() and not self._rounds_moments,
+            "bf16.bf16_optimizer_states": super().bf16_optimizer_states()
+            and not self._rounds_moments,
         }
         return [name for name, is_on in given.items() if is_on]
 
@@ -120,8 +126,8 @@ class EngineSettings(DeepSpeedEngine):
 class Engine(EngineSettings):
     """DeepSpeed's engine with our ZeRO optimizers.
 
-    With ZenFlow, an engine that is garbage-collected without `destroy` still stops its optimizer process, and an engine
-    whose constructor fails leaves none.
+    With ZenFlow, an engine that is garbage-collected without `destroy` still stops its optimizer
+    process, and an engine whose constructor fails leaves none.
     """
 
     checkpoint_engine: Any
@@ -138,8 +144,15 @@ class Engine(EngineSettings):
                     self.optimizer.unregister_grad_acc_post_hooks()
                     self.optimizer.register_grad_acc_post_hook(WeakEngine(self)._backward_post_hook)
                     # Not needed at exit: the optimizer process ends by itself.
-                    weakref.finalize(self, destroy_parts, self.optimizer, self._parts.saver).atexit = False
-                log_start(self._config.zero_config, self.optimizer, self._parts.gather, self._parts.binding)
+                    weakref.finalize(
+                        self, destroy_parts, self.optimizer, self._parts.saver
+                    ).atexit = False
+                log_start(
+                    self._config.zero_config,
+                    self.optimizer,
+                    self._parts.gather,
+                    self._parts.binding,
+                )
             undo.pop_all()
 
     @property
@@ -152,14 +165,16 @@ class Engine(EngineSettings):
         """This rank's placement on the host's cores; None: unbound."""
         return self._parts.binding
 
-    # -- construction, in DeepSpeed's order -----------------------------------------------------------------------
+    # -- construction, in DeepSpeed's order --------------------------------------------------------
 
     def _do_sanity_check(self) -> None:
-        """Run DeepSpeed's check, the first method to see the config, and ours. `_set_distributed_vars` raises its
-        errors."""
+        """Run DeepSpeed's check, the first method to see the config, and ours.
+        `_set_distributed_vars` raises its errors."""
         parts, settings = self._parts, fields_of(self._config.zero_config)
         with parts.refused.keeping():
-            parts.require_supported(settings, self._zenflow, self.use_node_local_storage(), **self._spread())
+            parts.require_supported(
+                settings, self._zenflow, self.use_node_local_storage(), **self._spread()
+            )
             super()._do_sanity_check()
 
     def _configure_expert_parallel(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,28 +184,37 @@ class Engine(EngineSettings):
         return super()._configure_expert_parallel(*args, **kwargs)
 
     def _set_distributed_vars(self, args: Any) -> None:
-        """Set this rank's device, and agree on what the sanity check found. Model and weights are not touched yet.
+        """Set this rank's device, and agree on what the sanity check found. Model and weights are
+        not touched yet.
 
         Raises:
             ConfigError: the ``zenflow`` section is combined with an unsupported setting.
-            PlanMismatchError: on every rank, if one of our parts is enabled on some ranks only: these would wait for
-                the others in its collectives.
+            PlanMismatchError: on every rank, if one of our parts is enabled on some ranks only:
+                these would wait for the others in its collectives.
         """
         super()._set_distributed_vars(args)
         ranks = self._parts.ranks
         switches = Parts.switches(fields_of(self._config.zero_config), self._zenflow)
-        if raise_together(ranks, self._parts.refused.take(), otherwise=None, flag=any(switches.values())):
+        if raise_together(
+            ranks, self._parts.refused.take(), otherwise=None, flag=any(switches.values())
+        ):
             stage = {"stage": int(self.zero_optimization_stage())}
             require_same_plan("zero_optimization", stage | switches, ranks)
 
     def _throughput_timer(self, *args: Any, **kwargs: Any) -> ThroughputTimer:
-        return (ThroughputTimer if self._zenflow is None else StreamThroughputTimer)(*args, **kwargs)
+        return (ThroughputTimer if self._zenflow is None else StreamThroughputTimer)(
+            *args, **kwargs
+        )
 
     def _create_module_forward_pre_hook(self) -> Any:
-        return DeepSpeedEngine._create_module_forward_pre_hook(self if self._zenflow is None else WeakEngine(self))
+        return DeepSpeedEngine._create_module_forward_pre_hook(
+            self if self._zenflow is None else WeakEngine(self)
+        )
 
     def _create_module_forward_post_hook(self) -> Any:
-        return DeepSpeedEngine._create_module_forward_post_hook(self if self._zenflow is None else WeakEngine(self))
+        return DeepSpeedEngine._create_module_forward_post_hook(
+            self if self._zenflow is None else WeakEngine(self)
+        )
 
     def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
         with swapped(*(held_optimizers() if self._zenflow is not None else ())):
@@ -237,10 +261,12 @@ class Engine(EngineSettings):
         if (zenflow := self._zenflow) is not None:
             leads = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
             kind = None if isinstance(self, PipelineEngine) else type(self.checkpoint_engine)
-            if self._parts.save_together(kind, self._config, RankGroup.of(None), leads, zenflow.async_save):
+            if self._parts.save_together(
+                kind, self._config, RankGroup.of(None), leads, zenflow.async_save
+            ):
                 self.checkpoint_engine = self._parts.saver.files
 
-    # -- training -------------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the module as DeepSpeed does.
@@ -256,8 +282,8 @@ class Engine(EngineSettings):
         """Run the module.
 
         Raises:
-            StateError: its weights are on the host, or an exception has interrupted a step, a backward pass or a
-                load.
+            StateError: its weights are on the host, or an exception has interrupted a step, a
+                backward pass or a load.
         """
         self._require(Readiness.require_states_here, OffloadStateTypeEnum.lp_params)
         with self._recording(Work.BACKWARD):  # some modules run backward inside
@@ -267,14 +293,16 @@ class Engine(EngineSettings):
         """Compute gradients as DeepSpeed does.
 
         Raises:
-            StateError: states are on the host, or an exception has interrupted a step, a backward pass or a load.
+            StateError: states are on the host, or an exception has interrupted a step, a backward
+                pass or a load.
         """
         self._require(Readiness.require_states_here)
         with self._recording(Work.BACKWARD):
             return super().backward(*args, **kwargs)
 
     def _backward_prologue(self) -> None:
-        """Called first in a backward pass, also in ``loss.backward()``, once for each `forward` behind the loss."""
+        """Called first in a backward pass, also in ``loss.backward()``, once for each `forward`
+        behind the loss."""
         self._require(Readiness.require_saveable)
         super()._backward_prologue()
 
@@ -282,8 +310,10 @@ class Engine(EngineSettings):
         """Step as DeepSpeed does.
 
         Raises:
-            CheckpointError: on every rank, if a save with ``zenflow.async_save`` failed; the step is complete.
-            ConfigError: with ZenFlow, the optimizer has a setting with which it cannot step. Nothing has changed.
+            CheckpointError: on every rank, if a save with ``zenflow.async_save`` failed; the step
+                is complete.
+            ConfigError: with ZenFlow, the optimizer has a setting with which it cannot step.
+                Nothing has changed.
             StateError: see `backward`; or there was no backward pass since the last step.
         """
         self._require(Readiness.require_states_here)
@@ -299,8 +329,12 @@ class Engine(EngineSettings):
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         with self._recording(Work.STEP):  # pipelines call this alone
             super()._take_model_step(*args, **kwargs)
-        logs = self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
-        self._parts.after_model_step(self.monitor if self.global_rank == 0 else None, self.global_samples, logs)
+        logs = (
+            self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
+        )
+        self._parts.after_model_step(
+            self.monitor if self.global_rank == 0 else None, self.global_samples, logs
+        )
 
     def _recording(self, work: Work) -> AbstractContextManager[None]:
         zenflow = self._parts.zenflow
@@ -313,12 +347,13 @@ class Engine(EngineSettings):
             check(zenflow.readiness, *states)
 
     def eval(self) -> None:
-        """Evaluate as DeepSpeed does, with the weights that training uses; says so once, with ZenFlow."""
+        """Evaluate as DeepSpeed does, with the weights that training uses; says so once, with
+        ZenFlow."""
         super().eval()
         if self._parts.zenflow is not None and self.global_rank == 0:
             log_once(logging.INFO, EVALUATES_PREDICTED)
 
-    # -- states on the host -------------------------------------------------------------------------------------------
+    # -- states on the host ------------------------------------------------------------------------
 
     def offload_states(
         self,
@@ -327,12 +362,13 @@ class Engine(EngineSettings):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Offload as DeepSpeed does. With ZenFlow this is a collective and waits for an update in flight; ``lp_params``
-        includes frozen parameters, and ``optim_states`` means all that ZenFlow keeps on the accelerator between steps.
+        """Offload as DeepSpeed does. With ZenFlow this is a collective and waits for an update in
+        flight; ``lp_params`` includes frozen parameters, and ``optim_states`` means all that
+        ZenFlow keeps on the accelerator between steps.
 
         Raises:
-            OutOfMemoryError: with ZenFlow, on every rank, if any rank's host has no memory for them; all states,
-                including those offloaded before, are on the accelerator again.
+            OutOfMemoryError: with ZenFlow, on every rank, if any rank's host has no memory for
+                them; all states, including those offloaded before, are on the accelerator again.
         """
         theirs = partial(super().offload_states, include, device, pin_memory, non_blocking)
         if (zenflow := self._parts.zenflow) is None:
@@ -340,20 +376,24 @@ class Engine(EngineSettings):
             return
         zenflow.host.link.home.require()
         try:
-            self._parts.offloader.offload(theirs, self.module, self.optimizer, self._parts.ranks, pins=pin_memory)
+            self._parts.offloader.offload(
+                theirs, self.module, self.optimizer, self._parts.ranks, pins=pin_memory
+            )
         except Exception:
             self.reload_states()
             raise
 
     def _refine_include_states(self, include: Container[Any] | None) -> Any:
-        """Leave the choice to our optimizer: its gradients are on the accelerator, unlike those of ZeRO-Offload."""
+        """Leave the choice to our optimizer: its gradients are on the accelerator, unlike those of
+        ZeRO-Offload."""
         return super()._refine_include_states(include) if self._parts.zenflow is None else include
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """Reload as DeepSpeed does. With ZenFlow it is a collective.
 
         Raises:
-            OutOfMemoryError: with ZenFlow, on every rank, if any accelerator lacks memory; free some, call this again.
+            OutOfMemoryError: with ZenFlow, on every rank, if any accelerator lacks memory; free
+                some, call this again.
         """
         theirs = partial(super().reload_states, *args, **kwargs)
         if (zenflow := self._parts.zenflow) is None:
@@ -362,7 +402,7 @@ class Engine(EngineSettings):
         zenflow.host.link.home.require()
         self._parts.offloader.reload(theirs, self._parts.ranks)
 
-    # -- saving ---------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,
@@ -372,11 +412,13 @@ class Engine(EngineSettings):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Save as DeepSpeed does. With ``zenflow.async_save`` the save continues during the next steps.
+        """Save as DeepSpeed does. With ``zenflow.async_save`` the save continues during the next
+        steps.
 
         Raises:
-            CheckpointError: with ZenFlow, on every rank, if any rank could not write its files; training can continue.
-                With ``async_save``, a later step, save or load raises it, or `destroy` on rank 0.
+            CheckpointError: with ZenFlow, on every rank, if any rank could not write its files;
+                training can continue. With ``async_save``, a later step, save or load raises it, or
+                `destroy` on rank 0.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
         self._require(Readiness.require_saveable)
@@ -384,13 +426,17 @@ class Engine(EngineSettings):
         self._parts.settle()
         client_state = {} if client_state is None else client_state
         with self._parts.saver.saving(save_latest) as save_latest:
-            return super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+            return super().save_checkpoint(
+                save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+            )
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model as DeepSpeed does. With ZenFlow it holds p, rounded; see ``zenflow.save_predicted_weights``.
+        """Save the model as DeepSpeed does. With ZenFlow it holds p, rounded; see
+        ``zenflow.save_predicted_weights``.
 
         Raises:
-            StateError: weights are on the host, or a step, a backward pass or a load was interrupted.
+            StateError: weights are on the host, or a step, a backward pass or a load was
+                interrupted.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
         with self.exporting():
@@ -401,8 +447,9 @@ class Engine(EngineSettings):
             return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
 
     def exporting(self) -> AbstractContextManager[None]:
-        """Context for saving the model alone: with ZenFlow its weights are p, rounded to the nearest value of their
-        dtype, unless ``zenflow.save_predicted_weights`` is set. A collective; do not step inside. May be nested."""
+        """Context for saving the model alone: with ZenFlow its weights are p, rounded to the
+        nearest value of their dtype, unless ``zenflow.save_predicted_weights`` is set. A
+        collective; do not step inside. May be nested."""
         zenflow, section = self._parts.zenflow, self._zenflow
         if zenflow is None or (section is not None and section.save_predicted_weights):
             return nullcontext()
@@ -427,16 +474,18 @@ class Engine(EngineSettings):
         except OSError as error:
             self._parts.saver.copied_without(error, save_path)
 
-    # -- loading ------------------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------
 
     def load_checkpoint(self, load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Load as DeepSpeed does; a checkpoint of another number of ranks or another ZeRO stage is also accepted.
+        """Load as DeepSpeed does; a checkpoint of another number of ranks or another ZeRO stage is
+        also accepted.
 
         Raises:
-            CheckpointError: with ZenFlow, on every rank, if any rank could not read its files; load another checkpoint
-                before training on.
+            CheckpointError: with ZenFlow, on every rank, if any rank could not read its files; load
+                another checkpoint before training on.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
-            StateError: an exception has interrupted a step or a backward pass, or states are on the host.
+            StateError: an exception has interrupted a step or a backward pass, or states are on the
+                host.
         """
         self._require(Readiness.require_loadable)
         self._parts.settle()
@@ -480,7 +529,10 @@ class Engine(EngineSettings):
             self._require(Readiness.load_begins)
         if (opened := self._parts.resharder.plan(os.path.join(load_dir, str(tag)), how)) is None:
             return super()._load_checkpoint(load_dir, tag, **how)
-        with_states = {**how, "load_optimizer_states": True}  # without, stage 3 would gather a whole fp32 model
+        with_states = {
+            **how,
+            "load_optimizer_states": True,
+        }  # without, stage 3 would gather a whole fp32 model
         with swapped(Swap(self, "checkpoint_engine", opened)):
             result = super()._load_checkpoint(load_dir, tag, **with_states)
         self.loaded_checkpoint_dp_world_size = self.seq_dp_world_size
@@ -495,7 +547,12 @@ class Engine(EngineSettings):
         return self._parts.resharder.model_names(lambda: theirs(checkpoints_path, tag))
 
     def load_module_state_dict(
-        self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, *args: Any, **kwargs: Any
+        self,
+        checkpoint: Any,
+        strict: bool = True,
+        custom_load_fn: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         self._require(Readiness.load_begins)
         theirs = super().load_module_state_dict
@@ -507,11 +564,15 @@ class Engine(EngineSettings):
         theirs = super()._get_all_zero_checkpoints
         return self._parts.resharder.optimizer_states(lambda: theirs(load_dir, tag))
 
-    def _load_zero_checkpoint(self, load_dir: str, tag: Any, load_optimizer_states: bool = True) -> Any:
+    def _load_zero_checkpoint(
+        self, load_dir: str, tag: Any, load_optimizer_states: bool = True
+    ) -> Any:
         theirs = super()._load_zero_checkpoint
-        return self._parts.resharder.load_partitions(lambda: theirs(load_dir, tag, load_optimizer_states))
+        return self._parts.resharder.load_partitions(
+            lambda: theirs(load_dir, tag, load_optimizer_states)
+        )
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         with self._parts.closing():  # closes our parts even if DeepSpeed fails

@@ -1,10 +1,11 @@
 """Single-parameter all-gather for a model under ZeRO-3.
 
-To fetch parameters in forward, backward and prefetch, DeepSpeed's parameter coordinator calls ``all_gather_coalesced``,
-a closure that ``zero.Init`` sets on each parameter. `attach` replaces it once the whole model is partitioned, at the
-end of ``deepspeed.initialize``, no matter which ``zero.Init`` partitioned it and when. Every other path
-(``GatheredParameters``, external parameters, persistent parameters after a step, checkpoints) calls
-``param.all_gather``, with which DeepSpeed gathers each parameter directly into its own storage.
+To fetch parameters in forward, backward and prefetch, DeepSpeed's parameter coordinator calls
+``all_gather_coalesced``, a closure that ``zero.Init`` sets on each parameter. `attach` replaces it
+once the whole model is partitioned, at the end of ``deepspeed.initialize``, no matter which
+``zero.Init`` partitioned it and when. Every other path (``GatheredParameters``, external
+parameters, persistent parameters after a step, checkpoints) calls ``param.all_gather``, with which
+DeepSpeed gathers each parameter directly into its own storage.
 """
 
 from __future__ import annotations
@@ -53,23 +54,29 @@ class FetchedParameter(PendingParameter):
 
     @classmethod
     def of(cls, parameter: PartitionedParameter, partition: torch.Tensor) -> FetchedParameter:
-        """Build it for `parameter`; `partition` is this rank's part of it: the usual one, or hpZ's secondary one."""
+        """Build it for `parameter`; `partition` is this rank's part of it: the usual one, or hpZ's
+        secondary one."""
         dtype = communication_dtype(parameter, partition)
         return cls(parameter.ds_numel, partition, dtype, parameter=parameter)
 
     def make_available(self) -> None:
-        """Make the parameter a view of its storage, cast if it was communicated in another dtype, and mark it
-        available."""
+        """Make the parameter a view of its storage, cast if it was communicated in another dtype,
+        and mark it available."""
         assert self.storage is not None
-        self.parameter.data = self.storage.view(self.parameter.ds_shape).to(self.parameter.ds_tensor.dtype)
+        self.parameter.data = self.storage.view(self.parameter.ds_shape).to(
+            self.parameter.ds_tensor.dtype
+        )
         self.storage = None
         self.parameter.ds_status = ParameterStatus.AVAILABLE
 
 
 class GatherHandle:
-    """The handle of a running fetch, with the interface of DeepSpeed's handles (see `stand_ins`)."""
+    """The handle of a running fetch, with the interface of DeepSpeed's handles (see
+    `stand_ins`)."""
 
-    def __init__(self, works: list[Work], pending: list[FetchedParameter], upstream: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, works: list[Work], pending: list[FetchedParameter], upstream: Sequence[Any] = ()
+    ) -> None:
         self._works = works
         self._pending = pending
         self._upstream = upstream
@@ -77,10 +84,12 @@ class GatherHandle:
     def wait(self, handle_dependency: bool = True) -> None:
         """Make every parameter of the fetch available; idempotent.
 
-        On an accelerator, the current stream waits for the collectives, as with DeepSpeed's handles.
+        On an accelerator, the current stream waits for the collectives, as with DeepSpeed's
+        handles.
 
         Args:
-            handle_dependency: passed to DeepSpeed's handles; ours keep no temporary that a stream could still read.
+            handle_dependency: passed to DeepSpeed's handles; ours keep no temporary that a stream
+                could still read.
 
         Raises:
             RuntimeError: a collective failed.
@@ -97,7 +106,8 @@ class GatherHandle:
         except RuntimeError:
             ids = [each.parameter.ds_id for each in self._pending]
             logger.error(
-                f"rank {dist.get_rank()}: the all-gather of parameters {ids} (ds_id) failed. Usually another rank has "
+                f"rank {dist.get_rank()}: the all-gather of parameters {ids} (ds_id) failed. "
+                f"Usually another rank has "
                 "died, or has not answered within the process group's timeout: see its log"
             )
             raise
@@ -112,10 +122,13 @@ class SingleParameterGather:
     Attributes:
         plan: the mode of every parameter.
         grouped: whether one launch gathers all single parameters of a fetch.
-        num_collectives: collectives launched so far. A grouped launch counts as one; DeepSpeed's own do not count.
+        num_collectives: collectives launched so far. A grouped launch counts as one; DeepSpeed's
+            own do not count.
     """
 
-    def __init__(self, plan: GatherPlan, stock: dict[int, Callable[..., Any]], grouped: bool) -> None:
+    def __init__(
+        self, plan: GatherPlan, stock: dict[int, Callable[..., Any]], grouped: bool
+    ) -> None:
         self.plan = plan
         self.grouped = grouped
         self.num_collectives = 0
@@ -124,9 +137,13 @@ class SingleParameterGather:
         self._ranks: dict[int, RankGroup] = {}
 
     def __call__(
-        self, params: Iterable[PartitionedParameter], safe_mode: bool = False, quantize: bool = False
+        self,
+        params: Iterable[PartitionedParameter],
+        safe_mode: bool = False,
+        quantize: bool = False,
     ) -> GatherHandle:
-        """Start gathering `params`; same arguments and effect on ``ds_status`` as DeepSpeed's closure.
+        """Start gathering `params`; same arguments and effect on ``ds_status`` as DeepSpeed's
+        closure.
 
         Raises:
             UnsupportedError: a parameter was partitioned after `attach`.
@@ -134,12 +151,18 @@ class SingleParameterGather:
         with in_profile("gather.fetch"):
             return self._fetch(params, safe_mode, quantize)
 
-    def _fetch(self, params: Iterable[PartitionedParameter], safe_mode: bool, quantize: bool) -> GatherHandle:
+    def _fetch(
+        self, params: Iterable[PartitionedParameter], safe_mode: bool, quantize: bool
+    ) -> GatherHandle:
         by_id = {param.ds_id: param for param in params}
         if quantize or safe_mode:
-            return GatherHandle([], [], self._leave_to_upstream(list(by_id.values()), safe_mode, quantize))
+            return GatherHandle(
+                [], [], self._leave_to_upstream(list(by_id.values()), safe_mode, quantize)
+            )
         fetch = self.plan.split(by_id)
-        by_us = [by_id[i] for i in fetch.singles] + [by_id[i] for bucket in fetch.buckets for i in bucket]
+        by_us = [by_id[i] for i in fetch.singles] + [
+            by_id[i] for bucket in fetch.buckets for i in bucket
+        ]
         _mark_in_flight(by_us)
         works: list[Work] = []
         pending: list[FetchedParameter] = []
@@ -151,25 +174,36 @@ class SingleParameterGather:
                 works.append(gather_together(members, ranks))
                 pending += members
         self.num_collectives += len(works)
-        return GatherHandle(works, pending, self._leave_to_upstream([by_id[i] for i in fetch.upstream]))
+        return GatherHandle(
+            works, pending, self._leave_to_upstream([by_id[i] for i in fetch.upstream])
+        )
 
     def stock(self, param: PartitionedParameter) -> Callable[..., Any]:
         """Return DeepSpeed's closure of a parameter that this object serves."""
         return self._stock[param.ds_id]
 
     def _leave_to_upstream(
-        self, params: Sequence[PartitionedParameter], safe_mode: bool = False, quantize: bool = False
+        self,
+        params: Sequence[PartitionedParameter],
+        safe_mode: bool = False,
+        quantize: bool = False,
     ) -> list[Any]:
         if not params:
             return []
         return [self.stock(params[0])(list(params), safe_mode=safe_mode, quantize=quantize)]
 
-    def _by_group(self, params: Sequence[PartitionedParameter]) -> list[tuple[RankGroup, list[FetchedParameter]]]:
-        """Sort the parameters by the process group that gathers them; hpZ's inner group if its copy is valid."""
+    def _by_group(
+        self, params: Sequence[PartitionedParameter]
+    ) -> list[tuple[RankGroup, list[FetchedParameter]]]:
+        """Sort the parameters by the process group that gathers them; hpZ's inner group if its copy
+        is valid."""
         groups: dict[int, tuple[RankGroup, list[FetchedParameter]]] = {}
         for param in params:
             partition, group = param.ds_tensor, param.ds_process_group
-            if param.ds_secondary_tensor is not None and param.ds_zero_param_process_group is not None:
+            if (
+                param.ds_secondary_tensor is not None
+                and param.ds_zero_param_process_group is not None
+            ):
                 partition, group = param.ds_secondary_tensor, param.ds_zero_param_process_group
             if id(group) not in self._ranks:
                 self._ranks[id(group)] = RankGroup.of(group, self._device)
@@ -181,13 +215,18 @@ class SingleParameterGather:
 def _mark_in_flight(params: Sequence[PartitionedParameter]) -> None:
     for param in params:
         if param.ds_status != ParameterStatus.NOT_AVAILABLE:
-            raise RuntimeError(f"expected a partitioned parameter to fetch, got {param.ds_summary()}")
+            raise RuntimeError(
+                f"expected a partitioned parameter to fetch, got {param.ds_summary()}"
+            )
     for param in params:
         param.ds_status = ParameterStatus.INFLIGHT
 
 
-def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleParameterGather | None:
-    """Gather the parameters of `module` singly, if `settings` ask for it; otherwise as DeepSpeed does. A collective.
+def attach(
+    module: torch.nn.Module, settings: ZeroFields, group: Any
+) -> SingleParameterGather | None:
+    """Gather the parameters of `module` singly, if `settings` ask for it; otherwise as DeepSpeed
+    does. A collective.
 
     Args:
         module: the model; all its parameters must be partitioned.
@@ -203,7 +242,8 @@ def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleP
     if not settings.stage3_allgather_single_param:
         if settings.stage3_single_param_min_numel is not None:
             warn_once(
-                "zero_optimization.stage3_single_param_min_numel has no effect: stage3_allgather_single_param is off"
+                "zero_optimization.stage3_single_param_min_numel has no effect: "
+                "stage3_allgather_single_param is off"
             )
         return None
     ranks = RankGroup.of(group)
@@ -211,23 +251,32 @@ def attach(module: torch.nn.Module, settings: ZeroFields, group: Any) -> SingleP
     grouped = can_group(ranks)
     plan = plan_gather([_facts(param, settings) for param in params], _min_numel(settings, grouped))
     require_same_plan("the all-gather of single parameters", plan, ranks)
-    level = logging.INFO if plan.leaves_all_to_upstream else logging.DEBUG  # otherwise it is in the start report
+    level = (
+        logging.INFO if plan.leaves_all_to_upstream else logging.DEBUG
+    )  # otherwise it is in the start report
     for reason, count in Counter(plan.reasons.values()).items() if dist.get_rank() == 0 else ():
         log_once(level, f"{count} of {len(params)} parameters keep upstream's all-gather: {reason}")
     if plan.leaves_all_to_upstream:
         return None
-    gather = SingleParameterGather(plan, {param.ds_id: param.all_gather_coalesced for param in params}, grouped)
+    gather = SingleParameterGather(
+        plan, {param.ds_id: param.all_gather_coalesced for param in params}, grouped
+    )
     _set_gather(params, lambda param: gather)
     if dist.get_rank() == 0:
-        logger.debug(f"single-parameter all-gather: {plan.describe()}, {'one launch' if grouped else 'async singles'}")
+        logger.debug(
+            f"single-parameter all-gather: {plan.describe()}, "
+            f"{'one launch' if grouped else 'async singles'}"
+        )
     return gather
 
 
 def detach(module: torch.nn.Module, only: SingleParameterGather | None = None) -> None:
-    """Restore DeepSpeed's all-gather on the parameters of `module`; parameters that still have it are unchanged.
+    """Restore DeepSpeed's all-gather on the parameters of `module`; parameters that still have it
+    are unchanged.
 
     Args:
-        only: remove this gather and no other, because a later engine of the same model may have its own. None: any.
+        only: remove this gather and no other, because a later engine of the same model may have its
+            own. None: any.
     """
     served = [
         param
@@ -238,9 +287,11 @@ def detach(module: torch.nn.Module, only: SingleParameterGather | None = None) -
     _set_gather(served, lambda param: param.all_gather_coalesced.stock(param))
 
 
-def _set_gather(params: Iterable[PartitionedParameter], choose: Callable[[PartitionedParameter], Any]) -> None:
-    """Set the all-gather of each parameter: the only attribute that we set on parameters, because DeepSpeed calls
-    it."""
+def _set_gather(
+    params: Iterable[PartitionedParameter], choose: Callable[[PartitionedParameter], Any]
+) -> None:
+    """Set the all-gather of each parameter: the only attribute that we set on parameters, because
+    DeepSpeed calls it."""
     for param in params:
         param.all_gather_coalesced = choose(param)
 

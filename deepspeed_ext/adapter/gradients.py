@@ -73,7 +73,9 @@ def fused_l2_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         two launches.
     """
     norms: dict[int, torch.Tensor] = {}
-    for dtype in {tensor.dtype for tensor in tensors}:  # one dtype at a time: mixed dtypes are not fused
+    for dtype in {
+        tensor.dtype for tensor in tensors
+    }:  # one dtype at a time: mixed dtypes are not fused
         indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
         same = [tensors[index].detach() for index in indices]
         if kernels.serves(1, *same):
@@ -99,8 +101,12 @@ def norm_tensors(gradients: Sequence[torch.Tensor], params: Sequence[Any]) -> li
     """
     real = [grad for grad in gradients if not getattr(grad, "_zero_padding", False)]
     if not real or not _fuses(real[0].device):
-        return [grad if getattr(grad, "_zero_padding", False) else l2_norm(grad) for grad in gradients]
-    full = [grad for grad in real if grad.numel()]  # the fused norm of an empty tensor is undefined on an accelerator
+        return [
+            grad if getattr(grad, "_zero_padding", False) else l2_norm(grad) for grad in gradients
+        ]
+    full = [
+        grad for grad in real if grad.numel()
+    ]  # the fused norm of an empty tensor is undefined on an accelerator
     norms = fused_l2_norms(full)
     if counted_alike(params) and full:
         return [_of_all(norms)]
@@ -121,7 +127,11 @@ def known_norm_tensors(norms: Sequence[torch.Tensor], params: Sequence[Any]) -> 
         norms: 1-D, one element each, on the accelerator.
         params: their parameters, in order.
     """
-    return [_of_all(norms)] if norms and _fuses(norms[0].device) and counted_alike(params) else list(norms)
+    return (
+        [_of_all(norms)]
+        if norms and _fuses(norms[0].device) and counted_alike(params)
+        else list(norms)
+    )
 
 
 def _of_all(norms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -189,7 +199,9 @@ class HostGradients:
             adds: whether gradients of earlier micro-steps are kept.
             completes: whether this is the step's last micro-step.
         """
-        sums, slot = (part[: gradient.numel()] for part in (self._sum_of(number), self._slot_of(number)))
+        sums, slot = (
+            part[: gradient.numel()] for part in (self._sum_of(number), self._slot_of(number))
+        )
         total = gradient.view(-1).to(sums.dtype)
         if adds and number in self._arrived:
             total = sums.to(gradient.device, non_blocking=True).add_(total)
@@ -250,8 +262,8 @@ class HostGradients:
 
     # Note: [a slot has two readers]
     # The host writes to a slot here, while two streams may still use it: the one of the newest
-    # gradient's copy, and the current one, which may still read y from the slot (Note: [the slot of y])
-    # for weights that go up. A host write is ordered by neither, so both are awaited.
+    # gradient's copy, and the current one, which may still read y from the slot (Note: [the slot of
+    # y]) for weights that go up. A host write is ordered by neither, so both are awaited.
 
     def _wait(self) -> None:
         """Wait until the host may read and write slots; see Note: [a slot has two readers]."""

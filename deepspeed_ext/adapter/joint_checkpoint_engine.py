@@ -41,33 +41,38 @@ _LATEST_BYTES = 4096
 class JointCheckpointEngine(TorchCheckpointEngine):
     """DeepSpeed's checkpoint files, saved by all ranks or by none.
 
-    DeepSpeed calls `create`, `makedirs` and `save` between its own collectives, then `commit` on every rank. So an
-    error is kept until `commit`, which raises it on all ranks. Until then the files lie in a staging folder. `commit`
-    replaces an older save under the same tag with that folder (see `checkpoint.folder`) and updates ``latest`` last.
-    When `commit` returns, the checkpoint is on disk.
+    DeepSpeed calls `create`, `makedirs` and `save` between its own collectives, then `commit` on
+    every rank. So an error is kept until `commit`, which raises it on all ranks. Until then the
+    files lie in a staging folder. `commit` replaces an older save under the same tag with that
+    folder (see `checkpoint.folder`) and updates ``latest`` last. When `commit` returns, the
+    checkpoint is on disk.
 
     Tensors are written from where they are, without a copy on the host.
 
     Every file holds the id of its save, and `load` refuses files of different saves.
 
-    DeepSpeed also saves a model alone through this class, to a folder that the user names. Such a save does not follow
-    `begin_save` and writes just that file; an error is raised on all ranks, too.
+    DeepSpeed also saves a model alone through this class, to a folder that the user names. Such a
+    save does not follow `begin_save` and writes just that file; an error is raised on all ranks,
+    too.
 
     Args:
         config_params: as for DeepSpeed's class.
         ranks: all ranks that save and load; each calls `load` equally often.
-        leads: whether this rank creates and renames folders. One rank does, or one per node if checkpoints are on
-            node-local storage.
+        leads: whether this rank creates and renames folders. One rank does, or one per node if
+            checkpoints are on node-local storage.
         coded: decodes moments on their way to a file; None: they are not coded.
 
     Attributes:
         kept: the first error of this rank since `begin_save`.
-        maps_files: whether `load` maps tensors from the file, so that they take no host memory of their own.
+        maps_files: whether `load` maps tensors from the file, so that they take no host memory of
+            their own.
     """
 
     maps_files = False
 
-    def __init__(self, config_params: Any, ranks: RankGroup, leads: bool, coded: CodedMoments | None = None) -> None:
+    def __init__(
+        self, config_params: Any, ranks: RankGroup, leads: bool, coded: CodedMoments | None = None
+    ) -> None:
         super().__init__(config_params)
         self._coded = coded
         self._ranks = ranks
@@ -80,7 +85,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self._latest: str | None = None
         self.kept = KeptError()
 
-    # -- saving ---------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def begin_save(self, names_latest: bool) -> None:
         """Prepare a save; call this before any other method of it.
@@ -93,8 +98,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self.kept.take()
 
     def break_off(self) -> None:
-        """Give up a save that has begun and not been committed. Call this if an exception such as Ctrl-C interrupts it.
-        No collective."""
+        """Give up a save that has begun and not been committed. Call this if an exception such as
+        Ctrl-C interrupts it. No collective."""
         folder, self._folder, self._is_begun = self._folder, None, False
         if folder is not None and self._leads:
             folder.give_up()
@@ -121,7 +126,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             self._recover(folder)
         except CheckpointError as error:  # its remedy is written for loading
             remedy = remedy_for(str(error), "save under another tag")
-            raise agreed(CheckpointError(f"{what}: {error}. To go on: {remedy}"), self._ranks) from error
+            raise agreed(
+                CheckpointError(f"{what}: {error}. To go on: {remedy}"), self._ranks
+            ) from error
         self._folder = folder  # before it begins, for `break_off`
         with self._all(what):
             if self._leads:
@@ -129,8 +136,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 folder.begin()
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether DeepSpeed copies the weights of experts to the host before it saves them, because they share one flat
-        buffer. On an accelerator each has a storage of its own in the file anyway."""
+        """Whether DeepSpeed copies the weights of experts to the host before it saves them, because
+        they share one flat buffer. On an accelerator each has a storage of its own in the file
+        anyway."""
         return self._folder is None or get_accelerator().device_name() == "cpu"
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -174,8 +182,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         """Make the saved files the checkpoint, on all ranks. A collective.
 
         Raises:
-            CheckpointError: on every rank, if any rank could not write. Training can continue, and existing checkpoints
-                are unchanged.
+            CheckpointError: on every rank, if any rank could not write. Training can continue, and
+                existing checkpoints are unchanged.
         """
         if self._folder is None:
             with self._all("the model was not saved"):
@@ -186,13 +194,15 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         return super().commit(info)
 
     def _complete(self, info: Any, folder: CheckpointFolder) -> None:
-        """Make the content of the staging folder the checkpoint. A collective. If an exception interrupts it between
-        its agreements, it can be called again."""
+        """Make the content of the staging folder the checkpoint. A collective. If an exception
+        interrupts it between its agreements, it can be called again."""
         try:
             what = f"checkpoint {info.tag!r} was not saved"
             with self._all(what):
                 self.kept.raise_here()
-            with self._all(what):  # on every node before the first swap, so that a crash between swaps loses nothing
+            with self._all(
+                what
+            ):  # on every node before the first swap, so that a crash between swaps loses nothing
                 if self._leads:
                     folder.mark()
             with self._all(what):
@@ -202,7 +212,10 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             if self._leads:
                 folder.give_up()
             raise
-        with self._all(f"checkpoint {info.tag!r} was saved, but finishing the save failed", "load it by its tag"):
+        with self._all(
+            f"checkpoint {info.tag!r} was saved, but finishing the save failed",
+            "load it by its tag",
+        ):
             if self._leads:
                 folder.end()
             self._name_latest(folder, info.tag)
@@ -213,16 +226,18 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         found = _read_latest(folder.save_dir)
         if found not in (self._latest, tag):
             logger.warning(
-                f"another job also saves to {folder.save_dir}: `latest` named {self._latest or 'nothing'} when this "
-                f"save began, then {found or 'nothing'}, and names {tag} from now on. Stop one of the jobs, or give "
+                f"another job also saves to {folder.save_dir}: `latest` named "
+                f"{self._latest or 'nothing'} when this "
+                f"save began, then {found or 'nothing'}, and names {tag} from now on. Stop one of "
+                f"the jobs, or give "
                 "each a folder of its own"
             )
         files.replace_file(os.path.join(folder.save_dir, "latest"), tag)
 
     @contextmanager
     def _all(self, what: str, remedy: str = "") -> Iterator[None]:
-        """`together`, with a longer message. Without `remedy`, the rank with the error adds the remedy for that
-        error."""
+        """`together`, with a longer message. Without `remedy`, the rank with the error adds the
+        remedy for that error."""
         try:
             with together(self._ranks, CheckpointError):
                 if remedy:
@@ -234,10 +249,11 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             ending = f". To go on: {remedy}" if remedy else ""
             raise agreed(type(error)(f"{what}: {error}{ending}"), self._ranks) from error
 
-    # -- loading --------------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------
 
     def begin_load(self, load_dir: str, tag: Any) -> str | None:
-        """Find the checkpoint to load, and finish a save that a crash has interrupted. A collective.
+        """Find the checkpoint to load, and finish a save that a crash has interrupted. A
+        collective.
 
         Args:
             load_dir: the folder of all tags.
@@ -247,7 +263,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             The tag; None if there is no ``latest``.
 
         Raises:
-            CheckpointError: on every rank, if ``latest`` cannot be read or there is no complete save under the tag.
+            CheckpointError: on every rank, if ``latest`` cannot be read or there is no complete
+                save under the tag.
         """
         with together(self._ranks, CheckpointError):
             tag = _latest(load_dir) if tag is None else str(tag)
@@ -268,8 +285,14 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             if self._leads:
                 folder.finish_swap()
             state = folder.state() if self._leads else None
-        first = self._ranks.broadcast(state)  # usually equal on all nodes; then nothing else is exchanged
-        states = [each for each, _ in self._ranks.distinct(state if self._leads else first) if each is not None]
+        first = self._ranks.broadcast(
+            state
+        )  # usually equal on all nodes; then nothing else is exchanged
+        states = [
+            each
+            for each, _ in self._ranks.distinct(state if self._leads else first)
+            if each is not None
+        ]
         with together(self._ranks, CheckpointError):
             save_id = choose_save(states)
             if state is not None:
@@ -280,8 +303,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         """Read one file. A collective.
 
         Raises:
-            CheckpointError: on every rank, if any rank could not read its file, or a file belongs to another save. Load
-                another checkpoint before training on.
+            CheckpointError: on every rank, if any rank could not read its file, or a file belongs
+                to another save. Load another checkpoint before training on.
         """
         with together(self._ranks, CheckpointError):
             with reading(path), checking(path):
@@ -290,10 +313,14 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         found = self._ranks.distinct(save_id, MOST_TOLD)
         expected = self._loaded_id or found[0][0]
         if any(each != expected for each, _ in found):
-            listing = ", ".join(f"{each} on {rank_list(members, self._ranks)}" for each, members in found)
+            listing = ", ".join(
+                f"{each} on {rank_list(members, self._ranks)}" for each, members in found
+            )
             error = CheckpointError(
-                f"{os.path.dirname(path)} holds files of different saves: {path} and the files that other ranks read "
-                f"with it have the save ids {listing}, expected {expected}. Load another checkpoint by its tag"
+                f"{os.path.dirname(path)} holds files of different saves: {path} and the files "
+                f"that other ranks read "
+                f"with it have the save ids {listing}, expected {expected}. Load another "
+                f"checkpoint by its tag"
             )
             raise agreed(error, self._ranks)
         self._loaded_id = expected
@@ -325,5 +352,7 @@ def _latest(load_dir: str) -> str | None:
     with open(path, encoding="utf-8") as file:
         tag = file.read(_LATEST_BYTES).strip()
     if not tag:
-        raise CheckpointError(f"{path} is empty, expected a tag: pass the tag of a checkpoint to load")
+        raise CheckpointError(
+            f"{path} is empty, expected a tag: pass the tag of a checkpoint to load"
+        )
     return tag

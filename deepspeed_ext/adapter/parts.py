@@ -1,6 +1,7 @@
 """Holds what our engines add to DeepSpeed's: plain objects, each usable without an engine.
 
-`engine` overrides DeepSpeed's methods and forwards to these objects, which know nothing of each other.
+`engine` overrides DeepSpeed's methods and forwards to these objects, which know nothing of each
+other.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ from deepspeed_ext.runtime.ranks import KeptError, RankGroup, together, within
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import IDLE, require_section, require_shared_folder, require_spreadable
+from deepspeed_ext.zenflow.step.supported import (
+    IDLE,
+    require_section,
+    require_shared_folder,
+    require_spreadable,
+)
 
 __all__ = ["Offloader", "Parts", "Saver", "destroy_parts", "fields_of", "section_in_use"]
 
@@ -121,7 +127,8 @@ class Saver:
         if self.files is None:
             raise error
         logger.warning(
-            f"{save_path}: zero_to_fp32.py was not copied there ({error}); the checkpoint is complete without it"
+            f"{save_path}: zero_to_fp32.py was not copied there ({error}); the checkpoint is "
+            f"complete without it"
         )
 
     def begin_load(self, load_dir: str, tag: Any) -> Any:
@@ -203,7 +210,11 @@ class Offloader:
 
 def _frozen_weights(module: Any) -> list[Any]:
     """The weights that are not trained: at stage 3 this rank's partitions of them."""
-    return [getattr(param, "ds_tensor", param) for param in module.parameters() if not param.requires_grad]
+    return [
+        getattr(param, "ds_tensor", param)
+        for param in module.parameters()
+        if not param.requires_grad
+    ]
 
 
 @contextmanager
@@ -216,19 +227,29 @@ def _refusals(place: str, what: str) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(f"{place} has no memory for {what} ({error}): free some and call again") from error
+        raise OutOfMemoryError(
+            f"{place} has no memory for {what} ({error}): free some and call again"
+        ) from error
 
 
 def fields_of(zero_config: Any) -> ZeroConfig | None:
-    """The ``zero_optimization`` section with our fields; None if it was parsed while the extension was off."""
+    """The ``zero_optimization`` section with our fields; None if it was parsed while the extension
+    was off."""
     return zero_config if isinstance(zero_config, ZeroConfig) else None
 
 
-def section_in_use(zero_config: Any, optimizer_name: str | None, bf16_optimizer_states: bool) -> ZenFlowConfig | None:
-    """The ``zenflow`` section, if the optimizer is to run in a separate process. An engine without an optimizer, such
-    as a trainer's reference model, has the trained model's config and no use for its section."""
+def section_in_use(
+    zero_config: Any, optimizer_name: str | None, bf16_optimizer_states: bool
+) -> ZenFlowConfig | None:
+    """The ``zenflow`` section, if the optimizer is to run in a separate process. An engine without
+    an optimizer, such as a trainer's reference model, has the trained model's config and no use for
+    its section."""
     settings = fields_of(zero_config)
-    return None if settings is None or optimizer_name is None else settings.zenflow_with(bf16_optimizer_states)
+    return (
+        None
+        if settings is None or optimizer_name is None
+        else settings.zenflow_with(bf16_optimizer_states)
+    )
 
 
 class Parts:
@@ -260,10 +281,11 @@ class Parts:
 
     @cached_property
     def ranks(self) -> RankGroup:
-        """The ranks that the model is spread over; see `ranks_of_model`. Valid once this rank has its device."""
+        """The ranks that the model is spread over; see `ranks_of_model`. Valid once this rank has
+        its device."""
         return ranks_of_model(self._mpu, keeps_scratch=True)
 
-    # -- while the engine is built ------------------------------------------------------------------------------------
+    # -- while the engine is built -----------------------------------------------------------------
 
     @staticmethod
     def require_supported(
@@ -287,7 +309,8 @@ class Parts:
 
     @staticmethod
     def switches(settings: ZeroConfig | None, zenflow: ZenFlowConfig | None) -> dict[str, bool]:
-        """Our parts that call collectives: the config field that turns each on -> whether it is on."""
+        """Our parts that call collectives: the config field that turns each on -> whether it is
+        on."""
         if settings is None:
             return {}
         binds_cores = settings.core_binding.enabled
@@ -297,9 +320,11 @@ class Parts:
             "stage3_allgather_single_param": settings.stage3_allgather_single_param,
         }
 
-    def bind_cores(self, settings: ZeroConfig, zenflow: ZenFlowConfig | None, world: RankGroup, local: int) -> None:
-        """Bind this rank to its share of the cores, if requested or if the optimizer runs in a separate process. A
-        collective if so.
+    def bind_cores(
+        self, settings: ZeroConfig, zenflow: ZenFlowConfig | None, world: RankGroup, local: int
+    ) -> None:
+        """Bind this rank to its share of the cores, if requested or if the optimizer runs in a
+        separate process. A collective if so.
 
         Args:
             settings, zenflow: see `switches`.
@@ -315,7 +340,9 @@ class Parts:
                 undo=self._undo,
             )
 
-    def optimizer_classes(self, settings: ZeroConfig, run: ZenFlowRun | None, check_replicas: bool) -> list[Swap]:
+    def optimizer_classes(
+        self, settings: ZeroConfig, run: ZenFlowRun | None, check_replicas: bool
+    ) -> list[Swap]:
         """Return swaps for DeepSpeed's optimizer classes.
 
         Args:
@@ -323,29 +350,36 @@ class Parts:
             check_replicas: verify before flattening that all ranks have equal parameters.
         """
         if run is None:
-            ours = partial(ZeroOptimizer, settings=settings, ranks=self.ranks, check_replicas=check_replicas)
+            ours = partial(
+                ZeroOptimizer, settings=settings, ranks=self.ranks, check_replicas=check_replicas
+            )
             return [optimizer_class(ours)]
         placement = self.binding.worker_placement if self.binding is not None else None
         cores = self.binding.cores if self.binding is not None else None
         start = ZenFlowStart(run, self.ranks, placement, self._undo, cores)
-        stage_1_and_2 = partial(ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas, start=start)
+        stage_1_and_2 = partial(
+            ZenFlowZeroOptimizer, settings=settings, check_replicas=check_replicas, start=start
+        )
         return [
             optimizer_class(stage_1_and_2),
             stage3_optimizer_class(partial(ZenFlowZeroOptimizerStage3, start=start)),
         ]
 
     def attach_gather(self, module: Any, settings: ZeroConfig, group: Any) -> None:
-        """Gather the parameters of `module` singly, if `settings` ask for it. A collective of `ranks` and of
-        `group`."""
+        """Gather the parameters of `module` singly, if `settings` ask for it. A collective of
+        `ranks` and of `group`."""
         with within(self.ranks, RankGroup.of(group, self.ranks.device)):
             self.gather = gather_hooks.attach(module, settings, group)
 
-    def save_together(self, kind: type | None, config: Any, world: RankGroup, leads: bool, async_save: bool) -> bool:
-        """Save and load on all ranks together, in place of DeepSpeed's plain checkpoint engine; return False for any
-        other kind.
+    def save_together(
+        self, kind: type | None, config: Any, world: RankGroup, leads: bool, async_save: bool
+    ) -> bool:
+        """Save and load on all ranks together, in place of DeepSpeed's plain checkpoint engine;
+        return False for any other kind.
 
         Args:
-            kind: DeepSpeed's checkpoint engine; None: pipeline stages have different numbers of files.
+            kind: DeepSpeed's checkpoint engine; None: pipeline stages have different numbers of
+                files.
             config: DeepSpeed's, for the checkpoint engine.
             world, leads: see `JointCheckpointEngine`.
         """
@@ -354,7 +388,10 @@ class Parts:
             self.saver = Saver.of(config, world, leads=leads, host=host, async_save=async_save)
             return True
         if async_save:
-            logger.warning("zenflow.async_save has no effect on pipelines, nor beside checkpoint.writer or datastates")
+            logger.warning(
+                "zenflow.async_save has no effect on pipelines, nor beside checkpoint.writer or "
+                "datastates"
+            )
         return False
 
     @staticmethod
@@ -365,11 +402,19 @@ class Parts:
         for field in idle_fields(settings, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS):
             logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
         for field in given_of_the_other_rule(settings.zenflow):
-            logger.warning(f"zero_optimization.zenflow.{field} has no effect: this run uses the other update rule")
-        offload = settings.offload_optimizer
-        if settings.zenflow is not None and offload is not None and offload.host_share != settings.host_share:
             logger.warning(
-                "zero_optimization.offload_optimizer.ratio has no effect: with offload_param, the whole optimizer is "
+                f"zero_optimization.zenflow.{field} has no effect: this run uses the other update "
+                f"rule"
+            )
+        offload = settings.offload_optimizer
+        if (
+            settings.zenflow is not None
+            and offload is not None
+            and offload.host_share != settings.host_share
+        ):
+            logger.warning(
+                "zero_optimization.offload_optimizer.ratio has no effect: with offload_param, the "
+                "whole optimizer is "
                 "on the host"
             )
 
@@ -379,13 +424,15 @@ class Parts:
         for setting in settings:
             logger.warning(f"{setting} has no effect: {IDLE[setting]}")
 
-    # -- while it trains ----------------------------------------------------------------------------------------------
+    # -- while it trains ---------------------------------------------------------------------------
 
     def after_model_step(self, monitor: Any, samples: int, logs: bool) -> None:
-        """Report a step; after the first one, bind the threads that backends and autograd started in it.
+        """Report a step; after the first one, bind the threads that backends and autograd started
+        in it.
 
         Args:
-            monitor: DeepSpeed's monitor: TensorBoard, CSV files and others, as configured. None: nothing is reported.
+            monitor: DeepSpeed's monitor: TensorBoard, CSV files and others, as configured. None:
+                nothing is reported.
             samples: number of training samples so far, the monitor's x axis.
             logs: whether to write the metrics to the log as well.
         """
@@ -398,13 +445,15 @@ class Parts:
                 return
             figures = host.measurements()
             if monitor.enabled:
-                monitor.write_events([(f"Train/{name}", value, samples) for name, value in figures.items()])
+                monitor.write_events(
+                    [(f"Train/{name}", value, samples) for name, value in figures.items()]
+                )
             if logs:
                 logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
 
     def require_known_state(self, first: Callable[[], None] | None = None) -> None:
-        """Check, before anything changes, that what a user has changed of the optimizer's state can be
-        taken over. A collective with ZenFlow, so that no rank goes on alone.
+        """Check, before anything changes, that what a user has changed of the optimizer's state can
+        be taken over. A collective with ZenFlow, so that no rank goes on alone.
 
         Args:
             first: another check, made before.
@@ -422,12 +471,12 @@ class Parts:
                 host.shown.changes()
 
     def settle(self) -> None:
-        """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's collectives. A
-        collective with ZenFlow."""
+        """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's
+        collectives. A collective with ZenFlow."""
         if self.zenflow is not None:
             self.zenflow.host.link.wait_together()
 
-    # -- at its end -----------------------------------------------------------------------------------------------
+    # -- at its end --------------------------------------------------------------------------------
 
     def detach_gather(self, module: Any) -> None:
         """Restore DeepSpeed's all-gather on the parameters of `module`."""
@@ -436,8 +485,8 @@ class Parts:
             self.gather = None
 
     def closing(self) -> ExitStack:
-        """Finish a save now; return a stack that closes what outlives DeepSpeed's `destroy`, then raises the save's
-        error.
+        """Finish a save now; return a stack that closes what outlives DeepSpeed's `destroy`, then
+        raises the save's error.
 
         Raises:
             StateError: this is a forked process, whose parent's engine goes on.
@@ -459,8 +508,8 @@ def destroy_parts(
     optimizer: ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3,
     saver: Saver,
 ) -> None:
-    """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine, only the worker and
-    hooks that this removes refer to it. Does nothing in a forked process."""
+    """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine,
+    only the worker and hooks that this removes refer to it. Does nothing in a forked process."""
     if not optimizer.host_optimizer.link.home.is_here:
         return
     try:
@@ -469,7 +518,8 @@ def destroy_parts(
         try:
             optimizer.destroy()
         except AssertionError:
-            # Some trainers end the communication first; then DeepSpeed removes its hooks and finds no rank to log that.
+            # Some trainers end the communication first; then DeepSpeed removes its hooks and finds
+            # no rank to log that.
             if dist.is_initialized():
                 raise
         finally:

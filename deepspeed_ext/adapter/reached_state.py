@@ -43,7 +43,8 @@ __all__ = ["EVALUATES_PREDICTED", "ExactWeights", "ReachedState", "wrap_accelera
 
 EVALUATES_PREDICTED = (
     "evaluation uses the weights that training uses, which anticipate the update in flight; models "
-    "that are saved hold the exact ones. To evaluate those: with engine.optimizer.exact_weights(): ..."
+    "that are saved hold the exact ones. To evaluate those: with "
+    "engine.optimizer.exact_weights(): ..."
 )
 _ROOM = 2
 """A copy stays on the accelerator if so many times its size are free there."""

@@ -31,12 +31,18 @@ _REMEDY = "build a new engine, and load the last checkpoint"
 class Work(enum.Enum):
     """Work that leaves something behind if an exception ends it early; the values say what."""
 
-    STEP = f"the last optimizer step, of which weights, optimizer and scheduler may hold a part: {_REMEDY}"
+    STEP = (
+        f"the last optimizer step, of which weights, optimizer and scheduler may hold a part: "
+        f"{_REMEDY}"
+    )
     BACKWARD = (
         "the last backward pass, which may have reduced a part of the gradients. Weights and "
         f"optimizer are those of the step before and can be saved. To train on, {_REMEDY}"
     )
-    LOAD = "the last load, so weights, optimizer and counters may be of several checkpoints: load one as a whole"
+    LOAD = (
+        "the last load, so weights, optimizer and counters may be of several checkpoints: load "
+        "one as a whole"
+    )
 
 
 class Interruption:
@@ -87,8 +93,10 @@ class Interruption:
 
 _NO_TASK = -1
 _TWICE = (
-    "a parameter has got a second gradient inside one engine.backward(loss), from a pass within that "
-    "pass: a hook that runs the model again, as GradCache's does, or a reentrant checkpoint. DeepSpeed "
+    "a parameter has got a second gradient inside one engine.backward(loss), from a pass within "
+    "that "
+    "pass: a hook that runs the model again, as GradCache's does, or a reentrant checkpoint. "
+    "DeepSpeed "
     "reduces each parameter once in that call. Call loss.backward() instead; checkpoints work with "
     "use_reentrant=False, too"
 )
@@ -116,7 +124,9 @@ class BackwardPass(BackwardHookStateManager):
         self._begins, self._parameters = begins, parameters
         self._is_open = False
         self._graph_task = _NO_TASK
-        self._tasks: list[set[int]] = []  # graph tasks that reduced gradients, for each call that is recorded
+        self._tasks: list[
+            set[int]
+        ] = []  # graph tasks that reduced gradients, for each call that is recorded
         self._reduced = 0  # gradients, of all passes
         self._reduced_before = 0  # when the last pass began, as the next one
         self._left_before: list[Any] = []
@@ -164,7 +174,9 @@ class BackwardPass(BackwardHookStateManager):
         self._tasks.append(set())
         try:
             # Inside a pass that goes on, gradients that wait for their hook may be its own.
-            with interruption.recorded(Work.BACKWARD, lambda: self._has_changed(before, may_be_left=not was_open)):
+            with interruption.recorded(
+                Work.BACKWARD, lambda: self._has_changed(before, may_be_left=not was_open)
+            ):
                 yield
         except BaseException as error:
             if not was_open:
@@ -191,7 +203,10 @@ class BackwardPass(BackwardHookStateManager):
     def _left(self) -> list[Any]:
         """Which gradients are at the parameters, and how often each was written."""
         gradients = (param.grad for param in self._parameters())
-        return [gradient if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+        return [
+            gradient if gradient is None else (id(gradient), gradient._version)
+            for gradient in gradients
+        ]
 
     def _close(self) -> None:
         self._is_open, self.backward_active_depth = False, 0

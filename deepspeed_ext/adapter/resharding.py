@@ -1,11 +1,13 @@
-"""Lets DeepSpeed's `load_checkpoint` read a checkpoint of another number of ranks or another ZeRO stage.
+"""Lets DeepSpeed's `load_checkpoint` read a checkpoint of another number of ranks or another ZeRO
+stage.
 
-If the layout of a checkpoint differs from the run's, every rank reads what belongs to its own partitions from the
-checkpoint's files and hands it to DeepSpeed as if it had been saved in the run's layout. p and the optimizer's state
-are restored bitwise; the weights are p, rounded to their dtype. A checkpoint with the run's layout is loaded by
-DeepSpeed as usual.
+If the layout of a checkpoint differs from the run's, every rank reads what belongs to its own
+partitions from the checkpoint's files and hands it to DeepSpeed as if it had been saved in the
+run's layout. p and the optimizer's state are restored bitwise; the weights are p, rounded to their
+dtype. A checkpoint with the run's layout is loaded by DeepSpeed as usual.
 
-Model parallelism, pipelines, mixtures of experts, universal checkpoints and state on NVMe are not supported.
+Model parallelism, pipelines, mixtures of experts, universal checkpoints and state on NVMe are not
+supported.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS, SavedCheckpoint, holds_partitions
+from deepspeed_ext.adapter.saved_checkpoint import (
+    ZERO_STAGE_WEIGHTS,
+    SavedCheckpoint,
+    holds_partitions,
+)
 from deepspeed_ext.adapter.upstream import (
     Swap,
     TorchCheckpointEngine,
@@ -28,7 +34,12 @@ from deepspeed_ext.adapter.upstream import (
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
 from deepspeed_ext.adapter.zero_partitions import target_of
 from deepspeed_ext.checkpoint.reshard.ends import Target
-from deepspeed_ext.checkpoint.reshard.load import load_frozen, load_masters, load_optimizer, require_same_groups
+from deepspeed_ext.checkpoint.reshard.load import (
+    load_frozen,
+    load_masters,
+    load_optimizer,
+    require_same_groups,
+)
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import log_once, logger
@@ -38,7 +49,8 @@ __all__ = ["LoadingRun", "Resharder", "RunLayout", "only_weights"]
 
 
 class _OpenedFile(TorchCheckpointEngine):
-    """Gives DeepSpeed the `content` of the model's file, which is already open; its tensors are mapped, not read."""
+    """Gives DeepSpeed the `content` of the model's file, which is already open; its tensors are
+    mapped, not read."""
 
     def __init__(self, config_params: Any, content: Mapping[str, Any]) -> None:
         super().__init__(config_params)
@@ -55,11 +67,14 @@ class Resharding:
         partitions_weights: whether the ranks have parts of the weights, as at stage 3.
 
     Attributes:
-        whole_weights: whether the checkpoint and this rank both have all weights, which DeepSpeed can then load.
+        whole_weights: whether the checkpoint and this rank both have all weights, which DeepSpeed
+            can then load.
         model_path, files: the model's file, and the checkpoint engine that reads it.
     """
 
-    def __init__(self, saved: SavedCheckpoint, target: Target, partitions_weights: bool, config_params: Any) -> None:
+    def __init__(
+        self, saved: SavedCheckpoint, target: Target, partitions_weights: bool, config_params: Any
+    ) -> None:
         self.saved = saved
         self.target = target
         self.whole_weights = saved.has_whole_weights and not partitions_weights
@@ -124,9 +139,9 @@ class LoadingRun:
 
 
 class Resharder:
-    """Loads checkpoints for one engine. The engine's overrides of DeepSpeed's methods call its methods in this order:
-    `loading` around all, `plan`, `model_names`, `load_model`, `load_partitions` around `optimizer_states` and
-    `loads_fp32`, `finish`."""
+    """Loads checkpoints for one engine. The engine's overrides of DeepSpeed's methods call its
+    methods in this order: `loading` around all, `plan`, `model_names`, `load_model`,
+    `load_partitions` around `optimizer_states` and `loads_fp32`, `finish`."""
 
     def __init__(self) -> None:
         self._run: LoadingRun | None = None
@@ -147,7 +162,7 @@ class Resharder:
         assert self._run is not None, "valid only inside a load"
         return self._run
 
-    # -- before DeepSpeed reads ---------------------------------------------------------------------------------------
+    # -- before DeepSpeed reads --------------------------------------------------------------------
 
     def plan(self, folder: str, how: Mapping[str, Any]) -> TorchCheckpointEngine | None:
         """Compare the layout of the checkpoint in `folder` with the run's. A collective.
@@ -156,11 +171,13 @@ class Resharder:
             how: the keyword arguments of DeepSpeed's ``_load_checkpoint``.
 
         Returns:
-            The checkpoint engine that reads the model's file in place of DeepSpeed's; None: DeepSpeed can load
+            The checkpoint engine that reads the model's file in place of DeepSpeed's; None:
+                DeepSpeed can load
             everything.
 
         Raises:
-            CheckpointError: on every rank, if the checkpoint needs another layout and cannot be read.
+            CheckpointError: on every rank, if the checkpoint needs another layout and cannot be
+                read.
         """
         self._resharding = self._planned(folder, only_weights(how), how["custom_load_fn"])
         return None if self._resharding is None else self._resharding.files
@@ -179,11 +196,15 @@ class Resharder:
             return None
         with together(run.ranks, CheckpointError):
             if found is None:
-                raise CheckpointError(f"{folder}: this rank sees another checkpoint than the other ranks")
+                raise CheckpointError(
+                    f"{folder}: this rank sees another checkpoint than the other ranks"
+                )
             if custom_load_fn is not None and not found.whole_weights:
                 raise CheckpointError(
-                    "custom_load_fn was given, but there are no whole weights to hand to it: the checkpoint or this "
-                    "run is of ZeRO stage 3, with another number of ranks or another stage. Load without it"
+                    "custom_load_fn was given, but there are no whole weights to hand to it: the "
+                    "checkpoint or this "
+                    "run is of ZeRO stage 3, with another number of ranks or another stage. Load "
+                    "without it"
                 )
             found.target.layout.require_same_parameters(found.saved.layout)
             if not without_state:
@@ -193,19 +214,25 @@ class Resharder:
         assert found is not None
         if run.leads:
             logger.info(
-                f"{found.saved.folder}, saved by {saved[1]} ranks at ZeRO stage {saved[0]}, is loaded on "
+                f"{found.saved.folder}, saved by {saved[1]} ranks at ZeRO stage {saved[0]}, is "
+                f"loaded on "
                 f"{found.target.ranks} ranks at stage {run.layout.stage}"
             )
         return found
 
     def _differing(self, folder: str, without_state: bool) -> Resharding | None:
-        """The checkpoint and this rank's partitions; None if DeepSpeed can load it, or reports better why it cannot."""
+        """The checkpoint and this rank's partitions; None if DeepSpeed can load it, or reports
+        better why it cannot."""
         if not holds_partitions(folder):
             return None
         run = self._loading
         target, saved = target_of(run.optimizer, run.layout.shapes()), SavedCheckpoint(folder)
-        same_kind = saved.ranks == target.ranks and saved.has_whole_weights != run.layout.partitions_weights
-        if without_state and (same_kind or (saved.has_whole_weights and not run.layout.partitions_weights)):
+        same_kind = (
+            saved.ranks == target.ranks and saved.has_whole_weights != run.layout.partitions_weights
+        )
+        if without_state and (
+            same_kind or (saved.has_whole_weights and not run.layout.partitions_weights)
+        ):
             return self._exact(saved, target)
         if same_kind and saved.several:
             self._require_newer(saved)
@@ -218,7 +245,11 @@ class Resharder:
             raise
         if is_same and run.zenflow is not None and not without_state:
             require_same_groups(saved, target)
-        return None if is_same else Resharding(saved, target, run.layout.partitions_weights, run.config)
+        return (
+            None
+            if is_same
+            else Resharding(saved, target, run.layout.partitions_weights, run.config)
+        )
 
     def _exact(self, saved: SavedCheckpoint, target: Target) -> Resharding | None:
         """What loads p where the weights alone are loaded; None: the saved weights, to which
@@ -231,35 +262,42 @@ class Resharder:
         except CheckpointError as error:
             if run.leads:
                 logger.warning(
-                    f"{saved.folder}: its weights are predictions of ZenFlow, and they become the masters, because p "
+                    f"{saved.folder}: its weights are predictions of ZenFlow, and they become the "
+                    f"masters, because p "
                     f"is that of other parameters ({error})"
                 )
             return None
         return Resharding(saved, target, run.layout.partitions_weights, run.config)
 
     def _require_newer(self, saved: SavedCheckpoint) -> None:
-        """Refuse optimizer files that may be older than the model's file; DeepSpeed prefers the files of its own
-        dtype."""
+        """Refuse optimizer files that may be older than the model's file; DeepSpeed prefers the
+        files of its own dtype."""
         saved.require_newer(self._loading.layout.bf16)
         if self._loading.leads:
             logger.warning(
-                f"{saved.several}. Those of this run's dtype are loaded. They are the newer ones by their times; if "
+                f"{saved.several}. Those of this run's dtype are loaded. They are the newer ones "
+                f"by their times; if "
                 "the folder was copied, that may be wrong: load another checkpoint by its tag then"
             )
 
-    # -- while DeepSpeed reads ----------------------------------------------------------------------------------------
+    # -- while DeepSpeed reads ---------------------------------------------------------------------
 
     def loads_fp32(self, wanted: bool) -> bool:
-        """Whether p is loaded: if `wanted`, or if p cannot be taken from the weights. While resharding these may not be
-        loaded yet, and those that ZenFlow saved are predictions."""
+        """Whether p is loaded: if `wanted`, or if p cannot be taken from the weights. While
+        resharding these may not be loaded yet, and those that ZenFlow saved are predictions."""
         if wanted or (self._resharding is None and not self._loads_state):
             return wanted
         run = self._loading
         if run.leads and not run.layout.partitions_weights:  # stage 3 ignores the field
-            why = "ZenFlow's weights are predictions" if self._resharding is None else "the layout has changed"
+            why = (
+                "ZenFlow's weights are predictions"
+                if self._resharding is None
+                else "the layout has changed"
+            )
             log_once(
                 logging.INFO,
-                f"zero_optimization.load_from_fp32_weights = false has no effect on this load, because {why}: the "
+                f"zero_optimization.load_from_fp32_weights = false has no effect on this load, "
+                f"because {why}: the "
                 "optimizer's fp32 values are those of the checkpoint",
             )
         return True
@@ -269,14 +307,17 @@ class Resharder:
         return theirs() if self._resharding is None else [self._resharding.model_path]
 
     def load_model(self, theirs: Callable[[], None], checkpoint: Any, strict: bool) -> None:
-        """Load the weights: all of them, or those that the optimizer does not have. A collective."""
+        """Load the weights: all of them, or those that the optimizer does not have. A
+        collective."""
         if self._resharding is None or self._resharding.whole_weights:
             theirs()
             return
         with together(self._loading.ranks, CheckpointError):
             self._load_beside_trained(checkpoint["module"], strict, self._resharding)
 
-    def _load_beside_trained(self, saved: dict[str, Any], strict: bool, resharding: Resharding) -> None:
+    def _load_beside_trained(
+        self, saved: dict[str, Any], strict: bool, resharding: Resharding
+    ) -> None:
         """Load buffers and parameters that are not trained; the optimizer has the others."""
         module = self._loading.module
         parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -289,15 +330,19 @@ class Resharder:
                 missing.append(name)
         if strict and (missing or result.unexpected_keys):
             raise CheckpointError(
-                f"the model is not the checkpoint's: missing there: {missing}, unknown here: {result.unexpected_keys}. "
+                f"the model is not the checkpoint's: missing there: {missing}, unknown here: "
+                f"{result.unexpected_keys}. "
                 "Resume with the model that was saved, or pass load_module_strict=False"
             )
 
     def optimizer_states(self, theirs: Callable[[], Any]) -> Any:
-        """The optimizer's states of all ranks, in order; while resharding, only this rank's. A collective."""
+        """The optimizer's states of all ranks, in order; while resharding, only this rank's. A
+        collective."""
         if self._resharding is None:
             states = theirs()
-            self._loads_state = any(isinstance(state, Mapping) and STATE_KEY in state for state in states or ())
+            self._loads_state = any(
+                isinstance(state, Mapping) and STATE_KEY in state for state in states or ()
+            )
             return states
         target = self._resharding.target
         found: list[Any] = [None] * target.ranks
@@ -307,7 +352,8 @@ class Resharder:
         return found
 
     def load_partitions(self, theirs: Callable[[], Any]) -> Any:
-        """Let DeepSpeed hand the states to its optimizer, then write p to the weights. A collective."""
+        """Let DeepSpeed hand the states to its optimizer, then write p to the weights. A
+        collective."""
         if self._resharding is None and self._loading.zenflow is None:
             return theirs()
         with self._at_once():
@@ -318,21 +364,22 @@ class Resharder:
 
     @contextmanager
     def _at_once(self) -> Iterator[None]:
-        """Ignore ``pipeline_loading_checkpoint``: a rank would wait for the one before it, which waits in a collective.
-        It saves host memory, of which resharding needs little."""
+        """Ignore ``pipeline_loading_checkpoint``: a rank would wait for the one before it, which
+        waits in a collective. It saves host memory, of which resharding needs little."""
         run = self._loading
         settings = run.config.zero_config
         if settings.pipeline_loading_checkpoint and run.leads:
             log_once(
                 logging.INFO,
-                "zero_optimization.pipeline_loading_checkpoint has no effect on this load: all ranks load at "
+                "zero_optimization.pipeline_loading_checkpoint has no effect on this load: all "
+                "ranks load at "
                 "once, each only its own partitions",
             )
         at_once = settings.model_copy(update={"pipeline_loading_checkpoint": False})
         with swapped(Swap(run.config, "zero_config", at_once)):
             yield
 
-    # -- after DeepSpeed has read -------------------------------------------------------------------------------------
+    # -- after DeepSpeed has read ------------------------------------------------------------------
 
     def finish(self, result: tuple[Any, Any], how: Mapping[str, Any]) -> tuple[Any, Any]:
         """Load p if DeepSpeed did not; return DeepSpeed's `result`. A collective."""
@@ -357,8 +404,10 @@ def _require_same_ranks(folder: str, ranks: int) -> None:
     """Refuse a checkpoint of experts that another number of ranks saved."""
     if holds_partitions(folder) and (saved := SavedCheckpoint(folder).ranks) != ranks:
         raise CheckpointError(
-            f"{folder} was saved by {saved} ranks, and this run has {ranks}: with expert groups, resume on the same "
-            "number of ranks with the same ep_size, or go through DeepSpeed's universal checkpoint. "
+            f"{folder} was saved by {saved} ranks, and this run has {ranks}: with expert groups, "
+            f"resume on the same "
+            "number of ranks with the same ep_size, or go through DeepSpeed's universal "
+            "checkpoint. "
             "load_module_only=True loads the weights alone"
         )
 

@@ -1,7 +1,8 @@
-"""Reads parts of a checkpoint that any number of ranks saved at any ZeRO stage, with or without ZenFlow.
+"""Reads parts of a checkpoint that any number of ranks saved at any ZeRO stage, with or without
+ZenFlow.
 
-Only this module names the files of DeepSpeed's checkpoints and their keys. Files are memory-mapped: only
-the elements that are copied are read from disk, and they do not stay in memory.
+Only this module names the files of DeepSpeed's checkpoints and their keys. Files are memory-mapped:
+only the elements that are copied are read from disk, and they do not stay in memory.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ _SCALER = (Keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", Keys.CLIP_GRAD)
 
 def holds_partitions(folder: str) -> bool:
     """Whether a folder holds files of a ZeRO optimizer from a run without model parallelism."""
-    found = [_OPTIMIZER_FILE.fullmatch(name) for name in (os.listdir(folder) if os.path.isdir(folder) else ())]
+    found = [
+        _OPTIMIZER_FILE.fullmatch(name)
+        for name in (os.listdir(folder) if os.path.isdir(folder) else ())
+    ]
     return {int(match[3]) for match in found if match is not None} == {0}
 
 
@@ -67,8 +71,8 @@ class SavedPartitions:
         path: the file, whose bytes are compared with their sums before the first `read`.
 
     Attributes:
-        tensors: for each flat tensor, p and the optimizer's state per element, by name; 1-D, mapped from the file. p
-            may lack padding at its end.
+        tensors: for each flat tensor, p and the optimizer's state per element, by name; 1-D, mapped
+            from the file. p may lack padding at its end.
         scalars: for each flat tensor, the rest of the optimizer's state, such as the step count.
         groups: the parameter groups of the optimizer; empty: not saved.
         group_of_flats: index of the parameter group of each flat tensor.
@@ -82,18 +86,26 @@ class SavedPartitions:
             masters, base = _masters(state), _base_optimizer(state)
             self.groups: Sequence[Mapping[str, Any]] = base.get("param_groups", ())
             states = base.get("state", {})
-            order = [each for group in self.groups for each in group["params"]] or list(range(len(masters)))
+            order = [each for group in self.groups for each in group["params"]] or list(
+                range(len(masters))
+            )
             of_flats = [states.get(index, {}) for index in order]
-            self.group_of_flats = [number for number, group in enumerate(self.groups) for _ in group["params"]] or order
+            self.group_of_flats = [
+                number for number, group in enumerate(self.groups) for _ in group["params"]
+            ] or order
             if len(of_flats) != len(masters):
                 raise CheckpointError(f"{len(masters)} masters and the state of {len(of_flats)}")
         except (KeyError, TypeError, AttributeError, CheckpointError) as error:
-            raise CheckpointError(f"{path} is no file of a ZeRO optimizer ({error}): load another checkpoint") from None
+            raise CheckpointError(
+                f"{path} is no file of a ZeRO optimizer ({error}): load another checkpoint"
+            ) from None
         self.tensors: list[dict[str, torch.Tensor]] = []
         self.scalars: list[dict[str, Any]] = []
         for master, values in zip(masters, of_flats, strict=True):
             each = {name for name, value in values.items() if _is_per_element(value, master)}
-            self.tensors.append({MASTER: master, **{name: values[name].view(-1) for name in sorted(each)}})
+            self.tensors.append(
+                {MASTER: master, **{name: values[name].view(-1) for name in sorted(each)}}
+            )
             self.scalars.append({name: value for name, value in values.items() if name not in each})
         self._saved = self._read_saved_state()
         if self._saved is not None and self._saved.position:
@@ -113,8 +125,8 @@ class SavedPartitions:
 
     @torch.no_grad()
     def read(self, flat: int, begin: int, end: int) -> dict[str, torch.Tensor]:
-        """Elements `begin` to `end` of a flat tensor's `tensors`, after applying the saved gradients that were not
-        handed over.
+        """Elements `begin` to `end` of a flat tensor's `tensors`, after applying the saved
+        gradients that were not handed over.
 
         Raises:
             CheckpointError: the file is damaged, or has fewer elements.
@@ -126,8 +138,10 @@ class SavedPartitions:
         whole = self.tensors[flat]
         if (shortest := min(tensor.numel() for tensor in whole.values())) < end:
             raise CheckpointError(
-                f"flat tensor {flat} of the checkpoint has {shortest} elements, expected at least {end}: its "
-                "parameters were cut in a way that is not that of ZeRO's stages 1, 2 and 3. Load another checkpoint"
+                f"flat tensor {flat} of the checkpoint has {shortest} elements, expected at least "
+                f"{end}: its "
+                "parameters were cut in a way that is not that of ZeRO's stages 1, 2 and 3. Load "
+                "another checkpoint"
             )
         saved = self._saved
         if saved is None or not saved.position:
@@ -143,8 +157,9 @@ class SavedPartitions:
 class SavedCheckpoint:
     """One checkpoint: the files of all ranks under one tag.
 
-    If plain ZeRO saves again under a tag, it overwrites files of the same names. Files of other names stay: those of
-    another stage, of ranks that no longer exist, and of weights in another dtype.
+    If plain ZeRO saves again under a tag, it overwrites files of the same names. Files of other
+    names stay: those of another stage, of ranks that no longer exist, and of weights in another
+    dtype.
 
     Args:
         folder: the folder of the tag; see `holds_partitions`.
@@ -156,7 +171,9 @@ class SavedCheckpoint:
         for name in os.listdir(folder):
             if (match := _OPTIMIZER_FILE.fullmatch(name)) is not None:
                 saves.setdefault(match[1], {})[int(match[2])] = os.path.join(folder, name)
-        *self._older, self._files = sorted(saves.values(), key=lambda files: os.path.getmtime(_first(files)))
+        *self._older, self._files = sorted(
+            saves.values(), key=lambda files: os.path.getmtime(_first(files))
+        )
         self._opened: dict[int, SavedPartitions] = {}
         self._models: dict[str, Mapping[str, Any]] = {}
         self._save_ids: dict[Any, str] = {}  # one path per id
@@ -164,7 +181,8 @@ class SavedCheckpoint:
 
     @cached_property
     def ranks(self) -> int:
-        """The number of ranks that saved it; if no file states it, the number of ranks with a file here."""
+        """The number of ranks that saved it; if no file states it, the number of ranks with a file
+        here."""
         try:
             counts = self.partitions(min(self._files)).state[Keys.PARTITION_COUNT]
         except (CheckpointError, KeyError):
@@ -179,19 +197,23 @@ class SavedCheckpoint:
         except (CheckpointError, KeyError):
             return not os.path.exists(os.path.join(self.folder, _PARTITIONED_MODEL.format(rank=0)))
 
-    # -- several saves --------------------------------------------------------------------------------------------
+    # -- several saves -----------------------------------------------------------------------------
 
     @property
     def several(self) -> str:
-        """A message that the optimizer's files are of several saves, which differ in dtype; empty if they are of one
-        save."""
+        """A message that the optimizer's files are of several saves, which differ in dtype; empty
+        if they are of one save."""
         if not self._older:
             return ""
         names = sorted(os.path.basename(_first(files)) for files in (*self._older, self._files))
-        return f"{self.folder} holds the optimizer's files of several saves, such as {' and '.join(names)}"
+        return (
+            f"{self.folder} holds the optimizer's files of several saves, such as "
+            f"{' and '.join(names)}"
+        )
 
     def require_newer(self, bf16: bool) -> None:
-        """Refuse the files that DeepSpeed would load, those of the run's dtype, unless all other files are older.
+        """Refuse the files that DeepSpeed would load, those of the run's dtype, unless all other
+        files are older.
 
         Args:
             bf16: whether the run trains in bf16.
@@ -200,16 +222,22 @@ class SavedCheckpoint:
             CheckpointError: the model's file may then be of another save than the optimizer's.
         """
         own = "bf16_zero_" if bf16 else "zero_"
-        is_newer = all(os.path.getmtime(_first(files)) < os.path.getmtime(_first(self._files)) for files in self._older)
+        is_newer = all(
+            os.path.getmtime(_first(files)) < os.path.getmtime(_first(self._files))
+            for files in self._older
+        )
         if self._older and not (is_newer and os.path.basename(_first(self._files)).startswith(own)):
             raise CheckpointError(
-                f"{self.several}. DeepSpeed would load {own}* because of this run's dtype, and by their times these "
-                "are not the newer ones, to which the model's file belongs: resume with the dtype of the newer save, "
-                "or load another checkpoint by its tag. If the times are wrong, move the files of the older save "
+                f"{self.several}. DeepSpeed would load {own}* because of this run's dtype, and by "
+                f"their times these "
+                "are not the newer ones, to which the model's file belongs: resume with the dtype "
+                "of the newer save, "
+                "or load another checkpoint by its tag. If the times are wrong, move the files of "
+                "the older save "
                 "elsewhere"
             )
 
-    # -- files ----------------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
 
     def partitions(self, rank: int) -> SavedPartitions:
         """The partitions that `rank` saved."""
@@ -221,7 +249,9 @@ class SavedCheckpoint:
                 )
             content = self._open(self._files[rank])
             if not isinstance(state := content.get(Keys.OPTIMIZER_STATE_DICT), Mapping):
-                raise CheckpointError(f"{self._files[rank]} holds no state of an optimizer: load another checkpoint")
+                raise CheckpointError(
+                    f"{self._files[rank]} holds no state of an optimizer: load another checkpoint"
+                )
             self._opened[rank] = SavedPartitions(state, self._files[rank])
         return self._opened[rank]
 
@@ -255,20 +285,24 @@ class SavedCheckpoint:
             require_sound(path, most_bytes=SMALL_BYTES)
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         if not isinstance(content, Mapping):
-            raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint")
+            raise CheckpointError(
+                f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint"
+            )
         self._save_ids.setdefault(save_id_of(content), path)
         if len(self._save_ids) > 1:
             raise CheckpointError(
-                f"{self.folder} holds files of different saves: {self._save_ids}. Load another checkpoint by its tag"
+                f"{self.folder} holds files of different saves: {self._save_ids}. Load another "
+                f"checkpoint by its tag"
             )
         return content
 
     @property
     def save_id(self) -> Any:
-        """The id of the save that all files opened so far belong to; None: plain DeepSpeed wrote them."""
+        """The id of the save that all files opened so far belong to; None: plain DeepSpeed wrote
+        them."""
         return next(iter(self._save_ids), None)
 
-    # -- the layout -----------------------------------------------------------------------------------------------
+    # -- the layout --------------------------------------------------------------------------------
 
     @cached_property
     def stage(self) -> int:
@@ -285,17 +319,21 @@ class SavedCheckpoint:
         """Where the trained parameters lie in the ranks' partitions.
 
         Raises:
-            CheckpointError: a rank's file is missing, or one does not fit, or the files are of two saves.
+            CheckpointError: a rank's file is missing, or one does not fit, or the files are of two
+                saves.
         """
         if self._older:  # file times tell which is newer, unless files were copied
             raise CheckpointError(
-                f"{self.several}: move the files of the older save elsewhere, or load another checkpoint by its tag"
+                f"{self.several}: move the files of the older save elsewhere, or load another "
+                f"checkpoint by its tag"
             )
         first = self.partitions(min(self._files))
         if not self._files.keys() >= set(range(self.ranks)):
             raise CheckpointError(
-                f"{self.folder} was saved by {self.ranks} ranks and has the optimizer's files of ranks "
-                f"{format_cpulist(self._files)}: copy the missing files there, or load another checkpoint by its tag"
+                f"{self.folder} was saved by {self.ranks} ranks and has the optimizer's files of "
+                f"ranks "
+                f"{format_cpulist(self._files)}: copy the missing files there, or load another "
+                f"checkpoint by its tag"
             )
         groups = [
             {name: torch.Size(shape).numel() for name, shape in group.items()}
@@ -303,9 +341,14 @@ class SavedCheckpoint:
         ]
         if self.stage == ZERO_STAGE_WEIGHTS:
             return Layout.of_sub_groups(groups, self.ranks)
-        paddings = first.state.get(Keys.PARAM_ALIGNMENT_PADDINGS) or [[0] * len(group) for group in groups]
+        paddings = first.state.get(Keys.PARAM_ALIGNMENT_PADDINGS) or [
+            [0] * len(group) for group in groups
+        ]
         behind = first.state[Keys.GROUP_PADDINGS]
-        parts = [tensors[MASTER].numel() + more for tensors, more in zip(first.tensors, behind, strict=True)]
+        parts = [
+            tensors[MASTER].numel() + more
+            for tensors, more in zip(first.tensors, behind, strict=True)
+        ]
         return Layout.of_groups(groups, paddings, parts, self.ranks)
 
     def frozen(self, name: str) -> Placement | None:
@@ -319,7 +362,9 @@ class SavedCheckpoint:
     def frozen_part(self, name: str, rank: int) -> torch.Tensor:
         """The part of it that `rank` saved, 1-D."""
         content = self.sound_model(rank)
-        return content["module" if self.has_whole_weights else Keys.FROZEN_PARAM_FRAGMENTS][name].reshape(-1)
+        return content["module" if self.has_whole_weights else Keys.FROZEN_PARAM_FRAGMENTS][
+            name
+        ].reshape(-1)
 
 
 def _first(files: Mapping[int, str]) -> str:
@@ -329,7 +374,9 @@ def _first(files: Mapping[int, str]) -> str:
 
 def _masters(state: Mapping[str, Any]) -> list[torch.Tensor]:
     key = (
-        Keys.FP32_FLAT_GROUPS if state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS else Keys.SINGLE_PARTITION_OF_FP32_GROUPS
+        Keys.FP32_FLAT_GROUPS
+        if state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
+        else Keys.SINGLE_PARTITION_OF_FP32_GROUPS
     )
     return [master.detach().view(-1) for master in state[key]]
 
@@ -342,7 +389,11 @@ def _base_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(base, Mapping):
         return base
     # zero_optimization.elastic_checkpoint: a list of states without padding, and no hyperparameters
-    shared = {"step": state[Keys.BASE_OPTIMIZER_STATE_STEP]} if Keys.BASE_OPTIMIZER_STATE_STEP in state else {}
+    shared = (
+        {"step": state[Keys.BASE_OPTIMIZER_STATE_STEP]}
+        if Keys.BASE_OPTIMIZER_STATE_STEP in state
+        else {}
+    )
     return {"state": {index: {**shared, **each} for index, each in enumerate(base)}}
 
 

@@ -1,9 +1,11 @@
-"""Avoids and finds the buffers that DeepSpeed leaves in /dev/shm: 69 MB per rank, on hosts without an accelerator.
+"""Avoids and finds the buffers that DeepSpeed leaves in /dev/shm: 69 MB per rank, on hosts without
+an accelerator.
 
-DeepSpeed's communication compiles an operator when it starts. If ``LOCAL_SIZE`` says that all ranks are on this host,
-the operator makes ``deepspeed_allreduce_buffer_<uid>_<MASTER_ADDR>_<MASTER_PORT>_<rank>``. Only all-reduce for
-inference and tensor parallelism on CPUs uses it. The names contain no process id, so a buffer counts as left over if no
-process maps it.
+DeepSpeed's communication compiles an operator when it starts. If ``LOCAL_SIZE`` says that all ranks
+are on this host, the operator makes
+``deepspeed_allreduce_buffer_<uid>_<MASTER_ADDR>_<MASTER_PORT>_<rank>``. Only all-reduce for
+inference and tensor parallelism on CPUs uses it. The names contain no process id, so a buffer
+counts as left over if no process maps it.
 """
 
 import contextlib
@@ -19,13 +21,16 @@ _PREFIX = "deepspeed_allreduce_buffer_"
 
 @contextlib.contextmanager
 def not_made() -> Iterator[None]:
-    """Start DeepSpeed's communication without these buffers and without their operator, which takes most of a minute to
-    compile: call ``init_distributed`` inside the block.
+    """Start DeepSpeed's communication without these buffers and without their operator, which takes
+    most of a minute to compile: call ``init_distributed`` inside the block.
 
-    Use it for training without tensor parallelism. Afterwards DeepSpeed's all-reduce for inference on CPUs uses
-    torch's.
+    Use it for training without tensor parallelism. Afterwards DeepSpeed's all-reduce for inference
+    on CPUs uses torch's.
     """
-    from deepspeed_ext.adapter.upstream import no_shared_buffers, swapped  # `doctor` calls left_over without DeepSpeed
+    from deepspeed_ext.adapter.upstream import (
+        no_shared_buffers,
+        swapped,
+    )  # `doctor` calls left_over without DeepSpeed
 
     with swapped(no_shared_buffers()):
         yield
@@ -52,6 +57,8 @@ def _mapped(prefix: str) -> set[str]:
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # the process has ended or belongs to another user
-            fields = (line.split(maxsplit=5) for line in maps.read_text(errors="replace").splitlines())
+            fields = (
+                line.split(maxsplit=5) for line in maps.read_text(errors="replace").splitlines()
+            )
             found |= {one[5] for one in fields if len(one) == 6 and one[5].startswith(prefix)}
     return found

@@ -65,7 +65,12 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
     """Whether the masters that DeepSpeed makes are used."""
 
     def __init__(
-        self, *args: Any, settings: ZeroFields, ranks: RankGroup, check_replicas: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        settings: ZeroFields,
+        ranks: RankGroup,
+        check_replicas: bool = False,
+        **kwargs: Any,
     ) -> None:
         self._construction_ranks = RankGroup.of(kwargs["dp_process_group"], keeps_scratch=True)
         with within(ranks, self._construction_ranks):
@@ -79,16 +84,24 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
                 check_replicas,
             )
             pins = pins_offload_buffers(kwargs["offload_optimizer_config"])
-            self._direct_buffers = DirectBuffers(pins, self.startup, makes_masters=self._makes_masters)
+            self._direct_buffers = DirectBuffers(
+                pins, self.startup, makes_masters=self._makes_masters
+            )
             get_accelerator().reset_peak_memory_stats()
-            with self.startup.phase("other"), swapped(accelerator_branch_only()), self._direct_buffers:
+            with (
+                self.startup.phase("other"),
+                swapped(accelerator_branch_only()),
+                self._direct_buffers,
+            ):
                 super().__init__(*args, **kwargs)
             self._flatten_ranks.clear()
             self._flattener = None  # later calls come from checkpoint loading and state offload
             self.startup.peak_accelerator_bytes = int(get_accelerator().max_memory_allocated())
             self.startup.finish()
             if dist.get_rank() == 0:
-                logger.debug(f"start-up of the {self.zero_stage_string} optimizer\n{self.startup.table()}")
+                logger.debug(
+                    f"start-up of the {self.zero_stage_string} optimizer\n{self.startup.table()}"
+                )
 
     def flatten_dense_tensors_aligned(
         self,
@@ -97,8 +110,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         use_cpu_data: bool = False,
         param_padding: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """During construction, build the next group's flat buffer with the tier that fits; afterwards do as DeepSpeed
-        does."""
+        """During construction, build the next group's flat buffer with the tier that fits;
+        afterwards do as DeepSpeed does."""
         if self._flattener is None:
             theirs = partial(super().flatten_dense_tensors_aligned, tensor_list, alignment)
             if param_padding is None:  # releases before 0.19.7 take none
@@ -113,9 +126,16 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
     ) -> torch.Tensor:
         assert self._flattener is not None
         group_index = len(self.bit16_groups_flat)
-        if not self._flatten_ranks:  # they allocate a little memory: create them before the first flat buffer takes it
-            self._flatten_ranks = [RankGroup.of(group, keeps_scratch=True) for group in self.real_dp_process_group]
-        ranks, layout = self._flatten_ranks[group_index], GroupLayout.of(tensor_list, param_padding, alignment)
+        if (
+            not self._flatten_ranks
+        ):  # they allocate a little memory: create them before the first flat buffer takes it
+            self._flatten_ranks = [
+                RankGroup.of(group, keeps_scratch=True) for group in self.real_dp_process_group
+            ]
+        ranks, layout = (
+            self._flatten_ranks[group_index],
+            GroupLayout.of(tensor_list, param_padding, alignment),
+        )
         # Parameter groups of experts belong to other ranks than the rest.
         with self.startup.phase("flatten", layout.nbytes), within(self._construction_ranks, ranks):
             flat, plan = self._flattener.flatten(layout, ranks, group_index)
@@ -126,7 +146,9 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         with self.startup.phase("point parameters at views"):
             super()._update_model_bit16_weights(group_index)
 
-    def get_data_parallel_partitions(self, tensor: torch.Tensor, group_id: int) -> list[torch.Tensor]:
+    def get_data_parallel_partitions(
+        self, tensor: torch.Tensor, group_id: int
+    ) -> list[torch.Tensor]:
         partitions = super().get_data_parallel_partitions(tensor, group_id)
         if self._flattener is not None:
             rank = dist.get_rank(group=self.real_dp_process_group[group_id])
@@ -147,8 +169,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def _link_all_hp_params(self) -> None:
         """Link in the order of the partitions. DeepSpeed links in the order of the groups, so with
-        ``round_robin_gradients`` the ``safe_get_*`` functions and universal checkpoints would return another
-        parameter's state."""
+        ``round_robin_gradients`` the ``safe_get_*`` functions and universal checkpoints would
+        return another parameter's state."""
         in_order, self.bit16_groups = self.bit16_groups, self.round_robin_bit16_groups
         try:
             with self.startup.phase("link masters to parameters"):
@@ -160,7 +182,9 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         """Metrics for a training log, by name; units are in the names."""
         flatten = sum(phase.seconds for phase in self.startup.phases if phase.name == "flatten")
         times = {"startup_seconds": self.startup.seconds, "flatten_seconds": flatten}
-        if get_accelerator().device_name() == "cpu":  # on the CPU it would be this process's whole memory
+        if (
+            get_accelerator().device_name() == "cpu"
+        ):  # on the CPU it would be this process's whole memory
             return times
         return times | {"startup_peak_accelerator_gib": self.startup.peak_accelerator_bytes / 2**30}
 
@@ -186,7 +210,11 @@ class MasterFragment(TensorFragment):
     gradient: Callable[[], torch.Tensor] | None = field(kw_only=True)
 
     def get_lp_grad_fragment(self, index_in_param_group: int) -> torch.Tensor:
-        return super().get_lp_grad_fragment(index_in_param_group) if self.gradient is None else self.gradient()
+        return (
+            super().get_lp_grad_fragment(index_in_param_group)
+            if self.gradient is None
+            else self.gradient()
+        )
 
     def get_hp_fragment(self, optim_state_key: str | None = None) -> torch.Tensor:
         exposed = self.expose()
@@ -235,7 +263,9 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         kwargs["offload_optimizer_config"] = host_offload_config()
         if kwargs["gradient_accumulation_steps"] > 1:
             kwargs["gradient_accumulation_dtype"] = torch.float32
-        super().__init__(*args, settings=settings, ranks=start.ranks, check_replicas=check_replicas, **kwargs)
+        super().__init__(
+            *args, settings=settings, ranks=start.ranks, check_replicas=check_replicas, **kwargs
+        )
         self._lazy_init_hp_params_optimizer_state()
 
     def initialize_optimizer_states(self) -> None:
@@ -251,7 +281,9 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             self.hot_exchange = HotExchange(parts.host, all_gather_of_partitions)
             exchange_instead(self)
         self.single_partition_of_fp32_groups = parts.host.shown.masters
-        for group, master in zip(self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True):
+        for group, master in zip(
+            self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True
+        ):
             group["params"] = [master]
         self.cpu_offload = parts.host.decided.arrival is Arrival.IN_BACKWARD
         self.device = get_accelerator().current_device_name()
@@ -313,11 +345,15 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             gradient.record_stream(get_accelerator().current_stream())
         self.clear_grad_attribute(param)
 
-    def _get_compact_grad_partition_slice(self, group_idx: int, partition_id: int, param_id: int, numel: int) -> Any:
+    def _get_compact_grad_partition_slice(
+        self, group_idx: int, partition_id: int, param_id: int, numel: int
+    ) -> Any:
         """Where DeepSpeed adds this rank's part of a gradient, if the sum has another dtype than
         the weights. It would keep the sums of the partition on the accelerator."""
         if self._host_gradients is None:
-            return super()._get_compact_grad_partition_slice(group_idx, partition_id, param_id, numel)
+            return super()._get_compact_grad_partition_slice(
+                group_idx, partition_id, param_id, numel
+            )
         is_mine = partition_id == dist.get_rank(group=self.real_dp_process_group[group_idx])
         if not is_mine or not self._use_compact_grad_partition_buffer(group_idx):
             return None
@@ -446,7 +482,9 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         and DeepSpeed's empty buckets, which stage 1 keeps until the last of them."""
         try:
             if include is None or OffloadStateTypeEnum.lp_grads in include:
-                self._sums = self._sums or Parked(self._summed(), unused=self._empty_buckets(), pins=pin_memory)
+                self._sums = self._sums or Parked(
+                    self._summed(), unused=self._empty_buckets(), pins=pin_memory
+                )
             left = self.zenflow_parts.offload(include, pins=pin_memory)
             pins = pin_memory and memory.can_page_lock()  # before 0.19.6 torch is asked, and raises
             super().offload_states(left, device, pins, non_blocking)

@@ -92,7 +92,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         self.zenflow_parts = parts = ZenFlowParts.start(self, self._partitions, self._start)
         self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
         self._backward_hook_state = parts.backward_pass
-        ds_ids = [getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat]
+        ds_ids = [
+            getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat
+        ]
         self.fp32_partitioned_groups_flat = parts.host.shown.masters
         for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
             master.ds_id = ds_id
@@ -116,7 +118,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         """Whether gradients are summed in another dtype than that of their slots."""
         return self.gradient_accumulation_dtype is not self.host_optimizer.coming_slot(0).dtype
 
-    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
+    def partition_grads(
+        self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
+    ) -> Any:
         """Take reduced gradients to their slots. DeepSpeed would take them to a buffer of its own,
         from there to the accelerator and then to the masters' gradients."""
         if self._host_gradients is None:
@@ -199,7 +203,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         super().set_fp32_grad_for_param(value, param)
         self._note_changed(param)
 
-    def update_fp32_grad_for_param_vectorized(self, update_func: Any, param_list: list[Any]) -> None:
+    def update_fp32_grad_for_param_vectorized(
+        self, update_func: Any, param_list: list[Any]
+    ) -> None:
         trained = [param for param in param_list if param.requires_grad]
         with self._gradients_shown(*trained):
             super().update_fp32_grad_for_param_vectorized(update_func, param_list)
@@ -280,10 +286,15 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         """Offload, and let DeepSpeed see only trained parameters: it maps its buffer of trained
         weights to all parameters of the module in order, which would give frozen ones the weights
         of others."""
-        if self._host_gradients is not None:  # they are there already; DeepSpeed would copy a buffer that is not used
-            include = {state for state in OffloadStateTypeEnum if include is None or state in include}
+        if (
+            self._host_gradients is not None
+        ):  # they are there already; DeepSpeed would copy a buffer that is not used
+            include = {
+                state for state in OffloadStateTypeEnum if include is None or state in include
+            }
             include -= {OffloadStateTypeEnum.lp_grads}
-        self.empty_partition_cache()  # first, so that after an error all ranks gather the same again
+        # first, so that after an error all ranks gather the same again
+        self.empty_partition_cache()
         if not pin_memory:
             for name in _PAGE_LOCKED:
                 if hasattr(self, name):

@@ -70,10 +70,13 @@ class StreamThroughputTimer(ThroughputTimer):
 
 def held_optimizers() -> list[Swap]:
     """Stand in for DeepSpeed's CPU optimizers, whose work ZenFlow does and which would compile an
-    operator: optimizers that only hold hyperparameters and, for checkpoints, the state. Return swaps
-    for the names by which ``DeepSpeedEngine._configure_basic_optimizer`` finds CPU
+    operator: optimizers that only hold hyperparameters and, for checkpoints, the state. Return
+    swaps for the names by which ``DeepSpeedEngine._configure_basic_optimizer`` finds CPU
     optimizers."""
-    return [Swap(adam_module, "DeepSpeedCPUAdam", held_adam), Swap(lion_module, "DeepSpeedCPULion", held_lion)]
+    return [
+        Swap(adam_module, "DeepSpeedCPUAdam", held_adam),
+        Swap(lion_module, "DeepSpeedCPULion", held_lion),
+    ]
 
 
 def held_adam(
@@ -121,14 +124,16 @@ def held_lion(
         fp32_optimizer_states: ignored, as in `held_adam`.
     """
     optimizer = _CPULion.__new__(_CPULion)
-    torch.optim.Optimizer.__init__(optimizer, model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    torch.optim.Optimizer.__init__(
+        optimizer, model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+    )
     return optimizer
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """An object of ours that DeepSpeed finds in place of one of its own. A test compares `uses` with DeepSpeed's
-    source.
+    """An object of ours that DeepSpeed finds in place of one of its own. A test compares `uses`
+    with DeepSpeed's source.
 
     Attributes:
         ours: our class, as ``module:Class`` inside `deepspeed_ext.adapter` or with its full name.
@@ -145,7 +150,9 @@ class StandIn:
 
 _STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3."
-_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator."
+_COORDINATOR = (
+    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator."
+)
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
 
 STAND_INS = (

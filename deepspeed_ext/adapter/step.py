@@ -1,31 +1,37 @@
 r"""The protocol of a step: what DeepSpeed calls between `step()` and its return, in order.
 
-======================================= ==================================== ==========================================
-stages 1 and 2                          stage 3                              what ours does
-======================================= ==================================== ==========================================
-``step``                                the same                             BETWEEN -> CHECKING; receivers stand in
+======================================= ====================================
+========================================== stages 1 and 2                          stage 3
+what ours does ======================================= ====================================
+========================================== ``step``                                the same
+BETWEEN -> CHECKING; receivers stand in
                                                                              for the masters
-``check_overflow``                      ``check_overflow``, with fp16        left out, unless a rank's norm may leave
+``check_overflow``                      ``check_overflow``, with fp16        left out, unless a
+rank's norm may leave
                                                                              gradients out
-``get_grad_norm_direct``                the same                             norms of gradients, without fp64 copies
-``zero_grad``, return to the engine     the same                             on an overflow: the step ends here
-\                                       ``zero_grad``                        keeps the reduced gradients
-for each partition, in order:
-``_get_preflattened_grad_partition``    \                                    CHECKING -> TAKING, if it is the first
-``unscale_and_clip_grads``              ``unscale_and_clip_grads``           finds the factor; scales nothing
-``_optimizer_step``                     ``_optimizer_step``                  CHECKING -> TAKING, if it is the first;
-                                                                             hands the gradient over; after the last:
+``get_grad_norm_direct``                the same                             norms of gradients,
+without fp64 copies ``zero_grad``, return to the engine     the same                             on
+an overflow: the step ends here \                                       ``zero_grad``
+keeps the reduced gradients for each partition, in order:
+``_get_preflattened_grad_partition``    \                                    CHECKING -> TAKING, if
+it is the first ``unscale_and_clip_grads``              ``unscale_and_clip_grads``           finds
+the factor; scales nothing ``_optimizer_step``                     ``_optimizer_step``
+CHECKING -> TAKING, if it is the first;
+                                                                             hands the gradient
+                                                                             over; after the last:
                                                                              writes all weights
-the ranks exchange the weights          persistent parameters are gathered   selective rule: only what has changed
-``step`` returns                        the same                             ends the step; TAKING -> BETWEEN
-scheduler, ``zero_grad``, counters      the same
-======================================= ==================================== ==========================================
+the ranks exchange the weights          persistent parameters are gathered   selective rule: only
+what has changed ``step`` returns                        the same                             ends
+the step; TAKING -> BETWEEN scheduler, ``zero_grad``, counters      the same
+======================================= ====================================
+==========================================
 
 A test records the calls of real steps and compares them with `CALLS`.
 
 If gradients are on the host before the step, DeepSpeed follows its CPU-offload path: it calls
-``complete_grad_norm_calculation_for_cpu_offload`` in place of ``get_grad_norm_direct``, and ``reset_cpu_buffers`` at
-the end of the step or of an overflow; neither ``_get_preflattened_grad_partition`` nor, at stage 3, ``zero_grad``.
+``complete_grad_norm_calculation_for_cpu_offload`` in place of ``get_grad_norm_direct``, and
+``reset_cpu_buffers`` at the end of the step or of an overflow; neither
+``_get_preflattened_grad_partition`` nor, at stage 3, ``zero_grad``.
 
 The ZeRO subclasses forward these calls to a `StepDriver`. An exception that leaves one of them is
 recorded (`readiness`); the engine then refuses what would build on a part.
@@ -116,9 +122,10 @@ CALLS = {
         "after": ("reset_cpu_buffers",),
     },
 }
-"""The methods of the optimizer that DeepSpeed calls, by part of the step: before the factor is known; on an overflow,
-in place of what follows; for each partition; afterwards. ``get_grad_norm_direct`` is called for each parameter group or
-sub-group, and stage 3 with fp16 calls ``check_overflow`` first."""
+"""The methods of the optimizer that DeepSpeed calls, by part of the step: before the factor is
+known; on an overflow, in place of what follows; for each partition; afterwards.
+``get_grad_norm_direct`` is called for each parameter group or sub-group, and stage 3 with fp16
+calls ``check_overflow`` first."""
 
 
 class StepPhase(enum.Enum):
@@ -130,7 +137,8 @@ class StepPhase(enum.Enum):
 
 
 class GradientReceiver:
-    """Stands in for a master while DeepSpeed steps, and receives the gradient that DeepSpeed would give the master.
+    """Stands in for a master while DeepSpeed steps, and receives the gradient that DeepSpeed would
+    give the master.
 
     Attributes:
         data: the partition of the weights, 1-D [n], in the model's dtype.
@@ -187,8 +195,8 @@ class Step:
     # -- the factor --------------------------------------------------------------------------------
 
     def find_factor(self, unscale_and_clip: Callable[[torch.Tensor], None]) -> None:
-        """Find the factor of the step's gradients by letting DeepSpeed unscale and clip a tensor that holds 1. Later
-        calls in the same step do nothing.
+        """Find the factor of the step's gradients by letting DeepSpeed unscale and clip a tensor
+        that holds 1. Later calls in the same step do nothing.
 
         Args:
             unscale_and_clip: DeepSpeed's method, applied in place to a 1-element fp32 tensor.
@@ -264,9 +272,9 @@ class StepDriver:
                 link.raise_kept()
 
     # Note: [a step begins late]
-    # To begin a step may mean to wait for the worker, and what has begun counts as a step. DeepSpeed
-    # first reduces norms, and returns if a gradient is invalid. So the step begins with the first call
-    # that needs a free slot or hands a gradient over: an overflow has begun nothing.
+    # To begin a step may mean to wait for the worker, and what has begun counts as a step.
+    # DeepSpeed first reduces norms, and returns if a gradient is invalid. So the step begins with
+    # the first call that needs a free slot or hands a gradient over: an overflow has begun nothing.
 
     def begin(self) -> None:
         """Begin the step if it has not begun; see Note: [a step begins late]."""

@@ -1,7 +1,8 @@
 """The only module that imports private parts of DeepSpeed.
 
-It holds the supported versions, the classes that we subclass and the names that we replace. `contract` lists the
-members of these classes that we rely on; `check` compares the list with the installed DeepSpeed.
+It holds the supported versions, the classes that we subclass and the names that we replace.
+`contract` lists the members of these classes that we rely on; `check` compares the list with the
+installed DeepSpeed.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ from deepspeed.runtime.zero.offload_config import (
 )
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as ParameterStatus
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3
+from deepspeed.runtime.zero.stage3 import (
+    DeepSpeedZeroOptimizer_Stage3 as DeepSpeedZeroOptimizerStage3,
+)
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as groups_module
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
@@ -123,7 +126,9 @@ PartitionedParameter = Any
 """A ``torch.nn.Parameter`` converted by ``zero.Init``, with its ``ds_*`` attributes."""
 
 comm_module = importlib.import_module("deepspeed.comm.comm")
-torch_backend_module = importlib.import_module("deepspeed.comm.torch")  # as an attribute, it is torch itself
+torch_backend_module = importlib.import_module(
+    "deepspeed.comm.torch"
+)  # as an attribute, it is torch itself
 
 SUPPORTED_FROM = (0, 19, 3)
 SUPPORTED_BELOW = (0, 20, 0)
@@ -134,7 +139,8 @@ def check() -> None:
     """Check that the installed DeepSpeed is supported; once per process.
 
     Raises:
-        UpstreamError: the version is outside the supported range, or a member of the contract differs.
+        UpstreamError: the version is outside the supported range, or a member of the contract
+            differs.
     """
     if not SUPPORTED_FROM <= release() < SUPPORTED_BELOW:
         first, below = (".".join(map(str, bound)) for bound in (SUPPORTED_FROM, SUPPORTED_BELOW))
@@ -145,7 +151,8 @@ def check() -> None:
         )
     if lines := broken():
         raise UpstreamError(
-            f"DeepSpeed {deepspeed.__version__} differs from what deepspeed_ext relies on: {'; '.join(lines)}. "
+            f"DeepSpeed {deepspeed.__version__} differs from what deepspeed_ext relies on: "
+            f"{'; '.join(lines)}. "
             "Install the DeepSpeed version named in the README, or a newer deepspeed_ext"
         )
 
@@ -164,7 +171,8 @@ _swap_lock = threading.Lock()
 
 @contextmanager
 def swapped(*swaps: Swap) -> Iterator[None]:
-    """Replace the objects of all `swaps` inside the block; restore the old ones afterwards, even after an error."""
+    """Replace the objects of all `swaps` inside the block; restore the old ones afterwards, even
+    after an error."""
     with _swap_lock:
         before = [(swap.owner, swap.name, getattr(swap.owner, swap.name)) for swap in swaps]
         for swap in swaps:
@@ -185,9 +193,10 @@ def entry_swaps(
     config: type[DeepSpeedConfig],
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
-    """Return swaps for ``deepspeed.initialize``, which `initialize` wraps, for the names by which it finds its engines,
-    its config and the class of its config's ZeRO section, for an operator that training does not need, for how it
-    compiles operators, and for how it finds ranks without a launcher."""
+    """Return swaps for ``deepspeed.initialize``, which `initialize` wraps, for the names by which
+    it finds its engines, its config and the class of its config's ZeRO section, for an operator
+    that training does not need, for how it compiles operators, and for how it finds ranks without a
+    launcher."""
     return [
         Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
         Swap(deepspeed, "DeepSpeedEngine", engine),
@@ -202,11 +211,12 @@ def entry_swaps(
 
 
 def ranks_without_mpi() -> Swap:
-    """Return a swap for the function that DeepSpeed asks for its rank if no launcher has set one, and which needs
-    mpi4py: without that, the variables of srun and MPI are read, and a process started alone is rank 0 of 1.
+    """Return a swap for the function that DeepSpeed asks for its rank if no launcher has set one,
+    and which needs mpi4py: without that, the variables of srun and MPI are read, and a process
+    started alone is rank 0 of 1.
 
-    It is asked when communication begins, not before: launchers inside of a script, such as Lightning's, take a rank
-    in the environment as a sign that all processes are there.
+    It is asked when communication begins, not before: launchers inside of a script, such as
+    Lightning's, take a rank in the environment as a sign that all processes are there.
     """
     discover = comm_module.mpi_discovery
 
@@ -219,14 +229,16 @@ def ranks_without_mpi() -> Swap:
 
 
 def no_shared_buffers() -> Swap:
-    """Return a swap that leaves out the operator of DeepSpeed's all-reduce for inference on CPUs."""
+    """Return a swap that leaves out the operator of DeepSpeed's all-reduce for inference on
+    CPUs."""
     return Swap(torch_backend_module, "build_shm_op", lambda: None)
 
 
 def announced_builds() -> Swap:
-    """Return a swap for the method by which DeepSpeed compiles an operator or loads what is compiled already: the first
-    rank of this host logs what is compiled and how long that takes, in place of what torch prints on every rank. If a
-    build fails, the error contains the compiler's output."""
+    """Return a swap for the method by which DeepSpeed compiles an operator or loads what is
+    compiled already: the first rank of this host logs what is compiled and how long that takes, in
+    place of what torch prints on every rank. If a build fails, the error contains the compiler's
+    output."""
     jit_load = OpBuilder.jit_load
 
     @functools.wraps(jit_load)
@@ -243,8 +255,9 @@ def zero_section_class(zero_config: type[DeepSpeedZeroConfig]) -> Swap:
 
 
 def _optional(build_shm_op: Callable[[], Any]) -> Callable[[], Any]:
-    """Wrap the start of DeepSpeed's communication, which compiles an operator on machines without an accelerator.
-    Only the all-reduce for inference uses that operator; without it, it falls back to torch's."""
+    """Wrap the start of DeepSpeed's communication, which compiles an operator on machines without
+    an accelerator. Only the all-reduce for inference uses that operator; without it, it falls back
+    to torch's."""
 
     @functools.wraps(build_shm_op)
     def build_if_possible() -> Any:
@@ -253,7 +266,8 @@ def _optional(build_shm_op: Callable[[], Any]) -> Callable[[], Any]:
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             warn_once(
-                f"DeepSpeed's all-reduce for inference on CPUs cannot be compiled ({type(error).__name__}: {reason}); "
+                f"DeepSpeed's all-reduce for inference on CPUs cannot be compiled "
+                f"({type(error).__name__}: {reason}); "
                 "training does not use it"
             )
             return None
@@ -262,20 +276,24 @@ def _optional(build_shm_op: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def optimizer_class(stage_1_and_2: Callable[..., DeepSpeedZeroOptimizer]) -> Swap:
-    """Return a swap for the name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds the stage 1/2 class."""
+    """Return a swap for the name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds the
+    stage 1/2 class."""
     return Swap(engine_module, "DeepSpeedZeroOptimizer", stage_1_and_2)
 
 
 def stage3_optimizer_class(stage3: Callable[..., DeepSpeedZeroOptimizerStage3]) -> Swap:
-    """Return a swap for the name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds the stage 3 class.
+    """Return a swap for the name by which ``DeepSpeedEngine._configure_zero_optimizer`` finds the
+    stage 3 class.
 
-    That method also imports SuperOffload, whose optimizer is a subclass; this module loads it before the swap.
+    That method also imports SuperOffload, whose optimizer is a subclass; this module loads it
+    before the swap.
     """
     return Swap(stage3_module, "DeepSpeedZeroOptimizer_Stage3", stage3)
 
 
 def throughput_timer(timer: Callable[..., ThroughputTimer]) -> Swap:
-    """Return a swap for the name by which the constructor of ``DeepSpeedEngine`` finds its throughput timer."""
+    """Return a swap for the name by which the constructor of ``DeepSpeedEngine`` finds its
+    throughput timer."""
     return Swap(engine_module, "ThroughputTimer", timer)
 
 
@@ -286,11 +304,20 @@ def host_offload_config() -> DeepSpeedZeroOffloadOptimizerConfig:
 
 def counted_alike(params: Sequence[Any]) -> bool:
     """Whether DeepSpeed's gradient norm counts either all `params` or none of them on this rank."""
-    return len({(bool(getattr(p, "ds_pipe_replicated", False)), is_model_parallel_parameter(p)) for p in params}) <= 1
+    return (
+        len(
+            {
+                (bool(getattr(p, "ds_pipe_replicated", False)), is_model_parallel_parameter(p))
+                for p in params
+            }
+        )
+        <= 1
+    )
 
 
 def pipeline_topology(model: Any) -> Any:
-    """Return what ``deepspeed.initialize`` uses as the `mpu` of a pipeline's `model`; None for any other model."""
+    """Return what ``deepspeed.initialize`` uses as the `mpu` of a pipeline's `model`; None for any
+    other model."""
     return model.mpu() if isinstance(model, PipelineModule) else None
 
 
@@ -315,8 +342,8 @@ def model_groups(mpu: Any) -> dict[str, Any]:
 
 
 def later_groups(optimizer: Any) -> list[Any]:
-    """Return this rank's groups in which DeepSpeed communicates in training, but not while it builds an engine: those
-    of experts, by name, and that of secondary partitions (hpZ)."""
+    """Return this rank's groups in which DeepSpeed communicates in training, but not while it
+    builds an engine: those of experts, by name, and that of secondary partitions (hpZ)."""
     found: list[Any] = []
     if getattr(optimizer, "has_moe_layers", False):
         experts: dict[str, Any] = groups_module._get_expert_parallel_group_dict()
@@ -332,7 +359,8 @@ def tensor_ranks(mpu: Any) -> int:
 
 
 def ties_stages(model: Any) -> bool:
-    """Whether `model` is a pipeline of which this rank's stage shares a parameter with another one."""
+    """Whether `model` is a pipeline of which this rank's stage shares a parameter with another
+    one."""
     return isinstance(model, PipelineModule) and bool(model.tied_comms)
 
 
@@ -355,13 +383,16 @@ class _RoomyAccelerator:
 
 
 def accelerator_branch_only() -> Swap:
-    """Return a swap that keeps the stage 1/2 constructor from moving parameters through pageable host memory.
+    """Return a swap that keeps the stage 1/2 constructor from moving parameters through pageable
+    host memory.
 
-    In a loop, that constructor asks the accelerator (on NVIDIA: NVML) for free memory and decides whether a group fits.
-    If memory seems to suffice, it always calls ``flatten_dense_tensors_aligned``, which our subclass overrides and
-    where it makes the decision.
+    In a loop, that constructor asks the accelerator (on NVIDIA: NVML) for free memory and decides
+    whether a group fits. If memory seems to suffice, it always calls
+    ``flatten_dense_tensors_aligned``, which our subclass overrides and where it makes the decision.
     """
-    return Swap(stage_1_and_2_module, "get_accelerator", lambda: _RoomyAccelerator(get_accelerator()))
+    return Swap(
+        stage_1_and_2_module, "get_accelerator", lambda: _RoomyAccelerator(get_accelerator())
+    )
 
 
 all_gather_of_partitions: Callable[..., None] = stage_1_and_2_module.all_gather_dp_groups
@@ -370,29 +401,39 @@ _exchanging: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def exchange_instead(optimizer: Any) -> None:
-    """Call ``optimizer.exchange_partitions`` in place of `all_gather_of_partitions` for this optimizer.
+    """Call ``optimizer.exchange_partitions`` in place of `all_gather_of_partitions` for this
+    optimizer.
 
-    DeepSpeed looks that function up in its module and passes the optimizer's own list of flat buffers. So once any
-    optimizer needs this, one function replaces it permanently and finds the optimizer by that list. Nothing is replaced
-    while a step runs, in any thread.
+    DeepSpeed looks that function up in its module and passes the optimizer's own list of flat
+    buffers. So once any optimizer needs this, one function replaces it permanently and finds the
+    optimizer by that list. Nothing is replaced while a step runs, in any thread.
     """
     _exchanging.add(optimizer)
     stage_1_and_2_module.all_gather_dp_groups = _gather_or_exchange
 
 
 def _gather_or_exchange(groups_flat: Any, *args: Any, **kwargs: Any) -> None:
-    mine = [optimizer for optimizer in list(_exchanging) if optimizer.bit16_groups_flat is groups_flat]
-    (mine[0].exchange_partitions if mine else all_gather_of_partitions)(groups_flat, *args, **kwargs)
+    mine = [
+        optimizer for optimizer in list(_exchanging) if optimizer.bit16_groups_flat is groups_flat
+    ]
+    (mine[0].exchange_partitions if mine else all_gather_of_partitions)(
+        groups_flat, *args, **kwargs
+    )
 
 
 def gather_stream(optimizer: DeepSpeedZeroOptimizerStage3) -> Any:
-    """Return the stream on which stage 3 gathers parameters. DeepSpeed makes it wait for no other stream."""
+    """Return the stream on which stage 3 gathers parameters. DeepSpeed makes it wait for no other
+    stream."""
     return optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
 
 
 def pins_offload_buffers(offload_config: Any) -> bool:
     """Whether ``zero_optimization.offload_optimizer`` asks for page-locked host buffers."""
-    return offload_config is not None and offload_config.device != OffloadDeviceEnum.none and offload_config.pin_memory
+    return (
+        offload_config is not None
+        and offload_config.device != OffloadDeviceEnum.none
+        and offload_config.pin_memory
+    )
 
 
 def is_on_nvme(param: PartitionedParameter) -> bool:
@@ -411,7 +452,8 @@ def is_stored_quantized(param: Any) -> bool:
 
 
 def is_quantized(param: PartitionedParameter, zero_config: DeepSpeedZeroConfig) -> bool:
-    """Whether `param` is communicated quantized: it is stored so, or the config quantizes every all-gather."""
+    """Whether `param` is communicated quantized: it is stored so, or the config quantizes every
+    all-gather."""
     return is_stored_quantized(param) or zero_config.zero_quantized_weights
 
 

@@ -43,13 +43,17 @@ class WeightPart:
     values: torch.Tensor
 
 
-def weights(engine: Any, bucket_bytes: int, on_rank: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+def weights(
+    engine: Any, bucket_bytes: int, on_rank: int | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """See `deepspeed_ext.weights`."""
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes is {bucket_bytes}, expected a positive number of bytes")
     stream = _Stream(engine)
     if on_rank is not None and not 0 <= on_rank < stream.ranks.size:
-        raise ValueError(f"on_rank is {on_rank}, expected None or a number from 0 to {stream.ranks.size - 1}")
+        raise ValueError(
+            f"on_rank is {on_rank}, expected None or a number from 0 to {stream.ranks.size - 1}"
+        )
     return stream.whole(bucket_bytes, on_rank)
 
 
@@ -152,7 +156,8 @@ class _Stream:
                 if not self.ranks.all(True):
                     left = 0
                     raise StateError(
-                        "another rank has stopped to read the weights: its error says why. All ranks "
+                        "another rank has stopped to read the weights: its error says why. All "
+                        "ranks "
                         "must iterate to the end"
                     )
                 for names, tensor in exchange.run():
@@ -165,7 +170,8 @@ class _Stream:
     def _require_no_step(self) -> None:
         if self._engine.global_steps != self._step:
             raise StateError(
-                f"the engine has stepped (step {self._engine.global_steps}, was {self._step}) while "
+                f"the engine has stepped (step {self._engine.global_steps}, was {self._step}) "
+                f"while "
                 "its weights were read: read all of them between two steps"
             )
 
@@ -186,7 +192,9 @@ class _Exchange:
         """Round this rank's elements, and allocate what arrives. No collective."""
         rank = self._ranks.rank
         if self._receives:
-            self._wholes = [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in self._bucket]
+            self._wholes = [
+                torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in self._bucket
+            ]
             for entry, whole in zip(self._bucket, self._wholes, strict=True):
                 if entry.fragments is None:
                     whole.copy_(entry.sources[0])

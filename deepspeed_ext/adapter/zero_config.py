@@ -1,5 +1,5 @@
-"""Reads DeepSpeed's config and its ``zero_optimization`` section with our fields, and reports each mistake in one clear
-line."""
+"""Reads DeepSpeed's config and its ``zero_optimization`` section with our fields, and reports each
+mistake in one clear line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ DEEPEST = 16
 
 
 class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
-    """Our ``zenflow`` section, also an instance of DeepSpeed's class for code that checks the type."""
+    """Our ``zenflow`` section, also an instance of DeepSpeed's class for code that checks the
+    type."""
 
     @model_validator(mode="after")
     def validate_fields(self) -> Self:
@@ -39,14 +40,16 @@ class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
 
 
 class OffloadOptimizerSection(DeepSpeedZeroOffloadOptimizerConfig):
-    """DeepSpeed's ``offload_optimizer`` section, in which ``ratio`` may be "auto" or, with the same meaning, "fit":
-    Accelerate refuses an "auto" that it does not fill in itself."""
+    """DeepSpeed's ``offload_optimizer`` section, in which ``ratio`` may be "auto" or, with the same
+    meaning, "fit": Accelerate refuses an "auto" that it does not fill in itself."""
 
     _chooses_ratio: bool = PrivateAttr(False)
 
     def __init__(self, **data: Any) -> None:
         chooses_ratio = data.get("ratio") in ("auto", "fit")
-        super().__init__(**{name: value for name, value in data.items() if name != "ratio" or not chooses_ratio})
+        super().__init__(
+            **{name: value for name, value in data.items() if name != "ratio" or not chooses_ratio}
+        )
         self._chooses_ratio = chooses_ratio
 
     @property
@@ -61,8 +64,8 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
     It does not refuse unsupported combinations, which `Engine` does, so tools can read any config.
 
     Raises:
-        ConfigError: one of our fields has an invalid value, a field is unknown to both, or two fields contradict each
-            other.
+        ConfigError: one of our fields has an invalid value, a field is unknown to both, or two
+            fields contradict each other.
     """
 
     zenflow: ZenFlowSection | None = None
@@ -82,23 +85,33 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
     @property
     def host_share(self) -> float | None:
-        """The share of the optimizer on the host with ZenFlow; None: as little as fits. All of it, if the weights are
-        there, too."""
+        """The share of the optimizer on the host with ZenFlow; None: as little as fits. All of it,
+        if the weights are there, too."""
         weights_there = self.offload_param is not None and self.offload_param.device == "cpu"
-        return 1.0 if self.offload_optimizer is None or weights_there else self.offload_optimizer.host_share
+        return (
+            1.0
+            if self.offload_optimizer is None or weights_there
+            else self.offload_optimizer.host_share
+        )
 
     def zenflow_with(self, bf16_optimizer_states: bool) -> ZenFlowSection | None:
-        """The ``zenflow`` section, with DeepSpeed's ``bf16.bf16_optimizer_states`` as its ``state_dtype`` where that is
-        not given and the run can have it."""
+        """The ``zenflow`` section, with DeepSpeed's ``bf16.bf16_optimizer_states`` as its
+        ``state_dtype`` where that is not given and the run can have it."""
         section = self.zenflow
-        if section is None or not bf16_optimizer_states or "state_dtype" in section.model_fields_set:
+        if (
+            section is None
+            or not bf16_optimizer_states
+            or "state_dtype" in section.model_fields_set
+        ):
             return section
         can_have_it = section.rule == "predictive" and self.host_share == 1.0
         return section.model_copy(update={"state_dtype": "bfloat16"}) if can_have_it else section
 
     def __init__(self, **data: Any) -> None:
         if is_deeper(data, DEEPEST):
-            raise ConfigError(f"zero_optimization is nested more than {DEEPEST} levels deep, but no field is")
+            raise ConfigError(
+                f"zero_optimization is nested more than {DEEPEST} levels deep, but no field is"
+            )
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -106,19 +119,24 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
                 raise ConfigError(message) from None  # it contains all of pydantic's message
             raise
         except RecursionError:  # raised by a check of DeepSpeed that prints the value
-            raise ConfigError("zero_optimization: a value is nested too deeply for any field: remove it") from None
+            raise ConfigError(
+                "zero_optimization: a value is nested too deeply for any field: remove it"
+            ) from None
         if message := self._contradictions():
             raise ConfigError(message)
 
     @classmethod
     def _explain(cls, error: ValidationError) -> str:
-        """One line per mistake in our fields or in a field name; empty for mistakes that only DeepSpeed's own checks
-        should report."""
+        """One line per mistake in our fields or in a field name; empty for mistakes that only
+        DeepSpeed's own checks should report."""
         lines: dict[str, list[str]] = {}
         for mistake in error.errors():
             place = cls._without_branches([str(part) for part in mistake["loc"]])
             path, value = ".".join(["zero_optimization", *place]), shown(mistake["input"])
-            whole_section = place in (["zenflow"], [])  # DeepSpeed has this section too, and reports it itself
+            whole_section = place in (
+                ["zenflow"],
+                [],
+            )  # DeepSpeed has this section too, and reports it itself
             if mistake["type"] == "extra_forbidden":
                 hint = cls._meant(place) or "; remove it or see docs/config_reference.md"
                 lines[f"{path} is not a field (its value was {value}){hint}"] = []
@@ -129,18 +147,22 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
     @classmethod
     def _without_branches(cls, place: list[str]) -> list[str]:
-        """The path to a field, without what pydantic adds: the branch of its type that a value does not match."""
+        """The path to a field, without what pydantic adds: the branch of its type that a value does
+        not match."""
         sections = _sections(cls)
         depth = next((n for n in range(len(place)) if tuple(place[:n]) not in sections), len(place))
         return place[:depth]
 
     @classmethod
     def _meant(cls, place: Sequence[str]) -> str:
-        """Guess the field meant by an unknown name: one of the same section, otherwise of any section."""
+        """Guess the field meant by an unknown name: one of the same section, otherwise of any
+        section."""
         sections = _sections(cls)
         *section, name = place
         here = sections.get(tuple(section), ())
-        elsewhere = {field: (*path, field) for path, fields in reversed(sections.items()) for field in fields}
+        elsewhere = {
+            field: (*path, field) for path, fields in reversed(sections.items()) for field in fields
+        }
         if close := difflib.get_close_matches(name, here, n=1):
             return f"; did you mean {close[0]!r}?"
         if close := difflib.get_close_matches(name, elsewhere, n=1):
@@ -150,13 +172,17 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
     def _contradictions(self) -> str:
         """One line per pair of contradicting settings."""
         if self.host_share is None and self.zenflow is None:
-            return 'zero_optimization.offload_optimizer.ratio = "auto" needs zero_optimization.zenflow: give a number'
+            return (
+                'zero_optimization.offload_optimizer.ratio = "auto" needs '
+                "zero_optimization.zenflow: give a number"
+            )
         rivals = {
             "stage3_allgather_sequential": self.allgather_sequential,
             "stage3_use_all_reduce_for_fetch_params": self.use_all_reduce_for_fetch_params,
         }
         return "; ".join(
-            f"zero_optimization.stage3_allgather_single_param = True and {rival} = True are two ways of gathering "
+            f"zero_optimization.stage3_allgather_single_param = True and {rival} = True are two "
+            f"ways of gathering "
             "parameters; set one of them to false"
             for rival, is_set in rivals.items()
             if is_set and self.stage3_allgather_single_param
@@ -164,11 +190,12 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
 
 class Config(DeepSpeedConfig):
-    """DeepSpeed's config. What it refuses together with a ``zenflow`` section concerns DeepSpeed's own ZenFlow.
+    """DeepSpeed's config. What it refuses together with a ``zenflow`` section concerns DeepSpeed's
+    own ZenFlow.
 
     Raises:
-        ConfigError: the file that it names cannot be read, or ``zero_optimization`` or a section of it has a wrong
-            form.
+        ConfigError: the file that it names cannot be read, or ``zero_optimization`` or a section of
+            it has a wrong form.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -188,7 +215,8 @@ class Config(DeepSpeedConfig):
 
 
 def _sections(model: type[BaseModel]) -> dict[tuple[str, ...], list[str]]:
-    """Field names of `model` and of every section in its annotations, by the path to the section."""
+    """Field names of `model` and of every section in its annotations, by the path to the
+    section."""
     found: dict[tuple[str, ...], list[str]] = {(): []}
     for name, field in model.model_fields.items():
         found[()] += [name, *([field.alias] if field.alias else [])]

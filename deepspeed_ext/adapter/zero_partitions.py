@@ -299,9 +299,9 @@ class SubGroupPartitions:
         self.order_gathers()
 
     # Note: [gathers have their own stream]
-    # DeepSpeed gathers parameters on a stream that waits for no other. Weights that the current stream
-    # has written would be gathered too early: after a step, after a load of weights, and when exact
-    # weights are swapped in or out. Whoever writes the partitions calls this last.
+    # DeepSpeed gathers parameters on a stream that waits for no other. Weights that the current
+    # stream has written would be gathered too early: after a step, after a load of weights, and
+    # when exact weights are swapped in or out. Whoever writes the partitions calls this last.
 
     def order_gathers(self) -> None:
         """Make the next all-gathers wait for the weights written so far."""
@@ -325,7 +325,9 @@ class ZeroTarget(Target):
         self._optimizer = optimizer
         self.rank = dist.get_rank(group=optimizer.dp_process_group)
         self.ranks = dist.get_world_size(group=optimizer.dp_process_group)
-        self._numels = [{name: torch.Size(shape).numel() for name, shape in group.items()} for group in shapes]
+        self._numels = [
+            {name: torch.Size(shape).numel() for name, shape in group.items()} for group in shapes
+        ]
 
     def state(self, flat: int, name: str, dtype: torch.dtype) -> torch.Tensor:
         master = self.masters[flat]
@@ -375,7 +377,9 @@ class GroupsTarget(ZeroTarget):
 
     @contextmanager
     def frozen(self, param: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
-        values = param.data.reshape(-1)  # a copy if its elements are not in row-major order, as after a transposition
+        values = param.data.reshape(
+            -1
+        )  # a copy if its elements are not in row-major order, as after a transposition
         yield values, 0, param.numel()
         if values.data_ptr() != param.data_ptr():
             param.data.copy_(values.view(param.shape))
@@ -404,7 +408,9 @@ class SubGroupsTarget(ZeroTarget):
         }
 
     def write_weights(self) -> None:
-        for weights, master in zip(self._optimizer.fp16_partitioned_groups_flat, self.masters, strict=True):
+        for weights, master in zip(
+            self._optimizer.fp16_partitioned_groups_flat, self.masters, strict=True
+        ):
             weights.data.copy_(master.data)
 
     @contextmanager

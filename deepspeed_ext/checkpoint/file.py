@@ -1,4 +1,5 @@
-"""Holds what all files of a checkpoint share: the id of their save, and errors that name the file."""
+"""Holds what all files of a checkpoint share: the id of their save, and errors that name the
+file."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from deepspeed_ext.errors import CheckpointError
 __all__ = ["reading", "save_id_of", "with_save_id", "without_save_id"]
 
 _SAVE_ID = "deepspeed_ext_save_id"
-"""Key of the save's id. In a file of nothing but tensors, it is the name of an attribute of the dict: DeepSpeed takes
-every key of an expert's file for the name of a weight."""
+"""Key of the save's id. In a file of nothing but tensors, it is the name of an attribute of the
+dict: DeepSpeed takes every key of an expert's file for the name of a weight."""
 
 
 def with_save_id(content: Mapping[str, Any], save_id: str) -> dict[str, Any]:
@@ -55,5 +56,6 @@ def reading(path: str) -> Iterator[None]:
     except Exception as error:  # torch and pickle can raise almost anything
         said = " ".join(str(error).split())
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint by its tag"
+            f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint "
+            f"by its tag"
         ) from error

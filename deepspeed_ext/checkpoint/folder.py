@@ -1,7 +1,9 @@
-"""Manages the folder of one checkpoint tag. The folder always holds one complete save, even after a crash.
+"""Manages the folder of one checkpoint tag. The folder always holds one complete save, even after a
+crash.
 
-A save writes to a staging folder beside the tag's folder. Once every rank has written its files, two renames replace
-the older save with the staging folder. The older save is kept under a third name until every node has done this:
+A save writes to a staging folder beside the tag's folder. Once every rank has written its files,
+two renames replace the older save with the staging folder. The older save is kept under a third
+name until every node has done this:
 
 ======================= ==================== =============================================
 time of the crash       names on a node      result of `choose_save` and `settle`
@@ -12,15 +14,16 @@ after the renames       tag, replaced        the new save
 nodes differ            any of the above     the save that every node has
 ======================= ==================== =============================================
 
-Two jobs may save to one folder at the same time, even under one tag, for instance if a job was queued again while the
-old one still runs. So the names of staging and replaced folders contain the unique id of their save, and saves are
-moved only by renames. If another job has replaced the tag's save meanwhile, `CheckpointFolder.swap` raises an error
-instead of replacing it.
+Two jobs may save to one folder at the same time, even under one tag, for instance if a job was
+queued again while the old one still runs. So the names of staging and replaced folders contain the
+unique id of their save, and saves are moved only by renames. If another job has replaced the tag's
+save meanwhile, `CheckpointFolder.swap` raises an error instead of replacing it.
 
-Leftovers of this and other tags may come from a crash, or belong to a save in progress: of another engine of this
-process, or of another running job. They are removed if their process on this host has ended, or after an hour without
-writes. Locks would be faster, but do not work on every file system or between hosts. Before a folder is removed, it is
-renamed so that it can no longer be taken for a save.
+Leftovers of this and other tags may come from a crash, or belong to a save in progress: of another
+engine of this process, or of another running job. They are removed if their process on this host
+has ended, or after an hour without writes. Locks would be faster, but do not work on every file
+system or between hosts. Before a folder is removed, it is renamed so that it can no longer be taken
+for a save.
 
 This module uses neither ranks nor torch.
 """
@@ -70,14 +73,16 @@ UNKNOWN = ""
 """Save id of a folder written by plain DeepSpeed."""
 _MARKER = "deepspeed_ext_save.json"
 _STAGING, _REPLACED, _REMOVING = "saving", "replaced", "removing"
-_BESIDE = re.compile(rf"(?P<tag>.+)\.dsext-(?P<role>{_STAGING}|{_REPLACED}|{_REMOVING})(?:\.(?P<key>\w+))?")
+_BESIDE = re.compile(
+    rf"(?P<tag>.+)\.dsext-(?P<role>{_STAGING}|{_REPLACED}|{_REMOVING})(?:\.(?P<key>\w+))?"
+)
 """Names beside a tag's folder. Names without a key come from an older version."""
 _KEY_LENGTH = 16
 _STATES = "_states.pt"
 _QUIET_SECONDS = 3600.0
 _in_use: set[str] = set()
-"""Staging folders of saves in progress in this process. They are kept however old they are: a later step ends the
-save."""
+"""Staging folders of saves in progress in this process. They are kept however old they are: a later
+step ends the save."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,8 @@ class FolderState:
 
 
 def choose_save(states: Sequence[FolderState]) -> str | None:
-    """Choose the save that every node has, the newest if there are two; None: there is no checkpoint.
+    """Choose the save that every node has, the newest if there are two; None: there is no
+    checkpoint.
 
     Args:
         states: one per node, taken after `CheckpointFolder.finish_swap`.
@@ -111,14 +117,16 @@ def choose_save(states: Sequence[FolderState]) -> str | None:
         if all(wanted in (state.saved, *state.replaced) for state in states):
             return wanted
     raise CheckpointError(
-        "the nodes have parts of different saves, and no save is complete: load another checkpoint by its tag"
+        "the nodes have parts of different saves, and no save is complete: load another "
+        "checkpoint by its tag"
     )
 
 
 class CheckpointFolder:
     """The folder of one tag on one node.
 
-    All its paths are absolute, because a save may still run when the script has changed the working directory.
+    All its paths are absolute, because a save may still run when the script has changed the working
+    directory.
 
     Args:
         save_dir: the folder of all tags.
@@ -143,28 +151,35 @@ class CheckpointFolder:
         return f"{self.path}.dsext-{role}{'.' if key else ''}{key}"
 
     def _keys(self, role: str) -> list[str]:
-        """Keys of the folders with a role beside the tag's folder, in the same order on every node."""
+        """Keys of the folders with a role beside the tag's folder, in the same order on every
+        node."""
         parent, tag = os.path.split(self.path)
         found = map(_BESIDE.fullmatch, os.listdir(parent) if os.path.isdir(parent) else ())
-        return sorted(m["key"] or "" for m in found if m is not None and (m["tag"], m["role"]) == (tag, role))
+        return sorted(
+            m["key"] or "" for m in found if m is not None and (m["tag"], m["role"]) == (tag, role)
+        )
 
     def require_savable(self) -> None:
-        """Refuse a tag whose folder cannot be replaced as a whole, or under which the save could not be found again.
+        """Refuse a tag whose folder cannot be replaced as a whole, or under which the save could
+        not be found again.
 
         Raises:
-            CheckpointError: the tag does not name a separate folder inside `save_dir`, or names one that something else
-                uses.
+            CheckpointError: the tag does not name a separate folder inside `save_dir`, or names one
+                that something else uses.
         """
         inside = os.path.relpath(self.path, self.save_dir)
         if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
             raise CheckpointError(
-                f"the tag names the folder {self.path}, which is not inside the checkpoint folder {self.save_dir}: "
+                f"the tag names the folder {self.path}, which is not inside the checkpoint folder "
+                f"{self.save_dir}: "
                 "use a tag without '..'"
             )
         if (why := _why_unusable(self._tag)) is not None:
             raise CheckpointError(f"the tag {self._tag!r} {why}: save under another tag")
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
-            raise CheckpointError(f"{self.path} is not a folder: save elsewhere or under another tag")
+            raise CheckpointError(
+                f"{self.path} is not a folder: save elsewhere or under another tag"
+            )
 
     def require_loadable(self) -> None:
         """Refuse a tag without a save, for instance if its first save was interrupted.
@@ -178,9 +193,13 @@ class CheckpointFolder:
     def aside(self, path: str) -> str:
         """Path to which a file of this checkpoint is written."""
         inside = os.path.relpath(path, self.path)
-        return os.path.abspath(path) if inside.startswith(os.pardir) else os.path.normpath(f"{self.staging}/{inside}")
+        return (
+            os.path.abspath(path)
+            if inside.startswith(os.pardir)
+            else os.path.normpath(f"{self.staging}/{inside}")
+        )
 
-    # -- saving ---------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Create an empty staging folder; remove the leftovers of interrupted saves."""
@@ -198,7 +217,8 @@ class CheckpointFolder:
         return self._save_id in (_save_id(self.staging), _save_id(self.path))
 
     def mark(self) -> None:
-        """Write a marker to the staging folder that it is complete, with the id of its save. Idempotent."""
+        """Write a marker to the staging folder that it is complete, with the id of its save.
+        Idempotent."""
         if not self.is_marked:
             self._write_marker(self._save_id)
 
@@ -207,11 +227,12 @@ class CheckpointFolder:
         files.replace_file(os.path.join(self.staging, _MARKER), json.dumps(marker) + "\n")
 
     def swap(self) -> None:
-        """Put the staging folder in place. Call it when every rank of every node has written its files. Idempotent;
-        completes an earlier call that an exception interrupted.
+        """Put the staging folder in place. Call it when every rank of every node has written its
+        files. Idempotent; completes an earlier call that an exception interrupted.
 
         Raises:
-            CheckpointError: another job has saved under the tag since `begin`, or has removed the staging folder.
+            CheckpointError: another job has saved under the tag since `begin`, or has removed the
+                staging folder.
         """
         if _save_id(self.path) != self._save_id:
             self._require_unchanged()
@@ -219,18 +240,23 @@ class CheckpointFolder:
         files.sync_folder(os.path.dirname(self.path))
 
     def _put_in_place(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # there was no save, or another job is moving it
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # there was no save, or another job is moving it
             os.rename(self.path, self._replaced)
         try:
             os.rename(self.staging, self.path)
         except OSError as error:
-            if _save_id(self.path) == self._save_id:  # another job that reads the tag has completed the swap
+            if (
+                _save_id(self.path) == self._save_id
+            ):  # another job that reads the tag has completed the swap
                 return
             self._require_unchanged()
             if error.errno != errno.ENOENT:
                 raise
             raise CheckpointError(
-                f"{self.staging} is gone: another job or a person has removed it while this job wrote to it"
+                f"{self.staging} is gone: another job or a person has removed it while this job "
+                f"wrote to it"
             ) from None
 
     def _require_unchanged(self) -> None:
@@ -239,7 +265,8 @@ class CheckpointFolder:
         if now in (None, self._found) or (now == UNKNOWN and not _holds_save(self.path)):
             return
         raise CheckpointError(
-            f"another job has saved under {self.path} since this save began (save id {now or 'unknown'}, expected "
+            f"another job has saved under {self.path} since this save began (save id "
+            f"{now or 'unknown'}, expected "
             f"{self._found or 'none'}): stop one of the jobs, or give each a folder of its own"
         )
 
@@ -285,19 +312,23 @@ class CheckpointFolder:
         self._discard(replaced)
 
     def _discard(self, folder: str) -> None:
-        """Remove a folder. It is renamed first, so that a partly removed folder is never taken for a save."""
+        """Remove a folder. It is renamed first, so that a partly removed folder is never taken for
+        a save."""
         doomed = self._beside(_REMOVING, uuid.uuid4().hex)
         with contextlib.suppress(FileNotFoundError):
             os.rename(folder, doomed)
             files.remove_tree(doomed)
 
-    # -- after a crash --------------------------------------------------------------------------------------------
+    # -- after a crash -----------------------------------------------------------------------------
 
     def finish_swap(self) -> None:
-        """Complete a swap that was interrupted between its two renames, or that another job is making now."""
+        """Complete a swap that was interrupted between its two renames, or that another job is
+        making now."""
         replaced = [] if os.path.lexists(self.path) else self._keys(_REPLACED)
         staged = [key for key in replaced if os.path.lexists(self._beside(_STAGING, key))]
-        sources = [self._beside(_STAGING, key) for key in staged] or [self._beside(_REPLACED, key) for key in replaced]
+        sources = [self._beside(_STAGING, key) for key in staged] or [
+            self._beside(_REPLACED, key) for key in replaced
+        ]
         for source in sources[:1]:
             try:
                 files.rename(source, self.path)
@@ -308,31 +339,42 @@ class CheckpointFolder:
     def state(self) -> FolderState:
         """The save ids under the tag's names."""
         staged, replaced = (
-            [_save_id(self._beside(role, key)) for key in self._keys(role)] for role in (_STAGING, _REPLACED)
+            [_save_id(self._beside(role, key)) for key in self._keys(role)]
+            for role in (_STAGING, _REPLACED)
         )
         return FolderState(
-            _save_id(self.path), tuple(filter(None, staged)), tuple(each for each in replaced if each is not None)
+            _save_id(self.path),
+            tuple(filter(None, staged)),
+            tuple(each for each in replaced if each is not None),
         )
 
     def settle(self, state: FolderState, save_id: str | None) -> None:
-        """Put the save `save_id` under the tag's name; `choose_save` has chosen it from the states of all nodes, of
-        which `state` is this node's."""
+        """Put the save `save_id` under the tag's name; `choose_save` has chosen it from the states
+        of all nodes, of which `state` is this node's."""
         if state.saved == save_id:  # even if another job has replaced it since
             return
         assert save_id is not None, "choose_save chooses a save that every node has"
         if save_id in state.staged:
-            chosen = CheckpointFolder(self.save_dir, os.path.relpath(self.path, self.save_dir), save_id)
+            chosen = CheckpointFolder(
+                self.save_dir, os.path.relpath(self.path, self.save_dir), save_id
+            )
             chosen._found = state.saved
             chosen.swap()
         else:
-            keys = [key for key in self._keys(_REPLACED) if _save_id(self._beside(_REPLACED, key)) == save_id]
+            keys = [
+                key
+                for key in self._keys(_REPLACED)
+                if _save_id(self._beside(_REPLACED, key)) == save_id
+            ]
             self._discard(self.path)
             files.rename(self._beside(_REPLACED, keys[0]), self.path)
 
     def _clear_remains(self) -> None:
         """Remove leftovers of interrupted saves under any tag, as far as possible."""
         parent = os.path.dirname(self.path)
-        now = os.stat(self.staging).st_mtime  # by the file system's clock, which may be another host's
+        now = os.stat(
+            self.staging
+        ).st_mtime  # by the file system's clock, which may be another host's
         names = os.listdir(parent)
         for name in filter(files.is_temporary, names):
             with contextlib.suppress(OSError):
@@ -340,15 +382,17 @@ class CheckpointFolder:
                     os.unlink(path)
         for found in filter(None, map(_BESIDE.fullmatch, names)):
             other = CheckpointFolder(parent, found["tag"])
-            with contextlib.suppress(OSError, CheckpointError):  # its job has just changed it, or it is another user's
+            with contextlib.suppress(
+                OSError, CheckpointError
+            ):  # its job has just changed it, or it is another user's
                 if found["role"] == _REMOVING:
                     files.remove_tree(os.path.join(parent, found.string))
                 elif other._is_rest(found["key"] or "", now, is_own=other.path == self.path):
                     other._clear(found["key"] or "")
 
     def _is_rest(self, key: str, now: float, is_own: bool) -> bool:
-        """Whether no job still works on the save with this key; `is_own`: its tag is the one under which this job
-        saves."""
+        """Whether no job still works on the save with this key; `is_own`: its tag is the one under
+        which this job saves."""
         staging, replaced = self._beside(_STAGING, key), self._beside(_REPLACED, key)
         if staging in _in_use:
             return False
@@ -361,7 +405,8 @@ class CheckpointFolder:
         return _last_written((staging, self.path, replaced)) < now - _QUIET_SECONDS
 
     def _clear(self, key: str) -> None:
-        """Remove the leftovers of an interrupted save; if it is complete and the only one, finish it instead."""
+        """Remove the leftovers of an interrupted save; if it is complete and the only one, finish
+        it instead."""
         self.finish_swap()
         self._discard(self._beside(_STAGING, key))
         if _holds_save(self.path):
@@ -369,8 +414,8 @@ class CheckpointFolder:
 
 
 def _last_written(folders: Sequence[str]) -> float:
-    """The time of the last write in these folders. A folder that is being swapped is found under one of its two
-    names."""
+    """The time of the last write in these folders. A folder that is being swapped is found under
+    one of its two names."""
     times = [0.0]
     for folder in folders:
         if os.path.isdir(folder):
@@ -380,7 +425,9 @@ def _last_written(folders: Sequence[str]) -> float:
 
 
 def _holds_save(folder: str) -> bool:
-    return os.path.isdir(folder) and any(name == _MARKER or _is_of_model(name) for name in os.listdir(folder))
+    return os.path.isdir(folder) and any(
+        name == _MARKER or _is_of_model(name) for name in os.listdir(folder)
+    )
 
 
 def _is_of_model(name: str) -> bool:
@@ -397,7 +444,8 @@ def _marker(folder: str) -> dict[str, Any]:
         return {}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{os.path.join(folder, _MARKER)} is damaged ({error}): load another checkpoint by its tag"
+            f"{os.path.join(folder, _MARKER)} is damaged ({error}): load another checkpoint by "
+            f"its tag"
         ) from None
 
 

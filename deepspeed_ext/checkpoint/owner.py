@@ -1,4 +1,5 @@
-"""Identifies the process that leads a save, so that another process can tell whether it has ended."""
+"""Identifies the process that leads a save, so that another process can tell whether it has
+ended."""
 
 from __future__ import annotations
 
@@ -40,7 +41,12 @@ class Owner:
     def read(cls, found: Any) -> Owner | None:
         """The owner described by `found`, a result of `as_dict`; None for anything else."""
         try:
-            return cls(str(found["host"]), str(found["namespace"]), int(found["pid"]), str(found["started"]))
+            return cls(
+                str(found["host"]),
+                str(found["namespace"]),
+                int(found["pid"]),
+                str(found["started"]),
+            )
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -49,7 +55,8 @@ class Owner:
         return asdict(self)
 
     def has_ended(self) -> bool:
-        """Whether the process has certainly ended; False if that cannot be determined, as for another host."""
+        """Whether the process has certainly ended; False if that cannot be determined, as for
+        another host."""
         if not self.started or (self.host, self.namespace) != (host_id(), _namespace()):
             return False
         state, started = _status(self.pid)

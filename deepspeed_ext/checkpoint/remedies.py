@@ -14,7 +14,9 @@ __all__ = ["BY_NUMBER", "OTHERWISE", "THREADS", "advised", "remedy_for"]
 _ROOM = "make room, or save elsewhere"
 _PERMISSION = "let this user write there, or save elsewhere"
 _FILES = "raise the limit on open files (ulimit -n), or close some"
-THREADS = "allow this user more threads and processes (ulimit -u, pids.max of the container), or end some"
+THREADS = (
+    "allow this user more threads and processes (ulimit -u, pids.max of the container), or end some"
+)
 _MEMORY = "free host memory, or raise its limit (ulimit -v, the container's)"
 _DEVICE = "look at the disk or its server (dmesg), or save elsewhere"
 _GONE = "let nobody remove or rename the folder while a save goes on"
@@ -25,7 +27,8 @@ BY_NUMBER: dict[int, str] = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: "raise this user's quota, remove older checkpoints, or save elsewhere",
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or save elsewhere",
-    errno.EROFS: "mount it writable (a file system turns read-only after an error: dmesg), or save elsewhere",
+    errno.EROFS: "mount it writable (a file system turns read-only after an error: dmesg), or "
+    "save elsewhere",
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
     errno.EMFILE: _FILES,
@@ -66,7 +69,8 @@ _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
 def remedy_for(said: str, otherwise: str = OTHERWISE) -> str:
-    """The remedy for an error of a save, given its type and text; the error may come from another process.
+    """The remedy for an error of a save, given its type and text; the error may come from another
+    process.
 
     Args:
         otherwise: the remedy for unknown errors.

@@ -1,9 +1,11 @@
-"""Writes a checkpoint file without the bytes of its tensors, then the bytes themselves, from where they are.
+"""Writes a checkpoint file without the bytes of its tensors, then the bytes themselves, from where
+they are.
 
-`torch.save` can leave out the bytes (`torch.serialization.skip_data`). The file then has its full size, with a hole for
-each storage. Once the holes are filled, `torch.load` reads it like any other file. So nothing is copied on the host:
-neither its own tensors nor those of an accelerator, which pass through one small chunk. `fill_holes` also writes the
-CRC of what it fills in, so that the file passes any test of zip files.
+`torch.save` can leave out the bytes (`torch.serialization.skip_data`). The file then has its full
+size, with a hole for each storage. Once the holes are filled, `torch.load` reads it like any other
+file. So nothing is copied on the host: neither its own tensors nor those of an accelerator, which
+pass through one small chunk. `fill_holes` also writes the CRC of what it fills in, so that the file
+passes any test of zip files.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ class Hole:
     """Where the bytes of a storage belong.
 
     Attributes:
-        values: the bytes, uint8 [nbytes]: a storage of the host, or what a tensor of an accelerator holds.
+        values: the bytes, uint8 [nbytes]: a storage of the host, or what a tensor of an accelerator
+            holds.
         offset: bytes from the beginning of the file.
         crc_offsets: where the CRC of the bytes belongs.
-        parts: yields the bytes in order, in tensors of the host of any dtype, each valid until the next; None: they are
-            `values`.
+        parts: yields the bytes in order, in tensors of the host of any dtype, each valid until the
+            next; None: they are `values`.
     """
 
     values: torch.Tensor
@@ -55,8 +58,8 @@ class Hole:
 def write_skeleton(content: Any, path: str) -> list[Hole]:
     """Write a file that holds `content` except for the bytes of its tensors.
 
-    Tensors of an accelerator are in the file as tensors of the host, contiguous and each with a storage of its own;
-    only equal ones, such as tied weights, share one.
+    Tensors of an accelerator are in the file as tensors of the host, contiguous and each with a
+    storage of its own; only equal ones, such as tied weights, share one.
 
     Args:
         path: the file; an existing one is replaced.
@@ -65,7 +68,8 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
         The hole of each storage. No two storages are the same, and none is empty.
 
     Raises:
-        SkeletonError: not all storages could be found, for instance those of a tensor subclass. The file is useless.
+        SkeletonError: not all storages could be found, for instance those of a tensor subclass. The
+            file is useless.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     sources: dict[int, torch.Tensor] = {}
@@ -83,20 +87,37 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
                 return NotImplemented
             if type(value) is torch.nn.Parameter:  # what it holds is next
                 return NotImplemented
-            place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride(), value.requires_grad)
+            place = (
+                value.device,
+                value.data_ptr(),
+                value.dtype,
+                value.shape,
+                value.stride(),
+                value.requires_grad,
+            )
             stand_in = stand_ins.setdefault(place, _stand_in(value))
             storage = stand_in.untyped_storage()
             storages.setdefault(id(storage), storage)
-            sources[id(storage)] = value.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+            sources[id(storage)] = (
+                value.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+            )
             return stand_in.__reduce_ex__(_PROTOCOL)
 
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(content, path, pickle_module=SimpleNamespace(Pickler=Recorder, __name__=pickle.__name__))
+        torch.save(
+            content, path, pickle_module=SimpleNamespace(Pickler=Recorder, __name__=pickle.__name__)
+        )
     found = _storages(path)
     if [storage.nbytes() for storage in storages.values()] != [record.nbytes for record in found]:
-        raise SkeletonError(f"{path} has {len(found)} storages, found {len(storages)}: they do not match in size")
+        raise SkeletonError(
+            f"{path} has {len(found)} storages, found {len(storages)}: they do not match in size"
+        )
     return [
-        Hole(sources[key] if key in sources else _bytes_of(storage), record.offset, record.crc_offsets)
+        Hole(
+            sources[key] if key in sources else _bytes_of(storage),
+            record.offset,
+            record.crc_offsets,
+        )
         for (key, storage), record in zip(storages.items(), found, strict=True)
         if record.nbytes
     ]
@@ -104,7 +125,9 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
 
 def fill_holes(path: str, holes: Sequence[Hole]) -> None:
     """Write the bytes of `holes` and their CRCs to their file."""
-    most = max((hole.values.nbytes for hole in holes if hole.values.device.type != "cpu"), default=0)
+    most = max(
+        (hole.values.nbytes for hole in holes if hole.values.device.type != "cpu"), default=0
+    )
     chunk = host_empty(min(STAGING_CHUNK_BYTES, most), torch.uint8, pin=True) if most else None
     with files.opened(path, os.O_WRONLY) as descriptor:
         for hole in holes:
@@ -117,7 +140,8 @@ def fill_holes(path: str, holes: Sequence[Hole]) -> None:
 
 
 def _on_host(values: torch.Tensor, chunk: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """The parts of `values` on the host, in order; those of an accelerator in `chunk`, each until the next."""
+    """The parts of `values` on the host, in order; those of an accelerator in `chunk`, each until
+    the next."""
     for part in values.split(STAGING_CHUNK_BYTES):
         if part.device.type == "cpu":
             yield part
@@ -133,7 +157,9 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the host like `tensor`, without memory."""
     with FakeTensorMode():
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
+        return torch.empty(
+            tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
+        )
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

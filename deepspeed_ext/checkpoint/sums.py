@@ -26,7 +26,8 @@ from deepspeed_ext.runtime.log import warn_once
 __all__ = ["SMALL_BYTES", "Record", "checking", "records", "require_sound"]
 
 SMALL_BYTES = 1 << 20
-"""Records up to this size are compared before anything is read from them: pickles are among them."""
+"""Records up to this size are compared before anything is read from them: pickles are among
+them."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Header of a record: its mark, then 22 bytes, the lengths of its name and its extra field."""
 _DIRECTORY_ENTRY = struct.Struct("<16x4x8xHHH12x")
@@ -43,7 +44,8 @@ class Record:
     """A record of a file.
 
     Attributes:
-        name: without the folder that all names begin with, such as ``data/0`` for the first storage.
+        name: without the folder that all names begin with, such as ``data/0`` for the first
+            storage.
         nbytes: its size.
         offset: of its first byte in the file.
         crc: the sum that the file states; 0: none.
@@ -84,12 +86,16 @@ def records(path: str) -> list[Record]:
             places = [entry + 16]
             if behind != end:
                 file.seek(behind)
-                _require_descriptor(file.read(end - behind) if end - behind < 64 else b"", member, path)
+                _require_descriptor(
+                    file.read(end - behind) if end - behind < 64 else b"", member, path
+                )
                 places.append(behind + len(_DESCRIPTOR))
             _, _, name = member.filename.partition("/")
             found.append(Record(name, member.file_size, offset, member.CRC, tuple(places)))
             file.seek(entry)
-            lengths = list(_DIRECTORY_ENTRY.unpack(_exactly(file.read(_DIRECTORY_ENTRY.size), path)))
+            lengths = list(
+                _DIRECTORY_ENTRY.unpack(_exactly(file.read(_DIRECTORY_ENTRY.size), path))
+            )
             entry += _DIRECTORY_ENTRY.size + sum(lengths)
     return found
 
@@ -145,7 +151,10 @@ def require_sound(path: str, most_bytes: int | None = None) -> Sequence[Record]:
         found = []
     if not found or not all(record.has_sum for record in found):
         folder, name = os.path.split(path)
-        warn_once(f"{folder}: files such as {name} hold no sums and are loaded without a check of their bytes")
+        warn_once(
+            f"{folder}: files such as {name} hold no sums and are loaded without a check of their "
+            f"bytes"
+        )
     summed = [record for record in found if record.has_sum]
     now = [record for record in summed if most_bytes is None or record.nbytes <= most_bytes]
     with ThreadPoolExecutor(_THREADS, "deepspeed_ext-sums") as threads:
@@ -165,7 +174,8 @@ def _require_same(path: str, record: Record) -> None:
     if place < end or crc != record.crc:
         raise _damaged(
             path,
-            f"in its record {record.name!r}: the sum of its bytes is {crc:08x}, expected {record.crc:08x}",
+            f"in its record {record.name!r}: the sum of its bytes is {crc:08x}, expected "
+            f"{record.crc:08x}",
         )
 
 

@@ -14,15 +14,17 @@ __all__ = ["Writer"]
 class Writer:
     """Runs jobs one after another in a separate thread.
 
-    Python's own executors are no alternative: at exit, Python waits for their threads before any code could log or give
-    up.
+    Python's own executors are no alternative: at exit, Python waits for their threads before any
+    code could log or give up.
 
     Raises:
         RuntimeError: no thread can be started.
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True).start()
 
     def submit(self, job: Callable[..., None], *args: object) -> Future[None]:

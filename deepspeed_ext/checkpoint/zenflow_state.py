@@ -1,12 +1,13 @@
-"""Saves, checks and restores the state that a bitwise resume needs besides p, m, v and the step count.
+"""Saves, checks and restores the state that a bitwise resume needs besides p, m, v and the step
+count.
 
-The base optimizer's state dict holds masters, moments and step in DeepSpeed's own layout, readable without this
-package. This module adds the rest: the schedule, the gradients that were not handed over, and the rule's
-own state. A save waits for the update in flight first. That update is exact and due anyway, so saving does not affect
-later steps.
+The base optimizer's state dict holds masters, moments and step in DeepSpeed's own layout, readable
+without this package. This module adds the rest: the schedule, the gradients that were not handed
+over, and the rule's own state. A save waits for the update in flight first. That update is exact
+and due anyway, so saving does not affect later steps.
 
-Checkpoint files come from other versions, other jobs and broken disks. `read_saved_state` checks all of it at once,
-so a load either starts with values that fit or changes nothing.
+Checkpoint files come from other versions, other jobs and broken disks. `read_saved_state` checks
+all of it at once, so a load either starts with values that fit or changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from deepspeed_ext.config.zenflow import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import raise_together
-from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues, PredictiveSavedSchedule
+from deepspeed_ext.zenflow.rules.predictive.saved import (
+    PredictivePartitionValues,
+    PredictiveSavedSchedule,
+)
 from deepspeed_ext.zenflow.rules.saved_values import (
     GRADIENT_DTYPES,
     Count,
@@ -34,7 +38,10 @@ from deepspeed_ext.zenflow.rules.saved_values import (
     StepValues,
     misfit,
 )
-from deepspeed_ext.zenflow.rules.selective.saved import SelectivePartitionValues, SelectiveSavedSchedule
+from deepspeed_ext.zenflow.rules.selective.saved import (
+    SelectivePartitionValues,
+    SelectiveSavedSchedule,
+)
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.shown_state import write
@@ -65,7 +72,8 @@ class _SavedState(SavedValues):
     optimizer: Literal["adam", "lion"] = "adam"
     """The name of the state's layout."""
     moment_dtype: StateDtype = "float32"
-    """Dtype of the moments in the run; the base optimizer's state holds them, those of ``int8`` in fp32."""
+    """Dtype of the moments in the run; the base optimizer's state holds them, those of ``int8`` in
+    fp32."""
     updates: Count
     """Of the partition that has had most."""
     partitions: Sequence[PredictivePartitionValues | SelectivePartitionValues]
@@ -119,25 +127,34 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
         CheckpointError: the state has another version, belongs to other partitions, or is damaged.
     """
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"the saved ZenFlow state is a {type(saved).__name__}, expected a dict: {_ANOTHER}")
+        raise CheckpointError(
+            f"the saved ZenFlow state is a {type(saved).__name__}, expected a dict: {_ANOTHER}"
+        )
     version = saved.get("version")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"the saved ZenFlow state has version {reprlib.repr(version)}, this deepspeed_ext reads version {VERSION}: "
-            "load it with the deepspeed_ext that wrote it, or convert it with DeepSpeed's ds_to_universal.py"
+            f"the saved ZenFlow state has version {reprlib.repr(version)}, this deepspeed_ext "
+            f"reads version {VERSION}: "
+            "load it with the deepspeed_ext that wrote it, or convert it with DeepSpeed's "
+            "ds_to_universal.py"
         )
     try:
         state = _READER.validate_python(dict(saved))
     except ValidationError as error:
-        raise CheckpointError(f"the saved ZenFlow state is damaged: {_told(error)}: {_ANOTHER}") from None
+        raise CheckpointError(
+            f"the saved ZenFlow state is damaged: {_told(error)}: {_ANOTHER}"
+        ) from None
     sizes = [partition.numel for partition in state.partitions]
     if sizes != list(numels):
         raise CheckpointError(
-            f"the checkpoint's partitions have {sizes} elements, this rank's have {list(numels)}: resume with the same "
+            f"the checkpoint's partitions have {sizes} elements, this rank's have {list(numels)}: "
+            f"resume with the same "
             "model, stage and number of ranks, or convert to a universal checkpoint"
         )
     if found := _mistakes(state):
-        raise CheckpointError(f"the saved ZenFlow state is damaged: {'; '.join(found[:_MISTAKES_TOLD])}: {_ANOTHER}")
+        raise CheckpointError(
+            f"the saved ZenFlow state is damaged: {'; '.join(found[:_MISTAKES_TOLD])}: {_ANOTHER}"
+        )
     return state
 
 
@@ -153,25 +170,38 @@ def _mistakes(state: SavedState) -> list[str]:
         blocks = -(-partition.on_host // state.block_size)
         if partition.on_accelerator % state.block_size or partition.on_host < 0:
             found.append(
-                f"partition {index}: {partition.on_accelerator} of {partition.numel} elements on the accelerator"
+                f"partition {index}: {partition.on_accelerator} of {partition.numel} elements on "
+                f"the accelerator"
             )
             continue
         found += [
-            f"partition {index}: {mistake}" for mistake in partition.mistakes(blocks, state.schedule.steps) if mistake
+            f"partition {index}: {mistake}"
+            for mistake in partition.mistakes(blocks, state.schedule.steps)
+            if mistake
         ]
         if isinstance(state, PredictiveSavedState):
-            found += [f"partition {index}: {mistake}" for mistake in _estimate_mistakes(state, index) if mistake]
+            found += [
+                f"partition {index}: {mistake}"
+                for mistake in _estimate_mistakes(state, index)
+                if mistake
+            ]
         if len(partition.collected) != position:
-            found.append(f"partition {index}: {len(partition.collected)} collected gradients, expected {position}")
+            found.append(
+                f"partition {index}: {len(partition.collected)} collected gradients, expected "
+                f"{position}"
+            )
     if state.weights is not None and len(state.weights) != len(state.partitions):
         found.append(f"{len(state.weights)} weights for {len(state.partitions)} partitions")
-    for index, (weights, partition) in enumerate(zip(state.weights or (), state.partitions, strict=False)):
+    for index, (weights, partition) in enumerate(
+        zip(state.weights or (), state.partitions, strict=False)
+    ):
         found.append(misfit(weights, partition.numel, GRADIENT_DTYPES, f"weights {index}"))
     return [mistake for mistake in found if mistake]
 
 
 def _estimate_mistakes(state: PredictiveSavedState, index: int) -> Iterator[str]:
-    """What is wrong with a partition's estimate and the newest constants; empty strings for checks that passed."""
+    """What is wrong with a partition's estimate and the newest constants; empty strings for checks
+    that passed."""
     layout, partition = state.layout, state.partitions[index]
     if partition.inverse is not None:
         numel = -(-partition.on_host // state.block_size) * layout.per_block_width(state.block_size)
@@ -179,14 +209,19 @@ def _estimate_mistakes(state: PredictiveSavedState, index: int) -> Iterator[str]
     elif state.schedule.is_ahead:
         yield "no block means, which the coming step needs"
     kind = LionStepValues if state.optimizer == "lion" else StepValues
-    if not all(isinstance(step, kind) for step in (partition.last, *partition.collected) if step is not None):
+    if not all(
+        isinstance(step, kind)
+        for step in (partition.last, *partition.collected)
+        if step is not None
+    ):
         yield f"constants of another optimizer than {state.optimizer}"
 
 
 def _told(error: ValidationError) -> str:
     mistakes = error.errors(include_url=False, include_input=False)
     return "; ".join(
-        f"{'.'.join(map(str, mistake['loc']))[:100]}: {mistake['msg'][:200]}" for mistake in mistakes[:_MISTAKES_TOLD]
+        f"{'.'.join(map(str, mistake['loc']))[:100]}: {mistake['msg'][:200]}"
+        for mistake in mistakes[:_MISTAKES_TOLD]
     )
 
 
@@ -204,8 +239,8 @@ def state_of(
 
     Args:
         weights: of each partition, 1-D, if nothing else in the checkpoint holds them.
-        copied: whether its tensors are copies on the host. Otherwise they are the run's own, and the next step or load
-            changes them.
+        copied: whether its tensors are copies on the host. Otherwise they are the run's own, and
+            the next step or load changes them.
     """
     state = _shown(host) | ({} if weights is None else {"weights": list(weights)})
     return tree_map_only(torch.Tensor, host_copy, state) if copied else state
@@ -244,7 +279,8 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
 
 
 def _collected_gradients(host: HostOptimizer, partition: Partition) -> list[torch.Tensor]:
-    """A partition's gradients in the arena that are not handed over, oldest first. Valid between steps."""
+    """A partition's gradients in the arena that are not handed over, oldest first. Valid between
+    steps."""
     return [partition.ring[slot] for slot in host.rule.schedule.latest(len(partition.collected))]
 
 
@@ -266,8 +302,8 @@ def adopt_optimizer_state(
 
 
 def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
-    """Continue from a saved state; masters, moments and step count are already in place. A collective, which begins
-    with an agreement.
+    """Continue from a saved state; masters, moments and step count are already in place. A
+    collective, which begins with an agreement.
 
     Args:
         host: the optimizer; nothing may be in flight.
@@ -275,9 +311,10 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         where: prefix of log messages, such as the rank.
 
     Returns:
-        True if the run continues bitwise. False if it starts over from the masters, because the checkpoint has no
-        ZenFlow state, a setting has changed, or a host has no memory for the checkpoint's interval. In the last two
-        cases gradients that were not handed over have been applied first.
+        True if the run continues bitwise. False if it starts over from the masters, because the
+        checkpoint has no ZenFlow state, a setting has changed, or a host has no memory for the
+        checkpoint's interval. In the last two cases gradients that were not handed over have been
+        applied first.
     """
     if (told := _converted(host, saved)) is not None:
         logger.warning(f"{where}: the checkpoint's moments are {told}")
@@ -291,11 +328,15 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         for state, values in zip(host.states, saved.partitions, strict=True):
             values.catch_up(state.arrays, saved.block_size, moment_dtype=saved.moment_dtype)
         host.masters_changed(saved.counts if saved.position else None)
-        logger.warning(f"{where}: {changed} differs from the checkpoint; training continues from the exact weights")
+        logger.warning(
+            f"{where}: {changed} differs from the checkpoint; training continues from the exact "
+            f"weights"
+        )
         return False
     if saved.kernel != (kernel := host.link.process.ready.kernel):
         logger.warning(
-            f"{where}: the optimizer process uses the {kernel} kernel, the checkpoint the {saved.kernel} kernel. "
+            f"{where}: the optimizer process uses the {kernel} kernel, the checkpoint the "
+            f"{saved.kernel} kernel. "
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
     rule.schedule.load_state_dict(dict(saved.schedule), saved.position)
@@ -312,7 +353,8 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
 
 
 def _converted(host: HostOptimizer, saved: SavedState | None) -> str | None:
-    """How the moments that were loaded differ in kind from this run's, and what becomes of them; None: not at all."""
+    """How the moments that were loaded differ in kind from this run's, and what becomes of them;
+    None: not at all."""
     there, here = "float32" if saved is None else saved.moment_dtype, host.kind.layout.moment_dtype
     if there != here:
         how = "converted, which changes no value" if here == "float32" else "rounded to it"
@@ -330,7 +372,10 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
     if saved.rule != rule.name:
         return f"zenflow.update_rule ({saved.rule} in the checkpoint, {rule.name} now)"
     if saved.block_size != rule.block_size:
-        return f"the block size of zenflow ({saved.block_size} in the checkpoint, {rule.block_size} now)"
+        return (
+            f"the block size of zenflow ({saved.block_size} in the checkpoint, "
+            f"{rule.block_size} now)"
+        )
     pairs = zip(host.partitions, saved.partitions, strict=True)
     if any(partition.master.numel() != values.on_host for partition, values in pairs):
         return f"offload_optimizer.ratio ({_host_share(saved)} in the checkpoint)"
@@ -343,8 +388,13 @@ def _host_share(saved: SavedState) -> str:
 
 
 def _unaffordable_interval(host: HostOptimizer, there: int | None) -> str | None:
-    """Name a checkpoint's interval, which may have been chosen on another host, if any rank here has no memory for it.
-    A collective."""
-    if not raise_together(host.ranks, None, CheckpointError, flag=not host.ring.has_room_for(there)):
+    """Name a checkpoint's interval, which may have been chosen on another host, if any rank here
+    has no memory for it. A collective."""
+    if not raise_together(
+        host.ranks, None, CheckpointError, flag=not host.ring.has_room_for(there)
+    ):
         return None
-    return f"zenflow.update_interval ({there} in the checkpoint, but a host has no memory for so many gradients)"
+    return (
+        f"zenflow.update_interval ({there} in the checkpoint, but a host has no memory for so "
+        f"many gradients)"
+    )

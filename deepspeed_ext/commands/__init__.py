@@ -1,1 +1,2 @@
-"""The command line: ``deepspeed-ext doctor, config, plan, tune, verify, report, run, completion``."""
+"""The command line:
+``deepspeed-ext doctor, config, plan, tune, verify, report, run, completion``."""

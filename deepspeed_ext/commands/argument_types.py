@@ -25,7 +25,13 @@ __all__ = [
 ]
 
 # Larger than any real value, but far too small to exhaust memory or overflow to infinity.
-MAX_RANKS, MAX_CORES, MAX_ELEMENTS, MAX_STEPS, MAX_MILLISECONDS = 1024, 1 << 16, 1 << 48, 1 << 20, 1e9
+MAX_RANKS, MAX_CORES, MAX_ELEMENTS, MAX_STEPS, MAX_MILLISECONDS = (
+    1024,
+    1 << 16,
+    1 << 48,
+    1 << 20,
+    1e9,
+)
 
 MAX_JOB_RANKS = 1 << 20
 MAX_TOKENS = 1 << 40
@@ -37,7 +43,9 @@ def whole(minimum: int, maximum: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if re.fullmatch("[0-9]{1,18}", text) is None or not minimum <= int(text) <= maximum:
-            raise argparse.ArgumentTypeError(f"expected a whole number from {minimum} to {maximum}, got {quoted(text)}")
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number from {minimum} to {maximum}, got {quoted(text)}"
+            )
         return int(text)
 
     return parse

@@ -1,8 +1,8 @@
 """Writes a script with which bash or zsh completes the command line of ``deepspeed-ext``.
 
 It is made from the parsers, so it offers what they accept; argparse lists its arguments only as
-``_actions``. zsh runs the script for bash, by its own ``bashcompinit``. Where the script has no words,
-such as after ``--config``, the shell offers files.
+``_actions``. zsh runs the script for bash, by its own ``bashcompinit``. Where the script has no
+words, such as after ``--config``, the shell offers files.
 """
 
 import argparse
@@ -20,7 +20,9 @@ autoload -U +X bashcompinit && bashcompinit
 """What zsh needs before ``complete``."""
 
 
-def script(program: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], shell: str) -> str:
+def script(
+    program: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], shell: str
+) -> str:
     """The whole script, for one of `SHELLS`, of a program and its commands."""
     arguments = {name: parser._actions for name, parser in commands.items()}
     first = " ".join([*commands, *_options(program._actions)])
@@ -48,7 +50,8 @@ complete -o default -F _deepspeed_ext deepspeed-ext
 
 
 def _after_options(command: str, arguments: Sequence[argparse.Action]) -> str:
-    """The values of each option that has one: its choices, or nothing, so that the shell offers files."""
+    """The values of each option that has one: its choices, or nothing, so that the shell offers
+    files."""
     found = ""
     for argument in arguments:
         if argument.option_strings and argument.nargs != 0:
@@ -64,7 +67,9 @@ def _words(command: str, arguments: Sequence[argparse.Action]) -> str:
     if not others:
         return f"""      "{command} "*) words="{options}" ;;\n"""
     names = " ".join(word for argument in others for word in _values(argument))
-    return f"""      "{command} -"*) words="{options}" ;;\n      "{command} "*) words="{names}" ;;\n"""
+    return (
+        f"""      "{command} -"*) words="{options}" ;;\n      "{command} "*) words="{names}" ;;\n"""
+    )
 
 
 def _options(arguments: Sequence[argparse.Action]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Checks whether this machine can run each part of deepspeed_ext, and gives a remedy for each problem."""
+"""Checks whether this machine can run each part of deepspeed_ext, and gives a remedy for each
+problem."""
 
 import os
 import platform
@@ -58,8 +59,8 @@ def _problem(name: str, detail: str, remedy: str) -> Check:
 
 
 def examine() -> list[Check]:
-    """Run every check. A check that raises counts as a problem, or as a warning if this machine only lacks a
-    feature."""
+    """Run every check. A check that raises counts as a problem, or as a warning if this machine
+    only lacks a feature."""
     return [_run(check) for check in CHECKS]
 
 
@@ -69,8 +70,12 @@ def _run(check: Callable[[], Check]) -> Check:
     except Exception as error:
         name = check.__name__.removeprefix("check_").replace("_", " ")
         if isinstance(error, UnsupportedError) and not isinstance(error, UpstreamError):
-            return _warning(name, str(error), "see the message; until then, training does without core binding")
-        return _problem(name, f"this check failed: {type(error).__name__}: {error}", "see the message")
+            return _warning(
+                name, str(error), "see the message; until then, training does without core binding"
+            )
+        return _problem(
+            name, f"this check failed: {type(error).__name__}: {error}", "see the message"
+        )
 
 
 def as_json(checks: list[Check]) -> dict[str, object]:
@@ -94,7 +99,10 @@ def as_text(checks: list[Check]) -> str:
 
 
 def check_platform() -> Check:
-    detail = f"{platform.system()} {platform.release()} on {platform.machine()}, Python {platform.python_version()}"
+    detail = (
+        f"{platform.system()} {platform.release()} on {platform.machine()}, Python "
+        f"{platform.python_version()}"
+    )
     if not sys.platform.startswith("linux"):
         return _warning("platform", detail, "core binding and the optimizer process need Linux")
     if not (3, 10) <= sys.version_info[:2] <= (3, 14):
@@ -118,7 +126,10 @@ def check_deepspeed() -> Check:
         return _problem("deepspeed", f"cannot be imported: {error}", install)
     except UpstreamError as error:
         return _problem("deepspeed", str(error), "install the supported version")
-    return _ok("deepspeed", f"{upstream.deepspeed.__version__}, every member that deepspeed_ext relies on exists")
+    return _ok(
+        "deepspeed",
+        f"{upstream.deepspeed.__version__}, every member that deepspeed_ext relies on exists",
+    )
 
 
 def check_accelerator() -> Check:
@@ -128,11 +139,17 @@ def check_accelerator() -> Check:
     name, number = accelerator.device_name(), accelerator.device_count()
     if name == "cpu":
         return _warning(
-            "accelerator", "none: training runs on the CPU", "install a torch that is built for your accelerator"
+            "accelerator",
+            "none: training runs on the CPU",
+            "install a torch that is built for your accelerator",
         )
     detail = f"{number} x {name}, {accelerator.total_memory() / GIB:.0f} GiB each"
     if shares_host_memory():
-        return _warning("accelerator", f"{detail}, which is the host's memory: offload frees nothing", SHARED_MEMORY)
+        return _warning(
+            "accelerator",
+            f"{detail}, which is the host's memory: offload frees nothing",
+            SHARED_MEMORY,
+        )
     return _ok("accelerator", detail)
 
 
@@ -160,7 +177,8 @@ def check_device_kernels() -> Check:
     return _warning(
         "device kernels",
         f"ZenFlow computes in torch operations on the accelerator: {reason}",
-        "install the Triton that your torch asks for (torch's builds for GPUs bring it); results are the same, slower",
+        "install the Triton that your torch asks for (torch's builds for GPUs bring it); results "
+        "are the same, slower",
     )
 
 
@@ -170,15 +188,20 @@ def check_backends() -> Check:
     from deepspeed_ext.runtime.backend import get_accelerator
 
     if not dist.is_available():
-        return _problem("backends", "torch was built without torch.distributed", "install a torch that has it")
+        return _problem(
+            "backends", "torch was built without torch.distributed", "install a torch that has it"
+        )
     wanted = get_accelerator().communication_backend_name()
     if get_accelerator().device_name() == "cpu":
         wanted = "gloo"
-    # Accelerators with their own build of torch, such as NPU (hccl) and MLU (cncl), register their backends when found.
+    # Accelerators with their own build of torch, such as NPU (hccl) and MLU (cncl), register their
+    # backends when found.
     names = sorted({"gloo", "mpi", "nccl", "ucc", "xccl", wanted})
     detail = ", ".join(name for name in names if dist.is_backend_available(name)) or "none"
     if not dist.is_backend_available(wanted):
-        return _problem("backends", f"{detail}; {wanted} is missing", f"install a torch that has {wanted}")
+        return _problem(
+            "backends", f"{detail}; {wanted} is missing", f"install a torch that has {wanted}"
+        )
     return _ok("backends", detail)
 
 
@@ -186,7 +209,10 @@ def check_compiler() -> Check:
     compiler = _words(os.environ.get("CXX", "") or "c++")[0]
     missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
     if missing:
-        remedy = f"install {' and '.join(missing)} to build native operators; DeepSpeed's CPU Adam needs them"
+        remedy = (
+            f"install {' and '.join(missing)} to build native operators; DeepSpeed's CPU "
+            f"Adam needs them"
+        )
         return _warning("compiler", f"{' and '.join(missing)} not found", remedy)
     return _ok("compiler", f"{shutil.which(compiler)}, {shutil.which('ninja')}")
 
@@ -207,16 +233,22 @@ def check_adam_kernel() -> Check:
         return _warning(
             "adam kernel",
             "torch operations, several times slower than the native kernel",
-            "install the wheel, or a C++ compiler and deepspeed_ext once more; leave DSEXT_NATIVE_KERNEL unset",
+            "install the wheel, or a C++ compiler and deepspeed_ext once more; leave "
+            "DSEXT_NATIVE_KERNEL unset",
         )
     return _ok("adam kernel", f"native, {library}")
 
 
 def check_operator_cache() -> Check:
-    """Check for locks of killed builds: every later process would wait for them forever, without a message."""
+    """Check for locks of killed builds: every later process would wait for them forever, without a
+    message."""
     if locks := build_locks.abandoned():
         listing = ", ".join(map(str, locks))
-        return _problem("operator cache", f"old build lock: {listing}", "delete it, unless another host is building")
+        return _problem(
+            "operator cache",
+            f"old build lock: {listing}",
+            "delete it, unless another host is building",
+        )
     return _ok("operator cache", f"{build_locks.operator_folder()}, no old build locks")
 
 
@@ -227,7 +259,9 @@ def check_host_memory() -> Check:
         detail += f", control group limit {total / GIB:.1f} GiB"
         if total < machine // 2:
             return _warning(
-                "host memory", detail, "offloading needs 14 to 26 bytes per parameter: raise the limit if that is more"
+                "host memory",
+                detail,
+                "offloading needs 14 to 26 bytes per parameter: raise the limit if that is more",
             )
     return _ok("host memory", detail)
 
@@ -236,7 +270,10 @@ def check_locked_memory() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return _ok("locked memory", "unlimited")
-    remedy = "ulimit -l unlimited (containers: --ulimit memlock=-1); otherwise page-locking buffers may fail"
+    remedy = (
+        "ulimit -l unlimited (containers: --ulimit memlock=-1); otherwise page-locking "
+        "buffers may fail"
+    )
     return _warning("locked memory", f"limited to {soft / (1 << 20):.1f} MiB", remedy)
 
 
@@ -252,7 +289,8 @@ def check_shared_memory() -> Check:
 
 
 def check_shared_buffers() -> Check:
-    """Check for buffers that DeepSpeed's communication on CPUs has left in /dev/shm, where they occupy host memory."""
+    """Check for buffers that DeepSpeed's communication on CPUs has left in /dev/shm, where they
+    occupy host memory."""
     paths = shared_buffers.left_over()
     if not paths:
         return _ok("shared buffers", "none left over")
@@ -281,7 +319,10 @@ def check_cpu_quota() -> Check:
     allowed = len(find_allowed(read_topology()).cpus)
     detail = f"{quota:g} cores of CPU time for {allowed} allowed CPUs"
     if quota < allowed:
-        remedy = "plans use no more cores than the quota; raise it (cpu.max, Kubernetes limits.cpu) or use a cpuset"
+        remedy = (
+            "plans use no more cores than the quota; raise it (cpu.max, Kubernetes "
+            "limits.cpu) or use a cpuset"
+        )
         return _warning("cpu quota", detail, remedy)
     return _ok("cpu quota", detail)
 
@@ -298,7 +339,11 @@ def check_cores() -> Check:
     if found.warnings:
         return _warning("cores", f"{detail}; {found.warnings[0]}", "see the message")
     if len(cores) < 2:
-        return _warning("cores", detail, "PyTorch and the optimizer share one core: give the job at least two per rank")
+        return _warning(
+            "cores",
+            detail,
+            "PyTorch and the optimizer share one core: give the job at least two per rank",
+        )
     return _ok("cores", detail)
 
 
@@ -314,7 +359,8 @@ def check_binding() -> Check:
         )
     if not can_set_memory_policy():
         remedy = (
-            "containers: --cap-add SYS_NICE, or allow set_mempolicy in seccomp; until then, first touch places memory"
+            "containers: --cap-add SYS_NICE, or allow set_mempolicy in seccomp; until then, "
+            "first touch places memory"
         )
         return _warning("binding", "masks can be set, but the memory policy cannot", remedy)
     return _ok("binding", "masks and memory policy can be set")
@@ -324,26 +370,39 @@ def check_openmp() -> Check:
     setting = omp_binding(os.environ)
     if setting is not None:
         return _warning(
-            "openmp", f"{setting} makes OpenMP bind threads itself", "unset it: deepspeed_ext binds all threads"
+            "openmp",
+            f"{setting} makes OpenMP bind threads itself",
+            "unset it: deepspeed_ext binds all threads",
         )
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > len(os.sched_getaffinity(0)):
-        return _warning("openmp", f"OMP_NUM_THREADS={threads} on fewer CPUs", "unset it or lower it")
+        return _warning(
+            "openmp", f"OMP_NUM_THREADS={threads} on fewer CPUs", "unset it or lower it"
+        )
     return _ok("openmp", f"OMP_NUM_THREADS={threads}" if threads else "no variable set")
 
 
 def check_autoload() -> Check:
-    setting, of_torch = os.environ.get("DSEXT_AUTOLOAD", ""), os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    setting, of_torch = (
+        os.environ.get("DSEXT_AUTOLOAD", ""),
+        os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1"),
+    )
     if setting in ("", "0"):
         return _ok("autoload", "off: scripts call enable(), or are started by deepspeed-ext run")
     if setting != "1":
         return _warning("autoload", f"off: DSEXT_AUTOLOAD={setting}", "set it to 1, or to 0")
     if of_torch != "1":
         remedy = "unset it, or call enable(), or start with deepspeed-ext run"
-        return _warning("autoload", f"off: TORCH_DEVICE_BACKEND_AUTOLOAD={of_torch} ends DSEXT_AUTOLOAD=1", remedy)
+        return _warning(
+            "autoload",
+            f"off: TORCH_DEVICE_BACKEND_AUTOLOAD={of_torch} ends DSEXT_AUTOLOAD=1",
+            remedy,
+        )
     if not entry_points(group="torch.backends", name="deepspeed_ext"):
         return _problem(
-            "autoload", "off: this installation has no entry point for torch", "install deepspeed_ext again"
+            "autoload",
+            "off: this installation has no entry point for torch",
+            "install deepspeed_ext again",
         )
     return _ok("autoload", "on: every import of DeepSpeed enables the extension")
 
@@ -361,7 +420,11 @@ def check_launcher() -> Check:
 def _extent_of_the_mask() -> str:
     try:
         topology = read_topology()
-        return "bound to part of the host" if find_allowed(topology).cpus < topology.cpus else "not bound"
+        return (
+            "bound to part of the host"
+            if find_allowed(topology).cpus < topology.cpus
+            else "not bound"
+        )
     except UnsupportedError:  # `check_cores` reports it
         return "the host's CPUs are unknown"
 
@@ -369,7 +432,9 @@ def _extent_of_the_mask() -> str:
 def check_tuning() -> Check:
     number = len(tuning_results.load_all())
     if not number:
-        return _ok("tuning", "no result in the cache; deepspeed-ext plan shows the cores without one")
+        return _ok(
+            "tuning", "no result in the cache; deepspeed-ext plan shows the cores without one"
+        )
     return _ok("tuning", f"{number} result(s) in {cache_folder()}")
 
 

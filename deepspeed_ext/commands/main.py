@@ -39,7 +39,8 @@ EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_UNREAD = 1, 2, 128 + 13
 EXAMPLES = {
     "doctor": "deepspeed-ext doctor",
     "config": "deepspeed-ext config trainer_zenflow > ds.json",
-    "plan": "deepspeed-ext plan --memory --params 7e9 --gpus 1 --gpu-gb 24 --host-gb 128 --write ds.json",
+    "plan": "deepspeed-ext plan --memory --params 7e9 --gpus 1 --gpu-gb 24 --host-gb 128 --write "
+    "ds.json",
     "tune": "deepspeed-ext tune --quick",
     "verify": "deepspeed-ext verify --config ds.json",
     "report": "deepspeed-ext report outputs/hf --svg report.svg",
@@ -57,7 +58,17 @@ OF_CORES = {
     "svg",
 }
 OF_MEMORY = {
-    *("params", "model", "ranks", "ranks_per_host", "config", "dtype", "largest_param", "accelerator_gib", "host_gib"),
+    *(
+        "params",
+        "model",
+        "ranks",
+        "ranks_per_host",
+        "config",
+        "dtype",
+        "largest_param",
+        "accelerator_gib",
+        "host_gib",
+    ),
     *("link_gbps", "host_gbps", "tflops", "tokens", "all", "write", "for"),
 }
 """Arguments of ``plan`` that belong to only one of its two plans."""
@@ -71,8 +82,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input, 141 (as if killed by SIGPIPE) if
-    nobody reads its output to the end.
+    """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input, 141 (as if
+    killed by SIGPIPE) if nobody reads its output to the end.
 
     Args:
         argv: the arguments; None: this process's own.
@@ -98,7 +109,9 @@ def _give_up_output() -> bool:
     output.register(sys.stdout.fileno(), 0)
     if not any(events & select.POLLERR for _, events in output.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python would try again when it ends
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+    )  # else Python would try again when it ends
     return True
 
 
@@ -108,7 +121,9 @@ def _report_error(arguments: argparse.Namespace, error: Exception, status: int) 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="deepspeed-ext", description="Tools of the deepspeed_ext package.", allow_abbrev=False)
+    parser = _Parser(
+        prog="deepspeed-ext", description="Tools of the deepspeed_ext package.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="verb", required=True, metavar=" | ".join(EXAMPLES))
     _add_doctor(commands)
@@ -121,21 +136,29 @@ def _parser() -> argparse.ArgumentParser:
     _add_completion(commands, parser)
     for name, command in commands.choices.items():
         command.epilog = f"example: {EXAMPLES[name]}"
-        command.formatter_class = argparse.RawDescriptionHelpFormatter  # which does not break the example
+        command.formatter_class = (
+            argparse.RawDescriptionHelpFormatter
+        )  # which does not break the example
     return parser
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
     doctor = commands.add_parser(
-        "doctor", help="check whether this machine can run each part, and what is missing", allow_abbrev=False
+        "doctor",
+        help="check whether this machine can run each part, and what is missing",
+        allow_abbrev=False,
     )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(command=_doctor)
 
 
 def _add_config(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    config = commands.add_parser("config", help="list the ready configs, or print one of them", allow_abbrev=False)
-    config.add_argument("name", metavar="NAME", nargs="?", help="of a config, or schema [list them]")
+    config = commands.add_parser(
+        "config", help="list the ready configs, or print one of them", allow_abbrev=False
+    )
+    config.add_argument(
+        "name", metavar="NAME", nargs="?", help="of a config, or schema [list them]"
+    )
     config.set_defaults(command=_config)
 
 
@@ -151,7 +174,8 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "--pt-reserved-cores",
         metavar="X",
         type=reserved_cores,
-        help="cores per rank kept for PyTorch: a count, or a fraction between 0 and 1 [an eighth, 2 to 4]",
+        help="cores per rank kept for PyTorch: a count, or a fraction between 0 and 1 [an eighth, "
+        "2 to 4]",
     )
     plan.add_argument(
         "--optimizer-cores",
@@ -172,15 +196,25 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 
 def _add_memory(plan: _Parser) -> None:
-    plan.add_argument("--memory", action="store_true", help="plan the memory of a run instead of its cores")
     plan.add_argument(
-        "--params", metavar="P", type=read_by("parse_numel"), help="with --memory: parameters, such as 7e9, 7B or 124M"
+        "--memory", action="store_true", help="plan the memory of a run instead of its cores"
     )
     plan.add_argument(
-        "--model", metavar="PATH", help="with --memory: a Hugging Face config.json, or its folder, instead of --params"
+        "--params",
+        metavar="P",
+        type=read_by("parse_numel"),
+        help="with --memory: parameters, such as 7e9, 7B or 124M",
     )
     plan.add_argument(
-        *("--ranks", "--gpus"), metavar="N", type=whole(1, MAX_JOB_RANKS), help="with --memory: data-parallel ranks"
+        "--model",
+        metavar="PATH",
+        help="with --memory: a Hugging Face config.json, or its folder, instead of --params",
+    )
+    plan.add_argument(
+        *("--ranks", "--gpus"),
+        metavar="N",
+        type=whole(1, MAX_JOB_RANKS),
+        help="with --memory: data-parallel ranks",
     )
     plan.add_argument(
         *("--ranks-per-host", "--gpus-per-host"),
@@ -189,10 +223,14 @@ def _add_memory(plan: _Parser) -> None:
         help="with --memory: ranks that share a host [all of them]",
     )
     plan.add_argument(
-        "--config", metavar="FILE", help="with --memory: DeepSpeed config of the run [a table of all ways to train]"
+        "--config",
+        metavar="FILE",
+        help="with --memory: DeepSpeed config of the run [a table of all ways to train]",
     )
     plan.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), help="with --memory: dtype of the weights [the config's, or bf16]"
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="with --memory: dtype of the weights [the config's, or bf16]",
     )
     plan.add_argument(
         "--largest-param",
@@ -205,14 +243,20 @@ def _add_memory(plan: _Parser) -> None:
             *(f"--{place}-gib", f"--{short}-gb"),
             metavar="G",
             type=read_by("parse_gib"),
-            help=f"with --memory: memory of one {place}, to say whether the run fits; here: this machine's",
+            help=f"with --memory: memory of one {place}, to say whether the run fits; here: this "
+            f"machine's",
         )
     for option, of, default in (
         ("--link-gbps", "GB/s between a GPU and its host, each way", 25),
         ("--host-gbps", "GB/s of a host's memory", 300),
         ("--tflops", "TFLOP/s that a GPU sustains", 400),
     ):
-        plan.add_argument(option, metavar="X", type=read_by("parse_speed"), help=f"with --memory: {of} [{default}]")
+        plan.add_argument(
+            option,
+            metavar="X",
+            type=read_by("parse_speed"),
+            help=f"with --memory: {of} [{default}]",
+        )
     plan.add_argument(
         "--tokens",
         metavar="N",
@@ -220,19 +264,28 @@ def _add_memory(plan: _Parser) -> None:
         help="with --memory: tokens per GPU and optimizer step, by which ways are compared [8192]",
     )
     plan.add_argument(
-        "--all", action="store_const", const=True, help="with --memory: show every way [the best of each kind]"
+        "--all",
+        action="store_const",
+        const=True,
+        help="with --memory: show every way [the best of each kind]",
     )
-    plan.add_argument("--write", metavar="FILE", help="with --memory: write the config of the suggested run")
+    plan.add_argument(
+        "--write", metavar="FILE", help="with --memory: write the config of the suggested run"
+    )
     plan.add_argument(
         "--for",
         choices=("script", "trainer"),
-        help="with --write: who reads it: deepspeed.initialize, or the Hugging Face Trainer [script]",
+        help="with --write: who reads it: deepspeed.initialize, or the Hugging Face Trainer "
+        "[script]",
     )
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--allowed", metavar="LIST", action="append", help="CPUs of a local rank, such as 0,4-11; repeat per rank"
+        "--allowed",
+        metavar="LIST",
+        action="append",
+        help="CPUs of a local rank, such as 0,4-11; repeat per rank",
     )
     parser.add_argument(
         "--gpu-node",
@@ -244,12 +297,19 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    tune = commands.add_parser("tune", help="measure how many cores the optimizer needs", allow_abbrev=False)
+    tune = commands.add_parser(
+        "tune", help="measure how many cores the optimizer needs", allow_abbrev=False
+    )
     tune.add_argument(
-        "--ranks", metavar="R", type=whole(1, MAX_RANKS), help="local ranks [number of accelerators, at least 1]"
+        "--ranks",
+        metavar="R",
+        type=whole(1, MAX_RANKS),
+        help="local ranks [number of accelerators, at least 1]",
     )
     _add_ranks(tune)
-    tune.add_argument("--quick", action="store_true", help="fewer steps on smaller buffers: under 20 seconds")
+    tune.add_argument(
+        "--quick", action="store_true", help="fewer steps on smaller buffers: under 20 seconds"
+    )
     tune.add_argument(
         "--elements",
         metavar="M",
@@ -263,10 +323,16 @@ def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="accelerator time per training step, in ms, which hides the update",
     )
     tune.add_argument(
-        "--update-interval", metavar="S", type=whole(1, MAX_STEPS), default=1, help="steps per host update [1]"
+        "--update-interval",
+        metavar="S",
+        type=whole(1, MAX_STEPS),
+        default=1,
+        help="steps per host update [1]",
     )
     tune.add_argument("--plot", metavar="FILE", help="draw bandwidth against cores (PNG, PDF, SVG)")
-    tune.add_argument("--output", metavar="FILE", help="write the result into this file instead of the cache")
+    tune.add_argument(
+        "--output", metavar="FILE", help="write the result into this file instead of the cache"
+    )
     tune.add_argument("--json", action="store_true", help="print the result as JSON")
     tune.set_defaults(command=_tune)
 
@@ -279,12 +345,23 @@ def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     verify.add_argument("--config", metavar="FILE", required=True, help="DeepSpeed config to check")
     verify.add_argument(
-        "--ranks", metavar="N", type=whole(1, MAX_RANKS), help="processes [number of accelerators, or 2 without]"
+        "--ranks",
+        metavar="N",
+        type=whole(1, MAX_RANKS),
+        help="processes [number of accelerators, or 2 without]",
     )
-    verify.add_argument("--steps", metavar="N", type=whole(4, MAX_VERIFY_STEPS), help="optimizer steps [as needed]")
-    verify.add_argument("--upstream", action="store_true", help="train with stock DeepSpeed, without deepspeed_ext")
     verify.add_argument(
-        "--timeout", metavar="S", type=whole(1, MAX_SECONDS), default=600, help="seconds for each of two phases [600]"
+        "--steps", metavar="N", type=whole(4, MAX_VERIFY_STEPS), help="optimizer steps [as needed]"
+    )
+    verify.add_argument(
+        "--upstream", action="store_true", help="train with stock DeepSpeed, without deepspeed_ext"
+    )
+    verify.add_argument(
+        "--timeout",
+        metavar="S",
+        type=whole(1, MAX_SECONDS),
+        default=600,
+        help="seconds for each of two phases [600]",
     )
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(command=_verify)
@@ -294,14 +371,18 @@ def _add_report(commands: "argparse._SubParsersAction[_Parser]") -> None:
     report = commands.add_parser(
         "report", help="draw what limited a run with ZenFlow, from its logs", allow_abbrev=False
     )
-    report.add_argument("run", metavar="RUN", help="trainer_state.json, metrics.jsonl, or a folder with one")
+    report.add_argument(
+        "run", metavar="RUN", help="trainer_state.json, metrics.jsonl, or a folder with one"
+    )
     report.add_argument("--svg", metavar="FILE", default="report.svg", help="picture [report.svg]")
     report.set_defaults(command=_report)
 
 
 def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     run = commands.add_parser(
-        "run", help="run an unchanged training script with the extension enabled", allow_abbrev=False
+        "run",
+        help="run an unchanged training script with the extension enabled",
+        allow_abbrev=False,
     )
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
@@ -328,7 +409,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed's logger would write into the report
         checks = doctor.examine()
-    print(json.dumps(doctor.as_json(checks), indent=2) if arguments.json else doctor.as_text(checks))
+    print(
+        json.dumps(doctor.as_json(checks), indent=2) if arguments.json else doctor.as_text(checks)
+    )
     return EXIT_PROBLEM if any(check.status == "problem" for check in checks) else 0
 
 
@@ -350,8 +433,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _require_of_one_plan(arguments: argparse.Namespace) -> None:
-    """Raise `ConfigError` if arguments of the core plan and of the memory plan are mixed, or required ones are
-    missing."""
+    """Raise `ConfigError` if arguments of the core plan and of the memory plan are mixed, or
+    required ones are missing."""
     given = {name for name, value in vars(arguments).items() if value is not None}
     wrong = sorted(given & (OF_CORES if arguments.memory else OF_MEMORY))
     if wrong:
@@ -375,7 +458,9 @@ def _plan_cores(arguments: argparse.Namespace) -> int:
     host = read_host(root, arguments.allowed, arguments.gpu_node)
     optimizer_cores = arguments.optimizer_cores
     if optimizer_cores is None and arguments.pt_reserved_cores is None and root == "/":
-        optimizer_cores = tuning_results.load_all().get(tuning_results.Fingerprint.of(host.topology, host.ranks).key)
+        optimizer_cores = tuning_results.load_all().get(
+            tuning_results.Fingerprint.of(host.topology, host.ranks).key
+        )
     on_cpu = bool(arguments.on_cpu) or (root == "/" and os.environ.get("DS_ACCELERATOR") == "cpu")
     request = PlanRequest(arguments.pt_reserved_cores, optimizer_cores, on_cpu=on_cpu)
     plan = host.with_warnings(plan_host(host.topology, host.ranks, request))
@@ -407,7 +492,9 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    os.environ.pop("DSEXT_AUTOLOAD", None)  # its ranks enable the extension themselves, or train without it
+    os.environ.pop(
+        "DSEXT_AUTOLOAD", None
+    )  # its ranks enable the extension themselves, or train without it
     with contextlib.redirect_stdout(sys.stderr):  # as for `_doctor`
         from deepspeed_ext.commands.verify.command import run_from_cli
 
@@ -430,8 +517,8 @@ def _prepare_run(arguments: argparse.Namespace) -> int:
 
     deepspeed_ext.enable()
     sys.argv = [arguments.script, *arguments.arguments]
-    # Like Python, replace this command's folder by the folder of the script itself, not of a link to it. With
-    # PYTHONSAFEPATH, Python adds no such folder, and the first entry is the user's.
+    # Like Python, replace this command's folder by the folder of the script itself, not of a link
+    # to it. With PYTHONSAFEPATH, Python adds no such folder, and the first entry is the user's.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(script)
     return 0

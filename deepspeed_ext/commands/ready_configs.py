@@ -1,4 +1,5 @@
-"""Finds the ready-made configs of the folder ``configs``, and the schema for editors, in a checkout and in a wheel."""
+"""Finds the ready-made configs of the folder ``configs``, and the schema for editors, in a checkout
+and in a wheel."""
 
 from __future__ import annotations
 

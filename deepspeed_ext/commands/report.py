@@ -67,7 +67,9 @@ def _file_in(folder: Path) -> Path:
         for name in FILES:
             if (place / name).is_file():
                 return place / name
-    raise ConfigError(f"{folder}: expected a file or a folder with {' or '.join(FILES)} of a run, got neither")
+    raise ConfigError(
+        f"{folder}: expected a file or a folder with {' or '.join(FILES)} of a run, got neither"
+    )
 
 
 def _record(row: dict[str, Any]) -> dict[str, float]:
@@ -143,7 +145,9 @@ def lanes_of(records: Sequence[dict[str, float]]) -> Lanes:
 
     waits = tuple(min(1.0, each["wait_ms"] / (each["total_ms"] or 1.0)) for each in timed)
     worker = statistics.median(each["worker_ms"] / each.get("interval", 1.0) for each in timed)
-    return Lanes(median("total_ms"), median("wait_ms"), worker, median("link_ms"), len(timed), waits)
+    return Lanes(
+        median("total_ms"), median("wait_ms"), worker, median("link_ms"), len(timed), waits
+    )
 
 
 def picture(lanes: Lanes) -> str:
@@ -161,7 +165,9 @@ def _lines(lanes: Lanes) -> Iterator[str]:
     yield f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
     yield _text(14, 28, lanes.verdict, "font-weight='bold'")
     yield _text(14, 52, lanes.remedy)
-    yield _text(14, 86, f"A typical step, of {lanes.steps} logged ones that overlap, ms", "fill='#555'")
+    yield _text(
+        14, 86, f"A typical step, of {lanes.steps} logged ones that overlap, ms", "fill='#555'"
+    )
     longest = max(lanes.total, lanes.worker, lanes.link) or 1.0
     busy = max(0.0, lanes.total - lanes.wait)
     rows = (
@@ -179,12 +185,15 @@ def _lines(lanes: Lanes) -> Iterator[str]:
         yield _text(x + 8, y + 20, said)
     top = TOP + 3 * LANE + 40
     bottom = top + 100
-    yield _text(14, top - 12, "Part of each step that waited (red above), over the run", "fill='#555'")
+    yield _text(
+        14, top - 12, "Part of each step that waited (red above), over the run", "fill='#555'"
+    )
     yield f'<path d="M{LEFT},{top} V{bottom} H{WIDTH - 20}" fill="none" stroke="#666"/>'
     yield _text(66, top + 10, "100 %") + _text(84, bottom, "0 %")
     across = (WIDTH - LEFT - 20) / max(1, len(lanes.waits) - 1)
     points = " ".join(
-        f"{LEFT + across * number:.1f},{bottom - 100 * wait:.1f}" for number, wait in enumerate(lanes.waits)
+        f"{LEFT + across * number:.1f},{bottom - 100 * wait:.1f}"
+        for number, wait in enumerate(lanes.waits)
     )
     yield f'<polyline points="{points}" fill="none" stroke="{RED}" stroke-width="2"/>'
     yield "</svg>"

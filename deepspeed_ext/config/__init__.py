@@ -1,7 +1,13 @@
-"""Defines what a user may write under ``zero_optimization``, with one model per system, and reads a config file."""
+"""Defines what a user may write under ``zero_optimization``, with one model per system, and reads a
+config file."""
 
 from deepspeed_ext.config.core_binding import CoreBindingConfig, ReservedCores
-from deepspeed_ext.config.zenflow import OF_ONE_RULE, RuleName, ZenFlowConfig, given_of_the_other_rule
+from deepspeed_ext.config.zenflow import (
+    OF_ONE_RULE,
+    RuleName,
+    ZenFlowConfig,
+    given_of_the_other_rule,
+)
 from deepspeed_ext.config.zero import FlattenTier, ZeroFields, idle_fields
 
 __all__ = [

@@ -19,8 +19,11 @@ def _few_enough(cores: int | float) -> int | float:
     return cores
 
 
-ReservedCores = Annotated[StrictInt | StrictFloat, AfterValidator(_few_enough), AfterValidator(check_reserved_cores)]
-"""Cores to keep for PyTorch: an int is a count of at least 1, a float is a fraction strictly between 0 and 1."""
+ReservedCores = Annotated[
+    StrictInt | StrictFloat, AfterValidator(_few_enough), AfterValidator(check_reserved_cores)
+]
+"""Cores to keep for PyTorch: an int is a count of at least 1, a float is a fraction strictly
+between 0 and 1."""
 
 
 class CoreBindingConfig(ConfigSection):
@@ -29,13 +32,14 @@ class CoreBindingConfig(ConfigSection):
     enabled: bool | None = None
     """Bind this rank's threads to its share of the host's cores. Not given: true if ZenFlow is on.
 
-    With ZenFlow, PyTorch and the optimizer process get disjoint cores. With plain ZeRO-Offload, where the optimizer
-    runs on PyTorch's threads, each rank is bound to its share of the host's cores.
+    With ZenFlow, PyTorch and the optimizer process get disjoint cores. With plain ZeRO-Offload,
+    where the optimizer runs on PyTorch's threads, each rank is bound to its share of the host's
+    cores.
     """
 
     optimizer_cores: Annotated[int, Field(ge=1, le=MOST_CORES)] | None = None
-    """Cores per rank for the optimizer process. Not given: the result of ``deepspeed-ext tune`` for exactly this
-    host and these ranks; otherwise what ``zenflow.pt_reserved_cores`` leaves."""
+    """Cores per rank for the optimizer process. Not given: the result of ``deepspeed-ext tune`` for
+    exactly this host and these ranks; otherwise what ``zenflow.pt_reserved_cores`` leaves."""
 
     use_tuning_result: bool = True
     """Use a result of ``deepspeed-ext tune`` from the cache of the user who runs the training."""

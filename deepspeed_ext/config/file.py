@@ -1,4 +1,5 @@
-"""Reads a DeepSpeed config file as DeepSpeed does, without importing it: an object of Hjson, no larger than configs."""
+"""Reads a DeepSpeed config file as DeepSpeed does, without importing it: an object of Hjson, no
+larger than configs."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from deepspeed_ext.errors import ConfigError
 __all__ = ["count_in", "is_deeper", "read_json", "require_fields", "section_of", "shown"]
 
 MOST_BYTES = 1 << 20
-"""A config is smaller than that; anything larger is another file, and hjson takes two seconds for a MiB."""
+"""A config is smaller than that; anything larger is another file, and hjson takes two seconds for a
+MiB."""
 MOST_COUNT = 1 << 31
 MOST_DEPTH = 64
 """Of sections in sections. A config has a handful, and copying one of hundreds fails in Python."""
@@ -36,8 +38,8 @@ def read_json(path: str, what: str = "--config") -> dict[str, Any]:
         what: the argument that names the file.
 
     Raises:
-        ConfigError: there is none, or it holds no object or an empty one, or the same key twice, or what
-            `require_fields` refuses.
+        ConfigError: there is none, or it holds no object or an empty one, or the same key twice, or
+            what `require_fields` refuses.
     """
     import hjson
 
@@ -93,7 +95,8 @@ def require_fields(config: Mapping[Any, Any]) -> None:
         if wrong := [key for key in section if not isinstance(key, str)]:
             kind = type(wrong[0]).__name__
             raise ConfigError(
-                f"{name} has the key {shown(wrong[0])}, of type {kind}: keys are names of fields, as text"
+                f"{name} has the key {shown(wrong[0])}, of type {kind}: keys are names of fields, "
+                f"as text"
             )
 
 
@@ -113,11 +116,16 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether dicts and lists are nested more than `levels` deep. Iterative, because Python limits recursion."""
+    """Whether dicts and lists are nested more than `levels` deep. Iterative, because Python limits
+    recursion."""
     level = [value]
     for _ in range(levels):
         containers = [each for each in level if isinstance(each, dict | list)]
-        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+        level = [
+            inner
+            for each in containers
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
     return any(isinstance(each, dict | list) for each in level)
 
 

@@ -10,11 +10,18 @@ __all__ = ["ConfigSection"]
 
 
 class ConfigSection(BaseModel):
-    """A section of the config. Unknown fields are errors, values are immutable, and "auto" means not given."""
+    """A section of the config. Unknown fields are errors, values are immutable, and "auto" means
+    not given."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _auto_is_not_given(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value != "auto"} if isinstance(data, dict) else data
+        return (
+            {name: value for name, value in data.items() if value != "auto"}
+            if isinstance(data, dict)
+            else data
+        )

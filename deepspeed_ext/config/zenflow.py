@@ -15,7 +15,8 @@ DAY_SECONDS = 24 * 3600
 RuleName = Literal["predictive", "selective"]
 
 Steps = Annotated[int, Field(ge=1, le=2**31 - 1)]
-"""A number of optimizer steps or epochs. Large values cost nothing, but ranks exchange it as an integer."""
+"""A number of optimizer steps or epochs. Large values cost nothing, but ranks exchange it as an
+integer."""
 
 
 def _factor_or_off(factor: float) -> float:
@@ -36,131 +37,151 @@ MEASURED = "measured"
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
 BlockSize = Annotated[int, Field(ge=1, le=2**16)]
-"""Elements per block; the last block of a partition may be shorter. Bounded because a thread of the worker processes
-whole blocks, which should fit its cache."""
+"""Elements per block; the last block of a partition may be shorter. Bounded because a thread of the
+worker processes whole blocks, which should fit its cache."""
 
 
 class ZenFlowConfig(ConfigSection):
-    """The ``zenflow`` section: CPU offload with the optimizer in a separate process that overlaps with the accelerator.
+    """The ``zenflow`` section: CPU offload with the optimizer in a separate process that overlaps
+    with the accelerator.
 
     It has all fields of DeepSpeed's own ZenFlow, under the same names.
     """
 
     update_rule: RuleName | None = None
-    """``predictive``: exact Adam, AdamW or Lion on the host for every step; the weights on the accelerator include an
-    estimate of the update in flight. ``selective``: ZenFlow as published. Not given: ``selective`` if ``topk_ratio``
-    or a ``select_*`` field is given, otherwise ``predictive``."""
+    """``predictive``: exact Adam, AdamW or Lion on the host for every step; the weights on the
+    accelerator include an estimate of the update in flight. ``selective``: ZenFlow as published.
+    Not given: ``selective`` if ``topk_ratio`` or a ``select_*`` field is given, otherwise
+    ``predictive``."""
 
     update_interval: Interval | Literal["measured"] | None = None
-    """``predictive``: optimizer steps whose gradients the worker processes in one pass. Not given: 1, which follows
-    AdamW most closely; the loss at 4 was up to 7 % higher. ``measured``, or "auto": the smallest interval, at most
-    2, at which the worker keeps up, measured at the start, or a shorter one if host memory is short. Larger intervals
-    need less memory bandwidth on the host, but room for ``2 x interval - 1`` gradients. ``selective``: optimizer
-    steps whose mean gradient makes one step of the cold blocks. Not given, ``measured`` or "auto": chosen at the
+    """``predictive``: optimizer steps whose gradients the worker processes in one pass. Not given:
+    1, which follows AdamW most closely; the loss at 4 was up to 7 % higher. ``measured``, or
+    "auto": the smallest interval, at most 2, at which the worker keeps up, measured at the start,
+    or a shorter one if host memory is short. Larger intervals need less memory bandwidth on the
+    host, but room for ``2 x interval - 1`` gradients. ``selective``: optimizer steps whose mean
+    gradient makes one step of the cold blocks. Not given, ``measured`` or "auto": chosen at the
     first selection (see ``auto_ratio``). Never changes ``gradient_accumulation_steps``."""
 
     overlap_step: bool | None = None
-    """Let the worker step while the accelerator runs the next step. False: wait for the worker in every step. Not
-    given: true for ``predictive``, false for ``selective``."""
+    """Let the worker step while the accelerator runs the next step. False: wait for the worker in
+    every step. Not given: true for ``predictive``, false for ``selective``."""
 
     full_warm_up_rounds: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Synchronous optimizer steps at the start; each is an exact step of all parameters. There is at least one, and
-    with ``predictive`` at least one interval. Not given: 40 (``predictive``) or 1 (``selective``)."""
+    """Synchronous optimizer steps at the start; each is an exact step of all parameters. There is
+    at least one, and with ``predictive`` at least one interval. Not given: 40 (``predictive``) or 1
+    (``selective``)."""
 
     block_size: BlockSize = 32
-    """``predictive``: elements over which the second moment is averaged. Costs 4/block_size bytes per parameter."""
+    """``predictive``: elements over which the second moment is averaged. Costs 4/block_size bytes
+    per parameter."""
 
     prediction_error_factor: ErrorFactor = 3.0
-    """``predictive``: allowed error of predicted weights, as a multiple of the error of rounding them, or of a third of
-    an update if that is larger. While the error is above it, steps wait for their own update. Measured on a sample,
-    every 20 steps. At least 1; or 0, which turns this guard off."""
+    """``predictive``: allowed error of predicted weights, as a multiple of the error of rounding
+    them, or of a third of an update if that is larger. While the error is above it, steps wait for
+    their own update. Measured on a sample, every 20 steps. At least 1; or 0, which turns this guard
+    off."""
 
     publish_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype in which the worker sends weights. Not given: the model's dtype, which rounds once more than float32 but
-    needs half the host memory and link traffic if it has 16 bits. Only the model's dtype or float32."""
+    """Dtype in which the worker sends weights. Not given: the model's dtype, which rounds once more
+    than float32 but needs half the host memory and link traffic if it has 16 bits. Only the model's
+    dtype or float32."""
 
     state_dtype: StateDtype = "float32"
-    """``predictive`` with Adam or AdamW: dtype of the moments on the host. ``bfloat16`` takes 4 bytes of host memory
-    per parameter less, and the pass moves 20 bytes per parameter instead of 28; ``int8`` takes 5.9 bytes less, and the
-    pass moves 16. Neither is exact: every update rounds both moments up or down at random. ``int8`` keeps a scale for
-    each block, of at most 256 elements. A resume is still exact, and a checkpoint of another dtype is converted.
-    DeepSpeed's ``bf16.bf16_optimizer_states`` sets ``bfloat16``, unless this is given. Not with
+    """``predictive`` with Adam or AdamW: dtype of the moments on the host. ``bfloat16`` takes 4
+    bytes of host memory per parameter less, and the pass moves 20 bytes per parameter instead of
+    28; ``int8`` takes 5.9 bytes less, and the pass moves 16. Neither is exact: every update rounds
+    both moments up or down at random. ``int8`` keeps a scale for each block, of at most 256
+    elements. A resume is still exact, and a checkpoint of another dtype is converted. DeepSpeed's
+    ``bf16.bf16_optimizer_states`` sets ``bfloat16``, unless this is given. Not with
     ``offload_optimizer.ratio`` below 1."""
 
     hide_transfers: bool | None = None
-    """Copy gradients and results beside the next step instead of inside the step. Takes 2 bytes of device memory per
-    parameter of the partition. Not given: if every rank has room for that and keeps a tenth of its memory free. Without
-    effect if the accelerator is the CPU."""
+    """Copy gradients and results beside the next step instead of inside the step. Takes 2 bytes of
+    device memory per parameter of the partition. Not given: if every rank has room for that and
+    keeps a tenth of its memory free. Without effect if the accelerator is the CPU."""
 
     gradients_on_host: bool | None = None
-    """Copy gradients to the host during backward, so that of a rank's partition only the weights are on the
-    accelerator; the host then computes the new weights in the step, and copies them up. Stages 2 and 3, without
-    ``hide_transfers`` and with the whole optimizer on the host. Takes 2 bytes of host memory per parameter. Not given:
-    if gradients would take more than half of what is free on any rank's accelerator beside the weights. Without effect
-    if the accelerator is the CPU, and with ``offload_param``, whose gradients are on the host anyway."""
+    """Copy gradients to the host during backward, so that of a rank's partition only the weights
+    are on the accelerator; the host then computes the new weights in the step, and copies them up.
+    Stages 2 and 3, without ``hide_transfers`` and with the whole optimizer on the host. Takes 2
+    bytes of host memory per parameter. Not given: if gradients would take more than half of what is
+    free on any rank's accelerator beside the weights. Without effect if the accelerator is the CPU,
+    and with ``offload_param``, whose gradients are on the host anyway."""
 
     offload_reserve_fraction: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.15
-    """With ``offload_optimizer.ratio`` = "auto": fraction of the accelerator's total memory that stays free for
-    activations and temporaries, beside the most that a measured step has taken. If the share is chosen before the first
-    step, gradients, their flat copy, buckets and landing buffers are counted beside it."""
+    """With ``offload_optimizer.ratio`` = "auto": fraction of the accelerator's total memory that
+    stays free for activations and temporaries, beside the most that a measured step has taken. If
+    the share is chosen before the first step, gradients, their flat copy, buckets and landing
+    buffers are counted beside it."""
 
     async_save: bool = False
-    """Let ``save_checkpoint`` return while the checkpoint is still being written: p, m and v by the worker, copies of
-    the rest by a thread. The next pass of the worker waits until p, m and v are written. The checkpoint appears under
-    its name, and in ``latest``, once it is complete, after a later step or in ``engine.destroy()``."""
+    """Let ``save_checkpoint`` return while the checkpoint is still being written: p, m and v by the
+    worker, copies of the rest by a thread. The next pass of the worker waits until p, m and v are
+    written. The checkpoint appears under its name, and in ``latest``, once it is complete, after a
+    later step or in ``engine.destroy()``."""
 
     save_predicted_weights: bool = False
-    """What ``save_16bit_model``, the Trainer's ``save_model`` and other exports of the model alone write: p, rounded to
-    the nearest value of the weights' dtype, or the weights that training uses, which anticipate an update. Checkpoints
-    have both."""
+    """What ``save_16bit_model``, the Trainer's ``save_model`` and other exports of the model alone
+    write: p, rounded to the nearest value of the weights' dtype, or the weights that training uses,
+    which anticipate an update. Checkpoints have both."""
 
     worker_timeout_seconds: Annotated[float, Field(gt=0, le=7 * DAY_SECONDS)] = 240.0
-    """Longest time that the worker's start, or a wait for it, may take before it is an error. While one rank waits
-    for its worker, the others wait for that rank in a collective. So the value must be below the process group's
-    timeout (DeepSpeed's default: 600, see ``DEEPSPEED_TIMEOUT``); otherwise the communication library would end the
-    job first, without the reason, and ``initialize`` raises an error. Half of the group's timeout if that is not above
-    240 and this field is left out."""
+    """Longest time that the worker's start, or a wait for it, may take before it is an error. While
+    one rank waits for its worker, the others wait for that rank in a collective. So the value must
+    be below the process group's timeout (DeepSpeed's default: 600, see ``DEEPSPEED_TIMEOUT``);
+    otherwise the communication library would end the job first, without the reason, and
+    ``initialize`` raises an error. Half of the group's timeout if that is not above 240 and this
+    field is left out."""
 
     pt_reserved_cores: ReservedCores | None = None
-    """Cores kept for PyTorch; the worker gets the rest. A count of at least 1 (int), or a fraction of this rank's cores
-    strictly between 0 and 1 (float). Not given: the tuning result for this host; otherwise an eighth, at least 2 and
-    at most 4, or half if the accelerator is the CPU."""
+    """Cores kept for PyTorch; the worker gets the rest. A count of at least 1 (int), or a fraction
+    of this rank's cores strictly between 0 and 1 (float). Not given: the tuning result for this
+    host; otherwise an eighth, at least 2 and at most 4, or half if the accelerator is the CPU."""
 
     pt_reserved_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = DEFAULT_RESERVED_FRACTION
-    """DeepSpeed's name for the fraction. Used if it is given, neither 0 nor 1, and ``pt_reserved_cores`` is not."""
+    """DeepSpeed's name for the fraction. Used if it is given, neither 0 nor 1, and
+    ``pt_reserved_cores`` is not."""
 
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every step. Hot are
-    the blocks with the largest sum of absolute gradients over all ranks, but no rank gets more than twice its share.
-    Costs about 12 bytes of accelerator memory per hot parameter (see ``offload``)."""
+    """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every
+    step. Hot are the blocks with the largest sum of absolute gradients over all ranks, but no rank
+    gets more than twice its share. Costs about 12 bytes of accelerator memory per hot parameter
+    (see ``offload``)."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
-    """``selective``: unit of ``select_interval``: optimizer steps or epochs. ``auto`` counts steps. ``step`` needs
-    ``select_interval``. ``epoch`` needs ``training_data`` at ``deepspeed.initialize``, which gives the length of an
-    epoch; without it, hot blocks are selected only once."""
+    """``selective``: unit of ``select_interval``: optimizer steps or epochs. ``auto`` counts steps.
+    ``step`` needs ``select_interval``. ``epoch`` needs ``training_data`` at
+    ``deepspeed.initialize``, which gives the length of an epoch; without it, hot blocks are
+    selected only once."""
 
     select_interval: Steps | None = None
-    """``selective``: how often hot blocks are selected again, at least ``update_interval``, rounded up to whole
-    update intervals. At a selection their state moves between host and accelerator, and the step waits for the worker.
-    Not given: 16 steps, but at least four update intervals (``auto``), or one epoch (``epoch``)."""
+    """``selective``: how often hot blocks are selected again, at least ``update_interval``, rounded
+    up to whole update intervals. At a selection their state moves between host and accelerator, and
+    the step waits for the worker. Not given: 16 steps, but at least four update intervals
+    (``auto``), or one epoch (``epoch``)."""
 
     select_block_size: BlockSize = 256
-    """``selective``: elements per block. A block is a run of contiguous elements that are selected together."""
+    """``selective``: elements per block. A block is a run of contiguous elements that are selected
+    together."""
 
     overlap_lag: Interval = 1
-    """``selective`` with ``overlap_step``: optimizer steps between handing gradients over and applying the result;
-    at most the update interval. A larger lag gives the worker more time, but increases the loss."""
+    """``selective`` with ``overlap_step``: optimizer steps between handing gradients over and
+    applying the result; at most the update interval. A larger lag gives the worker more time, but
+    increases the loss."""
 
     offload: bool = False
-    """``selective``: keep the state of hot blocks on the host between steps. Costs one transfer each way per step."""
+    """``selective``: keep the state of hot blocks on the host between steps. Costs one transfer
+    each way per step."""
 
     auto_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.99
-    """``selective`` without ``update_interval``: update cold blocks as soon as their collected gradients reach this
-    share of a hot block's gradient of one step. Computed from mean gradients at the first selection; gives an
-    interval of 1 to 8 steps."""
+    """``selective`` without ``update_interval``: update cold blocks as soon as their collected
+    gradients reach this share of a hot block's gradient of one step. Computed from mean gradients
+    at the first selection; gives an interval of 1 to 8 steps."""
 
     def __init__(self, **data: Any) -> None:
-        """Take the interval "auto" for "measured", before "auto" values are dropped as not given."""
+        """Take the interval "auto" for "measured", before "auto" values are dropped as not
+        given."""
         if data.get("update_interval") == "auto":
             data["update_interval"] = MEASURED
         super().__init__(**data)
@@ -175,7 +196,9 @@ class ZenFlowConfig(ConfigSection):
     @property
     def rule(self) -> RuleName:
         """The update rule in use."""
-        return self.update_rule or ("selective" if CHOOSES_SELECTIVE & self.model_fields_set else "predictive")
+        return self.update_rule or (
+            "selective" if CHOOSES_SELECTIVE & self.model_fields_set else "predictive"
+        )
 
     @property
     def overlapped(self) -> bool:
@@ -189,15 +212,22 @@ class ZenFlowConfig(ConfigSection):
 
     @property
     def reserved_cores(self) -> int | float | None:
-        """Cores that the user reserves for PyTorch, under our field name or DeepSpeed's; None: not given."""
+        """Cores that the user reserves for PyTorch, under our field name or DeepSpeed's; None: not
+        given."""
         if self.pt_reserved_cores is not None:
             return self.pt_reserved_cores
         fraction = self.pt_reserved_cores_perc
-        return fraction if "pt_reserved_cores_perc" in self.model_fields_set and 0.0 < fraction < 1.0 else None
+        return (
+            fraction
+            if "pt_reserved_cores_perc" in self.model_fields_set and 0.0 < fraction < 1.0
+            else None
+        )
 
 
 CHOOSES_SELECTIVE = frozenset(
-    name for name in ZenFlowConfig.model_fields if name == "topk_ratio" or name.startswith("select_")
+    name
+    for name in ZenFlowConfig.model_fields
+    if name == "topk_ratio" or name.startswith("select_")
 )
 """Fields that select the selective rule if ``update_rule`` is not given."""
 
@@ -213,4 +243,8 @@ def given_of_the_other_rule(zenflow: ZenFlowConfig | None) -> list[str]:
     if zenflow is None:
         return []
     other: RuleName = "selective" if zenflow.rule == "predictive" else "predictive"
-    return [name for name in type(zenflow).model_fields if name in OF_ONE_RULE[other] & zenflow.model_fields_set]
+    return [
+        name
+        for name in type(zenflow).model_fields
+        if name in OF_ONE_RULE[other] & zenflow.model_fields_set
+    ]

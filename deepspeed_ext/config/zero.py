@@ -1,9 +1,10 @@
 """The fields that deepspeed_ext adds to ``zero_optimization``.
 
-The models are plain pydantic and import neither torch nor DeepSpeed. `adapter.zero_config` mixes them into DeepSpeed's
-own. Field names include the unit. Every number has an upper bound, so that a typo cannot overflow later or take
-gigabytes. The value "auto" means that a field is not given, as in DeepSpeed's own sections. No default is "auto" unless
-DeepSpeed's is, because Accelerate refuses an unresolved "auto".
+The models are plain pydantic and import neither torch nor DeepSpeed. `adapter.zero_config` mixes
+them into DeepSpeed's own. Field names include the unit. Every number has an upper bound, so that a
+typo cannot overflow later or take gigabytes. The value "auto" means that a field is not given, as
+in DeepSpeed's own sections. No default is "auto" unless DeepSpeed's is, because Accelerate refuses
+an unresolved "auto".
 """
 
 from typing import Annotated, Literal
@@ -24,28 +25,31 @@ class ZeroFields(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     flatten_tier: FlattenTier | None = None
-    """How ZeRO-1/2 builds its flat parameter buffers: ``accelerator`` (needs accelerator memory for a second copy of
-    a group's parameters), ``distributed`` (needs 1/N of that, with N > 1 data-parallel ranks) or ``host`` (needs
-    none). Not given: the first of the three that fits into the free memory of every rank."""
+    """How ZeRO-1/2 builds its flat parameter buffers: ``accelerator`` (needs accelerator memory for
+    a second copy of a group's parameters), ``distributed`` (needs 1/N of that, with N > 1
+    data-parallel ranks) or ``host`` (needs none). Not given: the first of the three that fits into
+    the free memory of every rank."""
 
     flatten_reserve_fraction: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.05
     """Fraction of the accelerator's total memory that flattening must leave free."""
 
     stage3_allgather_single_param: bool = False
-    """ZeRO-3: gather every parameter directly into its own storage instead of through a bucket, which needs a
-    second, temporary copy of the gathered data. Prefetching stays as configured. Cannot be combined with
-    ``stage3_allgather_sequential`` or ``stage3_use_all_reduce_for_fetch_params``, which gather in other ways."""
+    """ZeRO-3: gather every parameter directly into its own storage instead of through a bucket,
+    which needs a second, temporary copy of the gathered data. Prefetching stays as configured.
+    Cannot be combined with ``stage3_allgather_sequential`` or
+    ``stage3_use_all_reduce_for_fetch_params``, which gather in other ways."""
 
     stage3_single_param_min_numel: Annotated[int, Field(ge=0, le=2**30)] | None = None
-    """With ``stage3_allgather_single_param``: parameters with fewer elements share one collective and its storage;
-    0: none do. Not given: 0 if the backend groups launches (NCCL), otherwise 262144."""
+    """With ``stage3_allgather_single_param``: parameters with fewer elements share one collective
+    and its storage; 0: none do. Not given: 0 if the backend groups launches (NCCL), otherwise
+    262144."""
 
     core_binding: CoreBindingConfig = CoreBindingConfig()
     """Separate the cores of PyTorch from those of the optimizer."""
 
     zenflow: ZenFlowConfig | None = None
-    """Run the optimizer in a separate process that overlaps with the accelerator. Implies CPU offload of the
-    optimizer."""
+    """Run the optimizer in a separate process that overlaps with the accelerator. Implies CPU
+    offload of the optimizer."""
 
 
 def idle_fields(settings: ZeroFields, *, flattens: bool, gathers: bool) -> list[str]:
@@ -61,4 +65,6 @@ def idle_fields(settings: ZeroFields, *, flattens: bool, gathers: bool) -> list[
         "stage3_allgather_single_param": gathers,
         "stage3_single_param_min_numel": gathers,
     }
-    return [name for name, needed in matters.items() if name in settings.model_fields_set and not needed]
+    return [
+        name for name, needed in matters.items() if name in settings.model_fields_set and not needed
+    ]

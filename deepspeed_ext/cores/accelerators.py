@@ -11,7 +11,8 @@ __all__ = ["count", "pci_address"]
 
 
 def _interface() -> Any:
-    """Return ``torch.accelerator``; None if DeepSpeed trains on the CPU, or torch has none or is older than 2.6."""
+    """Return ``torch.accelerator``; None if DeepSpeed trains on the CPU, or torch has none or is
+    older than 2.6."""
     if get_accelerator().device_name() == "cpu":
         return None
     interface = getattr(torch, "accelerator", None)
@@ -25,19 +26,21 @@ def count() -> int:
 
 
 def pci_address(index: int | None = None) -> str | None:
-    """Return the PCI address of a device, such as ``0000:3b:00.0``; None if torch does not report it.
+    """Return the PCI address of a device, such as ``0000:3b:00.0``; None if torch does not report
+    it.
 
     A failure is a warning, because a plan needs no address.
 
     Args:
-        index: device index; None for the current device. Device masks renumber devices, so a local rank is not an
-            index.
+        index: device index; None for the current device. Device masks renumber devices, so a local
+            rank is not an index.
     """
     try:
         return _look_up(index)
     except Exception as error:  # drivers raise errors of any kind
         warn_once(
-            f"core binding: the accelerator's PCI address cannot be read ({type(error).__name__}: {error}); plans do "
+            f"core binding: the accelerator's PCI address cannot be read ({type(error).__name__}: "
+            f"{error}); plans do "
             "not take its NUMA node into account"
         )
         return None

@@ -12,7 +12,14 @@ from deepspeed_ext.runtime.cgroup import read_cpuset
 from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist, parse_cpumask
 from deepspeed_ext.runtime.procfs import numbered, read_text
 
-__all__ = ["ALLOWED_VARIABLE", "OMP_BINDING_VARIABLES", "Allowed", "find_allowed", "omp_binding", "status_mask"]
+__all__ = [
+    "ALLOWED_VARIABLE",
+    "OMP_BINDING_VARIABLES",
+    "Allowed",
+    "find_allowed",
+    "omp_binding",
+    "status_mask",
+]
 
 ALLOWED_VARIABLE = "DSEXT_ALLOWED_CPUS"
 OMP_BINDING_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -28,7 +35,8 @@ class Allowed:
 
 
 def omp_binding(environ: Mapping[str, str]) -> str | None:
-    """Return the setting that makes OpenMP bind threads itself, such as ``OMP_PROC_BIND=true``; None if none does."""
+    """Return the setting that makes OpenMP bind threads itself, such as ``OMP_PROC_BIND=true``;
+    None if none does."""
     for name in OMP_BINDING_VARIABLES:
         value = environ.get(name, "")
         if value and value.lower() not in ("false", "none", "disabled"):
@@ -36,16 +44,20 @@ def omp_binding(environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[str, str] | None = None) -> Allowed:
-    """Find the allowed CPUs of this process (root "/") or of the process that the tree ``root`` describes.
+def find_allowed(
+    topology: Topology, root: Path | str = "/", environ: Mapping[str, str] | None = None
+) -> Allowed:
+    """Find the allowed CPUs of this process (root "/") or of the process that the tree ``root``
+    describes.
 
-    The first of these that exists is used: DSEXT_ALLOWED_CPUS; the mask from before torch was imported or, while core
-    binding is in force, the CPUs found before it; the union of all threads' masks; the calling thread's mask; every
-    online CPU. The result contains online CPUs only.
+    The first of these that exists is used: DSEXT_ALLOWED_CPUS; the mask from before torch was
+    imported or, while core binding is in force, the CPUs found before it; the union of all threads'
+    masks; the calling thread's mask; every online CPU. The result contains online CPUs only.
 
     Raises:
         ConfigError: DSEXT_ALLOWED_CPUS is malformed, or none of its CPUs is online.
-        UnsupportedError: none of the CPUs found elsewhere is online, so the host does not describe itself correctly.
+        UnsupportedError: none of the CPUs found elsewhere is online, so the host does not describe
+            itself correctly.
     """
     environ = os.environ if environ is None else environ
     live = Path(root) == Path("/")
@@ -55,16 +67,22 @@ def find_allowed(topology: Topology, root: Path | str = "/", environ: Mapping[st
         try:
             found = Allowed(parse_cpulist(stated), ALLOWED_VARIABLE)
         except ValueError as error:
-            raise ConfigError(f"the environment variable {ALLOWED_VARIABLE}={stated}: {error}") from None
+            raise ConfigError(
+                f"the environment variable {ALLOWED_VARIABLE}={stated}: {error}"
+            ) from None
     elif initial is not None:
-        found = Allowed(initial, "mask of the process before torch was imported or core binding began")
+        found = Allowed(
+            initial, "mask of the process before torch was imported or core binding began"
+        )
     else:
         masks = _thread_masks(Path(root))
         if not masks and live:
             masks = [initial_mask.present()]
         union = frozenset().union(*masks)
         source = "union of the masks of all threads" if union else "every online CPU"
-        found = _see_through_omp(Allowed(union or topology.cpus, source), topology, Path(root), environ)
+        found = _see_through_omp(
+            Allowed(union or topology.cpus, source), topology, Path(root), environ
+        )
     if not found.cpus & topology.cpus:
         raise (ConfigError if stated else UnsupportedError)(
             f"none of the allowed CPUs {format_cpulist(found.cpus)} ({found.source}) is online "
@@ -81,8 +99,11 @@ def _thread_masks(root: Path) -> list[frozenset[int]]:
 
 
 def status_mask(status: Path) -> frozenset[int] | None:
-    """Read the allowed CPUs from a ``/proc/<pid>/status`` file; None if the file is gone or has no such line."""
-    fields = dict(line.split(":", 1) for line in (read_text(status) or "").splitlines() if ":" in line)
+    """Read the allowed CPUs from a ``/proc/<pid>/status`` file; None if the file is gone or has no
+    such line."""
+    fields = dict(
+        line.split(":", 1) for line in (read_text(status) or "").splitlines() if ":" in line
+    )
     for name, parse in (("Cpus_allowed_list", parse_cpulist), ("Cpus_allowed", parse_cpumask)):
         try:
             mask = parse(fields.get(name, ""))
@@ -93,8 +114,11 @@ def status_mask(status: Path) -> frozenset[int] | None:
     return None
 
 
-def _see_through_omp(found: Allowed, topology: Topology, root: Path, environ: Mapping[str, str]) -> Allowed:
-    """If OpenMP may have bound the main thread to one core, use the cpuset if there is one; otherwise only warn."""
+def _see_through_omp(
+    found: Allowed, topology: Topology, root: Path, environ: Mapping[str, str]
+) -> Allowed:
+    """If OpenMP may have bound the main thread to one core, use the cpuset if there is one;
+    otherwise only warn."""
     setting = omp_binding(environ)
     cores = {topology.core_of[cpu].id for cpu in found.cpus & topology.cpus}
     if setting is None or len(cores) != 1 or len(topology.cores) == 1:
@@ -104,7 +128,8 @@ def _see_through_omp(found: Allowed, topology: Topology, root: Path, environ: Ma
         warning = f"{setting} narrowed the mask; using the cpuset instead"
         return Allowed(cpuset, "cpuset of the control group", (warning,))
     warning = (
-        f"{setting} may have narrowed the allowed CPUs to {format_cpulist(found.cpus)}; unset it, import "
+        f"{setting} may have narrowed the allowed CPUs to {format_cpulist(found.cpus)}; unset it, "
+        f"import "
         f"deepspeed_ext before torch, or list the CPUs in {ALLOWED_VARIABLE}"
     )
     return replace(found, warnings=(warning,))

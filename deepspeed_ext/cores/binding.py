@@ -1,4 +1,5 @@
-"""Core binding for an engine: one object, from the start of the process group to the end of training."""
+"""Core binding for an engine: one object, from the start of the process group to the end of
+training."""
 
 import multiprocessing
 import os
@@ -46,23 +47,30 @@ class Verification:
         problems = []
         if self.lost:
             problems.append(
-                f"CPUs {format_cpulist(self.lost)} of the plan have gone offline or left this job's cpuset, and their "
+                f"CPUs {format_cpulist(self.lost)} of the plan have gone offline or left this "
+                f"job's cpuset, and their "
                 "threads share the remaining CPUs: start the job again"
             )
-        for name, threads in (("this process", self.trainer), ("the optimizer process", self.worker)):
+        for name, threads in (
+            ("this process", self.trainer),
+            ("the optimizer process", self.worker),
+        ):
             if threads:
                 cpus = format_cpulist(frozenset().union(*threads.values()))
-                problems.append(f"{len(threads)} thread(s) of {name} may run outside the plan, on CPUs {cpus}")
+                problems.append(
+                    f"{len(threads)} thread(s) of {name} may run outside the plan, on CPUs {cpus}"
+                )
         return "; ".join(problems) or "every thread is within the plan"
 
 
 class CoreBinding:
     """This rank's core plan, applied to this process.
 
-    Call `start` on all ranks once the process group exists, start the optimizer process at `worker_placement`, call
-    `refresh` after the first optimizer step (backends and autograd start threads late), and `restore` at the end; a
-    binding that is garbage-collected is restored too. If the kernel refuses to bind threads, training continues
-    unbound, with one warning. Bindings of one process share its threads: see `process_threads`.
+    Call `start` on all ranks once the process group exists, start the optimizer process at
+    `worker_placement`, call `refresh` after the first optimizer step (backends and autograd start
+    threads late), and `restore` at the end; a binding that is garbage-collected is restored too. If
+    the kernel refuses to bind threads, training continues unbound, with one warning. Bindings of
+    one process share its threads: see `process_threads`.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -85,15 +93,19 @@ class CoreBinding:
         """Agree on a plan with the other ranks and confine this process to it. A collective.
 
         Args:
-            separate: True if the optimizer runs in its own process, which gets part of the rank's cores. False if it
-                runs in this process, which then keeps the rank's whole share of the host.
-            pt_reserved_cores: ``zenflow.pt_reserved_cores``: a count, a fraction of the rank's cores, or None.
+            separate: True if the optimizer runs in its own process, which gets part of the rank's
+                cores. False if it runs in this process, which then keeps the rank's whole share of
+                the host.
+            pt_reserved_cores: ``zenflow.pt_reserved_cores``: a count, a fraction of the rank's
+                cores, or None.
             undo: receives `restore`, in case the caller fails later.
 
         Raises:
-            ConfigError: on every rank, if the settings of any rank contradict each other or its host.
+            ConfigError: on every rank, if the settings of any rank contradict each other or its
+                host.
             PlanMismatchError: on every rank, if the ranks ask for different things.
-            RankError: on every rank, if anything else fails on any rank before its threads are bound.
+            RankError: on every rank, if anything else fails on any rank before its threads are
+                bound.
         """
         off = os.environ.get(DISABLE_VARIABLE) == "0"
         with together(ranks):
@@ -127,7 +139,9 @@ class CoreBinding:
     @property
     def worker_placement(self) -> WorkerPlacement | None:
         """Placement of the optimizer process; None if it is unbound."""
-        return WorkerPlacement.of(self.plan) if self.plan is not None and self.plan.optimizer else None
+        return (
+            WorkerPlacement.of(self.plan) if self.plan is not None and self.plan.optimizer else None
+        )
 
     @property
     def cores(self) -> int | None:
@@ -140,18 +154,22 @@ class CoreBinding:
         self._release.atexit = False
         try:
             process_threads.bind(plan, allowed)
-        except Exception as error:  # if one rank raised here, the others would wait in the next collective
+        except (
+            Exception
+        ) as error:  # if one rank raised here, the others would wait in the next collective
             self._give_up(error)
 
     def _give_up(self, reason: Exception) -> None:
         wanted = self.plan.pytorch if self.plan else ()
         self.restore()
         warn_once(
-            f"core binding: cannot confine the threads to CPUs {list(wanted)} ({reason}); training continues unbound"
+            f"core binding: cannot confine the threads to CPUs {list(wanted)} ({reason}); "
+            f"training continues unbound"
         )
 
     def refresh(self, worker_pid: int | None = None) -> Verification:
-        """Confine threads that started outside the plan since `start`, then `verify` and warn about what remains."""
+        """Confine threads that started outside the plan since `start`, then `verify` and warn about
+        what remains."""
         if self.plan is not None:
             try:
                 process_threads.confine_again(self.plan)
@@ -194,8 +212,8 @@ class CoreBinding:
         return Verification(outside(planned), worker, lost)
 
     def restore(self) -> None:
-        """Restore the masks and thread counts from before `start`. If another binding of this process is still active,
-        apply its plan instead. Idempotent."""
+        """Restore the masks and thread counts from before `start`. If another binding of this
+        process is still active, apply its plan instead. Idempotent."""
         if self._release is not None:
             self._release()  # does nothing the second time
         self.plan = None

@@ -7,8 +7,8 @@ from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION
 __all__ = ["split_cores", "within_quota"]
 
 FEWEST_BESIDE, MOST_BESIDE, ONE_OF = 2, 4, 8
-"""Beside an accelerator PyTorch keeps one core of `ONE_OF`, within these bounds: it launches kernels,
-and runs autograd, the courier of copies and the threads of the communication library."""
+"""Beside an accelerator PyTorch keeps one core of `ONE_OF`, within these bounds: it launches
+kernels, and runs autograd, the courier of copies and the threads of the communication library."""
 
 
 def split_cores(
@@ -18,14 +18,16 @@ def split_cores(
     *,
     on_cpu: bool = False,
 ) -> tuple[int, int]:
-    """Return (PyTorch's cores, the optimizer's cores): each at least 1; if ``total`` > 1, together at most ``total``.
+    """Return (PyTorch's cores, the optimizer's cores): each at least 1; if ``total`` > 1, together
+    at most ``total``.
 
     Args:
         total: cores of the rank, at least 1. A single core serves both.
-        reserved: cores kept for PyTorch, a count or a fraction, rounded up. None: what ``optimizer``
-            leaves; without that half if ``on_cpu``, else an eighth, at least 2 and at most 4.
-        optimizer: maximum number of cores for the optimizer. If both do not fit, ``reserved`` is reduced. None: the
-            rest.
+        reserved: cores kept for PyTorch, a count or a fraction, rounded up. None: what
+            ``optimizer`` leaves; without that half if ``on_cpu``, else an eighth, at least 2 and at
+            most 4.
+        optimizer: maximum number of cores for the optimizer. If both do not fit, ``reserved`` is
+            reduced. None: the rest.
         on_cpu: the CPU is the accelerator, so forward and backward need cores, too.
     """
     if total == 1:
@@ -49,5 +51,6 @@ def _unless_given(total: int, on_cpu: bool) -> int | float:
 
 
 def within_quota(total: int, quota_cores: float | None) -> int:
-    """Reduce a rank's ``total`` cores to what its share of a CPU quota can keep busy, but not below two."""
+    """Reduce a rank's ``total`` cores to what its share of a CPU quota can keep busy, but not below
+    two."""
     return total if quota_cores is None else min(total, max(2, math.floor(quota_cores)))

@@ -1,9 +1,9 @@
 """Lets the ranks of a job agree on one core plan per host.
 
-Each rank reports what it knows about its host to the other ranks of that host. Ranks with the same boot id are on one
-host, even if host names differ: containers on one host share its CPU numbers. Every rank then computes its host's plan,
-and the hashes of the plans are compared. A rank that cannot read its host, or must not be bound, still takes part in
-every collective.
+Each rank reports what it knows about its host to the other ranks of that host. Ranks with the same
+boot id are on one host, even if host names differ: containers on one host share its CPU numbers.
+Every rank then computes its host's plan, and the hashes of the plans are compared. A rank that
+cannot read its host, or must not be bound, still takes part in every collective.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,12 @@ from pathlib import Path
 from deepspeed_ext.cores import initial_mask
 from deepspeed_ext.cores.allowed import find_allowed
 from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, RankPlan, plan_host
-from deepspeed_ext.cores.topology import Topology, flat_topology, read_accelerator_node, read_topology
+from deepspeed_ext.cores.topology import (
+    Topology,
+    flat_topology,
+    read_accelerator_node,
+    read_topology,
+)
 from deepspeed_ext.cores.tuning_results import Fingerprint
 from deepspeed_ext.errors import PlanMismatchError, UnsupportedError
 from deepspeed_ext.runtime.cgroup import CpuQuota, read_cpu_quotas
@@ -47,7 +52,9 @@ class RankReport:
 
     def facts(self, local_rank: int) -> RankFacts:
         """The planner's facts about this rank, with the given local rank."""
-        return RankFacts(local_rank, parse_cpulist(self.allowed), self.accelerator_node, self.quotas)
+        return RankFacts(
+            local_rank, parse_cpulist(self.allowed), self.accelerator_node, self.quotas
+        )
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,8 @@ def report_rank(
 ) -> tuple[RankReport, Topology | None]:
     """Read this rank's host and return the report and the topology.
 
-    If the host cannot be read, the topology is None and a warning in the report says why. If this rank must not be
-    bound, the host is not read.
+    If the host cannot be read, the topology is None and a warning in the report says why. If this
+    rank must not be bound, the host is not read.
 
     Args:
         rank, local_rank, request, tuned, disabled: see `RankReport`.
@@ -119,13 +126,15 @@ def report_rank(
 
 
 def agree(mine: RankReport, topology: Topology | None, ranks: RankGroup) -> Agreement:
-    """Exchange reports, plan this host, and compare the plans. A collective: every rank of `ranks` calls it.
+    """Exchange reports, plan this host, and compare the plans. A collective: every rank of `ranks`
+    calls it.
 
     Args:
         topology: this rank's host; None if it cannot be read.
 
     Raises:
-        PlanMismatchError: on every rank, if ranks asked for different things or computed different plans.
+        PlanMismatchError: on every rank, if ranks asked for different things or computed different
+            plans.
         RankError: on every rank, if a host cannot be planned.
     """
     require_same_plan("core binding", mine.request, ranks)
@@ -134,13 +143,17 @@ def agree(mine: RankReport, topology: Topology | None, ranks: RankGroup) -> Agre
         peers = sorted(found, key=lambda report: (report.local_rank, report.rank))
         agreement = _plan_with(mine, topology, peers)
         # If each rank planned only for itself, there is nothing to compare.
-        is_joint = agreement.host is not None and len(agreement.host.ranks) + len(agreement.host.unbound) == len(peers)
+        is_joint = agreement.host is not None and len(agreement.host.ranks) + len(
+            agreement.host.unbound
+        ) == len(peers)
         digest = agreement.host.digest() if agreement.host is not None and is_joint else ""
     _require_same_host_plan(mine.boot_id, digest, ranks)
     return agreement
 
 
-def _plan_with(mine: RankReport, topology: Topology | None, peers: Sequence[RankReport]) -> Agreement:
+def _plan_with(
+    mine: RankReport, topology: Topology | None, peers: Sequence[RankReport]
+) -> Agreement:
     """The plan of this rank's host, from the reports of all its ranks in local-rank order."""
     position = next(index for index, peer in enumerate(peers) if peer.rank == mine.rank)
     # Local ranks may repeat (ranks started by hand, several containers); positions do not.
@@ -149,7 +162,10 @@ def _plan_with(mine: RankReport, topology: Topology | None, peers: Sequence[Rank
     leads_host = position == 0
     unbound = Agreement(None, None, known, mine.warnings, leads_host, mine.request)
     if disabled := [f"rank {peer.rank}: {peer.disabled}" for peer in peers if peer.disabled]:
-        return replace(unbound, warnings=(*mine.warnings, f"no core binding on this host ({'; '.join(disabled)})"))
+        return replace(
+            unbound,
+            warnings=(*mine.warnings, f"no core binding on this host ({'; '.join(disabled)})"),
+        )
     if len({peer.topology_digest for peer in peers}) == 1 and topology is not None:
         request = _with_tuning(topology, facts, peers[0])
         host = plan_host(topology, facts, request)
@@ -168,12 +184,14 @@ def _plan_with(mine: RankReport, topology: Topology | None, peers: Sequence[Rank
         return replace(unbound, warnings=(*mine.warnings, text))
     alone = plan_host(known, [facts[position]], mine.request)
     text = f"{differ}: each rank plans inside its own mask"
-    return replace(unbound, mine=alone.ranks[0], host=alone, warnings=(*mine.warnings, text, *alone.warnings))
+    return replace(
+        unbound, mine=alone.ranks[0], host=alone, warnings=(*mine.warnings, text, *alone.warnings)
+    )
 
 
 def _with_tuning(topology: Topology, facts: Sequence[RankFacts], leader: RankReport) -> PlanRequest:
-    """The request; if it leaves the split open, completed by the leader's tuning result for this hardware and these
-    ranks."""
+    """The request; if it leaves the split open, completed by the leader's tuning result for this
+    hardware and these ranks."""
     request = leader.request
     if request.is_split_given or not request.separate:
         return request
@@ -181,13 +199,17 @@ def _with_tuning(topology: Topology, facts: Sequence[RankFacts], leader: RankRep
 
 
 def _require_same_host_plan(boot_id: str, digest: str, ranks: RankGroup) -> None:
-    """Compare the plans' digests among the ranks of each host; raise on every rank if they differ on any host."""
+    """Compare the plans' digests among the ranks of each host; raise on every rank if they differ
+    on any host."""
     holders: dict[str, list[int]] = {}
     for rank, plan in ranks.gather_among(boot_id, digest).items():
         holders.setdefault(plan, []).append(rank)
     with together(ranks):
         if len(holders) > 1:
-            listing = "; ".join(f"{rank_list(members, ranks)}: {plan or 'none'}" for plan, members in holders.items())
+            listing = "; ".join(
+                f"{rank_list(members, ranks)}: {plan or 'none'}"
+                for plan, members in holders.items()
+            )
             raise PlanMismatchError(
                 f"ranks of one host computed different core plans ({listing}). "
                 "Install the same version of deepspeed_ext for all of them"

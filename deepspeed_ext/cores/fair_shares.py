@@ -1,11 +1,12 @@
 """Divides a host's cores among its ranks; the first half of the planner.
 
-Ranks whose usable cores overlap, directly or through other ranks, form a component. If all ranks of a component may use
-the same cores, every rank gets an equal number of each kind of core. `placement` later chooses which ones, so that each
-is near its rank's accelerator. If each rank has CPUs of its own, and only some cores have hardware threads of several
-ranks, such a core goes to the rank with the fewest cores, if that leaves each rank one. Otherwise no rank of the
-component is bound: a launcher has made their sets overlap by mistake, and threads of one rank would be confined to
-cores of another.
+Ranks whose usable cores overlap, directly or through other ranks, form a component. If all ranks of
+a component may use the same cores, every rank gets an equal number of each kind of core.
+`placement` later chooses which ones, so that each is near its rank's accelerator. If each rank has
+CPUs of its own, and only some cores have hardware threads of several ranks, such a core goes to the
+rank with the fewest cores, if that leaves each rank one. Otherwise no rank of the component is
+bound: a launcher has made their sets overlap by mistake, and threads of one rank would be confined
+to cores of another.
 """
 
 from collections import Counter
@@ -31,7 +32,8 @@ class Pool:
 
 @dataclass(frozen=True)
 class CoreDivision:
-    """A host's cores divided among its ranks: each rank is in one pool, `oversubscribed` or `unbound`."""
+    """A host's cores divided among its ranks: each rank is in one pool, `oversubscribed` or
+    `unbound`."""
 
     pools: tuple[Pool, ...]
     oversubscribed: Mapping[int, Core]
@@ -52,7 +54,8 @@ def usable_cores(topology: Topology, allowed: frozenset[int]) -> dict[Core, tupl
 
 
 def home_node(topology: Topology, wanted: int | None, cores: Sequence[Core]) -> int:
-    """Choose a rank's home node: the one with cores nearest to the accelerator; if unknown, the one with most."""
+    """Choose a rank's home node: the one with cores nearest to the accelerator; if unknown, the one
+    with most."""
     held = Counter(core.node for core in cores)
     if wanted is None:
         return min(held, key=lambda node: (-held[node], node))
@@ -63,7 +66,8 @@ def divide_cores(usable: Sequence[Mapping[Core, Iterable[int]]]) -> CoreDivision
     """Divide cores among ranks.
 
     Args:
-        usable: cores that each rank may use, at least one per rank, each with its CPUs that the rank may use.
+        usable: cores that each rank may use, at least one per rank, each with its CPUs that the
+            rank may use.
     """
     sets = [frozenset(cores) for cores in usable]
     pools: list[Pool] = []
@@ -76,7 +80,10 @@ def divide_cores(usable: Sequence[Mapping[Core, Iterable[int]]]) -> CoreDivision
             if len(cpus) > len(set(cpus)) or not all(owned.values()):
                 unbound += ranks
             else:
-                pools += [Pool(mine, {rank: Counter(core.kind for core in mine)}) for rank, mine in owned.items()]
+                pools += [
+                    Pool(mine, {rank: Counter(core.kind for core in mine)})
+                    for rank, mine in owned.items()
+                ]
             continue
         cores = tuple(sorted(sets[ranks[0]], key=lambda core: core.order))
         if len(cores) < len(ranks):

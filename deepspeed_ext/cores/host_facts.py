@@ -50,14 +50,17 @@ def read_host(
     topology = read_topology(root)
     if allowed and accelerator_nodes and len(allowed) != len(accelerator_nodes):
         raise ConfigError(
-            f"{len(allowed)} CPU lists (--allowed) but {len(accelerator_nodes)} accelerator nodes (--gpu-node): "
+            f"{len(allowed)} CPU lists (--allowed) but {len(accelerator_nodes)} accelerator nodes "
+            f"(--gpu-node): "
             "give each option once per local rank"
         )
     number = len(allowed or accelerator_nodes or [None])
     nodes = [_check_node(topology, node) for node in accelerator_nodes or [None] * number]
     warnings: list[str] = []
     if allowed:
-        masks = [_parse_allowed(topology, rank, text, warnings) for rank, text in enumerate(allowed)]
+        masks = [
+            _parse_allowed(topology, rank, text, warnings) for rank, text in enumerate(allowed)
+        ]
     else:
         found = find_allowed(topology, root, environ)
         masks = [found.cpus] * number
@@ -74,15 +77,21 @@ def _parse_allowed(topology: Topology, rank: int, text: str, warnings: list[str]
         raise ConfigError(f"--allowed {text!r}: {error}") from None
     online = cpus & topology.cpus
     if not online:
-        raise ConfigError(f"--allowed {text!r}: none of these CPUs is online (online: {format_cpulist(topology.cpus)})")
+        raise ConfigError(
+            f"--allowed {text!r}: none of these CPUs is online (online: "
+            f"{format_cpulist(topology.cpus)})"
+        )
     if online != cpus:
-        warnings.append(f"local rank {rank}: CPUs {format_cpulist(cpus - online)} are offline and not used")
+        warnings.append(
+            f"local rank {rank}: CPUs {format_cpulist(cpus - online)} are offline and not used"
+        )
     return online
 
 
 def _check_node(topology: Topology, node: int | None) -> int | None:
     if node is not None and topology.nodes and node not in topology.nodes:
         raise ConfigError(
-            f"--gpu-node {node}: this host has no such NUMA node (nodes: {format_cpulist(topology.nodes)})"
+            f"--gpu-node {node}: this host has no such NUMA node (nodes: "
+            f"{format_cpulist(topology.nodes)})"
         )
     return node

@@ -1,8 +1,9 @@
 """Sets the thread count of all OpenMP runtimes in this process.
 
-A process may hold two runtimes: the one in torch's wheel, and the system's, which natively built operators such as
-DeepSpeed's CPU Adam link against. Each reads OMP_NUM_THREADS once, when it is loaded, so each must be set. The library
-threadpoolctl does not do the same; docs/results.md has the measurement.
+A process may hold two runtimes: the one in torch's wheel, and the system's, which natively built
+operators such as DeepSpeed's CPU Adam link against. Each reads OMP_NUM_THREADS once, when it is
+loaded, so each must be set. The library threadpoolctl does not do the same; docs/results.md has the
+measurement.
 """
 
 import ctypes
@@ -28,7 +29,8 @@ _MAPS_LIMIT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ThreadCount:
-    """Thread counts to restore: torch's, each loaded runtime's, and the variables for later runtimes and processes."""
+    """Thread counts to restore: torch's, each loaded runtime's, and the variables for later
+    runtimes and processes."""
 
     torch_threads: int
     runtimes: dict[str, int]
@@ -38,7 +40,8 @@ class ThreadCount:
     def change(cls, threads: int) -> "ThreadCount":
         """Use ``threads`` threads from now on, and return the counts from before.
 
-        torch applies the count in all threads; another OpenMP runtime applies it in the calling thread only.
+        torch applies the count in all threads; another OpenMP runtime applies it in the calling
+        thread only.
         """
         before = cls(
             torch.get_num_threads(),
@@ -70,7 +73,8 @@ def start_pool(threads: int) -> None:
 
 
 def _loaded() -> Iterator[tuple[str, ctypes.CDLL]]:
-    """Yield (path, library) of each OpenMP runtime mapped into this process; nothing if /proc cannot be read."""
+    """Yield (path, library) of each OpenMP runtime mapped into this process; nothing if /proc
+    cannot be read."""
     lines = (read_text(Path("/proc/self/maps"), _MAPS_LIMIT_BYTES) or "").splitlines()
     for path in sorted({line.split(maxsplit=5)[-1] for line in lines if _RUNTIME.search(line)}):
         try:

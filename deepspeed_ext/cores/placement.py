@@ -1,11 +1,14 @@
-"""Assigns the cores of a pool to the training and optimizer roles of its ranks; the second half of the planner.
+"""Assigns the cores of a pool to the training and optimizer roles of its ranks; the second half of
+the planner.
 
-The first three steps place numbers of cores on nodes; the last one cuts each node into contiguous runs of cores:
-A. Place a few training cores of every rank on its home node, so that kernel launches are close to the accelerator.
-B. Place every rank's optimizer cores on one node, because the memory of that node limits their speed: the home node, or
-   else one in the same package, or else the nearest that fits. Split them over nodes only if no node fits.
-C. Place the remaining training cores one at a time, rank by rank, in the home package only. The rest stays idle.
-D. Turn the numbers into cores.
+The first three steps place numbers of cores on nodes; the last one cuts each node into contiguous
+runs of cores: A. Place a few training cores of every rank on its home node, so that kernel launches
+are close to the accelerator. B. Place every rank's optimizer cores on one node, because the memory
+of that node limits their speed: the home node, or
+   else one in the same package, or else the nearest that fits. Split them over nodes only if no
+   node fits.
+C. Place the remaining training cores one at a time, rank by rank, in the home package only. The
+rest stays idle. D. Turn the numbers into cores.
 """
 
 from collections import Counter
@@ -34,7 +37,8 @@ class CoreDemand:
     optimizer: int
     optimizer_kind: int
     spread_training: bool = False
-    """Whether training cores may lie outside the home package, because they also run the optimizer."""
+    """Whether training cores may lie outside the home package, because they also run the
+    optimizer."""
 
 
 @dataclass
@@ -45,7 +49,9 @@ class RoleCores:
     optimizer: list[Core] = field(default_factory=list)
 
 
-def place_roles(topology: Topology, pool: Pool, demands: Mapping[int, CoreDemand]) -> dict[int, RoleCores]:
+def place_roles(
+    topology: Topology, pool: Pool, demands: Mapping[int, CoreDemand]
+) -> dict[int, RoleCores]:
     """Assign cores to the roles of the pool's ranks.
 
     Args:
@@ -85,7 +91,8 @@ class _RolePlacer:
         )
 
     def _take_training(self, rank: int, nodes: Sequence[int]) -> bool:
-        """Take one training core for the rank from the first of ``nodes`` that has one; False if none has."""
+        """Take one training core for the rank from the first of ``nodes`` that has one; False if
+        none has."""
         for kind in self.demands[rank].training_kinds:
             for node in nodes:
                 if self.free[node, kind] > 0:
@@ -102,7 +109,10 @@ class _RolePlacer:
             waiting = [rank for rank in waiting if self.training[rank].total() < limits[rank]]
 
     def _training_at_home(self) -> None:
-        first = {rank: min(demand.training, TRAINING_CORES_FIRST) for rank, demand in self.demands.items()}
+        first = {
+            rank: min(demand.training, TRAINING_CORES_FIRST)
+            for rank, demand in self.demands.items()
+        }
         self._take_in_turn(first, {rank: [demand.home] for rank, demand in self.demands.items()})
         for rank, demand in self.demands.items():
             if demand.training and not self.training[rank]:
@@ -113,24 +123,35 @@ class _RolePlacer:
         for rank, demand in self.demands.items():
             nearest_first = self._nodes(rank)
             package = self.package_of[demand.home]
-            nodes[rank] = [node for node in nearest_first if demand.spread_training or self.package_of[node] == package]
+            nodes[rank] = [
+                node
+                for node in nearest_first
+                if demand.spread_training or self.package_of[node] == package
+            ]
         self._take_in_turn({rank: demand.training for rank, demand in self.demands.items()}, nodes)
 
     def _optimizer_in_one_node(self, rank: int) -> None:
         demand = self.demands[rank]
         kind = demand.optimizer_kind
         nearest_first = self._nodes(rank)
-        fits = next((node for node in nearest_first if self.free[node, kind] >= demand.optimizer), None)
+        fits = next(
+            (node for node in nearest_first if self.free[node, kind] >= demand.optimizer), None
+        )
         if fits is None:
             fits = next((node for node in nearest_first if self._make_room(rank, node)), None)
         # Largest nodes first, to split over as few nodes as possible.
-        for node in sorted(nearest_first, key=lambda node: -self.free[node, kind]) if fits is None else [fits]:
+        for node in (
+            sorted(nearest_first, key=lambda node: -self.free[node, kind])
+            if fits is None
+            else [fits]
+        ):
             taken = min(self.free[node, kind], demand.optimizer - self.optimizer[rank].total())
             self.free[node, kind] -= taken
             self.optimizer[rank][node, kind] += taken
 
     def _make_room(self, rank: int, node: int) -> bool:
-        """Move training cores off ``node``, this rank's own first, if its optimizer then fits; False if it does not."""
+        """Move training cores off ``node``, this rank's own first, if its optimizer then fits;
+        False if it does not."""
         kind = self.demands[rank].optimizer_kind
         owners = [rank, *(other for other in reversed(self.demands) if other != rank)]
         missing = self.demands[rank].optimizer - self.free[node, kind]

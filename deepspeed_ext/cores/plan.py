@@ -1,4 +1,5 @@
-"""Plans which CPUs of one host each rank's PyTorch threads and optimizer get: a pure function of plain facts."""
+"""Plans which CPUs of one host each rank's PyTorch threads and optimizer get: a pure function of
+plain facts."""
 
 import hashlib
 import json
@@ -27,8 +28,8 @@ class RankFacts:
     accelerator_node: int | None = None
     """NUMA node of the rank's accelerator; None if unknown."""
     quotas: tuple[CpuQuota, ...] = ()
-    """Limits on the CPU time of the rank's control group and of those around it. The ranks in a group share its
-    limit."""
+    """Limits on the CPU time of the rank's control group and of those around it. The ranks in a
+    group share its limit."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,11 @@ class PlanRequest:
     pt_reserved_cores: int | float | None = None
     """Cores of a rank kept for PyTorch: a count or a fraction. None: see `split_cores`."""
     optimizer_cores: int | None = None
-    """Maximum number of cores of a rank for its optimizer process. None: all that PyTorch leaves."""
+    """Maximum number of cores of a rank for its optimizer process. None: all that PyTorch
+    leaves."""
     separate: bool = True
-    """False if the optimizer runs in the trainer's own process: a rank's cores are then not split."""
+    """False if the optimizer runs in the trainer's own process: a rank's cores are then not
+    split."""
     on_cpu: bool = False
     """The CPU is the accelerator."""
 
@@ -68,7 +71,8 @@ class RankPlan:
     pytorch: tuple[int, ...]
     """CPUs of the trainer's threads: all allowed hardware threads of its cores."""
     optimizer: tuple[int, ...]
-    """CPUs of the optimizer process: one hardware thread per core; empty if it is not a separate process."""
+    """CPUs of the optimizer process: one hardware thread per core; empty if it is not a separate
+    process."""
     pytorch_threads: int
     """Number of training cores, which is the number of OpenMP threads."""
     numa_node: int
@@ -76,10 +80,10 @@ class RankPlan:
     optimizer_node: int
     """Node of the optimizer's cores; -1 if they are on no node, or on several."""
     flags: tuple[str, ...] = ()
-    """``shared``: both roles, or several ranks, use one core. ``smt``: the roles use two hardware threads of one core.
-    ``split``: the optimizer's cores are on several nodes, so each of its threads is pinned to one of them.
-    ``throttle_risk``: the CPU quota is below two cores per rank. ``isolated``: the kernel balances no load on any of
-    the rank's CPUs."""
+    """``shared``: both roles, or several ranks, use one core. ``smt``: the roles use two hardware
+    threads of one core. ``split``: the optimizer's cores are on several nodes, so each of its
+    threads is pinned to one of them. ``throttle_risk``: the CPU quota is below two cores per rank.
+    ``isolated``: the kernel balances no load on any of the rank's CPUs."""
     reason: str = ""
     """Explains the choice, for people."""
 
@@ -90,7 +94,8 @@ class HostPlan:
 
     ranks: tuple[RankPlan, ...]
     unbound: tuple[int, ...] = ()
-    """Local ranks that are not in `ranks`, because their CPUs overlap only partly with those of another rank."""
+    """Local ranks that are not in `ranks`, because their CPUs overlap only partly with those of
+    another rank."""
     idle: tuple[int, ...] = ()
     """Allowed CPUs of unused cores; unused hardware threads of used cores are not included."""
     warnings: tuple[str, ...] = ()
@@ -106,7 +111,9 @@ class HostPlan:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def plan_host(topology: Topology, ranks: Sequence[RankFacts], request: PlanRequest | None = None) -> HostPlan:
+def plan_host(
+    topology: Topology, ranks: Sequence[RankFacts], request: PlanRequest | None = None
+) -> HostPlan:
     """Plan all ranks of one host.
 
     The result does not depend on the order of ``ranks`` or of the topology's cores.
@@ -118,15 +125,20 @@ def plan_host(topology: Topology, ranks: Sequence[RankFacts], request: PlanReque
     Raises:
         ValueError: a rank has no allowed CPU that is online.
     """
-    return _HostPlanner(topology, sorted(ranks, key=lambda rank: rank.local_rank), request or PlanRequest()).run()
+    return _HostPlanner(
+        topology, sorted(ranks, key=lambda rank: rank.local_rank), request or PlanRequest()
+    ).run()
 
 
 class _HostPlanner:
-    def __init__(self, topology: Topology, ranks: Sequence[RankFacts], request: PlanRequest) -> None:
+    def __init__(
+        self, topology: Topology, ranks: Sequence[RankFacts], request: PlanRequest
+    ) -> None:
         for rank in ranks:
             if not rank.allowed & topology.cpus:
                 raise ValueError(
-                    f"local rank {rank.local_rank}: none of its CPUs {format_cpulist(rank.allowed) or '(none)'} is "
+                    f"local rank {rank.local_rank}: none of its CPUs "
+                    f"{format_cpulist(rank.allowed) or '(none)'} is "
                     f"online (online: {format_cpulist(topology.cpus)})"
                 )
         self.topology = topology
@@ -149,7 +161,8 @@ class _HostPlanner:
         self._warn_about_flags(ordered)
         if unbound:
             self.warnings.append(
-                f"local ranks {format_cpulist(unbound)} stay unbound, because their CPUs overlap in part only: "
+                f"local ranks {format_cpulist(unbound)} stay unbound, because their CPUs overlap "
+                f"in part only: "
                 "give each rank CPUs of its own, or all ranks the same"
             )
         if idle:
@@ -189,25 +202,41 @@ class _HostPlanner:
 
     def _quota_cores(self, facts: RankFacts) -> float | None:
         """The rank's share of the tightest quota, in cores; None if there is none."""
-        return min((quota.cores / self.sharers[quota.group] for quota in facts.quotas), default=None)
+        return min(
+            (quota.cores / self.sharers[quota.group] for quota in facts.quotas), default=None
+        )
 
     def _warn_about_split(self, rank: int, total: int, training: int, optimizer: int) -> None:
         reserved, limit = self.request.pt_reserved_cores, self.request.optimizer_cores
         if limit is not None and limit > total - 1:
-            self._warn(rank, f"has {total} cores: its optimizer gets {optimizer} instead of {limit}")
+            self._warn(
+                rank, f"has {total} cores: its optimizer gets {optimizer} instead of {limit}"
+            )
         if isinstance(reserved, int) and reserved > training:
             self._warn(rank, f"has {total} cores: PyTorch gets {training} instead of {reserved}")
 
-    def _on_own_cores(self, rank: int, pool: Pool, demand: CoreDemand, roles: RoleCores) -> RankPlan:
+    def _on_own_cores(
+        self, rank: int, pool: Pool, demand: CoreDemand, roles: RoleCores
+    ) -> RankPlan:
         facts, usable = self.ranks[rank], self.usable[rank]
         training = tuple(sorted(pu for core in roles.training for pu in usable[core]))
         optimizer = tuple(sorted(usable[core][0] for core in roles.optimizer))
         is_split = len({core.node for core in roles.optimizer}) > 1
         if is_split and self.request.is_split_given:
-            self._warn(rank, f"optimizer is split over several NUMA nodes: no node has {len(roles.optimizer)} cores")
+            self._warn(
+                rank,
+                f"optimizer is split over several NUMA nodes: no node has {len(roles.optimizer)} "
+                f"cores",
+            )
         owned = sum(pool.shares[rank].values())
-        sharers = "of its own" if len(pool.shares) == 1 else f"of {len(pool.cores)} shared by {len(pool.shares)} ranks"
-        reason = f"{owned} cores {sharers}; {self._why_home(facts, demand.home)}; {self._why_split()}"
+        sharers = (
+            "of its own"
+            if len(pool.shares) == 1
+            else f"of {len(pool.cores)} shared by {len(pool.shares)} ranks"
+        )
+        reason = (
+            f"{owned} cores {sharers}; {self._why_home(facts, demand.home)}; {self._why_split()}"
+        )
         return RankPlan(
             local_rank=facts.local_rank,
             pytorch=training,
@@ -220,7 +249,8 @@ class _HostPlanner:
         )
 
     def _on_one_core(self, rank: int, core: Core, *, oversubscribed: bool) -> RankPlan:
-        """Plan a single core for both roles: each gets a hardware thread if there are two, else they share one."""
+        """Plan a single core for both roles: each gets a hardware thread if there are two, else
+        they share one."""
         facts, pus = self.ranks[rank], self.usable[rank][core]
         separate = self.request.separate
         flags = ["shared"] if oversubscribed or (len(pus) == 1 and separate) else []
@@ -251,7 +281,10 @@ class _HostPlanner:
             return f"home node {home} has most of them"
         if facts.accelerator_node == home:
             return f"home node {home} is the accelerator's"
-        return f"home node {home} is the nearest with cores to the accelerator's node {facts.accelerator_node}"
+        return (
+            f"home node {home} is the nearest with cores to the accelerator's node "
+            f"{facts.accelerator_node}"
+        )
 
     def _why_split(self) -> str:
         if not self.request.separate:
@@ -265,18 +298,30 @@ class _HostPlanner:
         return "few kept for PyTorch beside an accelerator (nothing requested or tuned)"
 
     def _idle(self, plans: Sequence[RankPlan]) -> tuple[int, ...]:
-        used = {self.topology.core_of[cpu] for plan in plans for cpu in (*plan.pytorch, *plan.optimizer)}
+        used = {
+            self.topology.core_of[cpu] for plan in plans for cpu in (*plan.pytorch, *plan.optimizer)
+        }
         allowed = frozenset().union(*(rank.allowed for rank in self.ranks))
-        return tuple(sorted(pu for core in self.topology.cores if core not in used for pu in core.pus if pu in allowed))
+        return tuple(
+            sorted(
+                pu
+                for core in self.topology.cores
+                if core not in used
+                for pu in core.pus
+                if pu in allowed
+            )
+        )
 
     def _warn(self, rank: int, text: str) -> None:
         self.warnings.append(f"local rank {self.ranks[rank].local_rank} {text}")
 
     def _warn_about_flags(self, plans: Sequence[RankPlan]) -> None:
         texts: Mapping[str, str] = {
-            "shared": "must share a core between its roles or with other ranks: give the job more cores",
+            "shared": "must share a core between its roles or with other ranks: give the job more "
+            "cores",
             "smt": "has one core: PyTorch and the optimizer run on its two hardware threads",
-            "throttle_risk": "has a CPU quota below two cores per rank and may be throttled: raise the quota",
+            "throttle_risk": "has a CPU quota below two cores per rank and may be throttled: "
+            "raise the quota",
             "isolated": "has only isolated CPUs: each thread is pinned to one of them",
         }
         for flag, text in texts.items():
@@ -287,7 +332,9 @@ class _HostPlanner:
 
 def _node_major_part(pool: Pool, rank: int) -> Sequence[Core]:
     """Return the rank's cores if the pool were cut in node-major order."""
-    start = sum(sum(shares.values()) for other, shares in sorted(pool.shares.items()) if other < rank)
+    start = sum(
+        sum(shares.values()) for other, shares in sorted(pool.shares.items()) if other < rank
+    )
     count = sum(pool.shares[rank].values())
     return pool.cores[start : start + count] if start + count <= len(pool.cores) else pool.cores
 

@@ -1,7 +1,7 @@
 """Binds the threads of this process, which all its engines share.
 
-The first binding records the threads' previous state, and the end of the last binding restores it. In between, the plan
-of the latest binding is in force.
+The first binding records the threads' previous state, and the end of the last binding restores it.
+In between, the plan of the latest binding is in force.
 """
 
 import os
@@ -36,18 +36,21 @@ def in_force() -> RankPlan | None:
 
 
 def bind(plan: RankPlan, allowed: frozenset[int]) -> None:
-    """Confine every thread to the CPUs that `plan` has for PyTorch, until `release`, which must be called even if this
-    raises.
+    """Confine every thread to the CPUs that `plan` has for PyTorch, until `release`, which must be
+    called even if this raises.
 
     Args:
-        allowed: the CPUs from which it was made; while a binding is active, further plans are made from them, too.
+        allowed: the CPUs from which it was made; while a binding is active, further plans are made
+            from them, too.
 
     Raises:
         OSError: the kernel refused, or does not tell the threads' masks.
     """
     global _before
     previous = in_force()
-    _plans.append(plan)  # first, because the garbage collector may call `release` for another engine at any point
+    _plans.append(
+        plan
+    )  # first, because the garbage collector may call `release` for another engine at any point
     if _before is None:
         _before = _Before(thread_masks())
         initial_mask.keep(allowed)
@@ -62,9 +65,12 @@ def _apply(plan: RankPlan, before: _Before) -> None:
     counts = ThreadCount.change(plan.pytorch_threads)
     before.counts = before.counts or counts
     if setting is not None:
-        warn_once(f"core binding: {setting} makes OpenMP bind threads itself. They are moved into the plan; unset it")
-        # The runtime binds each new thread to the places that it read when it was loaded. It has bound the main thread
-        # to the first of them, and other threads inherit that mask.
+        warn_once(
+            f"core binding: {setting} makes OpenMP bind threads itself. They are moved into the "
+            f"plan; unset it"
+        )
+        # The runtime binds each new thread to the places that it read when it was loaded. It has
+        # bound the main thread to the first of them, and other threads inherit that mask.
         start_pool(plan.pytorch_threads)
         os.sched_setaffinity(os.getpid(), plan.pytorch)
     _confine(plan)
@@ -84,8 +90,8 @@ def confine_again(plan: RankPlan) -> None:
 
 
 def release(plan: RankPlan) -> None:
-    """End a binding: the previous binding's plan applies again or, after the last one, the original state. Never
-    raises."""
+    """End a binding: the previous binding's plan applies again or, after the last one, the original
+    state. Never raises."""
     global _before
     if plan not in _plans:
         return
@@ -99,7 +105,10 @@ def release(plan: RankPlan) -> None:
         try:
             _apply(left, _before)
         except Exception as error:
-            logger.warning(f"core binding: cannot confine the threads to CPUs {list(left.pytorch)} again ({error})")
+            logger.warning(
+                f"core binding: cannot confine the threads to CPUs {list(left.pytorch)} again "
+                f"({error})"
+            )
         return
     if _before.counts is not None:
         _before.counts.restore()

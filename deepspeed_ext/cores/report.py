@@ -10,7 +10,8 @@ from deepspeed_ext.runtime.cpulist import format_cpulist
 __all__ = ["plan_svg", "plan_text"]
 
 CELL, ROW, GAP, MARGIN, CORES_PER_ROW = 56, 30, 6, 14, 8
-"""Of the picture, in pixels. It has few columns and large letters, so that it can be read in a narrow window."""
+"""Of the picture, in pixels. It has few columns and large letters, so that it can be read in a
+narrow window."""
 LETTERS, LINE = 17, 28
 # One hue per rank; dark for PyTorch, light for the optimizer. Hues repeat after eight ranks.
 HUES = (212, 28, 140, 340, 265, 52, 180, 0)
@@ -22,14 +23,17 @@ def plan_text(topology: Topology, plan: HostPlan) -> str:
     kinds = len({core.kind for core in topology.cores})
     lines = [
         f"{len(topology.cores)} cores, {len(topology.cpus)} CPUs ({threads:g} per core), "
-        f"{len({core.node for core in topology.cores})} NUMA node(s) with cores, {kinds} kind(s) of core"
+        f"{len({core.node for core in topology.cores})} NUMA node(s) with cores, {kinds} kind(s) "
+        f"of core"
     ]
     for rank in plan.ranks:
         flags = f"  [{', '.join(rank.flags)}]" if rank.flags else ""
         lines.append(f"local rank {rank.local_rank} on node {rank.numa_node}{flags}")
         lines.append(f"  pytorch   {format_cpulist(rank.pytorch)} ({rank.pytorch_threads} threads)")
         if rank.optimizer:
-            lines.append(f"  optimizer {format_cpulist(rank.optimizer)} ({len(rank.optimizer)} threads)")
+            lines.append(
+                f"  optimizer {format_cpulist(rank.optimizer)} ({len(rank.optimizer)} threads)"
+            )
         lines.append(f"  why       {rank.reason}")
     if plan.idle:
         lines.append(f"idle {format_cpulist(plan.idle)}")
@@ -40,13 +44,20 @@ def plan_text(topology: Topology, plan: HostPlan) -> str:
 def plan_svg(topology: Topology, plan: HostPlan) -> str:
     """Draw the plan as SVG: a frame per NUMA node, a box per core, a cell per hardware thread."""
     owner = {cpu: (rank.local_rank, "opt") for rank in plan.ranks for cpu in rank.optimizer}
-    owner |= {cpu: (rank.local_rank, "pt") for rank in plan.ranks for cpu in rank.pytorch if cpu not in owner}
+    owner |= {
+        cpu: (rank.local_rank, "pt")
+        for rank in plan.ranks
+        for cpu in rank.pytorch
+        if cpu not in owner
+    }
     shared = {cpu for rank in plan.ranks for cpu in set(rank.optimizer) & set(rank.pytorch)}
     body: list[str] = []
     y = MARGIN
     widest = 0
     for node in sorted({core.node for core in topology.cores}):
-        cores = sorted((core for core in topology.cores if core.node == node), key=lambda core: core.order)
+        cores = sorted(
+            (core for core in topology.cores if core.node == node), key=lambda core: core.order
+        )
         columns = min(CORES_PER_ROW, len(cores))
         tall = max(len(core.pus) for core in cores) * ROW + 4 + GAP
         rows = -(-len(cores) // CORES_PER_ROW)
@@ -68,12 +79,16 @@ def plan_svg(topology: Topology, plan: HostPlan) -> str:
     return "\n".join([head, _rect(0, 0, width, y, "#fff", "none"), *body, *legend, "</svg>\n"])
 
 
-def _core_box(core: Core, x: float, top: float, owner: dict[int, tuple[int, str]], shared: set[int]) -> Iterator[str]:
+def _core_box(
+    core: Core, x: float, top: float, owner: dict[int, tuple[int, str]], shared: set[int]
+) -> Iterator[str]:
     yield _rect(x, top, CELL, len(core.pus) * ROW + 4, "#f4f4f4", "#555")
     for row, cpu in enumerate(core.pus):
         rank, role = owner.get(cpu, (-1, ""))
         cell = top + 3 + row * ROW
-        yield _rect(x + 2, cell, CELL - 4, ROW - 2, _colour(rank, role), "#f00" if cpu in shared else "none")
+        yield _rect(
+            x + 2, cell, CELL - 4, ROW - 2, _colour(rank, role), "#f00" if cpu in shared else "none"
+        )
         yield _text(x + CELL / 2, cell + 20, str(cpu), colour="#fff" if role == "pt" else "#222")
 
 
@@ -98,7 +113,10 @@ def _colour(rank: int, role: str) -> str:
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, stroke: str) -> str:
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" stroke="{stroke}"/>'
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" '
+        f'stroke="{stroke}"/>'
+    )
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "middle", colour: str = "#222") -> str:

@@ -1,7 +1,8 @@
 """Reads the cores of a host from Linux's sysfs. Tests supply their own directory tree.
 
-Nothing is inferred from CPU numbers. Hardware threads, NUMA nodes, packages, caches and speeds all come from sysfs,
-with a fallback for every file that older kernels, containers or broken firmware leave out.
+Nothing is inferred from CPU numbers. Hardware threads, NUMA nodes, packages, caches and speeds all
+come from sysfs, with a fallback for every file that older kernels, containers or broken firmware
+leave out.
 """
 
 import hashlib
@@ -15,7 +16,14 @@ from pathlib import Path
 
 from deepspeed_ext.cores import initial_mask
 from deepspeed_ext.errors import UnsupportedError
-from deepspeed_ext.runtime.procfs import numbered, parse_whole, positive, read_cpus, read_int, read_text
+from deepspeed_ext.runtime.procfs import (
+    numbered,
+    parse_whole,
+    positive,
+    read_cpus,
+    read_int,
+    read_text,
+)
 
 __all__ = [
     "Core",
@@ -27,7 +35,8 @@ __all__ = [
     "read_topology",
 ]
 
-# Cores whose capacity or clock differs by less than this fraction are of one kind (turbo bins, rounding).
+# Cores whose capacity or clock differs by less than this fraction are of one kind (turbo bins,
+# rounding).
 SAME_KIND_FRACTION = 0.10
 
 
@@ -62,7 +71,8 @@ class Topology:
 
     cores: tuple[Core, ...]
     nodes: tuple[int, ...] = (0,)
-    """Every NUMA node, including those without CPUs (HBM, CXL, accelerator memory); empty if sysfs lists none."""
+    """Every NUMA node, including those without CPUs (HBM, CXL, accelerator memory); empty if sysfs
+    lists none."""
     distances: tuple[tuple[int, ...], ...] = ()
     """Row and column i belong to ``nodes[i]``; empty if unknown."""
     isolated: frozenset[int] = frozenset()
@@ -96,13 +106,15 @@ class Topology:
 def read_online(root: Path | str = "/") -> frozenset[int]:
     """Read the online CPUs below ``root``; empty if the tree does not list them.
 
-    Also empty if the kernel lets this process run on other CPUs: the list is then made up. In some containers, lxcfs
-    gives CPUs numbers that only its files know.
+    Also empty if the kernel lets this process run on other CPUs: the list is then made up. In some
+    containers, lxcfs gives CPUs numbers that only its files know.
     """
     base = Path(root, "sys/devices/system/cpu")
     online = read_cpus(base, "online")
     if not online:
-        online = frozenset(cpu for cpu, path in numbered(base, "cpu") if read_int(path / "online") != 0)
+        online = frozenset(
+            cpu for cpu, path in numbered(base, "cpu") if read_int(path / "online") != 0
+        )
     is_made_up = Path(root) == Path("/") and not initial_mask.present() <= online
     return frozenset() if is_made_up else online
 
@@ -116,18 +128,23 @@ def read_topology(root: Path | str = "/") -> Topology:
     root = Path(root)
     if root == Path("/") and not sys.platform.startswith("linux"):
         raise UnsupportedError(
-            f"core binding reads Linux's sysfs, and this is {sys.platform}. Training continues unbound."
+            f"core binding reads Linux's sysfs, and this is {sys.platform}. Training continues "
+            f"unbound."
         )
     base = root / "sys/devices/system/cpu"
     online = read_online(root)
     if not online:
         raise UnsupportedError(
-            f"found no online CPU under {base}, or not those that the kernel gives this process; check that /sys is "
+            f"found no online CPU under {base}, or not those that the kernel gives this process; "
+            f"check that /sys is "
             "mounted, and not replaced by a container's view of it (lxcfs)"
         )
-    # Read only CPUs with a directory: looking for files of every CPU in a wrong `online` list could take minutes.
+    # Read only CPUs with a directory: looking for files of every CPU in a wrong `online` list could
+    # take minutes.
     described = online & frozenset(cpu for cpu, _ in numbered(base, "cpu"))
-    siblings = _read_siblings(base, described) | {cpu: frozenset({cpu}) for cpu in online - described}
+    siblings = _read_siblings(base, described) | {
+        cpu: frozenset({cpu}) for cpu in online - described
+    }
     nodes, distances, node_of = _read_nodes(root / "sys/devices/system/node", online)
     kind_of, low_power = _read_kinds(root, online, described)
     cores = [
@@ -144,7 +161,9 @@ def read_topology(root: Path | str = "/") -> Topology:
         if first == min(full)
     ]
     isolated = read_cpus(base, "isolated") or frozenset()
-    return Topology(tuple(sorted(cores, key=lambda core: core.order)), nodes, distances, isolated & online)
+    return Topology(
+        tuple(sorted(cores, key=lambda core: core.order)), nodes, distances, isolated & online
+    )
 
 
 def flat_topology(cpus: frozenset[int]) -> Topology:
@@ -153,7 +172,8 @@ def flat_topology(cpus: frozenset[int]) -> Topology:
 
 
 def _read_siblings(base: Path, online: frozenset[int]) -> dict[int, frozenset[int]]:
-    """Read the online hardware threads of each CPU's core; a CPU with an inconsistent file is its own core."""
+    """Read the online hardware threads of each CPU's core; a CPU with an inconsistent file is its
+    own core."""
     siblings_of: dict[int, frozenset[int]] = {}
     for cpu in online:
         topology = base / f"cpu{cpu}/topology"
@@ -161,7 +181,9 @@ def _read_siblings(base: Path, online: frozenset[int]) -> dict[int, frozenset[in
         found = found or read_cpus(topology, "thread_siblings_list", "thread_siblings")
         siblings_of[cpu] = (found or frozenset()) & online
     return {
-        cpu: full if cpu in full and all(siblings_of[other] == full for other in full) else frozenset({cpu})
+        cpu: full
+        if cpu in full and all(siblings_of[other] == full for other in full)
+        else frozenset({cpu})
         for cpu, full in siblings_of.items()
     }
 
@@ -169,7 +191,8 @@ def _read_siblings(base: Path, online: frozenset[int]) -> dict[int, frozenset[in
 def _read_nodes(
     base: Path, online: frozenset[int]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...], dict[int, int]]:
-    """Read (node ids, distance rows, node of each CPU); without a node directory, every CPU is on node 0."""
+    """Read (node ids, distance rows, node of each CPU); without a node directory, every CPU is on
+    node 0."""
     paths = dict(numbered(base, "node"))
     if not paths:
         return (), (), dict.fromkeys(online, 0)
@@ -227,14 +250,19 @@ def read_cache_bytes(root: Path | str = "/") -> int:
     return sum(sizes[max(sizes)].values()) if sizes else 0
 
 
-def _read_kinds(root: Path, online: frozenset[int], described: frozenset[int]) -> tuple[dict[int, int], frozenset[int]]:
-    """Read (kind of each CPU, low-power CPUs) from the PMUs of each kind, or else capacities, or else clocks."""
+def _read_kinds(
+    root: Path, online: frozenset[int], described: frozenset[int]
+) -> tuple[dict[int, int], frozenset[int]]:
+    """Read (kind of each CPU, low-power CPUs) from the PMUs of each kind, or else capacities, or
+    else clocks."""
     names = ("cpu_core", "cpu_atom", "cpu_lowpower")
     pmus = [read_cpus(root / "sys/devices" / name, "cpus") or frozenset() for name in names]
     if pmus[0] & online and (pmus[1] | pmus[2]) & online:
         return {cpu: kind for kind in (2, 1, 0) for cpu in pmus[kind] & online}, pmus[2]
     for name in ("cpu_capacity", "cpufreq/base_frequency", "cpufreq/cpuinfo_max_freq"):
-        speeds = {cpu: read_int(root / f"sys/devices/system/cpu/cpu{cpu}" / name) for cpu in described}
+        speeds = {
+            cpu: read_int(root / f"sys/devices/system/cpu/cpu{cpu}" / name) for cpu in described
+        }
         known = {cpu: speed for cpu, speed in speeds.items() if speed is not None and speed > 0}
         if len(known) == len(online):
             return _group_by_speed(known), frozenset()
@@ -242,7 +270,8 @@ def _read_kinds(root: Path, online: frozenset[int], described: frozenset[int]) -
 
 
 def _group_by_speed(speeds: dict[int, int]) -> dict[int, int]:
-    """Group CPUs by speed: kind 0 is within 10 % of the fastest, kind 1 within 10 % of the fastest of the rest, ..."""
+    """Group CPUs by speed: kind 0 is within 10 % of the fastest, kind 1 within 10 % of the fastest
+    of the rest, ..."""
     kind_of_speed: dict[int, int] = {}
     kind, top = -1, math.inf
     for speed in sorted(set(speeds.values()), reverse=True):
@@ -252,11 +281,14 @@ def _group_by_speed(speeds: dict[int, int]) -> dict[int, int]:
     return {cpu: kind_of_speed[speed] for cpu, speed in speeds.items()}
 
 
-def read_accelerator_node(topology: Topology, pci_address: str, root: Path | str = "/") -> int | None:
-    """Return the NUMA node of the PCI device ``domain:bus:device.function``; None if the firmware does not report it.
+def read_accelerator_node(
+    topology: Topology, pci_address: str, root: Path | str = "/"
+) -> int | None:
+    """Return the NUMA node of the PCI device ``domain:bus:device.function``; None if the firmware
+    does not report it.
 
-    A node without CPUs is returned only if the device's list of local CPUs names no better one. The planner then uses
-    the nearest node that has cores.
+    A node without CPUs is returned only if the device's list of local CPUs names no better one. The
+    planner then uses the nearest node that has cores.
     """
     device = Path(root, "sys/bus/pci/devices", pci_address.lower())
     node = read_int(device / "numa_node")

@@ -1,4 +1,5 @@
-"""Stores results of ``deepspeed-ext tune``, each for exactly the hardware, ranks and software that were measured."""
+"""Stores results of ``deepspeed-ext tune``, each for exactly the hardware, ranks and software that
+were measured."""
 
 import contextlib
 import hashlib
@@ -41,7 +42,8 @@ class Fingerprint:
 
     @classmethod
     def of(cls, topology: Topology, ranks: Sequence[RankFacts]) -> "Fingerprint":
-        """Return the fingerprint of these ranks (in local-rank order) on this host with the installed software."""
+        """Return the fingerprint of these ranks (in local-rank order) on this host with the
+        installed software."""
         return cls(
             cpu_model=_cpu_model(),
             topology=topology.digest(),
@@ -80,7 +82,9 @@ def cached(key: str) -> Path:
         ConfigError: there is no cache, or others can write to it.
     """
     if (folder := cache_folder()) is None:
-        raise ConfigError("there is no home, so no cache for the result: set DSEXT_CACHE_DIR, or give --output")
+        raise ConfigError(
+            "there is no home, so no cache for the result: set DSEXT_CACHE_DIR, or give --output"
+        )
     require_own(folder)
     with contextlib.suppress(OSError):  # whoever writes there reports it
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,7 +99,8 @@ def as_bytes(result: Mapping[str, object]) -> bytes:
 def load_all() -> dict[str, int]:
     """Read every result in the cache: `Fingerprint.key` -> optimizer cores per rank.
 
-    Never raises, because ranks may read different caches. Files that cannot be read are ignored, with one warning.
+    Never raises, because ranks may read different caches. Files that cannot be read are ignored,
+    with one warning.
     """
     found: dict[str, int] = {}
     ignored: list[str] = []
@@ -124,7 +129,8 @@ def load_all() -> dict[str, int]:
 
 
 def _read(path: Path) -> int | None:
-    """Read the optimizer cores per rank; None if another version wrote the result. Any error is passed on."""
+    """Read the optimizer cores per rank; None if another version wrote the result. Any error is
+    passed on."""
     text = read_text(path)
     if text is None:
         raise ValueError("not a readable regular file of at most 64 KiB")
@@ -133,5 +139,7 @@ def _read(path: Path) -> int | None:
         return None
     cores = result["opt_cores_per_rank"]
     if type(cores) is not int or not 1 <= cores <= MAX_CPU_ID:
-        raise ValueError(f"expected opt_cores_per_rank from 1 to {MAX_CPU_ID}, got {str(cores)[:40]}")
+        raise ValueError(
+            f"expected opt_cores_per_rank from 1 to {MAX_CPU_ID}, got {str(cores)[:40]}"
+        )
     return cores

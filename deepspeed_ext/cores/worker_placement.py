@@ -1,7 +1,8 @@
-"""Placement of the optimizer process: a new process sets its CPUs, threads and memory node before it imports torch.
+"""Placement of the optimizer process: a new process sets its CPUs, threads and memory node before
+it imports torch.
 
-The parent passes the placement as one word on the command line. It need not move any of its own threads, and no numactl
-binary is needed.
+The parent passes the placement as one word on the command line. It need not move any of its own
+threads, and no numactl binary is needed.
 """
 
 import contextlib
@@ -36,8 +37,8 @@ class WorkerPlacement:
     numa_node: int = -1
     """NUMA node to prefer for memory; -1 for none."""
     one_each: bool = False
-    """Whether each thread is pinned to its own CPU: on isolated CPUs, and on those of several memory nodes,
-    where the pages that a thread touches first must stay near."""
+    """Whether each thread is pinned to its own CPU: on isolated CPUs, and on those of several
+    memory nodes, where the pages that a thread touches first must stay near."""
 
     @classmethod
     def of(cls, plan: RankPlan) -> "WorkerPlacement":
@@ -65,21 +66,26 @@ class WorkerPlacement:
         return max(1, len(self.cpus))
 
     def environment(self) -> dict[str, str]:
-        """Return environment variables that give later loaded OpenMP runtimes one thread per CPU."""
+        """Return environment variables that give later loaded OpenMP runtimes one thread per
+        CPU."""
         threads = str(len(self.cpus))
         variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         if self.one_each:
-            variables |= {"OMP_PROC_BIND": "true", "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in sorted(self.cpus))}
+            variables |= {
+                "OMP_PROC_BIND": "true",
+                "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in sorted(self.cpus)),
+            }
         return variables
 
     def bind_process(self) -> str | None:
         """Bind every thread of the calling process to this placement.
 
-        OpenMP reads the environment when torch is imported. If a start-up hook of this Python did that already, its
-        threads are still bound to the CPUs, but not to one each.
+        OpenMP reads the environment when torch is imported. If a start-up hook of this Python did
+        that already, its threads are still bound to the CPUs, but not to one each.
 
         Returns:
-            A message for the parent to log if binding failed; else None. The thread count is set in either case.
+            A message for the parent to log if binding failed; else None. The thread count is set in
+            either case.
         """
         for name in OMP_BINDING_VARIABLES:
             os.environ.pop(name, None)
@@ -101,7 +107,8 @@ class WorkerPlacement:
 def _prefer_memory_of(node: int) -> None:
     """Prefer memory of ``node``.
 
-    A strict policy could end in out-of-memory kills. Some sandboxes refuse the call; then first touch decides.
+    A strict policy could end in out-of-memory kills. Some sandboxes refuse the call; then first
+    touch decides.
     """
     number = SET_MEMPOLICY.get(platform.machine())
     if number is None:
@@ -114,7 +121,8 @@ def _prefer_memory_of(node: int) -> None:
 
 
 def can_set_memory_policy() -> bool:
-    """Whether the kernel lets this process set its memory policy; resets the policy to the default."""
+    """Whether the kernel lets this process set its memory policy; resets the policy to the
+    default."""
     number = SET_MEMPOLICY.get(platform.machine())
     return number is not None and ctypes.CDLL(None).syscall(number, MPOL_DEFAULT, None, 0) == 0
 
@@ -125,7 +133,8 @@ def unbound_threads(
     *,
     on_cpu: bool = False,
 ) -> int:
-    """Return the number of threads for an unbound optimizer process: as many as a plan would give it cores, at least 1.
+    """Return the number of threads for an unbound optimizer process: as many as a plan would give
+    it cores, at least 1.
 
     Args:
         reserved: cores of the rank kept for PyTorch, a count or a fraction. None: not configured.
@@ -133,13 +142,16 @@ def unbound_threads(
         on_cpu: the CPU is the accelerator.
     """
     sharers, quota = max(1, local_ranks), read_cpu_quota_cores()
-    rank_cores = within_quota(max(1, _count_cores() // sharers), None if quota is None else quota / sharers)
+    rank_cores = within_quota(
+        max(1, _count_cores() // sharers), None if quota is None else quota / sharers
+    )
     _, optimizer = split_cores(rank_cores, reserved, on_cpu=on_cpu)
     return optimizer
 
 
 def _count_cores() -> int:
-    """Count the physical cores that a plan could use; CPUs if the host does not describe its cores."""
+    """Count the physical cores that a plan could use; CPUs if the host does not describe its
+    cores."""
     try:
         topology = read_topology()
         return len(usable_cores(topology, find_allowed(topology).cpus))

@@ -1,9 +1,10 @@
 """Makes the buffers of the stage 1/2 constructor without temporary copies.
 
-DeepSpeed makes them by ``partition.detach().clone().to(device, dtype)`` and then ``pin_memory``. With CPU offload, this
-clones the partition, makes an fp32 copy of it on the accelerator, transfers that to pageable memory, and copies it on
-the host for page-locking. The constructor offers no method to override, so `DirectBuffers` intercepts the torch calls
-while it runs. The constructor of stage 3 offers none either; there `NoMasters` leaves out the masters.
+DeepSpeed makes them by ``partition.detach().clone().to(device, dtype)`` and then ``pin_memory``.
+With CPU offload, this clones the partition, makes an fp32 copy of it on the accelerator, transfers
+that to pageable memory, and copies it on the host for page-locking. The constructor offers no
+method to override, so `DirectBuffers` intercepts the torch calls while it runs. The constructor of
+stage 3 offers none either; there `NoMasters` leaves out the masters.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ def _is_for_host(device: Any) -> bool:
 
 
 class DirectBuffers(TorchFunctionMode):
-    """While active, makes master partitions with one copy and allocates zero buffers page-locked at once.
+    """While active, makes master partitions with one copy and allocates zero buffers page-locked at
+    once.
 
     Args:
         pin: whether to page-lock the offloaded optimizer's buffers.
         startup: profile that counts the time and the bytes.
-        makes_masters: false if nobody reads DeepSpeed's masters. They are then on the meta device, which has sizes and
-            no memory, and so is the 16-bit buffer that DeepSpeed makes beside each.
+        makes_masters: false if nobody reads DeepSpeed's masters. They are then on the meta device,
+            which has sizes and no memory, and so is the 16-bit buffer that DeepSpeed makes beside
+            each.
     """
 
     def __init__(self, pin: bool, startup: StartupProfile, *, makes_masters: bool = True) -> None:
@@ -47,8 +50,8 @@ class DirectBuffers(TorchFunctionMode):
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Do not intercept torch calls inside the block, in which the ranks agree: their collectives make tensors, too,
-        and an error inside a collective would separate the ranks."""
+        """Do not intercept torch calls inside the block, in which the ranks agree: their
+        collectives make tensors, too, and an error inside a collective would separate the ranks."""
         self._rests = True
         try:
             yield
@@ -56,8 +59,11 @@ class DirectBuffers(TorchFunctionMode):
             self._rests = False
 
     def expect_master_of(self, partition: torch.Tensor) -> None:
-        """Announce that the constructor next clones `partition` (1-D, a view of the flat buffer) and converts it."""
-        assert self._partition is None, "the constructor did not make a master of the previous partition"
+        """Announce that the constructor next clones `partition` (1-D, a view of the flat buffer)
+        and converts it."""
+        assert self._partition is None, (
+            "the constructor did not make a master of the previous partition"
+        )
         self._partition = partition
 
     def __exit__(self, *error: Any) -> None:
@@ -67,7 +73,11 @@ class DirectBuffers(TorchFunctionMode):
         )
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if self._rests:
@@ -78,17 +88,23 @@ class DirectBuffers(TorchFunctionMode):
             partition, self._partition = args[0], None
             return self._master(partition, torch.device(kwargs["device"]), kwargs["dtype"])
         if func in (torch.zeros, torch.full) and self._pin and _is_for_host(kwargs.get("device")):
-            return self._page_locked(func(*args, **{**kwargs, "device": "meta"}), kwargs.get("fill_value", 0))
+            return self._page_locked(
+                func(*args, **{**kwargs, "device": "meta"}), kwargs.get("fill_value", 0)
+            )
         return func(*args, **kwargs)
 
     def _is_partition(self, tensor: torch.Tensor) -> bool:
         expected = self._partition
         return expected is not None and (
-            (tensor.data_ptr(), tensor.numel(), tensor.dtype) == (expected.data_ptr(), expected.numel(), expected.dtype)
+            (tensor.data_ptr(), tensor.numel(), tensor.dtype)
+            == (expected.data_ptr(), expected.numel(), expected.dtype)
         )
 
-    def _master(self, partition: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Copy `partition` to `device` in `dtype`; on the host page-locked if requested, without a second copy."""
+    def _master(
+        self, partition: torch.Tensor, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Copy `partition` to `device` in `dtype`; on the host page-locked if requested, without a
+        second copy."""
         if not self._makes_masters:
             return torch.empty_like(partition, dtype=dtype, device="meta")
         with self._startup.phase("master partition", partition.numel() * dtype.itemsize):
@@ -100,7 +116,11 @@ class DirectBuffers(TorchFunctionMode):
 
     def _page_locked(self, like: torch.Tensor, value: float) -> torch.Tensor:
         with self._startup.phase("page-locked buffers", like.nbytes):
-            return allocation.host_empty(like.numel(), like.dtype, pin=True).view(like.shape).fill_(value)
+            return (
+                allocation.host_empty(like.numel(), like.dtype, pin=True)
+                .view(like.shape)
+                .fill_(value)
+            )
 
 
 class NoMasters(TorchFunctionMode):
@@ -115,7 +135,11 @@ class NoMasters(TorchFunctionMode):
         self._partitions = partitions
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.to and any(args[0] is partition for partition in self._partitions):

@@ -22,11 +22,13 @@ Args:
 """
 
 _GATHERS_IN_PLACE = frozenset({"nccl"})
-"""Backends whose all-gather needs no temporary buffer if each rank's input is its slice of the output."""
+"""Backends whose all-gather needs no temporary buffer if each rank's input is its slice of the
+output."""
 
 
 def exchange_of(ranks: RankGroup) -> Exchange:
-    """Choose the exchange for `ranks`. Call it while a failure is still harmless: before parameters are freed."""
+    """Choose the exchange for `ranks`. Call it while a failure is still harmless: before parameters
+    are freed."""
     return exchange_for(backend_of(ranks)) if ranks.size > 1 else _nothing
 
 
@@ -47,14 +49,18 @@ def backend_of(ranks: RankGroup) -> str:
 def all_gather(flat: torch.Tensor, ranks: RankGroup, bucket_numel: int) -> None:
     """Exchange by one collective over the whole buffer, which uses all links at once.
 
-    It is not divided into buckets: the ranks' parts of a bucket are not contiguous in `flat`, and would need a copy.
+    It is not divided into buckets: the ranks' parts of a bucket are not contiguous in `flat`, and
+    would need a copy.
     """
     numel = flat.numel() // ranks.size
-    dist.all_gather_into_tensor(flat, flat[ranks.rank * numel : (ranks.rank + 1) * numel], group=ranks.group)
+    dist.all_gather_into_tensor(
+        flat, flat[ranks.rank * numel : (ranks.rank + 1) * numel], group=ranks.group
+    )
 
 
 def broadcasts(flat: torch.Tensor, ranks: RankGroup, bucket_numel: int) -> None:
-    """Exchange by broadcasts of views of `flat`, one owner after the other; no backend needs a temporary buffer."""
+    """Exchange by broadcasts of views of `flat`, one owner after the other; no backend needs a
+    temporary buffer."""
     numel = flat.numel() // ranks.size
     for owner in range(ranks.size):
         for bucket in flat[owner * numel : (owner + 1) * numel].split(max(1, bucket_numel)):

@@ -41,7 +41,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Layout of one parameter group's flat buffer: segments in order, with zeros as padding between and after them.
+    """Layout of one parameter group's flat buffer: segments in order, with zeros as padding between
+    and after them.
 
     Attributes:
         segments: the parameters in buffer order (after any round-robin reordering).
@@ -56,8 +57,11 @@ class GroupLayout:
     device: torch.device
 
     @classmethod
-    def of(cls, parameters: Sequence[torch.Tensor], paddings: Sequence[int], alignment: int) -> GroupLayout:
-        """Lay out `parameters` in order, each followed by its padding; pad the whole to a multiple of `alignment`.
+    def of(
+        cls, parameters: Sequence[torch.Tensor], paddings: Sequence[int], alignment: int
+    ) -> GroupLayout:
+        """Lay out `parameters` in order, each followed by its padding; pad the whole to a multiple
+        of `alignment`.
 
         All sizes are in elements.
         """
@@ -75,7 +79,8 @@ class GroupLayout:
         return self.numel * self.dtype.itemsize
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the parts of the parameters within ``flat[start:stop]``, in order; gaps between them are padding."""
+        """Yield the parts of the parameters within ``flat[start:stop]``, in order; gaps between
+        them are padding."""
         before = bisect.bisect_right(self.segments, start, key=lambda segment: segment.start) - 1
         for index in range(max(0, before), len(self.segments)):
             segment = self.segments[index]
@@ -86,7 +91,8 @@ class GroupLayout:
                 yield Piece(segment, first - segment.start, first, last - first)
 
     def pack(self, out: torch.Tensor, start: int) -> None:
-        """Write elements ``[start, start + len(out))`` of the flat buffer, padding zeros too, into `out` (1-D)."""
+        """Write elements ``[start, start + len(out))`` of the flat buffer, padding zeros too, into
+        `out` (1-D)."""
         done = 0
         for piece in self.pieces(start, start + out.numel()):
             at = piece.flat_start - start
@@ -96,11 +102,15 @@ class GroupLayout:
             if piece.numel == piece.segment.numel:
                 target.view(piece.segment.shape).copy_(source, non_blocking=True)
             else:
-                target.copy_(source.reshape(-1)[piece.start : piece.start + piece.numel], non_blocking=True)
+                target.copy_(
+                    source.reshape(-1)[piece.start : piece.start + piece.numel], non_blocking=True
+                )
             done = at + piece.numel
         out[done:].zero_()
 
     def release(self) -> None:
         """Free the parameters' storage; they are empty until they get new storage."""
         for segment in self.segments:
-            segment.parameter.data = torch.empty(0, dtype=segment.parameter.dtype, device=self.device)
+            segment.parameter.data = torch.empty(
+                0, dtype=segment.parameter.dtype, device=self.device
+            )

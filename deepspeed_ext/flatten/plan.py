@@ -74,7 +74,11 @@ def flat_numel(numel: int, alignment: int) -> int:
 
 def required_bytes(tier: FlattenTier, facts: FlattenFacts) -> int:
     """Return the accelerator memory in bytes that `tier` needs in addition to the parameters."""
-    return {"accelerator": facts.buffer_bytes, "distributed": -(-facts.buffer_bytes // facts.ranks), "host": 0}[tier]
+    return {
+        "accelerator": facts.buffer_bytes,
+        "distributed": -(-facts.buffer_bytes // facts.ranks),
+        "host": 0,
+    }[tier]
 
 
 def choose_tier(
@@ -107,7 +111,11 @@ def choose_tier(
         elif tier != "host" and needed > usable:
             refusals.append(f"{tier} needs {_gib(needed)} of {_gib(usable)} usable")
         else:
-            room = f"{_gib(needed)} of {_gib(usable)} usable" if tier != "host" else "no accelerator memory"
+            room = (
+                f"{_gib(needed)} of {_gib(usable)} usable"
+                if tier != "host"
+                else "no accelerator memory"
+            )
             reason = f"{tier} needs {room}" + (f"; {', '.join(refusals)}" if refusals else "")
             return FlattenPlan(tier, needed, facts, reason)
     raise AssertionError("the host tier is always possible; `tiers.host` handles its failure")
@@ -118,12 +126,14 @@ def _check_forced(tier: FlattenTier, facts: FlattenFacts) -> FlattenPlan:
     field = f'zero_optimization.flatten_tier = "{tier}"'
     if tier == "distributed" and facts.ranks == 1:
         raise ConfigError(
-            f"{field} needs at least 2 data-parallel ranks per parameter group, and this group has 1; "
+            f"{field} needs at least 2 data-parallel ranks per parameter group, and this group "
+            f"has 1; "
             'use "accelerator" or "host", or remove the field'
         )
     if needed > facts.free_bytes:
         raise ConfigError(
-            f"{field} needs {needed:,} bytes ({_gib(needed)}) of free accelerator memory on every rank, and the rank "
+            f"{field} needs {needed:,} bytes ({_gib(needed)}) of free accelerator memory on every "
+            f"rank, and the rank "
             f"with the least has {facts.free_bytes:,} ({_gib(facts.free_bytes)}); "
             "remove the field to have a tier chosen that fits"
         )

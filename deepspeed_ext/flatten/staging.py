@@ -1,7 +1,8 @@
 """Copies between accelerator and pageable host memory through two page-locked chunks.
 
-A transfer from pageable memory is several times slower than one from page-locked memory, and page-locking a whole
-buffer costs more than copying it once. So the accelerator transfers one chunk while the CPU copies the other.
+A transfer from pageable memory is several times slower than one from page-locked memory, and
+page-locking a whole buffer costs more than copying it once. So the accelerator transfers one chunk
+while the CPU copies the other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ __all__ = ["Staging"]
 
 
 class Staging:
-    """Two chunks of host memory that transfers use alternately, page-locked if the accelerator can."""
+    """Two chunks of host memory that transfers use alternately, page-locked if the accelerator
+    can."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.numel = max(1, STAGING_CHUNK_BYTES // dtype.itemsize)
@@ -28,26 +30,34 @@ class Staging:
         self._events: list[Any] = [None, None]
 
     def reserve(self, numel: int) -> None:
-        """Allocate the chunks for transfers of `numel` elements, so that a lack of memory shows here and not later."""
+        """Allocate the chunks for transfers of `numel` elements, so that a lack of memory shows
+        here and not later."""
         if not self._chunks:
             size = min(self.numel, numel)
             self._chunks = [allocation.host_empty(size, self._dtype, pin=True) for _ in range(2)]
 
     def _parts(self, numel: int) -> list[tuple[int, int, torch.Tensor]]:
-        """Divide a transfer into parts: (index of the chunk, first element, chunk cut to the part's length)."""
+        """Divide a transfer into parts: (index of the chunk, first element, chunk cut to the part's
+        length)."""
         self.reserve(numel)
         step = self._chunks[0].numel()
         starts = range(0, numel, step)
         return [
-            (part % 2, start, self._chunks[part % 2][: min(step, numel - start)]) for part, start in enumerate(starts)
+            (part % 2, start, self._chunks[part % 2][: min(step, numel - start)])
+            for part, start in enumerate(starts)
         ]
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy `source` (1-D, accelerator) into `target` (1-D, host; converted if its dtype differs)."""
-        self.pack_to_host(lambda out, start: out.copy_(source[start : start + out.numel()], non_blocking=True), target)
+        """Copy `source` (1-D, accelerator) into `target` (1-D, host; converted if its dtype
+        differs)."""
+        self.pack_to_host(
+            lambda out, start: out.copy_(source[start : start + out.numel()], non_blocking=True),
+            target,
+        )
 
     def pack_to_host(self, pack: Callable[[torch.Tensor, int], Any], target: torch.Tensor) -> None:
-        """Fill `target` (1-D, host) in chunks; ``pack(out, start)`` writes the elements from `start` into `out`."""
+        """Fill `target` (1-D, host) in chunks; ``pack(out, start)`` writes the elements from
+        `start` into `out`."""
         pending: tuple[int, int, torch.Tensor] | None = None
         for part in self._parts(target.numel()):
             pack(part[2], part[1])
@@ -66,7 +76,9 @@ class Staging:
     def to_device(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy `source` (1-D, host) into `target` (1-D, accelerator)."""
         for chunk_index, start, chunk in self._parts(target.numel()):
-            self._wait(chunk_index)  # the previous transfer from this chunk to the accelerator must be complete
+            self._wait(
+                chunk_index
+            )  # the previous transfer from this chunk to the accelerator must be complete
             chunk.copy_(source[start : start + chunk.numel()])
             target[start : start + chunk.numel()].copy_(chunk, non_blocking=True)
             self._record(chunk_index)

@@ -1,13 +1,14 @@
 """The three ways (tiers) to build a flat buffer. All give bitwise equal results.
 
-A tier frees the parameters' storage only once the ranks together hold another copy of it, so running out of memory
-loses nothing. `accelerator`, and `distributed` until its slices are packed, keep the parameters. After that, every rank
-holds its 1/N slice of the flat buffer, on the accelerator or the host. The tier builds the flat buffer from these
-slices; if it does not fit, `rollback.restore_parameters` restores the parameters from them.
+A tier frees the parameters' storage only once the ranks together hold another copy of it, so
+running out of memory loses nothing. `accelerator`, and `distributed` until its slices are packed,
+keep the parameters. After that, every rank holds its 1/N slice of the flat buffer, on the
+accelerator or the host. The tier builds the flat buffer from these slices; if it does not fit,
+`rollback.restore_parameters` restores the parameters from them.
 
-All work of a rank between two collectives runs inside `runtime.memory.try_on_all_ranks`, so a failure never separates
-the ranks. Work outside it that could fail is done before the parameters are freed. `runtime.memory.accelerator_empty`
-and `runtime.memory.host_empty` make all allocations.
+All work of a rank between two collectives runs inside `runtime.memory.try_on_all_ranks`, so a
+failure never separates the ranks. Work outside it that could fail is done before the parameters are
+freed. `runtime.memory.accelerator_empty` and `runtime.memory.host_empty` make all allocations.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
     """Copy the parameters into a new buffer.
 
     Returns:
-        The flat buffer, 1-D on the parameters' device; None if it does not fit. The parameters are unchanged.
+        The flat buffer, 1-D on the parameters' device; None if it does not fit. The parameters are
+        unchanged.
     """
 
     def packed() -> torch.Tensor:
@@ -47,16 +49,19 @@ def accelerator(layout: GroupLayout, ranks: RankGroup) -> torch.Tensor | None:
 
 
 def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tensor | None:
-    """Pack only this rank's slice, free the parameters, and exchange the slices inside the flat buffer.
+    """Pack only this rank's slice, free the parameters, and exchange the slices inside the flat
+    buffer.
 
     Args:
         layout: the group; its parameters must be equal on all ranks.
 
     Returns:
-        The flat buffer, 1-D on the parameters' device; None if a slice does not fit. The parameters are then unchanged.
+        The flat buffer, 1-D on the parameters' device; None if a slice does not fit. The parameters
+        are then unchanged.
 
     Raises:
-        OutOfMemoryError: the flat buffer does not fit even with the parameters freed; they are restored.
+        OutOfMemoryError: the flat buffer does not fit even with the parameters freed; they are
+            restored.
     """
     numel, staging, exchange = layout.numel // ranks.size, Staging(layout.dtype), exchange_of(ranks)
 
@@ -83,7 +88,8 @@ def distributed(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> tor
 
 
 def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tensor:
-    """Copy this rank's slice to host memory in chunks, free the parameters, and copy the slice back.
+    """Copy this rank's slice to host memory in chunks, free the parameters, and copy the slice
+    back.
 
     Needs no additional accelerator memory. On the host it needs the slice and two chunks.
 
@@ -94,21 +100,26 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
         The flat buffer, 1-D on the parameters' device.
 
     Raises:
-        OutOfMemoryError: the slice does not fit on the host (the parameters are unchanged), or the flat buffer does not
-            fit on the accelerator even with the parameters freed (they are restored).
+        OutOfMemoryError: the slice does not fit on the host (the parameters are unchanged), or the
+            flat buffer does not fit on the accelerator even with the parameters freed (they are
+            restored).
     """
     numel, staging, exchange = layout.numel // ranks.size, Staging(layout.dtype), exchange_of(ranks)
 
     def packed() -> torch.Tensor:
         stored = _host_slice(numel, layout.dtype, staging)
-        staging.pack_to_host(lambda out, start: layout.pack(out, ranks.rank * numel + start), stored)  # waits for all
+        staging.pack_to_host(
+            lambda out, start: layout.pack(out, ranks.rank * numel + start), stored
+        )  # waits for all
         return stored
 
     stored = allocation.try_on_all_ranks("flatten.pack", packed, ranks)
     if stored is None:
         raise OutOfMemoryError(
-            f"no flatten tier fits: the last one, host, needs {numel * layout.dtype.itemsize:,} bytes of host memory "
-            "on every rank. The parameters are intact. Free host memory, raise its limit, or use more ranks"
+            f"no flatten tier fits: the last one, host, needs {numel * layout.dtype.itemsize:,} "
+            f"bytes of host memory "
+            "on every rank. The parameters are intact. Free host memory, raise its limit, or use "
+            "more ranks"
         )
     flat = _flat_from_host(layout, ranks, stored, staging)
     with in_profile("flatten.exchange"):
@@ -117,23 +128,34 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
 
 
 @contextmanager
-def _restored_on_error(layout: GroupLayout, ranks: RankGroup, values: torch.Tensor) -> Iterator[None]:
-    """If the block raises on any rank, restore the parameters of all ranks from the slices `values`. A collective."""
-    raise_together(ranks, None)  # a rank that failed before the block does not take part in restoring
+def _restored_on_error(
+    layout: GroupLayout, ranks: RankGroup, values: torch.Tensor
+) -> Iterator[None]:
+    """If the block raises on any rank, restore the parameters of all ranks from the slices
+    `values`. A collective."""
+    raise_together(
+        ranks, None
+    )  # a rank that failed before the block does not take part in restoring
     try:
         with together(ranks):
             yield
     except DeepSpeedExtError as error:
-        traceback.clear_frames(error.__traceback__)  # frames may hold a flat buffer, whose memory the parameters need
+        traceback.clear_frames(
+            error.__traceback__
+        )  # frames may hold a flat buffer, whose memory the parameters need
         with in_profile("flatten.restore"):
             restore_parameters(layout, ranks, values)
         raise
 
 
 def _flat_with_own_slice(
-    layout: GroupLayout, ranks: RankGroup, values: torch.Tensor, load: Callable[[torch.Tensor, torch.Tensor], object]
+    layout: GroupLayout,
+    ranks: RankGroup,
+    values: torch.Tensor,
+    load: Callable[[torch.Tensor, torch.Tensor], object],
 ) -> torch.Tensor | None:
-    """Free the parameters, allocate the flat buffer, and fill this rank's slice by ``load(values, slice)``.
+    """Free the parameters, allocate the flat buffer, and fill this rank's slice by
+    ``load(values, slice)``.
 
     Returns:
         The flat buffer with only this rank's slice filled; None if it does not fit on any one rank.
@@ -141,7 +163,8 @@ def _flat_with_own_slice(
 
     def filled() -> torch.Tensor:
         layout.release()
-        get_accelerator().empty_cache()  # join the freed blocks into a region that the flat buffer can use
+        # join the freed blocks into a region that the flat buffer can use
+        get_accelerator().empty_cache()
         flat = allocation.accelerator_empty(layout.numel, layout.dtype, layout.device)
         load(values, flat[ranks.rank * values.numel() : (ranks.rank + 1) * values.numel()])
         return flat
@@ -149,8 +172,11 @@ def _flat_with_own_slice(
     return allocation.try_on_all_ranks("flatten.fill", filled, ranks)
 
 
-def _flat_from_host(layout: GroupLayout, ranks: RankGroup, stored: torch.Tensor, staging: Staging) -> torch.Tensor:
-    """Make the flat buffer and fill this rank's slice from host memory; if it does not fit, restore the parameters."""
+def _flat_from_host(
+    layout: GroupLayout, ranks: RankGroup, stored: torch.Tensor, staging: Staging
+) -> torch.Tensor:
+    """Make the flat buffer and fill this rank's slice from host memory; if it does not fit, restore
+    the parameters."""
     with _restored_on_error(layout, ranks, stored):
         flat = _flat_with_own_slice(layout, ranks, stored, staging.to_device)
         if flat is None:
@@ -158,7 +184,9 @@ def _flat_from_host(layout: GroupLayout, ranks: RankGroup, stored: torch.Tensor,
     return flat
 
 
-def _slice_to_host(layout: GroupLayout, ranks: RankGroup, own: torch.Tensor, staging: Staging) -> torch.Tensor:
+def _slice_to_host(
+    layout: GroupLayout, ranks: RankGroup, own: torch.Tensor, staging: Staging
+) -> torch.Tensor:
     """Copy the slice `own` to host memory; the parameters are already freed."""
 
     def moved() -> torch.Tensor:
@@ -179,8 +207,11 @@ def _host_slice(numel: int, dtype: torch.dtype, staging: Staging) -> torch.Tenso
 
 def _no_tier_fits(layout: GroupLayout) -> OutOfMemoryError:
     return OutOfMemoryError(
-        f"no flatten tier fits: one contiguous buffer of {layout.nbytes:,} bytes for {len(layout.segments)} parameters "
-        "does not fit into accelerator memory on every rank, even with the parameters' own storage freed. "
-        "The parameters are intact. Free accelerator memory, use ZeRO-3, or split the optimizer's parameters into "
+        f"no flatten tier fits: one contiguous buffer of {layout.nbytes:,} bytes for "
+        f"{len(layout.segments)} parameters "
+        "does not fit into accelerator memory on every rank, even with the parameters' own "
+        "storage freed. "
+        "The parameters are intact. Free accelerator memory, use ZeRO-3, or split the optimizer's "
+        "parameters into "
         "several groups"
     )

@@ -1,1 +1,2 @@
-"""Single-parameter gather: `plan` decides, `launch` communicates, `adapter.gather_hooks` attaches it."""
+"""Single-parameter gather: `plan` decides, `launch` communicates, `adapter.gather_hooks` attaches
+it."""

@@ -1,7 +1,8 @@
 """Launches the collectives of one fetch, each parameter into its own storage.
 
-A *partition* is this rank's part of a parameter: 1-D, with equal length on every rank; the last one ends with padding.
-*Storage* is the gathered parameter's memory: 1-D, on the accelerator, in the dtype of the communication.
+A *partition* is this rank's part of a parameter: 1-D, with equal length on every rank; the last one
+ends with padding. *Storage* is the gathered parameter's memory: 1-D, on the accelerator, in the
+dtype of the communication.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from deepspeed_ext.runtime.ranks import RankGroup, all_gather_single
 __all__ = ["PendingParameter", "Work", "can_group", "gather_singles", "gather_together"]
 
 _SEGMENT_BYTES = 64
-"""Alignment of parameters in a shared bucket. It is that of the CPU allocator, because kernels may depend on it."""
+"""Alignment of parameters in a shared bucket. It is that of the CPU allocator, because kernels may
+depend on it."""
 
 
 class Work(Protocol):
@@ -35,7 +37,8 @@ class PendingParameter:
         numel: elements of the whole parameter.
         partition: this rank's part: 1-D, on any device, in the parameter's dtype.
         dtype: dtype of the communication.
-        storage: the parameter's elements, 1-D without padding; set at launch, valid once the work is done.
+        storage: the parameter's elements, 1-D without padding; set at launch, valid once the work
+            is done.
     """
 
     numel: int
@@ -45,11 +48,14 @@ class PendingParameter:
 
 
 def can_group(ranks: RankGroup) -> bool:
-    """Whether the backend of `ranks` can group several collectives into one launch, as NCCL can and gloo cannot."""
+    """Whether the backend of `ranks` can group several collectives into one launch, as NCCL can and
+    gloo cannot."""
     return bool(getattr(ranks.backend, "supports_coalescing", False))
 
 
-def gather_singles(pending: Sequence[PendingParameter], ranks: RankGroup, grouped: bool) -> list[Work]:
+def gather_singles(
+    pending: Sequence[PendingParameter], ranks: RankGroup, grouped: bool
+) -> list[Work]:
     """Start to gather every partition directly into its parameter's own storage; do not wait.
 
     Args:
@@ -57,19 +63,28 @@ def gather_singles(pending: Sequence[PendingParameter], ranks: RankGroup, groupe
         grouped: use one launch for all; requires `can_group`.
     """
     pairs = [_output_and_input(each, ranks) for each in pending]
-    pairs = [(output, part) for output, part in pairs if output.numel() > 0]  # a parameter may be empty
+    pairs = [
+        (output, part) for output, part in pairs if output.numel() > 0
+    ]  # a parameter may be empty
     if not grouped or len(pairs) <= 1:
-        return [dist.allgather_fn(output, part, group=ranks.group, async_op=True) for output, part in pairs]
-    # torch's interface, because the work that deepspeed.comm.all_gather_coalesced returns cannot be waited for. As
-    # bytes, because not every backend accepts several dtypes in one launch.
+        return [
+            dist.allgather_fn(output, part, group=ranks.group, async_op=True)
+            for output, part in pairs
+        ]
+    # torch's interface, because the work that deepspeed.comm.all_gather_coalesced returns cannot be
+    # waited for. As bytes, because not every backend accepts several dtypes in one launch.
     manager: Any
     with torch.distributed._coalescing_manager(group=ranks.group, async_ops=True) as manager:
         for output, part in pairs:
-            all_gather_single(output.view(torch.uint8), part.view(torch.uint8), group=ranks.group, async_op=True)
+            all_gather_single(
+                output.view(torch.uint8), part.view(torch.uint8), group=ranks.group, async_op=True
+            )
     return [manager]
 
 
-def _output_and_input(each: PendingParameter, ranks: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
+def _output_and_input(
+    each: PendingParameter, ranks: RankGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
     part_numel = each.partition.numel()
     output = torch.empty(part_numel * ranks.size, dtype=each.dtype, device=ranks.device)
     each.storage = output.narrow(0, 0, each.numel)
@@ -81,11 +96,13 @@ def _output_and_input(each: PendingParameter, ranks: RankGroup) -> tuple[torch.T
 
 
 def gather_together(pending: Sequence[PendingParameter], ranks: RankGroup) -> Work:
-    """Start to gather small parameters by one collective into shared storage, each contiguous; do not wait.
+    """Start to gather small parameters by one collective into shared storage, each contiguous; do
+    not wait.
 
-    An all-gather would interleave the parameters rank by rank, and separating them would need a second copy. Instead,
-    every rank copies its parts to their final positions in a zeroed bucket, and an all-reduce adds the buckets as
-    integers. Each element is x on one rank and 0 on the others, so every bit of x arrives, also for -0.0 and NaN.
+    An all-gather would interleave the parameters rank by rank, and separating them would need a
+    second copy. Instead, every rank copies its parts to their final positions in a zeroed bucket,
+    and an all-reduce adds the buckets as integers. Each element is x on one rank and 0 on the
+    others, so every bit of x arrives, also for -0.0 and NaN.
 
     Args:
         pending: the parameters, in the same order on every rank; dtypes may differ.

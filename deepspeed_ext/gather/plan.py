@@ -1,10 +1,13 @@
-"""Decides how each ZeRO-3 parameter is gathered: into its own storage, in a shared bucket, or by DeepSpeed.
+"""Decides how each ZeRO-3 parameter is gathered: into its own storage, in a shared bucket, or by
+DeepSpeed.
 
-Pure functions from plain facts to frozen plans, without torch or DeepSpeed. There are two decisions:
+Pure functions from plain facts to frozen plans, without torch or DeepSpeed. There are two
+decisions:
 
-* `plan_gather`, once per model: the mode of every parameter, and the reason if DeepSpeed gathers it. All ranks must
-  make the same plan, because it decides which collectives they call.
-* `GatherPlan.split`, once per fetch: divides the parameters of the fetch into singles, buckets and DeepSpeed's part.
+* `plan_gather`, once per model: the mode of every parameter, and the reason if DeepSpeed gathers
+  it. All ranks must make the same plan, because it decides which collectives they call.
+* `GatherPlan.split`, once per fetch: divides the parameters of the fetch into singles, buckets and
+  DeepSpeed's part.
 """
 
 from collections import Counter
@@ -23,7 +26,8 @@ class GatherMode(Enum):
     SINGLE = "single"
     """By its own collective, directly into its own storage."""
     SHARED = "shared"
-    """Together with other small parameters of the fetch, if there are any: too small to be worth a collective."""
+    """Together with other small parameters of the fetch, if there are any: too small to be worth a
+    collective."""
     UPSTREAM = "upstream"
     """By DeepSpeed's own all-gather."""
 
@@ -45,7 +49,8 @@ class ParameterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """The ``parameter_id`` of the parameters of one fetch; ascending, so that all ranks launch in the same order."""
+    """The ``parameter_id`` of the parameters of one fetch; ascending, so that all ranks launch in
+    the same order."""
 
     singles: tuple[int, ...]
     buckets: tuple[tuple[int, ...], ...]
@@ -57,7 +62,8 @@ class GatherPlan:
     """The mode of every parameter of a model."""
 
     min_numel: int
-    """A parameter with fewer elements shares a bucket; a bucket is complete once it has this many."""
+    """A parameter with fewer elements shares a bucket; a bucket is complete once it has this
+    many."""
     numels: Mapping[int, int]
     modes: Mapping[int, GatherMode]
     reasons: Mapping[int, str]
@@ -72,20 +78,27 @@ class GatherPlan:
         """Divide the parameters of one fetch.
 
         Raises:
-            UnsupportedError: the plan does not contain a parameter. DeepSpeed may call the all-gather of different
-                parameters for one fetch on different ranks, so the ranks could call different collectives.
+            UnsupportedError: the plan does not contain a parameter. DeepSpeed may call the
+                all-gather of different parameters for one fetch on different ranks, so the ranks
+                could call different collectives.
         """
         parameter_ids = sorted(parameter_ids)
         if unknown := [i for i in parameter_ids if i not in self.modes]:
             raise UnsupportedError(
                 f"parameters {unknown} (ds_id) were partitioned after deepspeed.initialize, but "
-                "stage3_allgather_single_param needs all parameters at that time. Add them to the model before "
-                "deepspeed.initialize, or set zero_optimization.stage3_allgather_single_param to false"
+                "stage3_allgather_single_param needs all parameters at that time. Add them to the "
+                "model before "
+                "deepspeed.initialize, or set zero_optimization.stage3_allgather_single_param to "
+                "false"
             )
         singles: list[int] = []
         small: list[int] = []
         upstream: list[int] = []
-        lists = {GatherMode.SINGLE: singles, GatherMode.SHARED: small, GatherMode.UPSTREAM: upstream}
+        lists = {
+            GatherMode.SINGLE: singles,
+            GatherMode.SHARED: small,
+            GatherMode.UPSTREAM: upstream,
+        }
         for parameter_id in parameter_ids:
             lists[self.modes[parameter_id]].append(parameter_id)
         buckets = self._pack(small)
@@ -97,9 +110,11 @@ class GatherPlan:
         )
 
     def _pack(self, small: list[int]) -> list[tuple[int, ...]]:
-        """Divide small parameters, in order, into buckets of ``min_numel`` to less than twice as many elements.
+        """Divide small parameters, in order, into buckets of ``min_numel`` to less than twice as
+        many elements.
 
-        That is large enough to be worth a collective, and small enough that the shared storage is soon freed.
+        That is large enough to be worth a collective, and small enough that the shared storage is
+        soon freed.
         """
         buckets: list[tuple[int, ...]] = []
         open_bucket: list[int] = []

@@ -1,4 +1,5 @@
-"""A plugin for Axolotl, which enables the extension and logs its measurements. One entry of the run's YAML:
+"""A plugin for Axolotl, which enables the extension and logs its measurements. One entry of the
+run's YAML:
 
     plugins:
       - deepspeed_ext.integrations.axolotl.DeepSpeedExtPlugin
@@ -12,7 +13,8 @@ try:
     from axolotl.integrations.base import BasePlugin
 except ImportError as error:
     raise ImportError(
-        f"deepspeed_ext.integrations.axolotl needs Axolotl ({error}); install it with: pip install axolotl"
+        f"deepspeed_ext.integrations.axolotl needs Axolotl ({error}); install it with: pip "
+        f"install axolotl"
     ) from error
 
 import deepspeed_ext
@@ -22,7 +24,8 @@ __all__ = ["DeepSpeedExtPlugin"]
 
 
 class DeepSpeedExtPlugin(BasePlugin):
-    """Enables the extension before Axolotl reads the DeepSpeed config, and adds our measurements to the logs."""
+    """Enables the extension before Axolotl reads the DeepSpeed config, and adds our measurements to
+    the logs."""
 
     def register(self, cfg: Any) -> None:
         """Enable the extension; Axolotl calls this when it has read the YAML."""

@@ -42,7 +42,9 @@ def save(
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise UnsupportedError("writing safetensors needs the library of that name: pip install safetensors") from error
+        raise UnsupportedError(
+            "writing safetensors needs the library of that name: pip install safetensors"
+        ) from error
     folder = Path(folder)
     shards: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}

@@ -152,7 +152,8 @@ class _Sender:
             self._connection.send((_TENSORS, self._told))
             if self._connection.recv() != _READ:
                 raise StateError(
-                    "the process that receives the weights has stopped before the last: iterate over "
+                    "the process that receives the weights has stopped before the last: iterate "
+                    "over "
                     "receive(...) to the end"
                 )
         self._told, self._end = [], 0

@@ -5,14 +5,21 @@
     log_measurements(trainer)
     trainer.train()
 
-Each value appears as ``dsext/NAME`` in ``trainer.state.log_history`` and in every reporter (TensorBoard, W&B, ...).
+Each value appears as ``dsext/NAME`` in ``trainer.state.log_history`` and in every reporter
+(TensorBoard, W&B, ...).
 """
 
 from typing import Any
 
 try:
     import accelerate  # noqa: F401
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
 except ImportError as error:
     raise ImportError(
         f"deepspeed_ext.integrations.transformers needs transformers and accelerate ({error}); "
@@ -29,13 +36,15 @@ PREFIX = "dsext/"
 def log_measurements(trainer: Trainer) -> None:
     """Add the optimizer's measurements to every log of `trainer`.
 
-    The callback is inserted before those of the reporters, which otherwise would not see the values.
+    The callback is inserted before those of the reporters, which otherwise would not see the
+    values.
     """
     trainer.callback_handler.callbacks.insert(0, MeasurementsCallback())
 
 
 class MeasurementsCallback(TrainerCallback):
-    """Adds the optimizer's ``measurements()`` to a log, except values that have not changed since the last log.
+    """Adds the optimizer's ``measurements()`` to a log, except values that have not changed since
+    the last log.
 
     If the optimizer is not one of ours, it says so in the log of rank 0, once, and adds nothing.
     """
@@ -55,8 +64,10 @@ class MeasurementsCallback(TrainerCallback):
         measured = _measurements(optimizer)
         if measured is None and state.is_world_process_zero:
             warn_once(
-                "log_measurements adds nothing: this run's optimizer is not one of deepspeed_ext. Call "
-                "deepspeed_ext.enable() before TrainingArguments, and give them a DeepSpeed config with ZeRO stage 1 "
+                "log_measurements adds nothing: this run's optimizer is not one of deepspeed_ext. "
+                "Call "
+                "deepspeed_ext.enable() before TrainingArguments, and give them a DeepSpeed "
+                "config with ZeRO stage 1 "
                 "or 2, or stage 3 with ZenFlow"
             )
         values = {PREFIX + name: value for name, value in (measured or {}).items()}
@@ -69,7 +80,8 @@ class MeasurementsCallback(TrainerCallback):
 
 
 def _measurements(optimizer: Any) -> dict[str, float] | None:
-    """Return the measurements of the optimizer inside Accelerate's wrappers; None if it has none."""
+    """Return the measurements of the optimizer inside Accelerate's wrappers; None if it has
+    none."""
     while optimizer is not None:
         if hasattr(optimizer, "measurements"):
             found: dict[str, float] = optimizer.measurements()

@@ -1,4 +1,5 @@
-"""The public parts of DeepSpeed (its communication and its accelerator), and facts from the launcher.
+"""The public parts of DeepSpeed (its communication and its accelerator), and facts from the
+launcher.
 
 Outside `deepspeed_ext.adapter`, only this module imports DeepSpeed.
 """
@@ -43,7 +44,8 @@ def local_world_size() -> int:
 
 
 def group_timeout_seconds(group: Any) -> float:
-    """Return the timeout of collectives of `group` (None: all ranks); infinite if the backend reports none."""
+    """Return the timeout of collectives of `group` (None: all ranks); infinite if the backend
+    reports none."""
     group = torch.distributed.group.WORLD if group is None else group
     try:
         backend = group._get_backend(torch.device(get_accelerator().current_device_name()))
@@ -117,8 +119,8 @@ def _check(result: Any) -> None:
 
 
 def shares_host_memory() -> bool:
-    """Whether the accelerator has no memory of its own but takes the host's (GB10, Jetson, MI300A): there, what is
-    offloaded frees nothing. False if its runtime does not say, and on the CPU."""
+    """Whether the accelerator has no memory of its own but takes the host's (GB10, Jetson, MI300A):
+    there, what is offloaded frees nothing. False if its runtime does not say, and on the CPU."""
     accelerator = get_accelerator()
     module = torch.get_device_module(accelerator.device_name())
     properties = getattr(module, "get_device_properties", None)

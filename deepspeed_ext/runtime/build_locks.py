@@ -1,5 +1,5 @@
-"""Finds locks that killed builds of DeepSpeed's operators left behind. torch up to 2.13 waits for them forever, without
-a message."""
+"""Finds locks that killed builds of DeepSpeed's operators left behind. torch up to 2.13 waits for
+them forever, without a message."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ import psutil
 __all__ = ["abandoned", "operator_folder"]
 
 BETWEEN_COMPILERS_SECONDS = 60
-"""A build may have no compiler running for a moment, so a lock younger than this may still be in use."""
+"""A build may have no compiler running for a moment, so a lock younger than this may still be in
+use."""
 
 
 def operator_folder() -> Path:
     """The folder in which torch compiles operators, in one folder per operator."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # a user may have no home
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(
+        "~/.cache"
+    )  # a user may have no home
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions")
 
 
 def waits_for_files() -> bool:
-    """Whether a build waits while there is the file of another's lock. From 2.14 on, torch locks the file itself: the
-    file stays after every build, and holds nothing up."""
+    """Whether a build waits while there is the file of another's lock. From 2.14 on, torch locks
+    the file itself: the file stays after every build, and holds nothing up."""
     try:
         from torch.utils import cpp_extension
     except ImportError:
@@ -32,14 +35,18 @@ def waits_for_files() -> bool:
 
 
 def abandoned() -> list[Path]:
-    """Locks of builds on which no process of this host works, if they hold builds up. They may include a running build
-    of another host that shares the folder.
+    """Locks of builds on which no process of this host works, if they hold builds up. They may
+    include a running build of another host that shares the folder.
 
     Empty if the folder or the processes cannot be read: a start must not fail because of a warning.
     """
     now = time.time()
     try:
-        locks = [path for path in operator_folder().glob("**/lock") if _age(path, now) > BETWEEN_COMPILERS_SECONDS]
+        locks = [
+            path
+            for path in operator_folder().glob("**/lock")
+            if _age(path, now) > BETWEEN_COMPILERS_SECONDS
+        ]
         if not locks or not waits_for_files():
             return []
         busy = _working_folders()

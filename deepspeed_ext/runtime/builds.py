@@ -1,4 +1,5 @@
-"""Reports builds of DeepSpeed's operators, which torch compiles silently: the operator and the time so far."""
+"""Reports builds of DeepSpeed's operators, which torch compiles silently: the operator and the time
+so far."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ EVERY_SECONDS = 10.0
 
 @contextmanager
 def announced(operator: str) -> Iterator[None]:
-    """Log that `operator` is being compiled: before the block if it is not compiled yet, and repeatedly if the block
-    takes long."""
+    """Log that `operator` is being compiled: before the block if it is not compiled yet, and
+    repeatedly if the block takes long."""
     begin, done = time.monotonic(), threading.Event()
     is_new = not any(build_locks.operator_folder().glob(f"**/{operator}/*.so"))
     if is_new:
         logger.info(f"compiling DeepSpeed's operator {operator} (once; a minute or more)")
-    reporter = threading.Thread(target=_report, args=(operator, is_new, begin, done), name="dsext-builds", daemon=True)
+    reporter = threading.Thread(
+        target=_report, args=(operator, is_new, begin, done), name="dsext-builds", daemon=True
+    )
     reporter.start()
     try:
         yield
@@ -33,16 +36,24 @@ def announced(operator: str) -> Iterator[None]:
         done.set()
         reporter.join()
     if is_new or time.monotonic() - begin > FIRST_SECONDS:
-        logger.info(f"DeepSpeed's operator {operator} is ready after {time.monotonic() - begin:.0f} s")
+        logger.info(
+            f"DeepSpeed's operator {operator} is ready after {time.monotonic() - begin:.0f} s"
+        )
 
 
 def _report(operator: str, is_new: bool, begin: float, done: threading.Event) -> None:
     """Log progress every few seconds until `done`."""
-    pause, doing = FIRST_SECONDS, "still compiling" if is_new else "checking, and compiling again if it is out of date,"
+    pause, doing = (
+        FIRST_SECONDS,
+        "still compiling" if is_new else "checking, and compiling again if it is out of date,",
+    )
     while not done.wait(pause):
         pause, took = EVERY_SECONDS, f"{time.monotonic() - begin:.0f} s"
         left = [lock for lock in build_locks.abandoned() if lock.parent.name == operator]
         if left:
-            logger.warning(f"waiting for {left[0]} for {took}: a build that was killed has left it. Delete it to go on")
+            logger.warning(
+                f"waiting for {left[0]} for {took}: a build that was killed has left it. Delete "
+                f"it to go on"
+            )
         else:
             logger.info(f"{doing} DeepSpeed's operator {operator}: {took}")

@@ -10,9 +10,11 @@ __all__ = ["cache_folder", "require_own"]
 
 
 def cache_folder() -> Path | None:
-    """Return ``$DSEXT_CACHE_DIR``, or ``$XDG_CACHE_HOME/deepspeed_ext``, or ``~/.cache/deepspeed_ext``; absolute.
+    """Return ``$DSEXT_CACHE_DIR``, or ``$XDG_CACHE_HOME/deepspeed_ext``, or
+    ``~/.cache/deepspeed_ext``; absolute.
 
-    Without a home directory there is no cache: a folder among the temporary files could be another user's.
+    Without a home directory there is no cache: a folder among the temporary files could be another
+    user's.
     """
     if configured := os.environ.get("DSEXT_CACHE_DIR"):
         return Path(os.path.abspath(os.path.expanduser(configured)))
@@ -23,7 +25,8 @@ def cache_folder() -> Path | None:
 
 
 def require_own(folder: Path) -> None:
-    """Check that only this user and root can put files into a cache folder; one that is absent may be made.
+    """Check that only this user and root can put files into a cache folder; one that is absent may
+    be made.
 
     Raises:
         ConfigError: it is a link, another user's, or others can write to it.
@@ -39,9 +42,13 @@ def require_own(folder: Path) -> None:
     elif found.st_uid not in (os.getuid(), 0):
         why, change = f"belongs to user {found.st_uid}", "name one of your own"
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        why, change = f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})", "chmod go-w it"
+        why, change = (
+            f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})",
+            "chmod go-w it",
+        )
     else:
         return
     raise ConfigError(
-        f"the cache folder {str(folder)!r} {why}, so its files may be another user's: {change}, or set DSEXT_CACHE_DIR"
+        f"the cache folder {str(folder)!r} {why}, so its files may be another user's: {change}, "
+        f"or set DSEXT_CACHE_DIR"
     )

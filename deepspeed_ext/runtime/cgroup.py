@@ -1,6 +1,8 @@
-"""Limits of this process's control groups (cgroups), versions 1 and 2. Tests supply their own directory tree.
+"""Limits of this process's control groups (cgroups), versions 1 and 2. Tests supply their own
+directory tree.
 
-A cpuset limits which CPUs may run the process; a quota limits its CPU time. They are read separately.
+A cpuset limits which CPUs may run the process; a quota limits its CPU time. They are read
+separately.
 """
 
 from collections.abc import Iterator
@@ -21,7 +23,8 @@ __all__ = [
     "read_throttled_count",
 ]
 
-# Real groups are nested a few levels deep; walking a path of thousands of levels would take minutes.
+# Real groups are nested a few levels deep; walking a path of thousands of levels would take
+# minutes.
 _MAX_DEPTH = 128
 
 
@@ -38,8 +41,9 @@ class CpuQuota:
 def own_groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield this process's directory for ``controller`` and then its parents; some may not exist.
 
-    In a container without a cgroup namespace, /proc/self/cgroup shows the host's path, but only the container's own
-    subtree is mounted. The walk then ends at the mount's root, which is the container's own group.
+    In a container without a cgroup namespace, /proc/self/cgroup shows the host's path, but only the
+    container's own subtree is mounted. The walk then ends at the mount's root, which is the
+    container's own group.
     """
     mounts = root / "sys/fs/cgroup"
     for controllers, group in _memberships(root) or [("", "/"), (controller, "/")]:
@@ -49,14 +53,17 @@ def own_groups(root: Path, controller: str) -> Iterator[Path]:
             tops = [top for top in _entries(mounts) if controller in top.name.split(",")]
         else:
             continue
-        parts = [part for part in PurePosixPath(group).parts if part not in ("/", "..")][:_MAX_DEPTH]
+        parts = [part for part in PurePosixPath(group).parts if part not in ("/", "..")][
+            :_MAX_DEPTH
+        ]
         for top in tops:
             for depth in range(len(parts), -1, -1):
                 yield top.joinpath(*parts[:depth])
 
 
 def _memberships(root: Path) -> list[tuple[str, str]]:
-    """Return (controllers, group path) for each line of /proc/self/cgroup; controllers is "" for version 2."""
+    """Return (controllers, group path) for each line of /proc/self/cgroup; controllers is "" for
+    version 2."""
     lines = (read_text(root / "proc/self/cgroup") or "").splitlines()
     fields = (line.split(":", 2) for line in lines)
     return [(field[1], field[2]) for field in fields if len(field) == 3]
@@ -69,7 +76,8 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def read_cpu_quotas(root: Path | str = "/") -> tuple[CpuQuota, ...]:
-    """Return every CPU quota from this process's group up to the root; other processes may share any of them."""
+    """Return every CPU quota from this process's group up to the root; other processes may share
+    any of them."""
     quotas: dict[str, float] = {}
     for group in own_groups(Path(root), "cpu"):
         fields = (read_text(group / "cpu.max") or "").split()
@@ -84,7 +92,8 @@ def read_cpu_quotas(root: Path | str = "/") -> tuple[CpuQuota, ...]:
 
 
 def identify(group: Path) -> str:
-    """Identify a group on its host by its inode, which is the same in all namespaces and mounts; its path is not."""
+    """Identify a group on its host by its inode, which is the same in all namespaces and mounts;
+    its path is not."""
     try:
         return str(group.stat().st_ino)
     except OSError:  # the group has just been removed
@@ -92,7 +101,8 @@ def identify(group: Path) -> str:
 
 
 def read_cpu_quota_cores(root: Path | str = "/") -> float | None:
-    """Return the tightest CPU quota from this process's group up to the root, in cores; None if there is no quota."""
+    """Return the tightest CPU quota from this process's group up to the root, in cores; None if
+    there is no quota."""
     return min((quota.cores for quota in read_cpu_quotas(root)), default=None)
 
 
@@ -107,7 +117,8 @@ def read_cpuset(root: Path | str = "/") -> frozenset[int] | None:
 
 
 def read_memory_limit_bytes(root: Path | str = "/") -> int | None:
-    """Return the tightest memory limit from this process's group up to the root, in bytes; None if there is none."""
+    """Return the tightest memory limit from this process's group up to the root, in bytes; None if
+    there is none."""
     limits = []
     for group in own_groups(Path(root), "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -119,7 +130,8 @@ def read_memory_limit_bytes(root: Path | str = "/") -> int | None:
 
 
 def read_throttled_count(root: Path | str = "/") -> int:
-    """Return how often the kernel has stopped this process's group because its CPU quota was used up."""
+    """Return how often the kernel has stopped this process's group because its CPU quota was used
+    up."""
     for group in own_groups(Path(root), "cpu"):
         for line in (read_text(group / "cpu.stat") or "").splitlines():
             key, _, value = line.partition(" ")

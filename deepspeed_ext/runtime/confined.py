@@ -1,10 +1,11 @@
-"""Confines a process that reads what a stranger wrote: no network, no processes, no files but those of its libraries.
+"""Confines a process that reads what a stranger wrote: no network, no processes, no files but those
+of its libraries.
 
 # Note: [What confinement is for]
 
-It is the second line. The first is not to let the input decide what is loaded. Python code that already runs could get
-around an audit hook; the hook stops the call that would bring such code in, be it a download, an import, a pickle or a
-shared library.
+It is the second line. The first is not to let the input decide what is loaded. Python code that
+already runs could get around an audit hook; the hook stops the call that would bring such code in,
+be it a download, an import, a pickle or a shared library.
 """
 
 from __future__ import annotations
@@ -22,14 +23,32 @@ __all__ = ["confine", "offline"]
 
 _NETWORK = frozenset(
     f"socket.{name}"
-    for name in ("bind", "connect", "getaddrinfo", "gethostbyaddr", "gethostbyname", "sendmsg", "sendto")
+    for name in (
+        "bind",
+        "connect",
+        "getaddrinfo",
+        "gethostbyaddr",
+        "gethostbyname",
+        "sendmsg",
+        "sendto",
+    )
 )
 _PROCESSES = frozenset(
-    {"subprocess.Popen", "os.system", "os.exec", "os.spawn", "os.posix_spawn", "os.fork", "os.forkpty"}
+    {
+        "subprocess.Popen",
+        "os.system",
+        "os.exec",
+        "os.spawn",
+        "os.posix_spawn",
+        "os.fork",
+        "os.forkpty",
+    }
 )
 _SIGNALS = frozenset({"os.kill", "os.killpg"})
 _CHANGES = {
-    **dict.fromkeys(("os.chmod", "os.chown", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.utime"), 1),
+    **dict.fromkeys(
+        ("os.chmod", "os.chown", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.utime"), 1
+    ),
     **dict.fromkeys(("os.link", "os.rename", "os.symlink"), 2),
 }
 """Events that change a file, with the number of paths that they begin with."""
@@ -37,19 +56,35 @@ _REFUSED = _NETWORK | _PROCESSES | _SIGNALS | {"pickle.find_class"}
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _FILE_BYTES = 1 << 26
 _OF_THE_SYSTEM = ("/dev/null", "/dev/urandom", "/etc", "/lib", "/lib64", "/proc", "/sys", "/usr")
-_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_ENDPOINT")
+_TOKENS = (
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "HUGGINGFACE_HUB_TOKEN",
+    "HF_TOKEN_PATH",
+    "HF_ENDPOINT",
+)
 
 
 def offline(folder: str) -> dict[str, str]:
-    """The environment of a process that needs no network: this one's without access tokens, and with an empty `folder`
-    as home, cache and place of temporary files, so that a library of models finds neither a stored token nor a
-    model."""
+    """The environment of a process that needs no network: this one's without access tokens, and
+    with an empty `folder` as home, cache and place of temporary files, so that a library of models
+    finds neither a stored token nor a model."""
     kept = {name: value for name, value in os.environ.items() if name not in _TOKENS}
     found = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    homes = ("HOME", "HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE", "HF_ASSETS_CACHE", "TORCH_HOME")
+    homes = (
+        "HOME",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_MODULES_CACHE",
+        "HF_XET_CACHE",
+        "HF_ASSETS_CACHE",
+        "TORCH_HOME",
+    )
     return {
         **kept,
-        **dict.fromkeys((*homes, "TRANSFORMERS_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TMPDIR"), folder),
+        **dict.fromkeys(
+            (*homes, "TRANSFORMERS_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TMPDIR"), folder
+        ),
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, found)),
         "PYTHONSAFEPATH": "1",
         "PYTHONUSERBASE": site.getuserbase(),  # otherwise it follows the home
@@ -67,9 +102,9 @@ def offline(folder: str) -> dict[str, str]:
 def confine(cpu_seconds: float, nbytes: int) -> None:
     """Confine this process for the rest of its life. Call it when its libraries are imported.
 
-    Network, new processes, signals, pickles that name classes, and code from elsewhere than the search path raise
-    PermissionError; so does reading a file that belongs neither to Python nor to the system. Libraries may use small
-    files below the working folder, which is to be an empty one.
+    Network, new processes, signals, pickles that name classes, and code from elsewhere than the
+    search path raise PermissionError; so does reading a file that belongs neither to Python nor to
+    the system. Libraries may use small files below the working folder, which is to be an empty one.
 
     Args:
         cpu_seconds: when the process has used this much more, SIGPROF ends it.
@@ -77,7 +112,10 @@ def confine(cpu_seconds: float, nbytes: int) -> None:
     """
     folders = [*sys.path, sys.prefix, sys.base_prefix]
     for module in list(sys.modules.values()):  # an editable install is not on the search path
-        if isinstance(file := getattr(module, "__file__", None), str) and "." not in module.__name__:
+        if (
+            isinstance(file := getattr(module, "__file__", None), str)
+            and "." not in module.__name__
+        ):
             folders.append(os.path.dirname(file))
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     for limit, value in (
@@ -86,7 +124,9 @@ def confine(cpu_seconds: float, nbytes: int) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         most = resource.getrlimit(limit)[1]
-        resource.setrlimit(limit, (value if most == resource.RLIM_INFINITY else min(value, most), most))
+        resource.setrlimit(
+            limit, (value if most == resource.RLIM_INFINITY else min(value, most), most)
+        )
     sys.dont_write_bytecode = True
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
@@ -94,8 +134,13 @@ def confine(cpu_seconds: float, nbytes: int) -> None:
 
 
 def _both(folders: Iterable[str]) -> tuple[str, ...]:
-    """Folders as they are written and as they are, each with a slash at its end; not the root of all."""
-    found = {form(folder) for folder in filter(None, folders) for form in (os.path.abspath, os.path.realpath)}
+    """Folders as they are written and as they are, each with a slash at its end; not the root of
+    all."""
+    found = {
+        form(folder)
+        for folder in filter(None, folders)
+        for form in (os.path.abspath, os.path.realpath)
+    }
     return tuple(f"{folder}/" for folder in found if folder != "/")
 
 

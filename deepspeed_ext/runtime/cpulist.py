@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 __all__ = ["format_cpulist", "parse_cpulist", "parse_cpumask", "MAX_CPU_ID"]
 
-# Linux supports at most 8192 CPUs. The bound keeps a typing error such as 0-4000000000 from filling the memory.
+# Linux supports at most 8192 CPUs. The bound keeps a typing error such as 0-4000000000 from filling
+# the memory.
 MAX_CPU_ID = (1 << 16) - 1
 
 # Without a limit, a file of 64 KiB could name every CPU thousands of times.
@@ -16,7 +17,8 @@ _MASK = re.compile("[0-9a-f]{1,8}(?:,[0-9a-f]{1,8})*", re.IGNORECASE)
 
 
 def parse_cpulist(text: str) -> frozenset[int]:
-    """Parse a CPU list such as ``0,4-11``, ``0-31:2/8`` (kernel: 2 of every 8) or ``0-31:2`` (taskset: every second).
+    """Parse a CPU list such as ``0,4-11``, ``0-31:2/8`` (kernel: 2 of every 8) or ``0-31:2``
+    (taskset: every second).
 
     Empty text is the empty set, as in the kernel's own files.
 
@@ -31,9 +33,12 @@ def parse_cpulist(text: str) -> frozenset[int]:
         named += len(span)
         if named > _MAX_NAMED:
             raise ValueError(
-                f"the CPU list names more than {_MAX_NAMED} CPUs, counting repetitions; name each CPU once"
+                f"the CPU list names more than {_MAX_NAMED} CPUs, counting repetitions; name each "
+                f"CPU once"
             )
-        cpus.update(span if used == group else (cpu for cpu in span if (cpu - span.start) % group < used))
+        cpus.update(
+            span if used == group else (cpu for cpu in span if (cpu - span.start) % group < used)
+        )
     return frozenset(cpus)
 
 
@@ -47,10 +52,14 @@ def _parse_item(item: str) -> tuple[range, int, int]:
     if last < first:
         raise ValueError(f"the range {item!r} runs backwards; write the lower CPU first")
     if last > MAX_CPU_ID:
-        raise ValueError(f"CPU {last} in {item!r} is beyond the highest supported number {MAX_CPU_ID}")
+        raise ValueError(
+            f"CPU {last} in {item!r} is beyond the highest supported number {MAX_CPU_ID}"
+        )
     used, group = (int(match[3]), int(match[4])) if match[4] else (1, int(match[3] or 1))
     if not 0 < used <= group:
-        raise ValueError(f"{item!r}: expected 1 to {group} used CPUs per group of {group}, got {used}")
+        raise ValueError(
+            f"{item!r}: expected 1 to {group} used CPUs per group of {group}, got {used}"
+        )
     return range(first, last + 1), used, group
 
 
@@ -62,7 +71,9 @@ def parse_cpumask(text: str) -> frozenset[int]:
     """
     text = text.strip()
     if _MASK.fullmatch(text) is None:
-        raise ValueError(f"{text[:40]!r} is not a CPU mask (hex digits in comma-separated groups of at most 8)")
+        raise ValueError(
+            f"{text[:40]!r} is not a CPU mask (hex digits in comma-separated groups of at most 8)"
+        )
     mask = int("".join(group.rjust(8, "0") for group in text.split(",")), 16)
     if mask.bit_length() > MAX_CPU_ID + 1:
         raise ValueError(f"the CPU mask exceeds the highest supported CPU number {MAX_CPU_ID}")

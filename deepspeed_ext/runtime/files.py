@@ -1,4 +1,5 @@
-"""File operations that survive a crash: when they return, the disk has the result, and no file is ever partial."""
+"""File operations that survive a crash: when they return, the disk has the result, and no file is
+ever partial."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _CRC = struct.Struct("<I")
 _SUM_BYTES = 1 << 20
 """Written and summed at once: the core's cache still has what was written."""
 _MOST_REMOVERS = 100
-"""Maximum number of times that a folder may change during its removal, because other processes remove parts of it."""
+"""Maximum number of times that a folder may change during its removal, because other processes
+remove parts of it."""
 
 
 def sync_file(path: str) -> None:
@@ -52,7 +54,11 @@ def opened(path: str, flags: int) -> Iterator[int]:
 
 def memory_at(address: int, nbytes: int) -> memoryview:
     """The `nbytes` bytes of memory at `address`, for reading."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
+    return (
+        memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+        if nbytes
+        else memoryview(b"")
+    )
 
 
 def write(descriptor: int, memory: memoryview, offset: int) -> None:
@@ -84,8 +90,8 @@ def read_crc(descriptor: int, place: int) -> int:
 
 
 def sync_folder(path: str) -> None:
-    """Wait until the disk has the names in a folder; some network file systems do not support this and do not need
-    it."""
+    """Wait until the disk has the names in a folder; some network file systems do not support this
+    and do not need it."""
     try:
         sync_file(path)
     except OSError as error:
@@ -100,10 +106,11 @@ def rename(source: str, target: str) -> None:
 
 
 def replace_file(path: str, content: str) -> None:
-    """Write a small text file. At any time, even after a crash, `path` has the whole old or the whole new content.
+    """Write a small text file. At any time, even after a crash, `path` has the whole old or the
+    whole new content.
 
-    If several processes write it at the same time, it has the content of one of them. A crash may leave another file
-    beside it; `is_temporary` recognizes its name.
+    If several processes write it at the same time, it has the content of one of them. A crash may
+    leave another file beside it; `is_temporary` recognizes its name.
     """
     aside = f"{path}{_TEMPORARY}.{uuid.uuid4().hex}"
     try:
@@ -125,8 +132,8 @@ def is_temporary(name: str) -> bool:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a folder with its content, or a link to a folder; do nothing if it does not exist. Several processes may
-    do so at the same time."""
+    """Remove a folder with its content, or a link to a folder; do nothing if it does not exist.
+    Several processes may do so at the same time."""
     if os.path.islink(path):
         os.unlink(path)
     for _ in range(_MOST_REMOVERS):

@@ -1,4 +1,5 @@
-"""Keeps Python's garbage collector from walking through a whole process while an engine is built."""
+"""Keeps Python's garbage collector from walking through a whole process while an engine is
+built."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ _FROZEN_BY_PYTHON = 1000
 def earlier_objects_left_out() -> Iterator[None]:
     """Leave the objects that exist out of collections in the block; new ones are collected as ever.
 
-    DeepSpeed imports torch's compiler while it builds an engine, which makes so many objects that the collector walks
-    several times through all that torch has made before. If a program has frozen its objects itself, nothing changes.
+    DeepSpeed imports torch's compiler while it builds an engine, which makes so many objects that
+    the collector walks several times through all that torch has made before. If a program has
+    frozen its objects itself, nothing changes.
     """
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield

@@ -20,7 +20,8 @@ def total_host_bytes(root: Path = Path("/")) -> int:
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes of host memory that this process can allocate without swapping and within its control groups.
+    """Return the bytes of host memory that this process can allocate without swapping and within
+    its control groups.
 
     Args:
         root: directory that holds ``proc`` and ``sys``; tests supply their own.
@@ -29,20 +30,23 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def available_by_limit(root: Path = Path("/")) -> dict[str, int]:
-    """Return the bytes still available on the machine, and under the limit of each of this process's control groups.
+    """Return the bytes still available on the machine, and under the limit of each of this
+    process's control groups.
 
-    The keys are equal in processes of one host that share the limit: ``machine``, and the result of `identify` for a
-    group.
+    The keys are equal in processes of one host that share the limit: ``machine``, and the result of
+    `identify` for a group.
     """
     return {"machine": psutil.virtual_memory().available, **dict(_available_in_groups(root))}
 
 
 def _available_in_groups(root: Path) -> Iterator[tuple[str, int]]:
-    """Yield each group with a limit and the bytes still available under it, from this process's own group to the
-    root."""
+    """Yield each group with a limit and the bytes still available under it, from this process's own
+    group to the root."""
     names = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     for folder in own_groups(root, "memory"):
-        for limit, use in ((read_int(folder / limit), read_int(folder / use)) for limit, use in names):
+        for limit, use in (
+            (read_int(folder / limit), read_int(folder / use)) for limit, use in names
+        ):
             if limit is not None and use is not None:
                 yield identify(folder), limit - use + min(use, _reclaimable(folder / "memory.stat"))
 

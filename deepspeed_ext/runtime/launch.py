@@ -24,8 +24,8 @@ def set_launch_variables() -> None:
 
 
 def find_rank() -> bool:
-    """As `set_launch_variables`, and make this process rank 0 of 1 in the environment, if no launcher
-    has started it and its rank is not set by hand; returns whether the rank is known now.
+    """As `set_launch_variables`, and make this process rank 0 of 1 in the environment, if no
+    launcher has started it and its rank is not set by hand; returns whether the rank is known now.
 
     Raises:
         ConfigError: as `set_launch_variables`.
@@ -35,7 +35,8 @@ def find_rank() -> bool:
     if not by_hand and plan_launch(os.environ).launcher is None:
         os.environ.update(alone(os.environ, _free_port()))
         logger.info(
-            "no launcher has started this process, so it is rank 0 of 1; to use several accelerators, "
+            "no launcher has started this process, so it is rank 0 of 1; to use several "
+            "accelerators, "
             "start it with torchrun, deepspeed, accelerate, srun or mpirun"
         )
     return all(os.environ.get(name) for name in NEEDED)

@@ -1,11 +1,12 @@
-"""Maps the variables of srun, mpirun and mpiexec to those that DeepSpeed reads. Pure: environment in, variables out.
+"""Maps the variables of srun, mpirun and mpiexec to those that DeepSpeed reads. Pure: environment
+in, variables out.
 
-DeepSpeed reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun, ``deepspeed`` and
-``accelerate launch`` set them; srun and MPI use other names.
+DeepSpeed reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+torchrun, ``deepspeed`` and ``accelerate launch`` set them; srun and MPI use other names.
 
-A value set by hand is used, unless it contradicts the launcher. If everything that a rank needs is set by hand, the
-launcher's variables may be incomplete or inconsistent. The host of rank 0 is known from Slurm, or if all ranks share
-one host; MPI does not provide it.
+A value set by hand is used, unless it contradicts the launcher. If everything that a rank needs is
+set by hand, the launcher's variables may be incomplete or inconsistent. The host of rank 0 is known
+from Slurm, or if all ranks share one host; MPI does not provide it.
 """
 
 import re
@@ -16,12 +17,23 @@ from dataclasses import dataclass, field
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import quoted
 
-__all__ = ["NEEDED", "RANK_VARIABLES", "LaunchPlan", "alone", "first_host", "plan_launch", "tasks_on_node"]
+__all__ = [
+    "NEEDED",
+    "RANK_VARIABLES",
+    "LaunchPlan",
+    "alone",
+    "first_host",
+    "plan_launch",
+    "tasks_on_node",
+]
 
 SETS_THEM_ITSELF = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
-"""Variables that identify launchers that set everything. If srun starts these, its variables number launchers, not
-ranks."""
-LEFT_TO_DEEPSPEED = {"AZUREML_EXPERIMENT_ID": "Azure Machine Learning", "SM_TRAINING_ENV": "SageMaker"}
+"""Variables that identify launchers that set everything. If srun starts these, its variables number
+launchers, not ranks."""
+LEFT_TO_DEEPSPEED = {
+    "AZUREML_EXPERIMENT_ID": "Azure Machine Learning",
+    "SM_TRAINING_ENV": "SageMaker",
+}
 """Services whose variables DeepSpeed maps itself."""
 
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
@@ -49,14 +61,19 @@ class _Place:
     local_rank: int
     local_size: int
     job: str = ""
-    """The same text on all ranks of a job and, if possible, different for other jobs; empty if unknown."""
+    """The same text on all ranks of a job and, if possible, different for other jobs; empty if
+    unknown."""
     address: str | None = None
     """The host of rank 0; None if unknown."""
 
     def __post_init__(self) -> None:
-        if not (self.local_rank <= self.rank < self.size and self.local_rank < self.local_size <= self.size):
+        if not (
+            self.local_rank <= self.rank < self.size
+            and self.local_rank < self.local_size <= self.size
+        ):
             raise ConfigError(
-                f"{self.launcher} numbers this process {self.rank} of {self.size}, and {self.local_rank} of "
+                f"{self.launcher} numbers this process {self.rank} of {self.size}, and "
+                f"{self.local_rank} of "
                 f"{self.local_size} on its host, which cannot be: are variables of another job set?"
             )
 
@@ -99,26 +116,32 @@ def plan_launch(environ: Mapping[str, str]) -> LaunchPlan:
     _require_same(given, wanted, place.launcher)
     wanted["MASTER_ADDR"] = given.get("MASTER_ADDR") or _address(place)
     wanted["MASTER_PORT"] = str(_port(given, place))
-    return LaunchPlan(place.launcher, {name: value for name, value in wanted.items() if name not in given})
+    return LaunchPlan(
+        place.launcher, {name: value for name, value in wanted.items() if name not in given}
+    )
 
 
 def alone(environ: Mapping[str, str], free_port: int) -> Mapping[str, str]:
     """The variables of rank 0 of 1, of a process that no launcher has started and whose rank is not
     set by hand: those that `environ` lacks."""
-    lone = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+    lone = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(
+        ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"
+    )
     lone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     return {name: value for name, value in lone.items() if not environ.get(name)}
 
 
 def _place(given: Mapping[str, str]) -> _Place | None:
-    """The place given by the innermost launcher, because srun may start mpirun. None if there is no launcher."""
+    """The place given by the innermost launcher, because srun may start mpirun. None if there is no
+    launcher."""
     for find in (_open_mpi, _pmi, _slurm):
         place = find(given)
         if place is not None:
             return place
     if "PMIX_RANK" in given:
         raise ConfigError(
-            "PMIX_RANK is set, which gives this process's number but not how many there are: start with mpirun or "
+            "PMIX_RANK is set, which gives this process's number but not how many there are: "
+            "start with mpirun or "
             f"srun, or set all of {', '.join(NEEDED)}"
         )
     return None
@@ -136,7 +159,9 @@ def _pmi(given: Mapping[str, str]) -> _Place | None:
     if "SLURM_PROCID" in given and not any(name in given for name in PMI[2:]):  # srun --mpi=pmi2
         place = _slurm(given)
         if place is not None:
-            _require_same(given, {"PMI_RANK": str(place.rank), "PMI_SIZE": str(place.size)}, place.launcher)
+            _require_same(
+                given, {"PMI_RANK": str(place.rank), "PMI_SIZE": str(place.size)}, place.launcher
+            )
         return place
     return _of_mpi("mpiexec (PMI)", given, PMI)
 
@@ -152,8 +177,10 @@ def _slurm(given: Mapping[str, str]) -> _Place | None:
     if "SLURM_STEP_NUM_TASKS" not in given:  # a batch script, outside of srun
         if _number(given, "SLURM_NTASKS", 1) > 1:
             raise ConfigError(
-                f"this Slurm job has {given['SLURM_NTASKS']} tasks, but this process was not started by srun: write "
-                f"`srun deepspeed-ext run ...` into the batch script, or set all of {', '.join(NEEDED)} for each rank"
+                f"this Slurm job has {given['SLURM_NTASKS']} tasks, but this process was not "
+                f"started by srun: write "
+                f"`srun deepspeed-ext run ...` into the batch script, or set all of "
+                f"{', '.join(NEEDED)} for each rank"
             )
         return None
     if "SLURM_HET_SIZE" in given:
@@ -174,7 +201,8 @@ def _slurm(given: Mapping[str, str]) -> _Place | None:
 def first_host(hostlist: str) -> str:
     """Return the first of Slurm's host names, such as node01 of ``node[01-03,7],login``.
 
-    DeepSpeed needs only this one, so ``scontrol show hostnames``, which containers often lack, is not called.
+    DeepSpeed needs only this one, so ``scontrol show hostnames``, which containers often lack, is
+    not called.
 
     Raises:
         ConfigError: the text is not a list of host names.
@@ -182,7 +210,8 @@ def first_host(hostlist: str) -> str:
     found = _FIRST_HOST.fullmatch(hostlist)
     if found is None:
         raise ConfigError(
-            f"SLURM_STEP_NODELIST={quoted(hostlist)}: expected host names such as node[01-03,7]; set all of "
+            f"SLURM_STEP_NODELIST={quoted(hostlist)}: expected host names such as node[01-03,7]; "
+            f"set all of "
             f"{', '.join(NEEDED)} instead"
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[1])
@@ -201,12 +230,16 @@ def tasks_on_node(counts: str, node: int, size: int) -> int:
     """
     groups = list(_groups(counts))
     if sum(tasks * nodes for tasks, nodes in groups) != size:
-        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)}, but SLURM_STEP_NUM_TASKS={size}")
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)}, but SLURM_STEP_NUM_TASKS={size}"
+        )
     for tasks, nodes in groups:
         if node < nodes:
             return tasks
         node -= nodes
-    raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)} has fewer nodes than SLURM_NODEID says")
+    raise ConfigError(
+        f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)} has fewer nodes than SLURM_NODEID says"
+    )
 
 
 def _groups(counts: str) -> Iterator[tuple[int, int]]:
@@ -215,7 +248,8 @@ def _groups(counts: str) -> Iterator[tuple[int, int]]:
         found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", group)
         if found is None:
             raise ConfigError(
-                f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)}: expected counts such as 2(x3),1, got {quoted(group)}"
+                f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)}: expected counts such as 2(x3),1, "
+                f"got {quoted(group)}"
             )
         yield int(found[1]), int(found[2] or 1)
 
@@ -225,19 +259,23 @@ def _job(given: Mapping[str, str]) -> str:
 
 
 def _is_numbered_by_hand(given: Mapping[str, str], place: _Place) -> bool:
-    """Whether the ranks are not the launcher's processes, for instance if each of these has started several ranks."""
+    """Whether the ranks are not the launcher's processes, for instance if each of these has started
+    several ranks."""
     if not all(name in given for name in RANK_VARIABLES):
         return False
     return _number(given, "WORLD_SIZE") != place.size
 
 
 def _require_numbers_by_hand(given: Mapping[str, str]) -> None:
-    """Raise `ConfigError` unless either none of the ranks' numbers are set, or all are set and consistent."""
+    """Raise `ConfigError` unless either none of the ranks' numbers are set, or all are set and
+    consistent."""
     missing = [name for name in RANK_VARIABLES if name not in given]
     if len(missing) == len(RANK_VARIABLES):
         return
     if missing:
-        present = ", ".join(f"{name}={quoted(given[name])}" for name in RANK_VARIABLES if name in given)
+        present = ", ".join(
+            f"{name}={quoted(given[name])}" for name in RANK_VARIABLES if name in given
+        )
         raise ConfigError(
             f"{present}, but {' and '.join(missing)} not set, and no launcher tells: set all of "
             f"{', '.join(RANK_VARIABLES)} or none"
@@ -245,7 +283,8 @@ def _require_numbers_by_hand(given: Mapping[str, str]) -> None:
     rank, size, local_rank = _numbers(given, RANK_VARIABLES)
     if not local_rank <= rank < size:
         raise ConfigError(
-            f"RANK={rank}, WORLD_SIZE={size} and LOCAL_RANK={local_rank}: expected RANK below WORLD_SIZE, and "
+            f"RANK={rank}, WORLD_SIZE={size} and LOCAL_RANK={local_rank}: expected RANK below "
+            f"WORLD_SIZE, and "
             "LOCAL_RANK not above RANK"
         )
 
@@ -255,7 +294,10 @@ def _require_same(given: Mapping[str, str], wanted: Mapping[str, str], launcher:
         if name in given and _number(given, name) != int(value):
             remedy = "unset it"
             if not all(each in given for each in RANK_VARIABLES):
-                remedy += f", or set all of {', '.join(RANK_VARIABLES)} if there are more ranks than it has started"
+                remedy += (
+                    f", or set all of {', '.join(RANK_VARIABLES)} if there are more ranks "
+                    f"than it has started"
+                )
             raise ConfigError(f"{name}={given[name]} is set, but {launcher} says {value}: {remedy}")
 
 
@@ -265,7 +307,8 @@ def _address(place: _Place) -> str:
     if place.local_size == place.size:
         return "127.0.0.1"
     raise ConfigError(
-        f"{place.launcher} has started ranks on several hosts and does not tell that of rank 0: set MASTER_ADDR to it "
+        f"{place.launcher} has started ranks on several hosts and does not tell that of rank 0: "
+        f"set MASTER_ADDR to it "
         "(mpirun -x MASTER_ADDR=HOST; mpiexec -genv MASTER_ADDR HOST)"
     )
 
@@ -291,14 +334,17 @@ def _number(given: Mapping[str, str], name: str, default: int | None = None) -> 
         return default
     value = _value(given, name)
     if re.fullmatch("[0-9]{1,9}", value) is None:
-        raise ConfigError(f"the environment variable {name}={quoted(value)}: expected a whole number")
+        raise ConfigError(
+            f"the environment variable {name}={quoted(value)}: expected a whole number"
+        )
     return int(value)
 
 
 def _value(given: Mapping[str, str], name: str) -> str:
     if name not in given:
         raise ConfigError(
-            f"the environment variable {name} is not set, though others of its launcher are: start again, or set "
+            f"the environment variable {name} is not set, though others of its launcher are: "
+            f"start again, or set "
             f"all of {', '.join(NEEDED)}"
         )
     return given[name]

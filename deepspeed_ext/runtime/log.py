@@ -1,6 +1,8 @@
-"""The package's logger, functions that log a message only once, and a function that quotes a user's text.
+"""The package's logger, functions that log a message only once, and a function that quotes a user's
+text.
 
-The environment variable ``DSEXT_LOG_LEVEL`` sets the level, by a standard ``logging`` name; default INFO.
+The environment variable ``DSEXT_LOG_LEVEL`` sets the level, by a standard ``logging`` name; default
+INFO.
 """
 
 import logging
@@ -16,7 +18,9 @@ def _configure() -> None:
     if logger.handlers:
         return
     handler = logging.StreamHandler(stream=sys.stderr)
-    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [deepspeed_ext] %(message)s"))
+    handler.setFormatter(
+        logging.Formatter("[%(asctime)s] [%(levelname)s] [deepspeed_ext] %(message)s")
+    )
     logger.addHandler(handler)
     level = os.environ.get("DSEXT_LOG_LEVEL", "INFO").upper()
     known = logging.getLevelName(level)

@@ -1,9 +1,10 @@
 """Measures accelerator memory and allocates buffers on the accelerator and the host.
 
-Free accelerator memory is what this process can allocate: the device's free memory plus unused memory of the caching
-allocator. It does not come from the management library (NVML), which ignores device masks, MIG slices and this
-process's cache. On the CPU accelerator, all ranks of a host allocate at the same time from what is available within the
-control group's limit, so each has an equal share of it.
+Free accelerator memory is what this process can allocate: the device's free memory plus unused
+memory of the caching allocator. It does not come from the management library (NVML), which ignores
+device masks, MIG slices and this process's cache. On the CPU accelerator, all ranks of a host
+allocate at the same time from what is available within the control group's limit, so each has an
+equal share of it.
 """
 
 from __future__ import annotations
@@ -36,11 +37,17 @@ __all__ = [
 
 T = TypeVar("T")
 
-_REFUSALS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+_REFUSALS = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+)
 
 
 def free_accelerator_bytes() -> int:
-    """Return the bytes of accelerator memory that this process can allocate now on its current device."""
+    """Return the bytes of accelerator memory that this process can allocate now on its current
+    device."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return available_host_bytes() // local_world_size()
@@ -52,8 +59,8 @@ def free_accelerator_bytes() -> int:
 
 
 def unused_accelerator_bytes() -> int:
-    """Return the bytes of accelerator memory that this process could have allocated on top of the most
-    that it has used so far; 0 on the CPU accelerator, where they are not known."""
+    """Return the bytes of accelerator memory that this process could have allocated on top of the
+    most that it has used so far; 0 on the CPU accelerator, where they are not known."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return 0
@@ -62,7 +69,8 @@ def unused_accelerator_bytes() -> int:
 
 
 def total_accelerator_bytes() -> int:
-    """Return the total bytes of memory of the current device; on the CPU accelerator, this rank's share."""
+    """Return the total bytes of memory of the current device; on the CPU accelerator, this rank's
+    share."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return total_host_bytes() // local_world_size()
@@ -70,16 +78,20 @@ def total_accelerator_bytes() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that an allocation did not fit, on an accelerator or on the host, page-locked or not.
+    """Whether `error` says that an allocation did not fit, on an accelerator or on the host,
+    page-locked or not.
 
-    An error of the accelerator's runtime, such as ``CUDA error: out of memory`` for page-locked memory, is recognised
-    by its text: torch has no type for it, or one type for all errors of the runtime.
+    An error of the accelerator's runtime, such as ``CUDA error: out of memory`` for page-locked
+    memory, is recognised by its text: torch has no type for it, or one type for all errors of the
+    runtime.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _REFUSALS)
+    return isinstance(error, RuntimeError) and any(
+        words in str(error).lower() for words in _REFUSALS
+    )
 
 
 def accelerator_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -88,10 +100,12 @@ def accelerator_empty(numel: int, dtype: torch.dtype, device: torch.device) -> t
 
 
 def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
-    """Allocate an uninitialised 1-D tensor of `numel` elements in host memory, page-locked if `pin` and possible.
+    """Allocate an uninitialised 1-D tensor of `numel` elements in host memory, page-locked if `pin`
+    and possible.
 
-    It is allocated page-locked at once, without a pageable copy. If the accelerator refuses, which happens long before
-    the host is full, the tensor is pageable, with one warning: copies are then slower and synchronous.
+    It is allocated page-locked at once, without a pageable copy. If the accelerator refuses, which
+    happens long before the host is full, the tensor is pageable, with one warning: copies are then
+    slower and synchronous.
     """
     buffer = _page_locked(numel, dtype) if pin else None
     if buffer is None:
@@ -114,8 +128,8 @@ def _page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def host_pages(nbytes: int) -> torch.Tensor:
-    """Allocate at least `nbytes` bytes of zeroed host memory on pages of their own, so that these can be page-locked;
-    1-D uint8. A forked process does not inherit it."""
+    """Allocate at least `nbytes` bytes of zeroed host memory on pages of their own, so that these
+    can be page-locked; 1-D uint8. A forked process does not inherit it."""
     whole = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
     memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)

@@ -1,4 +1,5 @@
-"""Checks output files named by a user before work begins, and writes them without damage to existing files."""
+"""Checks output files named by a user before work begins, and writes them without damage to
+existing files."""
 
 import contextlib
 import errno
@@ -16,14 +17,16 @@ __all__ = ["OutputFile"]
 
 @dataclass(frozen=True)
 class OutputFile:
-    """An output file. A regular or absent file is replaced as a whole; a device or a FIFO is written in place.
+    """An output file. A regular or absent file is replaced as a whole; a device or a FIFO is
+    written in place.
 
     Symbolic links are followed: a link stays, and its target is written.
     """
 
     path: Path
     in_place: bool = False
-    """Whether `path` is written in place, because it is not a regular file or its folder is not writable."""
+    """Whether `path` is written in place, because it is not a regular file or its folder is not
+    writable."""
 
     @classmethod
     def check(cls, path: Path | str, name: str, *, makes_folder: bool = False) -> "OutputFile":
@@ -31,7 +34,8 @@ class OutputFile:
 
         Args:
             name: the user's name for it in messages, such as ``--output``.
-            makes_folder: make its folder if that does not exist: for a place that the user has not named.
+            makes_folder: make its folder if that does not exist: for a place that the user has not
+                named.
 
         Raises:
             ConfigError: `path` is a directory or cannot be written, or its folder does not exist.
@@ -66,14 +70,17 @@ class OutputFile:
         return cls(Path(path), in_place=True)
 
     def write(self, content: bytes) -> None:
-        """Write `content`. A file that is replaced is whole at any time, old or new, and keeps its mode.
+        """Write `content`. A file that is replaced is whole at any time, old or new, and keeps its
+        mode.
 
         Raises:
             OSError: the file could not be written, for example a FIFO without a reader.
         """
         if self.in_place:
             # Without O_NONBLOCK, opening a FIFO without a reader would wait for one.
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            descriptor = os.open(
+                self.path, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            )
             os.set_blocking(descriptor, True)
             with open(descriptor, "wb") as file:
                 file.write(content)

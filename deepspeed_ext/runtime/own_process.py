@@ -42,6 +42,7 @@ class OwnProcess:
         """
         if not self.is_here:
             raise StateError(
-                f"{self._what} belongs to process {self._pid}, and process {os.getpid()}, which was forked from it, "
+                f"{self._what} belongs to process {self._pid}, and process {os.getpid()}, which "
+                f"was forked from it, "
                 "calls it: call it in the process that trains"
             )

@@ -24,14 +24,16 @@ def sampled_pages(spans: Sequence[tuple[int, int]]) -> list[int]:
     Args:
         spans: address and number of bytes of each array.
     """
-    pages = [(address // PAGE_BYTES * PAGE_BYTES, -(-nbytes // PAGE_BYTES)) for address, nbytes in spans]
+    pages = [
+        (address // PAGE_BYTES * PAGE_BYTES, -(-nbytes // PAGE_BYTES)) for address, nbytes in spans
+    ]
     every = max(1, sum(count for _, count in pages) // MOST_PAGES)
     return [begin + PAGE_BYTES * page for begin, count in pages for page in range(0, count, every)]
 
 
 def nodes_of_pages(addresses: Sequence[int]) -> dict[int, int]:
-    """How many of these pages of this process lie on each node; pages that take no memory are left out, and the
-    result is empty if the kernel does not say."""
+    """How many of these pages of this process lie on each node; pages that take no memory are left
+    out, and the result is empty if the kernel does not say."""
     number = MOVE_PAGES.get(platform.machine())
     if number is None or not addresses:
         return {}
@@ -55,7 +57,9 @@ def placement_warning(found: Mapping[int, int], wanted: int) -> str | None:
         return None
     where = ", ".join(f"{n / total:.0%} on node {node}" for node, n in sorted(elsewhere.items()))
     return (
-        f"has {away / total:.0%} of its memory away from node {wanted}, where its cores are ({where}): that node was "
-        "full, and all ranks wait for the slowest. Free memory there (numactl -H shows it; files in the page cache "
+        f"has {away / total:.0%} of its memory away from node {wanted}, where its cores are "
+        f"({where}): that node was "
+        "full, and all ranks wait for the slowest. Free memory there (numactl -H shows it; files "
+        "in the page cache "
         "count, and a reboot or vm.drop_caches frees those), or put fewer ranks on that node"
     )

@@ -1,7 +1,9 @@
-"""Reads files under /sys, /proc, a user's ``--root`` and the cache. Any of them may be absent or malformed.
+"""Reads files under /sys, /proc, a user's ``--root`` and the cache. Any of them may be absent or
+malformed.
 
-A file counts as absent if it is not a regular file (a FIFO, a device, a directory), is too long, or cannot be read.
-Opening a FIFO would wait for a writer, and a device may be endless, so neither is ever read.
+A file counts as absent if it is not a regular file (a FIFO, a device, a directory), is too long, or
+cannot be read. Opening a FIFO would wait for a writer, and a device may be endless, so neither is
+ever read.
 """
 
 import os
@@ -18,24 +20,34 @@ __all__ = ["host_id", "numbered", "parse_whole", "positive", "read_cpus", "read_
 
 Value = TypeVar("Value")
 
-# Kernel files have at most one page; a tuning result, which lists the CPUs of many ranks, has a few.
+# Kernel files have at most one page; a tuning result, which lists the CPUs of many ranks, has a
+# few.
 LIMIT_BYTES = 64 << 10
-_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOCTTY", 0)
+_FLAGS = (
+    os.O_RDONLY
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_NOCTTY", 0)
+)
 _WHOLE = re.compile(r"[+-]?[0-9]{1,20}")  # 64 bits have at most 20 digits
 _NUMBER_IN_NAME = re.compile(r"[0-9]{1,9}")
 
 
 def read_text(path: Path, limit_bytes: int = LIMIT_BYTES) -> str | None:
-    """Return the stripped content of a regular file; None if it is absent, unreadable, too long or not regular.
+    """Return the stripped content of a regular file; None if it is absent, unreadable, too long or
+    not regular.
 
-    Some sysfs files fail with EIO; they count as unreadable. Bytes that are not UTF-8 become replacement characters.
+    Some sysfs files fail with EIO; they count as unreadable. Bytes that are not UTF-8 become
+    replacement characters.
     """
     try:
         descriptor = os.open(path, _FLAGS)
     except (OSError, ValueError):  # ValueError: the path contains a null byte
         return None
     try:
-        content = _read(descriptor, limit_bytes) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+        content = (
+            _read(descriptor, limit_bytes) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+        )
     except OSError:
         return None
     finally:
@@ -53,7 +65,8 @@ def host_id(root: Path | str = "/") -> str:
 
 
 def _read(descriptor: int, limit_bytes: int) -> bytes | None:
-    """Read to the end of the file; None if that exceeds `limit_bytes`. procfs returns one page per read."""
+    """Read to the end of the file; None if that exceeds `limit_bytes`. procfs returns one page per
+    read."""
     content = b""
     while part := os.read(descriptor, limit_bytes + 1 - len(content)):
         content += part
@@ -96,8 +109,11 @@ def read_int(path: Path) -> int | None:
     return _parsed(path, parse_whole)
 
 
-def read_cpus(directory: Path, list_name: str, mask_name: str | None = None) -> frozenset[int] | None:
-    """Read CPUs from the list file, or else the hex mask file, of ``directory``; None if neither can be read."""
+def read_cpus(
+    directory: Path, list_name: str, mask_name: str | None = None
+) -> frozenset[int] | None:
+    """Read CPUs from the list file, or else the hex mask file, of ``directory``; None if neither
+    can be read."""
     cpus = _parsed(directory / list_name, parse_cpulist)
     if cpus is None and mask_name is not None:
         cpus = _parsed(directory / mask_name, parse_cpumask)
@@ -105,10 +121,15 @@ def read_cpus(directory: Path, list_name: str, mask_name: str | None = None) -> 
 
 
 def numbered(directory: Path, prefix: str) -> Iterator[tuple[int, Path]]:
-    """Yield (number, path) of each entry ``<prefix><number>``, by number; nothing if ``directory`` cannot be listed."""
+    """Yield (number, path) of each entry ``<prefix><number>``, by number; nothing if ``directory``
+    cannot be listed."""
     try:
         names = os.listdir(directory)
     except (OSError, ValueError):
         return
     numbers = ((name.removeprefix(prefix), name) for name in names if name.startswith(prefix))
-    yield from sorted((int(digits), directory / name) for digits, name in numbers if _NUMBER_IN_NAME.fullmatch(digits))
+    yield from sorted(
+        (int(digits), directory / name)
+        for digits, name in numbers
+        if _NUMBER_IN_NAME.fullmatch(digits)
+    )

@@ -1,4 +1,5 @@
-"""Names parts of the work in profiles: each range of ``torch.profiler`` is ``deepspeed_ext.<system>.<part>``."""
+"""Names parts of the work in profiles: each range of ``torch.profiler`` is
+``deepspeed_ext.<system>.<part>``."""
 
 from __future__ import annotations
 
@@ -18,4 +19,8 @@ def in_profile(name: str) -> AbstractContextManager[Any]:
 
     Without a profiler it takes less than a microsecond; ``record_function`` would take 10 or more.
     """
-    return record_function(f"deepspeed_ext.{name}") if torch.autograd._profiler_enabled() else _NO_RANGE
+    return (
+        record_function(f"deepspeed_ext.{name}")
+        if torch.autograd._profiler_enabled()
+        else _NO_RANGE
+    )

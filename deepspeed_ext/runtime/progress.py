@@ -18,7 +18,8 @@ LOOK_SECONDS, LIFE_SECONDS = 0.5, 5.0
 
 
 def being_compiled(processes: Iterable[int]) -> list[str]:
-    """The targets of compilers that these processes have started: DeepSpeed's operators by name, other sources by file.
+    """The targets of compilers that these processes have started: DeepSpeed's operators by name,
+    other sources by file.
 
     Args:
         processes: process ids; processes that have ended are ignored.
@@ -53,14 +54,18 @@ class Progress:
     """
 
     def __init__(
-        self, what: str | Callable[[], str], processes: Callable[[], Iterable[int]], tell: Callable[[str], object]
+        self,
+        what: str | Callable[[], str],
+        processes: Callable[[], Iterable[int]],
+        tell: Callable[[str], object],
     ) -> None:
         self._what, self._processes, self._tell = what, processes, tell
         self._begin = self._told = self._looked = time.monotonic()
         self._compiled: set[str] = set()
 
     def look(self) -> None:
-        """Report each compilation that has begun and, every `LIFE_SECONDS`, that the wait continues."""
+        """Report each compilation that has begun and, every `LIFE_SECONDS`, that the wait
+        continues."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return
@@ -72,5 +77,9 @@ class Progress:
         self._told = now
         self._compiled |= set(compiled)
         what = self._what if isinstance(self._what, str) else self._what()
-        doing = f"compiling {', '.join(compiled)}{' (minutes, once)' if new else ''}" if compiled else what
+        doing = (
+            f"compiling {', '.join(compiled)}{' (minutes, once)' if new else ''}"
+            if compiled
+            else what
+        )
         self._tell(f"{doing} ... {now - self._begin:.0f} s")

@@ -3,13 +3,15 @@
 Two rules ensure that if one rank fails, the others do not wait forever in a collective:
 
 - Ranks compare plans before they use them (`require_same_plan`).
-- An error on one rank is raised on every rank. Our code without collectives runs inside `together`, which ends with a
-  collective. Code that DeepSpeed calls between two of its own collectives must continue to the next one. It keeps its
-  error in a `KeptError`, which is raised on every rank at the next point that all ranks reach.
+- An error on one rank is raised on every rank. Our code without collectives runs inside `together`,
+  which ends with a collective. Code that DeepSpeed calls between two of its own collectives must
+  continue to the next one. It keeps its error in a `KeptError`, which is raised on every rank at
+  the next point that all ranks reach.
 
-A `together` may hold collectives if an agreement of the same ranks comes directly before each of them: another
-`together`, `raise_together` or `require_same_plan`. A rank that fails in between then meets the others at their next
-agreement. If a part needs another process group, it runs `within` the outer one.
+A `together` may hold collectives if an agreement of the same ranks comes directly before each of
+them: another `together`, `raise_together` or `require_same_plan`. A rank that fails in between then
+meets the others at their next agreement. If a part needs another process group, it runs `within`
+the outer one.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ MOST_TOLD = 8
 _FAILED, _FLAGGED, _FINE = range(3)
 """A rank's state in an agreement. The minimum over all ranks decides."""
 _SCRATCH_NUMEL = 8
-all_gather_single = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+all_gather_single = (
+    getattr(torch.distributed, "all_gather_single", None)
+    or torch.distributed.all_gather_into_tensor
+)
 _SHOWN_BEFORE, _SHOWN = 100, 1000
 """Characters of a plan in a message: before the first difference, and in all."""
 
@@ -67,7 +72,8 @@ class RankGroup:
         rank: this rank's number in the group.
         size: number of ranks in the group.
         device: device of the tensors that the group's backend communicates.
-        scratch: 1-D int64 on `device`, for `minimum` if memory is short. None: `minimum` allocates its tensor.
+        scratch: 1-D int64 on `device`, for `minimum` if memory is short. None: `minimum` allocates
+            its tensor.
     """
 
     group: Any
@@ -77,14 +83,21 @@ class RankGroup:
     scratch: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, group: Any, device: torch.device | None = None, *, keeps_scratch: bool = False) -> RankGroup:
-        """Look up rank and size of `group` (None: all ranks); with `keeps_scratch`, allocate `scratch`.
+    def of(
+        cls, group: Any, device: torch.device | None = None, *, keeps_scratch: bool = False
+    ) -> RankGroup:
+        """Look up rank and size of `group` (None: all ranks); with `keeps_scratch`, allocate
+        `scratch`.
 
         Without `device`, the accelerator's current device is used.
         """
         device = device or torch.device(get_accelerator().current_device_name())
-        scratch = torch.empty(_SCRATCH_NUMEL, dtype=torch.int64, device=device) if keeps_scratch else None
-        return cls(group, dist.get_rank(group=group), dist.get_world_size(group=group), device, scratch)
+        scratch = (
+            torch.empty(_SCRATCH_NUMEL, dtype=torch.int64, device=device) if keeps_scratch else None
+        )
+        return cls(
+            group, dist.get_rank(group=group), dist.get_world_size(group=group), device, scratch
+        )
 
     @classmethod
     def alone(cls) -> RankGroup:
@@ -140,7 +153,8 @@ class RankGroup:
             dist.all_reduce(tensor, group=self.group)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return every rank's `tensor` in rank order, [ranks, ...]; all have one shape and dtype. A collective."""
+        """Return every rank's `tensor` in rank order, [ranks, ...]; all have one shape and dtype. A
+        collective."""
         if self.size == 1:
             return tensor.unsqueeze(0)
         found = tensor.new_empty(self.size, *tensor.shape)
@@ -151,13 +165,17 @@ class RankGroup:
         """Return the value of rank `owner`, any object that pickles. A collective."""
         values = [value]
         if self.size > 1:
-            dist.broadcast_object_list(values, src=self.global_rank(owner), group=self.group, device=self.device)
+            dist.broadcast_object_list(
+                values, src=self.global_rank(owner), group=self.group, device=self.device
+            )
         return values[0]
 
     def distinct(self, value: Any, most: int | None = None) -> list[tuple[Any, list[int]]]:
-        """Return the different values of the ranks, told apart by their ``repr``, each with its ranks. A collective.
+        """Return the different values of the ranks, told apart by their ``repr``, each with its
+        ranks. A collective.
 
-        Each value travels once, from the lowest of its ranks; ranks with the same value exchange only 16 bytes.
+        Each value travels once, from the lowest of its ranks; ranks with the same value exchange
+        only 16 bytes.
 
         Args:
             value: this rank's value, any object that pickles.
@@ -177,7 +195,8 @@ class RankGroup:
     def gather_among(self, key: Any, value: Any) -> dict[int, Any]:
         """Return the values of the ranks with this rank's `key`, by rank. A collective.
 
-        All values arrive here, but those of ranks with other keys are not even unpickled: keep them small.
+        All values arrive here, but those of ranks with other keys are not even unpickled: keep them
+        small.
 
         Args:
             key: compared by its ``repr``.
@@ -195,7 +214,8 @@ class RankGroup:
         return [found[rank] for rank in range(self.size)]
 
     def _gathered(self, value: Any, number: int, *, only_alike: bool) -> dict[int, Any]:
-        """The values of the ranks, or only of those with this rank's `number`, by rank. A collective."""
+        """The values of the ranks, or only of those with this rank's `number`, by rank. A
+        collective."""
         if self.size == 1:
             return {0: value}
         content = pickle.dumps(value)
@@ -203,8 +223,12 @@ class RankGroup:
         sent = torch.zeros(int(heads[:, 1].max()), dtype=torch.uint8, device="cpu")
         sent[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         contents = self.all_gather(sent.to(self.device)).cpu()
-        members = (heads[:, 0] == number).nonzero().view(-1).tolist() if only_alike else range(self.size)
-        return {rank: pickle.loads(bytes(contents[rank, : heads[rank, 1]].tolist())) for rank in members}
+        members = (
+            (heads[:, 0] == number).nonzero().view(-1).tolist() if only_alike else range(self.size)
+        )
+        return {
+            rank: pickle.loads(bytes(contents[rank, : heads[rank, 1]].tolist())) for rank in members
+        }
 
     def _on_device(self, values: tuple[int, ...]) -> torch.Tensor:
         """`values` as a 1-D int64 tensor on the device, in `scratch` if there is one."""
@@ -216,9 +240,9 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class GridRanks(RankGroup):
-    """Ranks in a grid, such as those of a model that is both data- and tensor-parallel. Torch has no
-    group of all of them, only one along each axis. Every collective runs along one axis after the
-    other, on groups that DeepSpeed uses in every step, too: no communicator is added.
+    """Ranks in a grid, such as those of a model that is both data- and tensor-parallel. Torch has
+    no group of all of them, only one along each axis. Every collective runs along one axis after
+    the other, on groups that DeepSpeed uses in every step, too: no communicator is added.
 
     Attributes:
         axes: this rank's group along each axis; ranks are numbered along the first axis first.
@@ -246,8 +270,8 @@ class GridRanks(RankGroup):
         raise AssertionError("a grid has a backend along each axis")
 
     def global_rank(self, rank: int) -> int:
-        """Return the global number of the grid's `rank`. Launchers number the ranks of a grid axis by
-        axis, so that a step along one axis changes the number equally everywhere."""
+        """Return the global number of the grid's `rank`. Launchers number the ranks of a grid axis
+        by axis, so that a step along one axis changes the number equally everywhere."""
         here = self.axes[0].global_rank(self.axes[0].rank)
         places = zip(self.axes, self._places(rank), strict=True)
         return here + sum(axis.global_rank(place) - here for axis, place in places)
@@ -297,9 +321,10 @@ def communicating_on_host(group: Any) -> RankGroup:
 
 
 def open_communicators(groups: Sequence[RankGroup]) -> None:
-    """Run a first collective on each of `groups`, so that memory that is free afterwards stays free: a communicator of
-    NCCL takes memory of its device when it is first used. A collective of each group; every rank calls
-    this with its own groups in the same order. Nothing where the accelerator is the CPU."""
+    """Run a first collective on each of `groups`, so that memory that is free afterwards stays
+    free: a communicator of NCCL takes memory of its device when it is first used. A collective of
+    each group; every rank calls this with its own groups in the same order. Nothing where the
+    accelerator is the CPU."""
     if get_accelerator().is_synchronized_device():
         return
     opened: set[int] = set()
@@ -316,32 +341,39 @@ def raise_together(
     *,
     flag: bool = False,
 ) -> bool:
-    """Raise one error on every rank if any rank has one. A collective, unless `error` was already raised on every rank.
+    """Raise one error on every rank if any rank has one. A collective, unless `error` was already
+    raised on every rank.
 
     Args:
         error: this rank's error, of any type; None if it has none.
-        otherwise: type to raise for an error that is not a `DeepSpeedExtError`. None: `RankError`, but if every rank
-            has an error and all are of one type, each rank raises its own.
+        otherwise: type to raise for an error that is not a `DeepSpeedExtError`. None: `RankError`,
+            but if every rank has an error and all are of one type, each rank raises its own.
         flag: a value to share besides the error, without another collective.
 
     Returns:
         Whether `flag` is true on any rank.
 
     Raises:
-        DeepSpeedExtError: on every rank, with the same type and message. The type is that of the lowest rank with an
-            error. The message gives every rank's error with the rank's number.
+        DeepSpeedExtError: on every rank, with the same type and message. The type is that of the
+            lowest rank with an error. The message gives every rank's error with the rank's number.
     """
     if isinstance(error, DeepSpeedExtError) and error.agreed >= ranks.size:
         raise error
     least = ranks.minimum(_FAILED if error is not None else _FLAGGED if flag else _FINE)[0]
     if least != _FAILED:
         return least == _FLAGGED
-    if error is not None and ranks.size == 1 and (otherwise is None or isinstance(error, DeepSpeedExtError)):
+    if (
+        error is not None
+        and ranks.size == 1
+        and (otherwise is None or isinstance(error, DeepSpeedExtError))
+    ):
         raise agreed(error, ranks)
     if error is not None:  # frames may hold tensors, and memory may be short
         traceback.clear_frames(error.__traceback__)
     mine = None if error is None else _Told.of(error, ranks, otherwise or RankError)
-    is_common = ranks.equal(mine and mine.own)  # always asked: the ranks may meet here from different agreements
+    is_common = ranks.equal(
+        mine and mine.own
+    )  # always asked: the ranks may meet here from different agreements
     if is_common and error is not None and otherwise is None:
         raise agreed(error, ranks)
     found = ranks.distinct(mine, MOST_TOLD + 1)  # "no error" may be one of them
@@ -387,7 +419,9 @@ class _Told:
         if not isinstance(error, DeepSpeedExtError):
             return cls(otherwise.__name__, own, f"{own}: {' '.join(str(error).split())}", False)
         names_ranks, here = error.agreed > 1, f"rank {ranks.global_rank(ranks.rank)}: "
-        return cls(own, own, str(error) if names_ranks else str(error).removeprefix(here), names_ranks)
+        return cls(
+            own, own, str(error) if names_ranks else str(error).removeprefix(here), names_ranks
+        )
 
 
 def rank_list(members: list[int], ranks: RankGroup) -> str:
@@ -397,11 +431,14 @@ def rank_list(members: list[int], ranks: RankGroup) -> str:
 
 
 @contextmanager
-def together(ranks: RankGroup, otherwise: type[DeepSpeedExtError] | None = RankError) -> Iterator[None]:
-    """Raise an error of the block on every rank; see `raise_together`. The end of the block is a collective.
+def together(
+    ranks: RankGroup, otherwise: type[DeepSpeedExtError] | None = RankError
+) -> Iterator[None]:
+    """Raise an error of the block on every rank; see `raise_together`. The end of the block is a
+    collective.
 
-    The block must contain no collective, unless an agreement of `ranks` comes directly before it: if a rank failed
-    before it, the others would wait.
+    The block must contain no collective, unless an agreement of `ranks` comes directly before it:
+    if a rank failed before it, the others would wait.
     """
     error = None
     try:
@@ -413,10 +450,11 @@ def together(ranks: RankGroup, otherwise: type[DeepSpeedExtError] | None = RankE
 
 @contextmanager
 def within(outer: RankGroup, inner: RankGroup) -> Iterator[None]:
-    """Run a block of `inner`'s collectives inside ``together(outer)``. The beginning and the end are collectives.
+    """Run a block of `inner`'s collectives inside ``together(outer)``. The beginning and the end
+    are collectives.
 
-    A rank of `outer` that failed before the block meets the others at its beginning; an error inside the block is
-    raised on all ranks of `inner`.
+    A rank of `outer` that failed before the block meets the others at its beginning; an error
+    inside the block is raised on all ranks of `inner`.
     """
     raise_together(outer, None)
     with together(inner, otherwise=None):
@@ -424,7 +462,8 @@ def within(outer: RankGroup, inner: RankGroup) -> Iterator[None]:
 
 
 class KeptError:
-    """Keeps the first error of code that must not raise yet, because the other ranks continue to a collective.
+    """Keeps the first error of code that must not raise yet, because the other ranks continue to a
+    collective.
 
     Attributes:
         error: the error; None if there is none.
@@ -457,7 +496,8 @@ class KeptError:
 
 
 def _number(value: Any) -> int:
-    """A number of 63 bits for the ``repr`` of `value`: ranks with equal values have equal numbers."""
+    """A number of 63 bits for the ``repr`` of `value`: ranks with equal values have equal
+    numbers."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
 
 
@@ -478,9 +518,13 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
     if len(found) == 1:
         return
     ended = (f"{each}\0" for each, _ in found)
-    alike = next((at for at, letters in enumerate(zip(*ended, strict=False)) if len(set(letters)) > 1), 0)
+    alike = next(
+        (at for at, letters in enumerate(zip(*ended, strict=False)) if len(set(letters)) > 1), 0
+    )
     start = max(0, alike - _SHOWN_BEFORE)
-    listing = "; ".join(f"{rank_list(members, ranks)}: {_excerpt(each, start)}" for each, members in found)
+    listing = "; ".join(
+        f"{rank_list(members, ranks)}: {_excerpt(each, start)}" for each, members in found
+    )
     if left := ranks.size - sum(len(members) for _, members in found):
         listing += f"; and others on {left} more ranks"
     raise agreed(

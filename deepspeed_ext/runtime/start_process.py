@@ -1,14 +1,18 @@
-"""Runs ``main()`` of a module of this copy of the package: ``python .../start_process.py MODULE ARGS``.
+"""Runs ``main()`` of a module of this copy of the package:
+``python .../start_process.py MODULE ARGS``.
 
-The search path does not change. ``python -c`` would find modules of the working folder first. A PYTHONPATH entry for
-the package's folder, which may be site-packages, would put everything there before the standard library.
+The search path does not change. ``python -c`` would find modules of the working folder first. A
+PYTHONPATH entry for the package's folder, which may be site-packages, would put everything there
+before the standard library.
 """
 
 import os
 import sys
 
 here = os.path.dirname(os.path.realpath(__file__))
-sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or ".") != here]  # 3.10 ignores PYTHONSAFEPATH
+sys.path[:] = [
+    entry for entry in sys.path if os.path.realpath(entry or ".") != here
+]  # 3.10 ignores PYTHONSAFEPATH
 
 import importlib.util  # noqa: E402
 

@@ -64,13 +64,15 @@ class StartupProfile:
 
     @contextmanager
     def phase(self, name: str, nbytes: int = 0) -> Iterator[None]:
-        """Add the time of the block to the phase `name`, without that of nested phases. It is also a range
-        ``deepspeed_ext.startup.<name>`` of a running profiler.
+        """Add the time of the block to the phase `name`, without that of nested phases. It is also
+        a range ``deepspeed_ext.startup.<name>`` of a running profiler.
 
         Args:
             nbytes: bytes that the block writes into new buffers.
         """
-        if self._finished:  # the measured methods also run in every step and when a checkpoint is loaded
+        if (
+            self._finished
+        ):  # the measured methods also run in every step and when a checkpoint is loaded
             yield
             return
         get_accelerator().synchronize()
@@ -85,7 +87,9 @@ class StartupProfile:
             took = [time.perf_counter() - wall, time.process_time() - cpu]
             nested = self._children.pop()
             if self._children:
-                self._children[-1] = [sum(pair) for pair in zip(self._children[-1], took, strict=True)]
+                self._children[-1] = [
+                    sum(pair) for pair in zip(self._children[-1], took, strict=True)
+                ]
             phase.seconds += took[0] - nested[0]
             phase.cpu_seconds += took[1] - nested[1]
             phase.nbytes += nbytes
@@ -96,6 +100,8 @@ class StartupProfile:
         lines = [f"{'phase':<28}{'seconds':>9}{'cpu s':>9}{'MiB':>11}"]
         for phase in self.phases:
             size = f"{phase.nbytes / 2**20:.1f}" if phase.nbytes else ""
-            lines.append(f"{phase.name:<28}{phase.seconds:>9.3f}{phase.cpu_seconds:>9.3f}{size:>11}")
+            lines.append(
+                f"{phase.name:<28}{phase.seconds:>9.3f}{phase.cpu_seconds:>9.3f}{size:>11}"
+            )
         lines.append(f"{'sum':<28}{self.seconds:>9.3f}{self.cpu_seconds:>9.3f}")
         return "\n".join(lines)

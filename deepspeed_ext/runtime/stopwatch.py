@@ -1,4 +1,5 @@
-"""Measures laps on the host or on the accelerator, which runs behind the host. Nothing here waits."""
+"""Measures laps on the host or on the accelerator, which runs behind the host. Nothing here
+waits."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Stopwatch(ABC):
 
     @abstractmethod
     def start(self, stream: Any = None) -> None:
-        """Begin a measurement, on `stream` (None: the current one) if it measures an accelerator."""
+        """Begin a measurement, on `stream` (None: the current one) if it measures an
+        accelerator."""
 
     @abstractmethod
     def stop(self, stream: Any = None) -> None:
@@ -30,8 +32,9 @@ class Stopwatch(ABC):
         """End a lap.
 
         Returns:
-            Seconds measured in each finished lap that was not returned before, oldest first. A lap on an accelerator is
-            finished when its work is done, so it may be returned some laps later.
+            Seconds measured in each finished lap that was not returned before, oldest first. A lap
+            on an accelerator is finished when its work is done, so it may be returned some laps
+            later.
         """
 
     @contextmanager
@@ -63,7 +66,8 @@ class HostStopwatch(Stopwatch):
 
 
 class StreamStopwatch(Stopwatch):
-    """Measures the time from `start` to `stop` on a stream of the accelerator, including waits for events."""
+    """Measures the time from `start` to `stop` on a stream of the accelerator, including waits for
+    events."""
 
     def __init__(self) -> None:
         self._begin: Any = None
@@ -82,7 +86,9 @@ class StreamStopwatch(Stopwatch):
         self._laps.append(self._pairs)
         self._pairs, found = [], []
         while self._laps:
-            pairs = tuple(self._laps[0])  # another thread may still add a pair; its time is then not counted
+            pairs = tuple(
+                self._laps[0]
+            )  # another thread may still add a pair; its time is then not counted
             if not all(end.query() for _, end in pairs):
                 break
             self._laps.popleft()

@@ -1,63 +1,80 @@
 r"""Runs Adam or Lion in a separate optimizer process that overlaps with the accelerator.
 
-Glossary. Sizes are in elements of one partition with ``n`` elements; b is the block size. What the trainer
-and the worker share lies in one arena per rank (`worker.arena`), under the kind given in quotes.
+Glossary. Sizes are in elements of one partition with ``n`` elements; b is the block size. What the
+trainer and the worker share lies in one arena per rank (`worker.arena`), under the kind given in
+quotes.
 
-=============  ===============  ==============  ==============================================================
-name           dtype, shape     location        meaning, writer -> reader
-=============  ===============  ==============  ==============================================================
-partition      -                -               this rank's flat slice of a parameter group (stages 1 and 2)
-                                                or sub-group (stage 3), in the natural row-major order
+=============  ===============  ==============
+============================================================== name           dtype, shape
+location        meaning, writer -> reader =============  ===============  ==============
+============================================================== partition      -                -
+this rank's flat slice of a parameter group (stages 1 and 2)
+                                                or sub-group (stage 3), in the natural row-major
+                                                order
 weights  W     model's, [n]     accelerator     what the model computes with: trainer -> model
 master   p     fp32 [n]         arena "p"       the weights that are updated: worker -> checkpoint
 moments  m, v  see state_dtype  arena "m", "v"  the moments; Lion has no v: worker -> checkpoint
                [n]
-gradient g     see below, [n]   arena "g"       reduced gradient of one optimizer step, before unscaling and
-                                                clipping, in one slot of the gradient ring: trainer -> worker
-factor   c     float            command         unscale and clip factor of that gradient: trainer -> worker
-published y    model's or fp32  arena "y", in   p after the update. For a prediction, p extrapolated to the
+gradient g     see below, [n]   arena "g"       reduced gradient of one optimizer step, before
+unscaling and
+                                                clipping, in one slot of the gradient ring: trainer
+                                                -> worker
+factor   c     float            command         unscale and clip factor of that gradient: trainer ->
+worker published y    model's or fp32  arena "y", in   p after the update. For a prediction, p
+extrapolated to the
                [n]              place of the    point where the estimate starts: worker -> trainer
                                 newest g
-per block      [ceil(n / b)]    arena           one entry per block; each rule has its own array (below)
-=============  ===============  ==============  ==============================================================
+per block      [ceil(n / b)]    arena           one entry per block; each rule has its own array
+(below) =============  ===============  ==============
+==============================================================
 
-Gradients come to their slot in their step or, with ``gradients_on_host`` and with weights on the host
-(``offload_param``), during backward. Then the host computes the weights, and D and hot blocks are there, too.
+Gradients come to their slot in their step or, with ``gradients_on_host`` and with weights on the
+host (``offload_param``), during backward. Then the host computes the weights, and D and hot blocks
+are there, too.
 
-Gradients are handed over in the dtype of the weights. The exception is fp16: its gradients are handed over in the
-accumulation dtype, which is fp32 when gradients are accumulated (see `plan.arrays.Dtypes`).
+Gradients are handed over in the dtype of the weights. The exception is fp16: its gradients are
+handed over in the accumulation dtype, which is fp32 when gradients are accumulated (see
+`plan.arrays.Dtypes`).
 
 The predictive rule adds:
 
-=============  ===============  =====================  =======================================================
-block means    fp32 [blocks]    arena "block_means"    mean of v over each block: worker -> trainer
-known          int32            arena "known"          with Lion, in place of the means: for each block the mean
-               [blocks, 1 + w]                         of |m| and a sign bit of each m, in w words: worker ->
+=============  ===============  =====================
+======================================================= block means    fp32 [blocks]    arena
+"block_means"    mean of v over each block: worker -> trainer known          int32            arena
+"known"          with Lion, in place of the means: for each block the mean
+               [blocks, 1 + w]                         of |m| and a sign bit of each m, in w words:
+               worker ->
                                                        trainer
-drift    D     model's, [n]     accelerator            effect of the gradients in flight; only at intervals
+drift    D     model's, [n]     accelerator            effect of the gradients in flight; only at
+intervals
                                                        above 1: trainer -> trainer
-=============  ===============  =====================  =======================================================
+=============  ===============  =====================
+=======================================================
 
 The selective rule adds:
 
-=============  ===============  =====================  =======================================================
-hot blocks     fp32 [k, b]      accelerator, or        p, m, v of the k blocks that step on the accelerator;
+=============  ===============  =====================
+======================================================= hot blocks     fp32 [k, b]      accelerator,
+or        p, m, v of the k blocks that step on the accelerator;
                                 pinned host memory     moved there and back when blocks are selected
                                 (``offload``)
-updates        int32 [blocks]   arena "updates"        updates of each block so far; negative for a hot block
-=============  ===============  =====================  =======================================================
+updates        int32 [blocks]   arena "updates"        updates of each block so far; negative for a
+hot block =============  ===============  =====================
+=======================================================
 
-*Block*: a run of b contiguous elements of a partition; the last one may be shorter. *Optimizer step*: a boundary of the
-user's gradient accumulation, not a micro-step. *Update*: one update of p and the moments. *Interval* S: optimizer steps
-whose gradients are handed over together. *Hand over*: give the worker an interval's gradients, which lie in the slots
-of the ring. *In flight*: handed over, with the result not applied yet.
+*Block*: a run of b contiguous elements of a partition; the last one may be shorter. *Optimizer
+step*: a boundary of the user's gradient accumulation, not a micro-step. *Update*: one update of p
+and the moments. *Interval* S: optimizer steps whose gradients are handed over together. *Hand
+over*: give the worker an interval's gradients, which lie in the slots of the ring. *In flight*:
+handed over, with the result not applied yet.
 
-Modules: in `step`, `optimizer` collects gradients, hands them over and waits; `rule` is the interface of an update
-rule; `schedule` says what each step does, `partition` describes the data, and `metrics` measures. `optimizers` holds
-what depends on the user's optimizer: a file for Adam and one for Lion. `rules` holds the two rules, `predictive` and
-`selective`. `transfers` copies between accelerator and host, and `kernels` holds the arithmetic on the accelerator.
-`worker` holds the optimizer process, the shared memory and the connection; `worker.kernel` the arithmetic over host
-memory. `plan` decides what lives where, from facts that `agreement` exchanges between ranks; `start`
-builds exactly that. `step.supported` checks the config. `deepspeed_ext.checkpoint` saves, checks and
-restores the state.
+Modules: in `step`, `optimizer` collects gradients, hands them over and waits; `rule` is the
+interface of an update rule; `schedule` says what each step does, `partition` describes the data,
+and `metrics` measures. `optimizers` holds what depends on the user's optimizer: a file for Adam and
+one for Lion. `rules` holds the two rules, `predictive` and `selective`. `transfers` copies between
+accelerator and host, and `kernels` holds the arithmetic on the accelerator. `worker` holds the
+optimizer process, the shared memory and the connection; `worker.kernel` the arithmetic over host
+memory. `plan` decides what lives where, from facts that `agreement` exchanges between ranks;
+`start` builds exactly that. `step.supported` checks the config. `deepspeed_ext.checkpoint` saves,
+checks and restores the state.
 """

@@ -69,7 +69,9 @@ def agreed_plan(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFl
     by_epoch = run.config.select_strategy == "epoch"  # otherwise ranks may load different data
     settings = fields, run.steps_per_epoch if by_epoch else None, run.host_share
     with together(ranks, otherwise=None):
-        plan = decide(facts, run.config, host_share=run.host_share, steps_per_epoch=run.steps_per_epoch)
+        plan = decide(
+            facts, run.config, host_share=run.host_share, steps_per_epoch=run.steps_per_epoch
+        )
     require_same_plan("ZenFlow", (settings, facts.caller, plan.decisions), ranks)
     if ranks.rank == 0:
         _log(plan, unknown_epoch(run.config, run.steps_per_epoch))

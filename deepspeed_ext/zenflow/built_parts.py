@@ -1,5 +1,5 @@
-"""Builds the parts of a run that depend on how much of it steps on the accelerator: landing buffers,
-kernels, and the rule's view of a partition."""
+"""Builds the parts of a run that depend on how much of it steps on the accelerator: landing
+buffers, kernels, and the rule's view of a partition."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ __all__ = ["landing_buffers", "partition_of", "prepare_kernels"]
 
 
 def landing_buffers(plan: ZenFlowPlan, ranks: RankGroup) -> list[LandingBuffer] | None:
-    """The buffers of the plan; None on every rank if a rank has no memory for them. A collective if it has any."""
+    """The buffers of the plan; None on every rank if a rank has no memory for them. A collective if
+    it has any."""
     if plan.copies is not Copies.BESIDE_STEP:
         return []
     kinds, like = plan.kinds, partial(torch.empty, device="meta")
@@ -39,11 +40,13 @@ def landing_buffers(plan: ZenFlowPlan, ranks: RankGroup) -> list[LandingBuffer] 
     return allocated_on_all_ranks(described, getattr(torch, plan.dtypes.gradient), ranks)
 
 
-def prepare_kernels(plan: ZenFlowPlan, kind: OptimizerKind, weights: Sequence[torch.Tensor], *, warns: bool) -> None:
+def prepare_kernels(
+    plan: ZenFlowPlan, kind: OptimizerKind, weights: Sequence[torch.Tensor], *, warns: bool
+) -> None:
     """Compile the kernels that steps will launch, so that no step compiles or needs memory for it.
 
-    A partition's gradient and results are at least as aligned as its weights: they have arrays of their own, or lie
-    in one as the weights do.
+    A partition's gradient and results are at least as aligned as its weights: they have arrays of
+    their own, or lie in one as the weights do.
     """
     device, block_size, names = weights[0].device, plan.rule.block_size, plan.dtypes
     dtypes = (getattr(torch, name) for name in (names.weights, names.published, names.gradient))
@@ -57,11 +60,15 @@ def prepare_kernels(plan: ZenFlowPlan, kind: OptimizerKind, weights: Sequence[to
         calls.append(kind.step_kernels(device, block_size, gradient, steps))
     if Kernel.ESTIMATE in plan.kernels and isinstance(plan.rule, PredictiveSettings):
         estimated = of_weights, published, gradient
-        calls.append(kind.estimate_kernels(device, block_size, *estimated, plan.rule.with_drift, alignments))
+        calls.append(
+            kind.estimate_kernels(device, block_size, *estimated, plan.rule.with_drift, alignments)
+        )
     prepare.prepare(device, block_size, chain(*calls), warns=warns)
 
 
-def partition_of(plan: ZenFlowPlan, index: int, state: WholeState, holders: RankGroup, arena: Arena) -> Partition:
+def partition_of(
+    plan: ZenFlowPlan, index: int, state: WholeState, holders: RankGroup, arena: Arena
+) -> Partition:
     """What remains of a partition behind its head, for the rule."""
     layout, decided = plan.rule.layout, plan.partitions[index]
     head = decided.head

@@ -53,7 +53,8 @@ class ZenFlowStart:
         ranks: the ranks that the model is spread over. They agree on every choice that changes
             weights, and an error of one is raised on all.
         placement: the worker's cores and memory node from the core plan; None: unbound.
-        undo: receives what stops the worker and frees the arena, in case the engine's constructor fails later.
+        undo: receives what stops the worker and frees the arena, in case the engine's constructor
+            fails later.
         cores: this rank's cores in the core plan, PyTorch's among them; None: unbound.
     """
 
@@ -78,15 +79,17 @@ def start_optimizer(
     Args:
         optimizer: the user's Adam, AdamW or Lion.
         groups: index of the parameter group of each partition.
-        weights: returns a partition's weights, 1-D, in the model's dtype: the initial values of p. They are written in
-            place.
-        caller: what the caller does with weights and gradients. The result's ``decided`` says what it must do.
+        weights: returns a partition's weights, 1-D, in the model's dtype: the initial values of p.
+            They are written in place.
+        caller: what the caller does with weights and gradients. The result's ``decided`` says what
+            it must do.
         sharers: the data-parallel ranks, whose partitions are in the same order.
         holders: for each partition, the ranks among which its parameters are divided.
 
     Raises:
         ConfigError: settings contradict each other, or the optimizer is another.
-        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the accelerator its share.
+        OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the
+            accelerator its share.
         WorkerError: the worker does not start, or another rank has raised one of these errors.
     """
     ranks, parts = start.ranks, [weights(index) for index in range(len(groups))]
@@ -111,8 +114,12 @@ def start_optimizer(
     if plan.has_share:
         share = AcceleratorShare.on_all_ranks(plan, parts, link.arena, kind, ranks)
     layout = plan.rule.layout
-    states = [_state(layout, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)]
-    partitions = [partition_of(plan, i, state, holders[i], link.arena) for i, state in enumerate(states)]
+    states = [
+        _state(layout, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)
+    ]
+    partitions = [
+        partition_of(plan, i, state, holders[i], link.arena) for i, state in enumerate(states)
+    ]
     for partition, part, decided in zip(partitions, parts, plan.partitions, strict=True):
         _copy_to_host(part[decided.head :], partition.master)
     rule: UpdateRule[Any]
@@ -120,7 +127,11 @@ def start_optimizer(
         rule = SelectiveRule(plan, partitions, link, ranks, kind, metrics)
     else:
         rule = PredictiveRule(plan, partitions, link, ranks, kind, metrics)
-    coded = CodedMoments(link.arena, partitions, layout, plan.rule.block_size) if layout.is_coded else None
+    coded = (
+        CodedMoments(link.arena, partitions, layout, plan.rule.block_size)
+        if layout.is_coded
+        else None
+    )
     state_here = OptimizerState(partitions, states, share, coded)
     host = HostOptimizer(plan, rule, state_here, link, kind, ranks)
     if plan.measures_share:
@@ -159,11 +170,13 @@ def _adviser(start: ZenFlowStart, plan: ZenFlowPlan, threads: WorkerThreads) -> 
 
 
 def _require_open(run: ZenFlowRun, plan: ZenFlowPlan, ranks: RankGroup) -> None:
-    """Raise on every rank if the config asks for landing buffers, which a rank could not allocate."""
+    """Raise on every rank if the config asks for landing buffers, which a rank could not
+    allocate."""
     if run.config.hide_transfers:
         raise agreed(
             OutOfMemoryError(
-                "zenflow.hide_transfers is true, but a rank cannot allocate the landing buffers, which take "
+                "zenflow.hide_transfers is true, but a rank cannot allocate the landing buffers, "
+                "which take "
                 f"{plan.held.landing_bytes:,} bytes of device memory on rank {ranks.rank}. Leave "
                 "the field out, and the copies run inside of the step"
             ),
@@ -172,7 +185,8 @@ def _require_open(run: ZenFlowRun, plan: ZenFlowPlan, ranks: RankGroup) -> None:
 
 
 def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:
-    """Make p (1-D fp32 [n], host) from weights of any dtype, without an fp32 copy of all of them on the accelerator."""
+    """Make p (1-D fp32 [n], host) from weights of any dtype, without an fp32 copy of all of them on
+    the accelerator."""
     if weights.device == master.device:
         master.copy_(weights)
     else:
@@ -183,4 +197,6 @@ def _state(
     layout: StateLayout, index: int, group: int, arena: Arena, weights: Callable[[], torch.Tensor]
 ) -> WholeState:
     p, *moments = (arena.whole(each, index) for each in ("p", *layout.shown))
-    return WholeState(group, weights, p.requires_grad_(), dict(zip(layout.names, moments, strict=True)))
+    return WholeState(
+        group, weights, p.requires_grad_(), dict(zip(layout.names, moments, strict=True))
+    )

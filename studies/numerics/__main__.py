@@ -25,27 +25,46 @@ GROUP_NAMES = ["rates", *(group.name for group in GROUPS)]
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=numerics.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=numerics.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--rows",
         nargs="*",
         choices=GROUP_NAMES,
         metavar="GROUP",
-        help=f"train the missing rows of these groups (none named: of all): {', '.join(GROUP_NAMES)}",
+        help=f"train the missing rows of these groups (none named: of all): "
+        f"{', '.join(GROUP_NAMES)}",
     )
     parser.add_argument("--tasks", nargs="+", default=[], help="only rows of these tasks")
-    parser.add_argument("--rules", nargs="+", default=[], help="only rows of these rules, and AdamW")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[], help="only rows of these seeds, and learning rates")
+    parser.add_argument(
+        "--rules", nargs="+", default=[], help="only rows of these rules, and AdamW"
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[],
+        help="only rows of these seeds, and learning rates",
+    )
     parser.add_argument(
         "--minutes",
         type=float,
         default=math.inf,
         help="stop after this time; a row that was begun is continued by the next run",
     )
-    parser.add_argument("--again", action="store_true", help="train rows again that have a file (default: reuse it)")
-    parser.add_argument("--list", action="store_true", help="the groups, and how many rows of each are there")
-    parser.add_argument("--table", action="store_true", help="write the tables of docs/lab/archive/numerics.md")
-    parser.add_argument("--plot", action="store_true", help="draw the figures beside it (needs matplotlib)")
+    parser.add_argument(
+        "--again", action="store_true", help="train rows again that have a file (default: reuse it)"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="the groups, and how many rows of each are there"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="write the tables of docs/lab/archive/numerics.md"
+    )
+    parser.add_argument(
+        "--plot", action="store_true", help="draw the figures beside it (needs matplotlib)"
+    )
     return parser  # fmt: skip
 
 
@@ -106,7 +125,8 @@ def train(rows: Sequence[Row], minutes: float, again: bool) -> bool:
         assert result is not None
         loss = end_loss(result)
         print(
-            f"{row.name}: {'diverged' if loss is None else format(loss, '.4f')}, held out {result['held_out']}, "
+            f"{row.name}: {'diverged' if loss is None else format(loss, '.4f')}, held out "
+            f"{result['held_out']}, "
             f"{(result['seconds'] or [0])[-1]:.0f} s (load {os.getloadavg()[0]:.1f})",
             flush=True,
         )

@@ -1,4 +1,5 @@
-"""What the rows say: gaps to AdamW with their spread, and the verdicts by the thresholds that were set beforehand."""
+"""What the rows say: gaps to AdamW with their spread, and the verdicts by the thresholds that were
+set beforehand."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ LIMITS = {
     "ours-4": 1.5,
     "ours-8": 3.0,
     "adamw-bf16": 0.5,
-    **dict.fromkeys(("ours-1-bf16", "ours-1-bf16-from-40", "adamw-int8", "ours-1-int8-from-40"), 1.0),
+    **dict.fromkeys(
+        ("ours-1-bf16", "ours-1-bf16-from-40", "adamw-int8", "ours-1-int8-from-40"), 1.0
+    ),
     **dict.fromkeys(("lion-bf16", "lion-delay", "lion-signs", "lion-means"), 1.0),
     "ours-1-dithered": 1.0,
     "ours-2-dithered": 1.5,
@@ -61,7 +64,8 @@ class Sample:
         return upper_tail(self.mean / (spread / n**0.5), n - 1)
 
     def verdict(self, limit: float) -> Verdict:
-        """Refuted: above the limit, and above zero by more than chance. Upheld: the interval is below the limit."""
+        """Refuted: above the limit, and above zero by more than chance. Upheld: the interval is
+        below the limit."""
         width, p = self.half_width, self.p_above_zero
         if width is None or p is None:
             return "open"
@@ -95,7 +99,8 @@ class Line:
 
     @property
     def verdict(self) -> Verdict:
-        """By the limit of the rule or the task; a diverged row refutes, and without all seeds a line is open."""
+        """By the limit of the rule or the task; a diverged row refutes, and without all seeds a
+        line is open."""
         limit = LIMITS.get(self.rule)
         if limit is None or not self.done:
             return ""
@@ -107,13 +112,15 @@ class Line:
 
 
 def _pair(row: Row) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """A row and AdamW's of the same task, setting and seed, if both are there with the same learning rate."""
+    """A row and AdamW's of the same task, setting and seed, if both are there with the same
+    learning rate."""
     mine, best = stored(row), stored(Row(row.task, reference_of(row.rule), row.setting, row.seed))
     if mine is None or best is None or mine["diverged"] or best["diverged"]:
         return None
     if mine["rate"] != best["rate"]:
         raise ValueError(
-            f"{row.name} has learning rate {mine['rate']}, its AdamW {best['rate']}: run one of them again"
+            f"{row.name} has learning rate {mine['rate']}, its AdamW {best['rate']}: run one of "
+            f"them again"
         )
     return mine, best
 
@@ -153,11 +160,19 @@ def line_of(group: Group, task: str, setting: str, rule: str) -> Line:
     if not good:
         return line
     losses = [loss for loss in map(end_loss, good) if loss is not None]
-    means = {"loss": statistics.fmean(losses), "held_out": statistics.fmean(r["held_out"] for r in good)}
+    means = {
+        "loss": statistics.fmean(losses),
+        "held_out": statistics.fmean(r["held_out"] for r in good),
+    }
     gaps = {}
     if rule != reference_of(rule):
-        gaps = {"gap": _sample([*map(gap_of, rows)]), "held_out_gap": _sample([*map(_held_out_gap_of, rows)])}
-    return Line(line.group, task, setting, rule, line.done, line.wanted, line.diverged, **means, **gaps)
+        gaps = {
+            "gap": _sample([*map(gap_of, rows)]),
+            "held_out_gap": _sample([*map(_held_out_gap_of, rows)]),
+        }
+    return Line(
+        line.group, task, setting, rule, line.done, line.wanted, line.diverged, **means, **gaps
+    )
 
 
 def lines() -> list[Line]:
@@ -171,7 +186,7 @@ def lines() -> list[Line]:
     return list(found.values())
 
 
-# -- does the gap grow? ---------------------------------------------------------------------------------------------
+# -- does the gap grow? ----------------------------------------------------------------------------
 
 TRENDS: tuple[tuple[str, tuple[str, str], tuple[str, str]], ...] = (
     ("size, 1 to 5 million", ("bytes-1m", "base"), ("bytes-5m", "base")),
@@ -198,7 +213,9 @@ class Trend:
         """By `GROWTH_LIMIT`."""
         if self.growth is None:
             return ""
-        return self.growth.verdict(GROWTH_LIMIT) if len(self.growth.values) == len(SEEDS) else "open"
+        return (
+            self.growth.verdict(GROWTH_LIMIT) if len(self.growth.values) == len(SEEDS) else "open"
+        )
 
 
 def trends() -> list[Trend]:
@@ -208,13 +225,17 @@ def trends() -> list[Trend]:
         for rule in ("ours-1", "ours-4"):
             differences: list[float | None] = []
             for seed in SEEDS:
-                gaps = [gap_of(Row(task, rule, setting, seed)) for task, setting in (smaller, larger)]
-                differences.append(None if gaps[0] is None or gaps[1] is None else gaps[1] - gaps[0])
+                gaps = [
+                    gap_of(Row(task, rule, setting, seed)) for task, setting in (smaller, larger)
+                ]
+                differences.append(
+                    None if gaps[0] is None or gaps[1] is None else gaps[1] - gaps[0]
+                )
             found.append(Trend(what, rule, _sample(differences)))
     return found
 
 
-# -- which rule is better? ------------------------------------------------------------------------------------------
+# -- which rule is better? -------------------------------------------------------------------------
 
 OURS = "ours-1"
 DENOMINATOR_LIMIT = 0.5
@@ -260,7 +281,9 @@ class Contrast:
         return "upheld" if self.difference.mean > 0 else "refuted"
 
 
-def _contrast(hypothesis: str, setting: str, worse: str, better: str, limit: float | None = None) -> Contrast:
+def _contrast(
+    hypothesis: str, setting: str, worse: str, better: str, limit: float | None = None
+) -> Contrast:
     differences: list[float | None] = []
     for seed in SEEDS:
         gaps = [gap_of(Row("bytes-1m", rule, setting, seed)) for rule in (worse, better)]

@@ -1,4 +1,5 @@
-"""Tasks on bytes of Python source: language models of three sizes, rarely used experts, a large embedding."""
+"""Tasks on bytes of Python source: language models of three sizes, rarely used experts, a large
+embedding."""
 
 from __future__ import annotations
 
@@ -26,14 +27,17 @@ BYTES = 256
 
 @cache
 def corpus() -> tuple[torch.Tensor, torch.Tensor]:
-    """Training and held-out bytes of the standard library, 1-D uint8; every twentieth chunk of 64 KiB is held out."""
+    """Training and held-out bytes of the standard library, 1-D uint8; every twentieth chunk of 64
+    KiB is held out."""
     chunks = text("whole standard library").split(CHUNK_BYTES)
     held_out = chunks[::HELD_OUT_EVERY]
     train = [chunk for number, chunk in enumerate(chunks) if number % HELD_OUT_EVERY]
     return torch.cat(train), torch.cat(held_out)
 
 
-def _windows(source: torch.Tensor, generator: torch.Generator, examples: int, length: int) -> torch.Tensor:
+def _windows(
+    source: torch.Tensor, generator: torch.Generator, examples: int, length: int
+) -> torch.Tensor:
     starts = torch.randint(0, source.numel() - length, (examples, 1), generator=generator)
     return source[starts + torch.arange(length)].long()
 
@@ -52,7 +56,9 @@ class Bytes(Task):
 
     def held_out(self) -> list[Batch]:
         generator = torch.Generator().manual_seed(0)
-        return [(_windows(corpus()[1], generator, 16, self.sequence),) for _ in range(HELD_OUT_BATCHES)]
+        return [
+            (_windows(corpus()[1], generator, 16, self.sequence),) for _ in range(HELD_OUT_BATCHES)
+        ]
 
     def noise(self, batch: Batch, generator: torch.Generator) -> Batch:
         return (torch.randint(0, BYTES, batch[0].shape, generator=generator),)
@@ -65,7 +71,8 @@ class Bytes(Task):
 
 @dataclass(frozen=True)
 class Embeddings(Bytes):
-    """Sparse gradients: most parameters are rows of a table, of which a step touches a few in a hundred."""
+    """Sparse gradients: most parameters are rows of a table, of which a step touches a few in a
+    hundred."""
 
     def model(self) -> nn.Module:
         return HashedContext()
@@ -89,7 +96,8 @@ def _hashed(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class HashedContext(nn.Module):
-    """The next byte from hashed contexts of two to four bytes: tables of embeddings, then two layers."""
+    """The next byte from hashed contexts of two to four bytes: tables of embeddings, then two
+    layers."""
 
     rows, width, hidden = 1 << 14, 24, 128
 
@@ -106,11 +114,14 @@ class HashedContext(nn.Module):
         found = [self.byte(tokens)]
         found += [table(_hashed(tokens, 2 + k) % self.rows) for k, table in enumerate(self.tables)]
         logits = self.head(functional.silu(self.up(torch.cat(found, dim=-1))))
-        return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+        return functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
 
 class RareExperts(nn.Module):
-    """Two attention blocks whose feed-forward layers are experts, chosen by a hash of the last three bytes.
+    """Two attention blocks whose feed-forward layers are experts, chosen by a hash of the last
+    three bytes.
 
     Expert k serves one byte in 2^(k+1), so that the last ones see no byte at all in most steps.
     """
@@ -136,14 +147,18 @@ class RareExperts(nn.Module):
         x = self.embed(tokens)
         positions = torch.arange(tokens.shape[1], dtype=torch.float32, device=x.device)
         half = self.hidden // self.heads // 2
-        angles = positions[:, None] * 10000.0 ** -(torch.arange(half, dtype=torch.float32, device=x.device) / half)
+        angles = positions[:, None] * 10000.0 ** -(
+            torch.arange(half, dtype=torch.float32, device=x.device) / half
+        )
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         chosen = self._experts_of(tokens)
         for layer in range(self.layers):
             x = x + self.attention[layer](self.norms[2 * layer](x), cos, sin)
             x = x + self._feed_forward(layer, self.norms[2 * layer + 1](x), chosen)
         logits = self.head(self.norms[-1](x))
-        return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+        return functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
     def _experts_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """The number of trailing zeros of a hash."""

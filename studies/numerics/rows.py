@@ -1,4 +1,5 @@
-"""The rows of the study: what they are, in which order they are run, and the files that hold them."""
+"""The rows of the study: what they are, in which order they are run, and the files that hold
+them."""
 
 from __future__ import annotations
 
@@ -76,15 +77,19 @@ class NoRateError(LookupError):
 
 
 def selection_rows(task: str, rule: str = REFERENCE) -> list[Row]:
-    """The rows of which the learning rate of a task is chosen, on a seed of their own: by Lion for rules of Lion, by
-    AdamW with beta1 of 0.9 for all others."""
+    """The rows of which the learning rate of a task is chosen, on a seed of their own: by Lion for
+    rules of Lion, by AdamW with beta1 of 0.9 for all others."""
     task = BORROWED_RATES.get(task, task)
     chooser, part = ("lion", 1 / LION_PART) if reference_of(rule) == "lion" else (REFERENCE, 1.0)
-    return [Row(task, chooser, TASKS[task].selection, SELECTION_SEED, rate * part) for rate in TASKS[task].rates]
+    return [
+        Row(task, chooser, TASKS[task].selection, SELECTION_SEED, rate * part)
+        for rate in TASKS[task].rates
+    ]
 
 
 def rate_of(row: Row) -> float:
-    """The peak learning rate of a row: its own, or the one with the lowest loss in all of `selection_rows`."""
+    """The peak learning rate of a row: its own, or the one with the lowest loss in all of
+    `selection_rows`."""
     if row.rate is not None:
         return row.rate
     losses: dict[float, float] = {}
@@ -100,12 +105,12 @@ def rate_of(row: Row) -> float:
     return min(losses, key=lambda rate: losses[rate])
 
 
-# -- the order ------------------------------------------------------------------------------------------------------
+# -- the order -------------------------------------------------------------------------------------
 
 SEEDS = (0, 1, 2)
 LATER_SEEDS = (10, 11, 12)
-"""Of rows that were added when Python's own sources, of which the texts are made, had changed: rows of one seed have
-the same texts."""
+"""Of rows that were added when Python's own sources, of which the texts are made, had changed: rows
+of one seed have the same texts."""
 DELAYED = ("ours-1", "ours-4", "delay")
 """What every comparison holds, beside AdamW."""
 
@@ -131,12 +136,16 @@ class Group:
                     yield Row(task, rule, setting, seed)
 
 
-def _each(tasks: tuple[str, ...], settings: tuple[str, ...], rules: tuple[str, ...]) -> tuple[Any, ...]:
+def _each(
+    tasks: tuple[str, ...], settings: tuple[str, ...], rules: tuple[str, ...]
+) -> tuple[Any, ...]:
     return tuple((task, setting, rules) for task in tasks for setting in settings)
 
 
 GROUPS: tuple[Group, ...] = (
-    Group("main", "One million parameters, all that matters most", (("bytes-1m", "base", DELAYED),)),
+    Group(
+        "main", "One million parameters, all that matters most", (("bytes-1m", "base", DELAYED),)
+    ),
     Group(
         "stress",
         "Where the block mean of v could mislead",
@@ -154,24 +163,49 @@ GROUPS: tuple[Group, ...] = (
             ("bytes-1m", "ranks-2", ("acco", "sapipe")),
         ),
     ),
-    Group("seeds", "Ten seeds, an amendment", (("bytes-1m", "base", ("ours-1",)),), seeds=tuple(range(10))),
-    Group("settings", "Other settings", _each(("bytes-1m",), ("constant", "beta2-0.999", "fp32"), DELAYED)),
+    Group(
+        "seeds",
+        "Ten seeds, an amendment",
+        (("bytes-1m", "base", ("ours-1",)),),
+        seeds=tuple(range(10)),
+    ),
+    Group(
+        "settings",
+        "Other settings",
+        _each(("bytes-1m",), ("constant", "beta2-0.999", "fp32"), DELAYED),
+    ),
     Group(
         "denominator",
         "What the mean of v costs, and longer intervals",
         (("bytes-1m", "base", ("ours-1-one-mean", "ours-1-exact-v", "ours-2", "ours-8")),),
     ),
     Group("five", "Five million parameters", (("bytes-5m", "base", DELAYED),)),
-    Group("five-chance", "Chance at five million, an amendment", (("bytes-5m", "base", ("adamw-disturbed",)),)),
+    Group(
+        "five-chance",
+        "Chance at five million, an amendment",
+        (("bytes-5m", "base", ("adamw-disturbed",)),),
+    ),
     Group(
         "five-seeds",
         "Six seeds of five million, an amendment",
         (("bytes-5m", "base", ("ours-1",)),),
         seeds=tuple(range(6)),
     ),
-    Group("ranks", "Simulated ranks", _each(("bytes-1m",), ("ranks-2", "ranks-4"), ("ours-1", "ours-4"))),
-    Group("batch", "Batch size", _each(("bytes-1m",), ("batch-quarter", "batch-4x"), ("ours-1", "ours-4"))),
-    Group("precision", "Precision and clipping", _each(("bytes-1m",), ("fp16", "no-clip"), ("ours-1", "ours-4"))),
+    Group(
+        "ranks",
+        "Simulated ranks",
+        _each(("bytes-1m",), ("ranks-2", "ranks-4"), ("ours-1", "ours-4")),
+    ),
+    Group(
+        "batch",
+        "Batch size",
+        _each(("bytes-1m",), ("batch-quarter", "batch-4x"), ("ours-1", "ours-4")),
+    ),
+    Group(
+        "precision",
+        "Precision and clipping",
+        _each(("bytes-1m",), ("fp16", "no-clip"), ("ours-1", "ours-4")),
+    ),
     Group("long", "2,000 steps", (("bytes-1m", "steps-2000", DELAYED),)),
     Group("twenty", "Twenty million parameters", (("bytes-20m", "base", DELAYED),), seeds=(0,)),
     Group("spikes", "Spikes without clipping", (("spikes", "no-clip", DELAYED),)),
@@ -189,7 +223,10 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "remedies",
         "A later start of overlap, and smaller blocks, an amendment",
-        (("bytes-5m", "base", ("ours-1-from-40", "ours-4-blocks-8")), ("bytes-1m", "base", ("ours-4-blocks-8",))),
+        (
+            ("bytes-5m", "base", ("ours-1-from-40", "ours-4-blocks-8")),
+            ("bytes-1m", "base", ("ours-4-blocks-8",)),
+        ),
     ),
     Group(
         "start",
@@ -290,7 +327,8 @@ GROUPS: tuple[Group, ...] = (
 
 
 def planned() -> list[tuple[str, Row]]:
-    """Every row with its group, in order of importance; the selection of a learning rate before its first use."""
+    """Every row with its group, in order of importance; the selection of a learning rate before its
+    first use."""
     found: dict[Row, str] = {}
     for group in GROUPS:
         for row in group.rows():

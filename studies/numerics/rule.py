@@ -1,4 +1,5 @@
-"""What all update rules share: their interface, and Adam over flat fp32 masters by the package's own pass."""
+"""What all update rules share: their interface, and Adam over flat fp32 masters by the package's
+own pass."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from functools import cache
 
 import torch
 
-from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Array, Kernel, Publish, library_path, load_kernel
+from deepspeed_ext.zenflow.worker.kernel import (
+    AdamPass,
+    AdamStep,
+    Array,
+    Kernel,
+    Publish,
+    library_path,
+    load_kernel,
+)
 
 PLAIN_BLOCK = 256
 """Elements per block where a rule does not use the mean of v."""
@@ -27,7 +36,9 @@ class Hyper:
 
     def step(self, number: int, lr: float, grad_scale: float) -> AdamStep:
         """The constants of update `number`, from 1."""
-        return AdamStep(lr, self.beta1, self.beta2, self.eps, self.weight_decay, True, number, grad_scale)
+        return AdamStep(
+            lr, self.beta1, self.beta2, self.eps, self.weight_decay, True, number, grad_scale
+        )
 
 
 @dataclass(frozen=True)
@@ -99,17 +110,25 @@ class Host:
     scales: tuple[torch.Tensor, ...] = ()
 
     @classmethod
-    def of(cls, start: Start, block_size: int = PLAIN_BLOCK, moments: torch.dtype = torch.float32) -> Host:
+    def of(
+        cls, start: Start, block_size: int = PLAIN_BLOCK, moments: torch.dtype = torch.float32
+    ) -> Host:
         """The state before the first step; `moments` is the dtype of m and v."""
         p = start.masters.clone()
         means = torch.zeros(-(-p.numel() // block_size), dtype=torch.float32)
         is_coded = moments is torch.int8
-        m, v = (torch.zeros_like(p, dtype=each) for each in (moments, torch.uint8 if is_coded else moments))
+        m, v = (
+            torch.zeros_like(p, dtype=each)
+            for each in (moments, torch.uint8 if is_coded else moments)
+        )
         scales = tuple(torch.zeros_like(means, dtype=torch.uint8) for _ in range(2 * is_coded))
         return cls(p, m, v, p.to(start.dtype, copy=True), means, block_size, scales)
 
-    def run(self, grads: Sequence[torch.Tensor], steps: Sequence[AdamStep], publish: Publish) -> None:
-        """One pass of the package: an exact update for each gradient, then y and the block means."""
+    def run(
+        self, grads: Sequence[torch.Tensor], steps: Sequence[AdamStep], publish: Publish
+    ) -> None:
+        """One pass of the package: an exact update for each gradient, then y and the block
+        means."""
         kernel().run(
             AdamPass(
                 p=_array(self.p),
@@ -167,10 +186,12 @@ class Rule(ABC):
 
 
 class AdamW(Rule):
-    """Every update before the next forward pass: what the others are compared with; `moments` is their dtype, and
-    `block_size` that of the blocks with one scale."""
+    """Every update before the next forward pass: what the others are compared with; `moments` is
+    their dtype, and `block_size` that of the blocks with one scale."""
 
-    def __init__(self, start: Start, moments: torch.dtype = torch.float32, block_size: int = PLAIN_BLOCK) -> None:
+    def __init__(
+        self, start: Start, moments: torch.dtype = torch.float32, block_size: int = PLAIN_BLOCK
+    ) -> None:
         super().__init__(start)
         self.host = Host.of(start, block_size, moments)
 
@@ -185,9 +206,11 @@ class AdamW(Rule):
 
 
 class NAdam(Rule):
-    """torch's NAdam with decoupled decay: AdamW that looks ahead along the momentum. Nothing is delayed.
+    """torch's NAdam with decoupled decay: AdamW that looks ahead along the momentum. Nothing is
+    delayed.
 
-    The package has no NAdam, so this is torch's optimizer, in fp32, with its default momentum decay.
+    The package has no NAdam, so this is torch's optimizer, in fp32, with its default momentum
+    decay.
     """
 
     def __init__(self, start: Start) -> None:

@@ -23,7 +23,8 @@ def _with_beta1(rule: Callable[[Start], Rule], beta1: float, start: Start) -> Ru
     return rule(replace(start, hyper=replace(start.hyper, beta1=beta1)))
 
 
-# Estimates are dithered since amendment 12. The stored rows of rules whose names do not say so rounded to the nearest.
+# Estimates are dithered since amendment 12. The stored rows of rules whose names do not say so
+# rounded to the nearest.
 RULES: dict[str, Callable[[Start], Rule]] = {
     REFERENCE: AdamW,
     CONTROL: Disturbed,

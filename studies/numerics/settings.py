@@ -22,10 +22,11 @@ class Setting:
     Attributes:
         schedule: linear warm-up, then cosine to zero; or constant from the first step on.
         weights: dtype of the weights and gradients; masters and moments are fp32.
-        compute: dtype of activations; "float32" computes in fp32 with weights that were rounded to `weights`, and
-            rounds the gradients.
+        compute: dtype of activations; "float32" computes in fp32 with weights that were rounded to
+            `weights`, and rounds the gradients.
         clip: largest norm of the gradient; 0: no clipping.
-        ranks: simulated ranks: shares of the batch, partitions, and a reduction in the dtype of the weights.
+        ranks: simulated ranks: shares of the batch, partitions, and a reduction in the dtype of the
+            weights.
         batch: multiple of the task's batch.
     """
 

@@ -15,7 +15,8 @@ def density(t: float, freedom: int) -> float:
 
 
 def upper_tail(t: float, freedom: int) -> float:
-    """The probability of a value above t, by Simpson's rule over the angle atan(t), where the tails are finite."""
+    """The probability of a value above t, by Simpson's rule over the angle atan(t), where the tails
+    are finite."""
     begin, end = math.atan(t), math.pi / 2
     width = (end - begin) / _INTERVALS
 
@@ -33,10 +34,13 @@ def upper_tail(t: float, freedom: int) -> float:
 def quantile(probability: float, freedom: int) -> float:
     """The value that t exceeds with `1 - probability`, for probabilities from 0.5.
 
-    Kept, because it takes a second, and the tables need it for each line, always of a few numbers of seeds.
+    Kept, because it takes a second, and the tables need it for each line, always of a few numbers
+    of seeds.
     """
     low, high = 0.0, 1e4
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if upper_tail(middle, freedom) > 1 - probability else (low, middle)
+        low, high = (
+            (middle, high) if upper_tail(middle, freedom) > 1 - probability else (low, middle)
+        )
     return (low + high) / 2

@@ -35,7 +35,9 @@ def _p(sample: Sample | None) -> float | None:
 
 
 def _cells(line: Line) -> dict[str, Any]:
-    done = f"{line.done} of {line.wanted}" + (f", {line.diverged} diverged" if line.diverged else "")
+    done = f"{line.done} of {line.wanted}" + (
+        f", {line.diverged} diverged" if line.diverged else ""
+    )
     return {
         "part": line.group,
         "task": line.task,
@@ -141,9 +143,12 @@ def progress() -> str:
     found: dict[str, list[bool]] = {}
     for group, row in planned():
         found.setdefault(group, []).append(stored(row) is not None)
-    titles = {group.name: group.title for group in GROUPS} | {"rates": "Learning rates, before their first use"}
+    titles = {group.name: group.title for group in GROUPS} | {
+        "rates": "Learning rates, before their first use"
+    }
     rows = [
-        {"group": name, "title": titles[name], "rows": f"{sum(done)} of {len(done)}"} for name, done in found.items()
+        {"group": name, "title": titles[name], "rows": f"{sum(done)} of {len(done)}"}
+        for name, done in found.items()
     ]
     return report.table(rows, {"group": "", "title": "", "rows": ""})
 
@@ -160,7 +165,12 @@ def replace_part(text: str, name: str, content: str) -> str:
 def current() -> str:
     """The page with tables of the rows that are stored now."""
     text = page().read_text()
-    tables = {ROWS: rows_table, TRENDS: trends_table, CONTRASTS: contrasts_table, RATES: rates_table}
+    tables = {
+        ROWS: rows_table,
+        TRENDS: trends_table,
+        CONTRASTS: contrasts_table,
+        RATES: rates_table,
+    }
     for name, make in tables.items():
         text = replace_part(text, name, make())
     return text

@@ -28,7 +28,8 @@ class Injection:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A model and its data. The forward pass of a model takes the tensors of a batch and returns its mean loss.
+    """A model and its data. The forward pass of a model takes the tensors of a batch and returns
+    its mean loss.
 
     Attributes:
         batch: examples per optimizer step, over all ranks.
@@ -61,7 +62,9 @@ class Task(ABC):
 
     def noise(self, batch: Batch, generator: torch.Generator) -> Batch:
         """What takes the place of `batch` in a spoiled step."""
-        raise NotImplementedError(f"{type(self).__name__} has no noise: leave its `injection` at None")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no noise: leave its `injection` at None"
+        )
 
     def batch_of(self, seed: int, step: int, steps: int, examples: int) -> tuple[Batch, float]:
         """The batch of a step, from 1, and the factor of its loss. It depends on nothing else."""

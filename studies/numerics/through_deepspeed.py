@@ -1,4 +1,5 @@
-"""Trains through DeepSpeed itself: upstream's ZenFlow, and the engine that the harness is compared with."""
+"""Trains through DeepSpeed itself: upstream's ZenFlow, and the engine that the harness is compared
+with."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from tests.perf.sides import Side, engine_of, rank_and_size
 from tests.support.ranks import run_ranks
 
 TIMEOUT_SECONDS = 3000.0
-SIDES = {"upstream-sequential": sides.UPSTREAM_SEQUENTIAL, "upstream-overlapped": sides.UPSTREAM_OVERLAPPED}
+SIDES = {
+    "upstream-sequential": sides.UPSTREAM_SEQUENTIAL,
+    "upstream-overlapped": sides.UPSTREAM_OVERLAPPED,
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ def settled(side: Side, setting: Setting) -> SettledSide:
 
 @dataclass(frozen=True)
 class EngineRun:
-    """What a training left: losses, seconds at every `SECONDS_EVERY` steps, and the weights of the module, flat."""
+    """What a training left: losses, seconds at every `SECONDS_EVERY` steps, and the weights of the
+    module, flat."""
 
     losses: list[float]
     seconds: list[float]
@@ -56,7 +61,12 @@ def train(side: SettledSide, task_name: str, seed: int, rate: float) -> EngineRu
     torch.manual_seed(seed)
     model, dtype = task.model(), getattr(torch, setting.weights)
     examples = int(task.batch * setting.batch)
-    settings = {"lr": rate, "weight_decay": task.weight_decay, "stage": 2, "micro_batch": examples // world_size}
+    settings = {
+        "lr": rate,
+        "weight_decay": task.weight_decay,
+        "stage": 2,
+        "micro_batch": examples // world_size,
+    }
     losses, seconds, begin = [], [], time.perf_counter()
     with engine_of(side, model, **settings) as engine:
         for step in range(1, setting.steps + 1):
@@ -74,13 +84,18 @@ def train(side: SettledSide, task_name: str, seed: int, rate: float) -> EngineRu
     return EngineRun(losses, seconds, weights)
 
 
-def run_engine(side: Side, task: str, setting: Setting, seed: int, rate: float, ranks: int = 1) -> list[EngineRun]:
+def run_engine(
+    side: Side, task: str, setting: Setting, seed: int, rate: float, ranks: int = 1
+) -> list[EngineRun]:
     """Train on `ranks` ranks, each a process."""
-    return run_ranks(ranks, train, settled(side, setting), task, seed, rate, timeout_seconds=TIMEOUT_SECONDS)
+    return run_ranks(
+        ranks, train, settled(side, setting), task, seed, rate, timeout_seconds=TIMEOUT_SECONDS
+    )
 
 
 def upstream_result(row: Row) -> dict[str, Any]:
-    """What the file of a row of upstream's ZenFlow holds. Computed in bf16, which upstream's engine does."""
+    """What the file of a row of upstream's ZenFlow holds. Computed in bf16, which upstream's engine
+    does."""
     setting = replace(SETTINGS[row.setting], compute="weights")
     rate = rate_of(row)
     run = run_engine(SIDES[row.rule], row.task, setting, row.seed, rate)[0]

@@ -1,4 +1,5 @@
-"""Train one row in this process, on one thread; a row that runs out of time is continued by the next run."""
+"""Train one row in this process, on one thread; a row that runs out of time is continued by the
+next run."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ NORM_EPSILON = 1e-6
 
 
 class Flat:
-    """A model whose parameters and gradients are views of two flat tensors, in the order of its parameters."""
+    """A model whose parameters and gradients are views of two flat tensors, in the order of its
+    parameters."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.model = model.to(dtype)
@@ -53,7 +55,8 @@ class Flat:
 
 @dataclass
 class LossScale:
-    """The factor of the loss: 1, or under fp16 one that halves on overflow and grows after a while without."""
+    """The factor of the loss: 1, or under fp16 one that halves on overflow and grows after a while
+    without."""
 
     dynamic: bool
     value: float = 1.0
@@ -92,13 +95,15 @@ class Progress:
 
 
 def bounds_of(numel: int, ranks: int) -> tuple[int, ...]:
-    """Where each rank's partition begins, and the end: equal parts, padded at the end as ZeRO pads them."""
+    """Where each rank's partition begins, and the end: equal parts, padded at the end as ZeRO pads
+    them."""
     size = -(-numel // (2 * ranks)) * 2
     return tuple(min(rank * size, numel) for rank in range(ranks + 1))
 
 
 def clip_factor(norm: float, loss_scale: float, limit: float) -> float:
-    """c: undoes the loss scale and clips, as DeepSpeed computes it. `norm` is of the scaled gradient."""
+    """c: undoes the loss scale and clips, as DeepSpeed computes it. `norm` is of the scaled
+    gradient."""
     excess = (norm / loss_scale + NORM_EPSILON) / limit if limit else 0.0
     return 1.0 / (loss_scale * max(1.0, excess))
 
@@ -110,11 +115,17 @@ class Training:
         self.row, self.task, self.setting = row, TASKS[row.task], SETTINGS[row.setting]
         self.rate = rate_of(row)
         if row.rule in SPLITTING and self.setting.ranks < 2:
-            raise ValueError(f"{row.rule} splits the batch: choose a setting with ranks, not {row.setting}")
+            raise ValueError(
+                f"{row.rule} splits the batch: choose a setting with ranks, not {row.setting}"
+            )
         self.dtype = getattr(torch, self.setting.weights)
         torch.manual_seed(row.seed)
-        self.flat = Flat(self.task.model(), self.dtype if self.setting.compute == "weights" else torch.float32)
-        self.progress = progress or Progress(RULES[row.rule](self._start()), LossScale.of(self.setting))
+        self.flat = Flat(
+            self.task.model(), self.dtype if self.setting.compute == "weights" else torch.float32
+        )
+        self.progress = progress or Progress(
+            RULES[row.rule](self._start()), LossScale.of(self.setting)
+        )
 
     def _start(self) -> Start:
         masters = self.flat.values.float()
@@ -135,7 +146,9 @@ class Training:
         examples = max(setting.ranks, int(self.task.batch * setting.batch))
         batch, factor = self.task.batch_of(self.row.seed, step, setting.steps, examples)
         losses, shares = [], []
-        for rank, share in enumerate(zip(*(tensor.chunk(setting.ranks) for tensor in batch), strict=True)):
+        for rank, share in enumerate(
+            zip(*(tensor.chunk(setting.ranks) for tensor in batch), strict=True)
+        ):
             if rank == 0 or self.row.rule in SPLITTING:
                 self.flat.values.copy_(self.rule.weights(rank))
             loss, grad = self.flat.gradient(share, factor * scale.value)
@@ -183,12 +196,14 @@ class Training:
             "held_out": round(held_out, 5) if math.isfinite(held_out) else None,
             "overflows": progress.loss_scale.overflows,
             "kernel": kernel().name,
-            "made": report.provenance() | {"threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1)},
+            "made": report.provenance()
+            | {"threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1)},
         }
 
 
 def _reduced(shares: list[torch.Tensor]) -> torch.Tensor:
-    """The mean of the ranks' gradients, divided first and summed in their dtype, as DeepSpeed and gloo do it."""
+    """The mean of the ranks' gradients, divided first and summed in their dtype, as DeepSpeed and
+    gloo do it."""
     if len(shares) == 1:
         return shares[0]
     total = shares[0] / len(shares)

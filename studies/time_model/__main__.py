@@ -1,4 +1,5 @@
-"""python -m studies.time_model: writes the tables of docs/lab/archive/time_model.md and its picture."""
+"""python -m studies.time_model: writes the tables of docs/lab/archive/time_model.md and its
+picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reads published.json: what a prediction may use, and the published numbers that it is compared with."""
+"""Reads published.json: what a prediction may use, and the published numbers that it is compared
+with."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ class Row:
         params: parameters.
         gpus, per_host: GPUs, and how many of them share a host.
         published: seconds, or what `quantity` says.
-        quantity: what was published: seconds of a step, of the pass alone or of the exposed part of the optimizer; a
-            ratio of speeds; TFLOPS of a GPU.
+        quantity: what was published: seconds of a step, of the pass alone or of the exposed part of
+            the optimizer; a ratio of speeds; TFLOPS of a GPU.
         base: seconds of the same step without offload; None: computed from `tokens`.
         tokens: tokens of a GPU in a step, if there is no `base`.
         share: of the parameters, offloaded.
@@ -102,7 +103,8 @@ class Inputs:
         systems: by name.
         rows: in the order of the file.
         unused: published numbers without a prediction.
-        forward_share: of a step without offload, in forward; with and without recomputed activations.
+        forward_share: of a step without offload, in forward; with and without recomputed
+            activations.
         rules: the file's section of that name.
     """
 

@@ -23,9 +23,16 @@ UNITS = {"TFLOPS": " TFLOPS", "times ZeRO-Offload": " times"}
 
 
 def ratio(row: Row, inputs: Inputs) -> float:
-    """Predicted over published: below 1, the step was slower than the model says. TFLOPS are turned round."""
+    """Predicted over published: below 1, the step was slower than the model says. TFLOPS are turned
+    round."""
     found = predicted(row, inputs) / row.published
-    return found if row.quantity in ("step", "pass", "exposed") else 1 / found if row.quantity == "TFLOPS" else found
+    return (
+        found
+        if row.quantity in ("step", "pass", "exposed")
+        else 1 / found
+        if row.quantity == "TFLOPS"
+        else found
+    )
 
 
 def written(text: str, inputs: Inputs) -> str:
@@ -63,13 +70,23 @@ def _verdict(inputs: Inputs) -> str:
     others = [row for row in inputs.rows if row.system not in OVERLAPPED]
     hidden = sum(row.base is not None and predicted(row, inputs) == row.base for row in behind)
     return (
-        f"**Predicted over published: schedules beside backward {words(behind)}; all others {words(others)}. "
+        f"**Predicted over published: schedules beside backward {words(behind)}; all others "
+        f"{words(others)}. "
         f"For {hidden} of the {len(behind)} the model only says that everything is hidden.**\n"
     )
 
 
 def _residuals(inputs: Inputs) -> str:
-    head = ["system", "model", "published", "predicted", "ratio", "exposed: published, predicted", "host, implied", ""]
+    head = [
+        "system",
+        "model",
+        "published",
+        "predicted",
+        "ratio",
+        "exposed: published, predicted",
+        "host, implied",
+        "",
+    ]
     lines = [f"| {' | '.join(head)} |\n", "|" + " --- |" * len(head) + "\n"]
     for row in inputs.rows:
         unit = UNITS.get(row.quantity, " s")
@@ -102,7 +119,10 @@ def _unused(inputs: Inputs) -> str:
 
 
 def _machines(inputs: Inputs) -> str:
-    lines = ["| machine | link, GB/s | host, GB/s | GPU, TFLOP/s | from |\n", "|" + " --- |" * 5 + "\n"]
+    lines = [
+        "| machine | link, GB/s | host, GB/s | GPU, TFLOP/s | from |\n",
+        "|" + " --- |" * 5 + "\n",
+    ]
     for name, machine in inputs.machines.items():
         speeds = f"{machine.link / 1e9:g} | {machine.host / 1e9:.0f} | {machine.flops / 1e12:g}"
         lines.append(f"| {name} | {speeds} | {_linked(inputs.hardware[name]['why'])} |\n")
@@ -115,7 +135,10 @@ def _linked(text: str) -> str:
 
 
 def _systems(inputs: Inputs) -> str:
-    lines = ["| system | schedule | down | up | in host memory | why |\n", "|" + " --- |" * 6 + "\n"]
+    lines = [
+        "| system | schedule | down | up | in host memory | why |\n",
+        "|" + " --- |" * 6 + "\n",
+    ]
     for name, system in inputs.systems.items():
         moved = f"{system.down:g} | {system.up:g} | {system.passed:g}" if system.passed else " | | "
         lines.append(f"| {name} | {system.schedule} | {moved} | {system.why} |\n")
@@ -123,7 +146,13 @@ def _systems(inputs: Inputs) -> str:
 
 
 def _ours(inputs: Inputs) -> str:
-    head = ["model, their system", "machine", "without offload", "theirs, published", "theirs, predicted"]
+    head = [
+        "model, their system",
+        "machine",
+        "without offload",
+        "theirs, published",
+        "theirs, predicted",
+    ]
     head += ["ours, **predicted**", "ours, **predicted**, host as implied"]
     lines = [f"| {' | '.join(head)} |\n", "|" + " --- |" * len(head) + "\n"]
     for row in inputs.rows:
@@ -132,7 +161,12 @@ def _ours(inputs: Inputs) -> str:
         machine, host = inputs.machines[row.machine], implied_host(row, inputs)
         slower = "" if host is None else f"{ours(row, replace(machine, host=host)):.2f}"
         seconds = [base_of(row, machine), row.published, predicted(row, inputs), ours(row, machine)]
-        cells = [f"{row.name}, {row.system}", row.machine, *(f"{each:.2f}" for each in seconds), slower]
+        cells = [
+            f"{row.name}, {row.system}",
+            row.machine,
+            *(f"{each:.2f}" for each in seconds),
+            slower,
+        ]
         lines.append(f"| {' | '.join(cells)} |\n")
     return "".join(lines)
 
@@ -148,8 +182,14 @@ def draw(inputs: Inputs, path: Path = PICTURE) -> None:
     names = list(dict.fromkeys(row.system for row in inputs.rows))
     places = range(len(inputs.rows), 0, -1)
     for number, name in enumerate(names):
-        points = [(ratio(row, inputs), y) for row, y in zip(inputs.rows, places, strict=True) if row.system == name]
-        axes.plot(*zip(*points, strict=True), "osv^Dx*P"[number % 8], color=f"C{number}", label=name)
+        points = [
+            (ratio(row, inputs), y)
+            for row, y in zip(inputs.rows, places, strict=True)
+            if row.system == name
+        ]
+        axes.plot(
+            *zip(*points, strict=True), "osv^Dx*P"[number % 8], color=f"C{number}", label=name
+        )
     axes.axvspan(1 / CLOSE, CLOSE, color="0.92", zorder=0)
     axes.axvline(1, color="0.5", linewidth=1)
     axes.set(xscale="log", xlabel="predicted / published (left: slower than the model says)")

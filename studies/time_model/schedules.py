@@ -1,13 +1,15 @@
 """Predicts a published number from a model of the schedule that its system follows. Pure functions.
 
-- *package*: ZeRO-Offload, from the package's own model of time (`deepspeed_ext.commands.memory.traffic`).
+- *package*: ZeRO-Offload, from the package's own model of time
+  (`deepspeed_ext.commands.memory.traffic`).
 - *zenflow*: DeepSpeed's ZenFlow, from `upstream`, as the mean of the micro-steps of an interval.
-- *behind backward*: down, AdamW and up run chunk by chunk beside backward; what does not fit there follows it.
+- *behind backward*: down, AdamW and up run chunk by chunk beside backward; what does not fit there
+  follows it.
 - *serial*: down, AdamW and up follow backward, one after the other.
 - *pipelined*: the same three follow backward, all at once.
 
-As in the package's model, the first and the last chunk of a pipeline are not counted, nor are launches, nor the step of
-a GPU's own optimizer, which a time without offload contains.
+As in the package's model, the first and the last chunk of a pipeline are not counted, nor are
+launches, nor the step of a GPU's own optimizer, which a time without offload contains.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ OURS = Setup(stage=3, zenflow=ZenFlowConfig(update_interval=1, hide_transfers=Tr
 
 def base_of(row: Row, machine: Machine) -> float:
     """Seconds of the step without offload: as published, otherwise from its tokens."""
-    return row.base if row.base is not None else _FLOPS_PER_TOKEN * row.params * row.tokens / machine.flops
+    return (
+        row.base
+        if row.base is not None
+        else _FLOPS_PER_TOKEN * row.params * row.tokens / machine.flops
+    )
 
 
 def predicted(row: Row, inputs: Inputs, machine: Machine | None = None) -> float:
@@ -62,7 +68,8 @@ def ours(row: Row, machine: Machine) -> float:
 
 
 def implied_host(row: Row, inputs: Inputs) -> float | None:
-    """The speed of the host's memory at which the prediction would be what was published; None: there is none.
+    """The speed of the host's memory at which the prediction would be what was published; None:
+    there is none.
 
     It explains a residual. No prediction of a published number uses it.
     """

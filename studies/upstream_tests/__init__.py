@@ -1,1 +1,2 @@
-"""DeepSpeed's own tests, run as they are and with a ``zenflow`` section in every config that can have one."""
+"""DeepSpeed's own tests, run as they are and with a ``zenflow`` section in every config that can
+have one."""

@@ -1,7 +1,8 @@
-"""Imported first by DeepSpeed's test processes: enables the extension and injects a ``zenflow`` section.
+"""Imported first by DeepSpeed's test processes: enables the extension and injects a ``zenflow``
+section.
 
-`run` adds the import to a copy of DeepSpeed's tests, so it also happens in the ranks that they start. With `SIMULATED`
-set, these processes have the simulated accelerator.
+`run` adds the import to a copy of DeepSpeed's tests, so it also happens in the ranks that they
+start. With `SIMULATED` set, these processes have the simulated accelerator.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ import deepspeed_ext
 __all__ = ["ENABLED", "SIMULATED", "injected"]
 
 ENABLED, SIMULATED = "DSEXT_INJECT", "DSEXT_SIMULATED"
-"""Variables of the environment: 1 if the section is to be injected, and if the accelerator is the simulated one."""
+"""Variables of the environment: 1 if the section is to be injected, and if the accelerator is the
+simulated one."""
 
 SECTION = {"overlap_step": False}
 """Without overlap ZenFlow equals ZeRO-Offload."""
 
 
 def injected(config: Any) -> Any:
-    """`config`, a dict or a file's path, as a dict with the section; unchanged without ZeRO, or if it has a section."""
+    """`config`, a dict or a file's path, as a dict with the section; unchanged without ZeRO, or if
+    it has a section."""
     if isinstance(config, (str, Path)):
         if not os.path.exists(config):
             return config
@@ -45,14 +48,20 @@ def injected(config: Any) -> Any:
 
 
 def without_fused_adam(config: Any) -> Any:
-    """`config` with torch's Adam: DeepSpeed's fused one needs a kernel that the simulated accelerator has not."""
-    if not isinstance(config, dict) or str(config.get("optimizer", {}).get("type", "")).lower() not in (
+    """`config` with torch's Adam: DeepSpeed's fused one needs a kernel that the simulated
+    accelerator has not."""
+    if not isinstance(config, dict) or str(
+        config.get("optimizer", {}).get("type", "")
+    ).lower() not in (
         "adam",
         "adamw",
     ):
         return config
     optimizer = config["optimizer"]
-    return {**config, "optimizer": {**optimizer, "params": {**optimizer.get("params", {}), "torch_adam": True}}}
+    return {
+        **config,
+        "optimizer": {**optimizer, "params": {**optimizer.get("params", {}), "torch_adam": True}},
+    }
 
 
 def _wrapped(initialize: Callable[..., Any]) -> Callable[..., Any]:

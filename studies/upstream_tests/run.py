@@ -1,10 +1,11 @@
-"""Runs DeepSpeed's own tests of offload, MoE and checkpoints twice: as they are, and with a ``zenflow`` section.
+"""Runs DeepSpeed's own tests of offload, MoE and checkpoints twice: as they are, and with a
+``zenflow`` section.
 
     python -m studies.upstream_tests.run --checkout FOLDER [--simulated] [--only TEXT] [--one-in N]
 
-FOLDER is a checkout of DeepSpeed's repository. The tests run against the installed DeepSpeed, on the CPU or on the
-simulated accelerator. Each test that passes as it is must pass with the section, or fail for a reason that
-docs/lab/archive/upstream_tests.md gives.
+FOLDER is a checkout of DeepSpeed's repository. The tests run against the installed DeepSpeed, on
+the CPU or on the simulated accelerator. Each test that passes as it is must pass with the section,
+or fail for a reason that docs/lab/archive/upstream_tests.md gives.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ MODULES = (
 """Below tests/unit of DeepSpeed's repository."""
 
 GONE = "sparse_tensor_module_names"
-"""A member of the engine that newer releases than the tests' do not have: the line that compares it is left out."""
+"""A member of the engine that newer releases than the tests' do not have: the line that compares it
+is left out."""
 
 _SECONDS = 3600
 
@@ -68,15 +70,27 @@ def copied(checkout: Path, folder: Path) -> Path:
         file = tests / name
         file.write_text(f"import studies.upstream_tests.inject\n{file.read_text()}")
     states = tests / "unit/checkpoint/common.py"
-    states.write_text("".join(line for line in states.read_text().splitlines(keepends=True) if GONE not in line))
+    states.write_text(
+        "".join(line for line in states.read_text().splitlines(keepends=True) if GONE not in line)
+    )
     return tests
 
 
-def outcomes(tests: Path, module: str, only: str, one_in: int, *, injects: bool, simulated: bool) -> dict[str, Outcome]:
+def outcomes(
+    tests: Path, module: str, only: str, one_in: int, *, injects: bool, simulated: bool
+) -> dict[str, Outcome]:
     """The outcome of each test of a module."""
     report = tests.parent / f"{injects}.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+    ]
     command += ["-p", sample.__name__, f"unit/{module}", *(["-k", only] if only else [])]
     environment = os.environ | {
         ENABLED: str(int(injects)),
@@ -85,11 +99,23 @@ def outcomes(tests: Path, module: str, only: str, one_in: int, *, injects: bool,
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(tests))),
         "DSEXT_BIND": "0",
         "OMP_NUM_THREADS": "1",
-        **({"SIMULATED_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"} if simulated else {"DS_ACCELERATOR": "cpu"}),
+        **(
+            {"SIMULATED_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+            if simulated
+            else {"DS_ACCELERATOR": "cpu"}
+        ),
     }
     log = tests.parent / f"{injects}.log"
     with log.open("w") as output:
-        subprocess.run(command, cwd=tests, env=environment, stdout=output, stderr=output, timeout=_SECONDS, check=False)
+        subprocess.run(
+            command,
+            cwd=tests,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            timeout=_SECONDS,
+            check=False,
+        )
     return dict(_read(report)) if report.exists() else {}
 
 
@@ -107,13 +133,16 @@ def _read(report: Path) -> Iterator[tuple[str, Outcome]]:
 
 def _reason(text: str) -> str:
     """The last exception in a traceback, in one line."""
-    found = re.findall(r"^E? *((?:[\w.]+\.)?\w*(?:Error|Exception|Failed)\b.*)$", text, re.MULTILINE)
+    found = re.findall(
+        r"^E? *((?:[\w.]+\.)?\w*(?:Error|Exception|Failed)\b.*)$", text, re.MULTILINE
+    )
     return (found or [text.strip().rpartition("\n")[2]])[-1][:300]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A module: tests that passed as they are, how many of them passed with the section, and why others did not."""
+    """A module: tests that passed as they are, how many of them passed with the section, and why
+    others did not."""
 
     module: str
     passed: int
@@ -126,7 +155,9 @@ def compared(module: str, plain: dict[str, Outcome], ours: dict[str, Outcome]) -
     """What the section changed in a module."""
     passed = [name for name, outcome in plain.items() if outcome.kind == "passed"]
     missing = Outcome("failed", "did not run")
-    exceptions = {name: found.why for name in passed if (found := ours.get(name, missing)).kind != "passed"}
+    exceptions = {
+        name: found.why for name in passed if (found := ours.get(name, missing)).kind != "passed"
+    }
     skipped = sum(outcome.kind == "skipped" for outcome in plain.values())
     return Row(module, len(passed), len(passed) - len(exceptions), skipped, exceptions)
 
@@ -138,12 +169,21 @@ def _keep(folder: Path, target: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkout", type=Path, required=True)
     parser.add_argument("--modules", nargs="*", default=MODULES)
     parser.add_argument("--only", default="", help="tests whose name holds this, as for pytest -k")
-    parser.add_argument("--one-in", type=int, default=1, help="a sample: one in so many tests, by a hash of the name")
-    parser.add_argument("--simulated", action="store_true", help="on the simulated accelerator instead of the CPU")
+    parser.add_argument(
+        "--one-in",
+        type=int,
+        default=1,
+        help="a sample: one in so many tests, by a hash of the name",
+    )
+    parser.add_argument(
+        "--simulated", action="store_true", help="on the simulated accelerator instead of the CPU"
+    )
     parser.add_argument("--logs", type=Path, help="folder that keeps pytest's output")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="dsext-upstream-") as folder:
@@ -151,7 +191,12 @@ def main() -> None:
         for module in arguments.modules:
             plain, ours = (
                 outcomes(
-                    tests, module, arguments.only, arguments.one_in, injects=injects, simulated=arguments.simulated
+                    tests,
+                    module,
+                    arguments.only,
+                    arguments.one_in,
+                    injects=injects,
+                    simulated=arguments.simulated,
                 )
                 for injects in (False, True)
             )

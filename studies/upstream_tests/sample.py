@@ -1,4 +1,5 @@
-"""A plugin of pytest that keeps a fixed sample of the tests: one in so many, by a hash of the name."""
+"""A plugin of pytest that keeps a fixed sample of the tests: one in so many, by a hash of the
+name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Fuzzing: invented configs, command lines, hosts, tuning results, checkpoint sections, trainings. All can be repeated.
+"""Fuzzing: invented configs, command lines, hosts, tuning results, checkpoint sections, trainings.
+All can be repeated.
 
-``python -m tests.fuzz.run --minutes 30`` (`make fuzz`) runs cases until the time is over; the unit suite runs a fixed
-number of them. `targets.TARGETS` lists what is fuzzed, `target.Target` says what a target is.
+``python -m tests.fuzz.run --minutes 30`` (`make fuzz`) runs cases until the time is over; the unit
+suite runs a fixed number of them. `targets.TARGETS` lists what is fuzzed, `target.Target` says what
+a target is.
 """

@@ -40,5 +40,6 @@ def write_outside_on_seven(parts: Parts, folder: Path) -> None:
 
 
 TARGETS = tuple(
-    Target(run.__name__, digits, run) for run in (fail_on_seven, end_on_seven, hang_on_seven, write_outside_on_seven)
+    Target(run.__name__, digits, run)
+    for run in (fail_on_seven, end_on_seven, hang_on_seven, write_outside_on_seven)
 )

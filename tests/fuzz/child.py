@@ -1,4 +1,5 @@
-"""The process that runs cases: ``python -m tests.fuzz.child FD MODULE:NAME FOLDER SECONDS``. The runner watches it."""
+"""The process that runs cases: ``python -m tests.fuzz.child FD MODULE:NAME FOLDER SECONDS``. The
+runner watches it."""
 
 from __future__ import annotations
 
@@ -20,11 +21,15 @@ MEMORY_BYTES = 6 << 30
 
 def main() -> None:
     descriptor, where, folder, seconds = sys.argv[1:]
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path("~/.cache/torch_extensions/fuzz").expanduser()))
+    os.environ.setdefault(
+        "TORCH_EXTENSIONS_DIR", str(Path("~/.cache/torch_extensions/fuzz").expanduser())
+    )
     os.environ.update(HOME=folder, XDG_CACHE_HOME=folder, MPLCONFIGDIR=folder, DS_ACCELERATOR="cpu")
     sys.dont_write_bytecode = True
     module, _, name = where.partition(":")
-    targets: dict[str, Target] = {target.name: target for target in getattr(importlib.import_module(module), name)}
+    targets: dict[str, Target] = {
+        target.name: target for target in getattr(importlib.import_module(module), name)
+    }
     logging.disable(logging.CRITICAL)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY_BYTES
@@ -40,7 +45,8 @@ def main() -> None:
 
 
 shown = reprlib.Repr()
-"""Parts for people: not all of what is long or nested deep, which the number of the case makes again."""
+"""Parts for people: not all of what is long or nested deep, which the number of the case makes
+again."""
 shown.maxlevel, shown.maxstring, shown.maxother, shown.maxlong = 12, 400, 400, 500
 shown.maxdict = shown.maxlist = shown.maxtuple = 40
 

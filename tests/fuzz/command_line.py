@@ -1,4 +1,5 @@
-"""Target: command lines. Every one ends with status 0, 1 or 2; what is wrong is one line on stderr."""
+"""Target: command lines. Every one ends with status 0, 1 or 2; what is wrong is one line on
+stderr."""
 
 from __future__ import annotations
 
@@ -22,11 +23,40 @@ from deepspeed_ext.cores.tune.tuner import Tuner
 from tests.fuzz import trees, values
 from tests.fuzz.target import Parts, Target
 
-COMMANDS = ("plan", "plan", "plan", "plan", "tune", "tune", "doctor", "verify", "run", "", "--version", "help")
+COMMANDS = (
+    "plan",
+    "plan",
+    "plan",
+    "plan",
+    "tune",
+    "tune",
+    "doctor",
+    "verify",
+    "run",
+    "",
+    "--version",
+    "help",
+)
 OPTIONS = {
-    "plan": ("--root", "--allowed", "--gpu-node", "--pt-reserved-cores", "--optimizer-cores", "--json", "--svg"),
+    "plan": (
+        "--root",
+        "--allowed",
+        "--gpu-node",
+        "--pt-reserved-cores",
+        "--optimizer-cores",
+        "--json",
+        "--svg",
+    ),
     "tune": (
-        *("--ranks", "--allowed", "--gpu-node", "--quick", "--elements", "--gpu-step-ms", "--update-interval"),
+        *(
+            "--ranks",
+            "--allowed",
+            "--gpu-node",
+            "--quick",
+            "--elements",
+            "--gpu-step-ms",
+            "--update-interval",
+        ),
         *("--plot", "--output", "--json"),
     ),
     "doctor": ("--json",),
@@ -59,7 +89,9 @@ RESULT: dict[str, Any] = {
     "points": [{"cores": 1, "step_seconds": 0.1, "gb_per_s": 9.0, "spread": 0.1, "noise": ""}],
     "training": {
         "alone_seconds": 0.1,
-        "splits": [{"pytorch_cores": 1, "optimizer_cores": 1, "step_seconds": 0.1, "slowdown": 0.0}],
+        "splits": [
+            {"pytorch_cores": 1, "optimizer_cores": 1, "step_seconds": 0.1, "slowdown": 0.0}
+        ],
     },
 }
 
@@ -69,7 +101,11 @@ def make(rng: random.Random) -> Parts:
     command = rng.choice(COMMANDS)
     options: Parts = []
     for _ in range(rng.randint(0, 6)):
-        name = rng.choice(OPTIONS.get(command, ())) if command in OPTIONS and rng.random() < 0.95 else values.text(rng)
+        name = (
+            rng.choice(OPTIONS.get(command, ()))
+            if command in OPTIONS and rng.random() < 0.95
+            else values.text(rng)
+        )
         options.append(("option", [name] if name in FLAGS else [name, _value(rng, name)]))
     edits = [("edit", trees.edit(rng)) for _ in range(rng.choice([0, 0, 0, 2]))]
     return [("command", command), *edits, *options]
@@ -82,14 +118,20 @@ def _value(rng: random.Random, name: str) -> str:
         return rng.choice(["host", "host", "host", "folder", "fifo", "nothing", "loop", "x" * 300])
     if rng.random() < 0.3:
         return values.text(rng)
-    return rng.choice(LISTS) if name == "--allowed" else rng.choice(["1", "2", "0.5", "none", values.number_text(rng)])
+    return (
+        rng.choice(LISTS)
+        if name == "--allowed"
+        else rng.choice(["1", "2", "0.5", "none", values.number_text(rng)])
+    )
 
 
 def run(parts: Parts, folder: Path) -> None:
     os.environ["DSEXT_CACHE_DIR"] = str(folder / "cache")
     command = next((content for kind, content in parts if kind == "command"), "plan")
     options = [word for kind, content in parts if kind == "option" for word in content]
-    trees.build([("base", 0, ""), *(content for kind, content in parts if kind == "edit")], folder / "host")
+    trees.build(
+        [("base", 0, ""), *(content for kind, content in parts if kind == "edit")], folder / "host"
+    )
     (folder / "folder").mkdir()
     os.mkfifo(folder / "fifo")
     (folder / "loop").symlink_to("loop")
@@ -103,7 +145,9 @@ def run(parts: Parts, folder: Path) -> None:
         assert err.count("\n") == 1, err
         assert len(err) < 20_000, "an error of many pages"
     elif (
-        "--json" in options and command in ("plan", "tune", "doctor", "verify") and not {"-h", "--help"} & set(options)
+        "--json" in options
+        and command in ("plan", "tune", "doctor", "verify")
+        and not {"-h", "--help"} & set(options)
     ):
         json.loads(out)
 

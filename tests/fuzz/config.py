@@ -1,4 +1,5 @@
-"""Target: the section ``zero_optimization``. It is accepted, or refused with an error that is meant for the user."""
+"""Target: the section ``zero_optimization``. It is accepted, or refused with an error that is meant
+for the user."""
 
 from __future__ import annotations
 
@@ -20,13 +21,44 @@ from tests.fuzz.target import Parts, Target, require
 SECTIONS: dict[str, list[str]] = {
     "zenflow": list(ZenFlowConfig.model_fields),
     "core_binding": list(CoreBindingConfig.model_fields),
-    "offload_optimizer": ["device", "ratio", "pin_memory", "super_offload", "nvme_path", "buffer_count"],
+    "offload_optimizer": [
+        "device",
+        "ratio",
+        "pin_memory",
+        "super_offload",
+        "nvme_path",
+        "buffer_count",
+    ],
     "offload_param": ["device", "buffer_size", "max_in_cpu"],
 }
 OURS = list(ZeroFields.model_fields)
 THEIRS = [name for name in DeepSpeedZeroConfig.model_fields if name not in OURS]
-ALMOST = ("zenfow", "core_bindings", "update_intervall", "strict", "", "é", "stage ", "cpu_offload", "model_config")
-SENSIBLE: tuple[Any, ...] = (True, False, None, 1, 2, 3, 0.5, "auto", "cpu", "none", "predictive", "selective", {})
+ALMOST = (
+    "zenfow",
+    "core_bindings",
+    "update_intervall",
+    "strict",
+    "",
+    "é",
+    "stage ",
+    "cpu_offload",
+    "model_config",
+)
+SENSIBLE: tuple[Any, ...] = (
+    True,
+    False,
+    None,
+    1,
+    2,
+    3,
+    0.5,
+    "auto",
+    "cpu",
+    "none",
+    "predictive",
+    "selective",
+    {},
+)
 
 
 def make(rng: random.Random) -> Parts:
@@ -52,14 +84,17 @@ def run(parts: Parts, folder: Path) -> None:
         for section in sections:
             place = place.setdefault(section, {})
         if isinstance(place, dict):
-            place[name] = dict(setting) if isinstance(setting, dict) else setting  # later parts may be put into it
+            place[name] = (
+                dict(setting) if isinstance(setting, dict) else setting
+            )  # later parts may be put into it
     given = data if _too_deep(data) else json.loads(json.dumps(data))  # as it comes from a file
     try:
         accepted = ZeroConfig(**given)
     except ConfigError as error:
         require(str(error))
     except ValidationError as error:
-        # A whole section that is no section is DeepSpeed's error, whose `zenflow` has always raised it.
+        # A whole section that is no section is DeepSpeed's error, whose `zenflow` has always raised
+        # it.
         places = [mistake["loc"] for mistake in error.errors() if mistake["loc"] != ("zenflow",)]
         require(not any(place[:1] and place[0] in OURS for place in places), str(error))
     except Exception as error:

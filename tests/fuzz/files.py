@@ -1,5 +1,5 @@
-"""Target: config files of every kind, and dicts that no file can hold. Each is read, or refused with an error that is
-meant for the user; an error of DeepSpeed's is about what DeepSpeed reads."""
+"""Target: config files of every kind, and dicts that no file can hold. Each is read, or refused
+with an error that is meant for the user; an error of DeepSpeed's is about what DeepSpeed reads."""
 
 from __future__ import annotations
 
@@ -22,15 +22,36 @@ NAMES = ("ds.json", "ds.yaml", "DS.YML", "ds", "train.py", "ds.toml")
 PLACES = ("folder", "missing", "dict")
 KEYS: tuple[Any, ...] = (1, None, True, 0.5, ("a", 1), b"stage", frozenset())
 TEXTS = (
-    *("", " \n", "# a comment", "null", "[]", '"x"', "3", "{", "}", "{}", "%PDF-1.4", "import deepspeed\n"),
-    *("zero_optimization:\n  stage: 2\n", "- a\n- b\n", "[tool]\nstage = 2\n", "stage: 2", "\ufeff{}", "\0"),
+    *(
+        "",
+        " \n",
+        "# a comment",
+        "null",
+        "[]",
+        '"x"',
+        "3",
+        "{",
+        "}",
+        "{}",
+        "%PDF-1.4",
+        "import deepspeed\n",
+    ),
+    *(
+        "zero_optimization:\n  stage: 2\n",
+        "- a\n- b\n",
+        "[tool]\nstage = 2\n",
+        "stage: 2",
+        "\ufeff{}",
+        "\0",
+    ),
     '{"zero_optimization": {}, "zero_optimization": {}}',
 )
 BATCH = {"train_micro_batch_size_per_gpu": 1}
 
 
 def make(rng: random.Random) -> Parts:
-    """The place of the config, then either a text or settings of ``zero_optimization``: (section, value)."""
+    """The place of the config, then either a text or settings of ``zero_optimization``: (section,
+    value)."""
     place = rng.choice(PLACES if rng.random() < 0.3 else NAMES)
     if place != "dict" and rng.random() < 0.4:
         return [place, rng.choice(TEXTS) if rng.random() < 0.7 else values.text(rng)]

@@ -1,4 +1,5 @@
-"""Runs cases in a child process and watches it: a case that hangs or crashes fails too, and what fails is shrunk."""
+"""Runs cases in a child process and watches it: a case that hangs or crashes fails too, and what
+fails is shrunk."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ class Found:
 
     def __str__(self) -> str:
         case = self.case
-        repeat = f"python -m tests.fuzz.run --target {case.target} --seed {case.seed} --case {case.number}"
+        repeat = (
+            f"python -m tests.fuzz.run --target {case.target} --seed {case.seed} --case "
+            f"{case.number}"
+        )
         parts = "\n".join(f"    {part}" for part in self.parts)
         title = f"{self.failure.kind} in {case.target}, case {case.number}"
         return f"{title}\n{repeat}\nparts:\n{parts}\n\n{self.failure.text}"
@@ -43,7 +47,8 @@ class Fuzzer:
 
     Args:
         where: ``module:name`` of the targets.
-        case_seconds: a case that takes longer has hung; one that trains may take `Target.patience` times as long.
+        case_seconds: a case that takes longer has hung; one that trains may take `Target.patience`
+            times as long.
 
     Attributes:
         names: of the targets.
@@ -98,7 +103,9 @@ class Fuzzer:
             if tries == 0:
                 break
             tries -= 1
-            smaller = replace(case, keep=tuple(other for other in case.keep or kept if other != position))
+            smaller = replace(
+                case, keep=tuple(other for other in case.keep or kept if other != position)
+            )
             again = self.run(smaller)
             if again is not None and again.kind == failure.kind:
                 case, failure = smaller, again
@@ -114,7 +121,9 @@ class Fuzzer:
             failure = Failure(HANG, f"no end after {seconds:g} s")
         except (EOFError, OSError):
             assert self._child is not None
-            failure = Failure(CRASH, f"the process ended with status {self._child.wait(self._seconds)}")
+            failure = Failure(
+                CRASH, f"the process ended with status {self._child.wait(self._seconds)}"
+            )
         said = self._log.read_text(errors="replace")[-6000:]
         self._stop()
         return replace(failure, text=f"{failure.text}\n{said}")
@@ -142,7 +151,9 @@ class Fuzzer:
             self._patience = self._connection.recv()
             self.names = list(self._patience)
         except (EOFError, OSError) as error:
-            raise RuntimeError(f"the fuzzing process did not start: {self._log.read_text(errors='replace')}") from error
+            raise RuntimeError(
+                f"the fuzzing process did not start: {self._log.read_text(errors='replace')}"
+            ) from error
         return self._connection
 
     def _stop(self) -> None:

@@ -1,4 +1,5 @@
-"""Target: the variables of launchers. They give a complete place in the job, or an error that is meant for the user."""
+"""Target: the variables of launchers. They give a complete place in the job, or an error that is
+meant for the user."""
 
 from __future__ import annotations
 
@@ -30,15 +31,31 @@ JOBS: dict[str, dict[str, str]] = {
         "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
         "SLURM_STEP_NODELIST": "node[07-08]",
     },
-    "mpirun": {**dict(zip(OPEN_MPI, "3414", strict=True)), "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "9"},
+    "mpirun": {
+        **dict(zip(OPEN_MPI, "3414", strict=True)),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+        "PMIX_NAMESPACE": "9",
+    },
     "mpiexec": dict(zip(PMI, ("0", "2", "0", "2"), strict=True)),
     "by hand": {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
     "none": {},
 }
 NAMES = sorted(
-    {*SET, *JOB_IDS, *LEFT_TO_DEEPSPEED, *SETS_THEM_ITSELF, *(name for job in JOBS.values() for name in job)}
+    {
+        *SET,
+        *JOB_IDS,
+        *LEFT_TO_DEEPSPEED,
+        *SETS_THEM_ITSELF,
+        *(name for job in JOBS.values() for name in job),
+    }
 )
-OTHERS = ("SLURM_HET_SIZE", "SLURM_NTASKS", "PMIX_RANK", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
+OTHERS = (
+    "SLURM_HET_SIZE",
+    "SLURM_NTASKS",
+    "PMIX_RANK",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_TASKS_PER_NODE",
+)
 TEXTS = (
     "0",
     "1",
@@ -63,7 +80,12 @@ def make(rng: random.Random) -> Parts:
     """A launcher's variables, most of them as they should be, and others."""
     parts: Parts = list(JOBS[rng.choice(list(JOBS))].items())
     for _ in range(rng.choice([0, 0, 1, 2, 6])):
-        parts.append((rng.choice([*NAMES, *OTHERS]), rng.choice(TEXTS) if rng.random() < 0.7 else values.text(rng)))
+        parts.append(
+            (
+                rng.choice([*NAMES, *OTHERS]),
+                rng.choice(TEXTS) if rng.random() < 0.7 else values.text(rng),
+            )
+        )
     return [part for part in parts if rng.random() < 0.95]
 
 
@@ -77,7 +99,9 @@ def run(parts: Parts, folder: Path) -> None:
         require(len(str(error)) < 1000, "an error of many lines")
         return
     assert environ == before
-    assert not [name for name in plan.variables if environ.get(name)], "a value of the user's is replaced"
+    assert not [name for name in plan.variables if environ.get(name)], (
+        "a value of the user's is replaced"
+    )
     if plan.variables:
         complete = {name: plan.variables.get(name) or environ[name] for name in SET}
         rank, size, local_rank, local_size = (int(complete[name]) for name in SET[:4])

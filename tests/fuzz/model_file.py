@@ -1,4 +1,5 @@
-"""Target: configs of models that try to have something loaded. Each is counted from shapes, or refused in one line."""
+"""Target: configs of models that try to have something loaded. Each is counted from shapes, or
+refused in one line."""
 
 from __future__ import annotations
 
@@ -26,18 +27,86 @@ SHAPES = {
     "num_key_value_heads": 2,
     "vocab_size": 50,
 }
-SMALL = {"d_model": 32, "d_ff": 32, "num_layers": 1, "image_size": 16, "patch_size": 8, "projection_dim": 8}
-TYPES = ("llama", "qwen2", "qwen2_moe", "mistral", "mixtral", "gemma", "phi", "gpt2", "t5", "llava", "bert", "vit")
-LOADERS = ("detr", "dpt", "upernet", "mask2former", "timm_backbone", "timm_wrapper", "xcodec", "edgetam", "mamba")
+SMALL = {
+    "d_model": 32,
+    "d_ff": 32,
+    "num_layers": 1,
+    "image_size": 16,
+    "patch_size": 8,
+    "projection_dim": 8,
+}
+TYPES = (
+    "llama",
+    "qwen2",
+    "qwen2_moe",
+    "mistral",
+    "mixtral",
+    "gemma",
+    "phi",
+    "gpt2",
+    "t5",
+    "llava",
+    "bert",
+    "vit",
+)
+LOADERS = (
+    "detr",
+    "dpt",
+    "upernet",
+    "mask2former",
+    "timm_backbone",
+    "timm_wrapper",
+    "xcodec",
+    "edgetam",
+    "mamba",
+)
 """Types that load something else, or look for it."""
-SUB_CONFIGS = ("text_config", "vision_config", "backbone_config", "encoder", "decoder", "semantic_model_config")
-EVIL = ("fuzz/evil", "./evil", "EVIL", "hf-hub:fuzz/evil", "local-dir:EVIL", "https://127.0.0.1:9/evil")
+SUB_CONFIGS = (
+    "text_config",
+    "vision_config",
+    "backbone_config",
+    "encoder",
+    "decoder",
+    "semantic_model_config",
+)
+EVIL = (
+    "fuzz/evil",
+    "./evil",
+    "EVIL",
+    "hf-hub:fuzz/evil",
+    "local-dir:EVIL",
+    "https://127.0.0.1:9/evil",
+)
 REFERENCES = (
     *("backbone", "backbone_kwargs", "use_timm_backbone", "use_pretrained_backbone", "model_args"),
-    *("auto_map", "_name_or_path", "name_or_path", "encoder_pretrained_model_name_or_path", "architecture"),
-    *("attn_implementation", "_attn_implementation", "experts_implementation", "configuration_files"),
-    *("trust_remote_code", "quantization_config", "checkpoint_path", "pretrained_cfg", "tokenizer_class"),
-    *("torch_dtype", "hidden_act", "activation_function", "architectures", "model_type", "index_path"),
+    *(
+        "auto_map",
+        "_name_or_path",
+        "name_or_path",
+        "encoder_pretrained_model_name_or_path",
+        "architecture",
+    ),
+    *(
+        "attn_implementation",
+        "_attn_implementation",
+        "experts_implementation",
+        "configuration_files",
+    ),
+    *(
+        "trust_remote_code",
+        "quantization_config",
+        "checkpoint_path",
+        "pretrained_cfg",
+        "tokenizer_class",
+    ),
+    *(
+        "torch_dtype",
+        "hidden_act",
+        "activation_function",
+        "architectures",
+        "model_type",
+        "index_path",
+    ),
 )
 
 
@@ -57,8 +126,20 @@ def _key(rng: random.Random) -> str:
 
 
 def _value(rng: random.Random) -> Any:
-    code = {"AutoConfig": "evil.Config", "AutoModel": "fuzz/evil--evil.Model", "AutoModelForCausalLM": "evil.Model"}
-    known = (code, {"trust_remote_code": True}, {"checkpoint_path": "EVIL"}, True, ["evil"], 3_000_000, 10**18)
+    code = {
+        "AutoConfig": "evil.Config",
+        "AutoModel": "fuzz/evil--evil.Model",
+        "AutoModelForCausalLM": "evil.Model",
+    }
+    known = (
+        code,
+        {"trust_remote_code": True},
+        {"checkpoint_path": "EVIL"},
+        True,
+        ["evil"],
+        3_000_000,
+        10**18,
+    )
     draw = rng.random()
     if draw < 0.5:
         return rng.choice(EVIL)
@@ -106,7 +187,8 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def prepare() -> None:
-    """Count in this process, so that the tripwire sees what the process that counts would do unconfined."""
+    """Count in this process, so that the tripwire sees what the process that counts would do
+    unconfined."""
     os.environ.update(offline(os.environ["HOME"]))
     import torch  # noqa: F401
     import transformers  # noqa: F401

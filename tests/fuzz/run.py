@@ -1,4 +1,5 @@
-"""``python -m tests.fuzz.run --minutes 30``: fuzz all targets in turn; exit status 1 if any case failed."""
+"""``python -m tests.fuzz.run --minutes 30``: fuzz all targets in turn; exit status 1 if any case
+failed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.fuzz.target import Case
 
 MOST_FAILURES = 20
 TRAINS_ONE_IN = 200
-"""Of all cases, unless the target is asked for by name: one takes as long as some hundred others."""
+"""Of all cases, unless the target is asked for by name: one takes as long as some hundred
+others."""
 
 
 def main() -> int:
@@ -46,10 +48,14 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31), help="[random]")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(1 << 31), help="[random]"
+    )
     parser.add_argument("--target", action="append", help="one of the targets, repeatable [all]")
     parser.add_argument("--case", type=int, help="run this one case of each target")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "fuzz", help="folder for what fails")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "outputs" / "fuzz", help="folder for what fails"
+    )
     return parser.parse_args()
 
 

@@ -21,7 +21,15 @@ from tests.fuzz.target import Parts, Target, require
 NUMELS = (70, 33)
 ON_ACCELERATOR = (32, 0)
 BLOCK_SIZE = 32
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.bool, torch.complex64)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+)
 
 
 def valid(rule: str) -> dict[str, Any]:
@@ -35,7 +43,9 @@ def valid(rule: str) -> dict[str, Any]:
         "schedule": {"steps": 5, "interval": 2}
         | ({"steps_in_flight": None, "since_selection": 1} if rule == "selective" else of_guard),
         "updates": 5,
-        "partitions": [_partition(rule, *each) for each in zip(NUMELS, ON_ACCELERATOR, strict=True)],
+        "partitions": [
+            _partition(rule, *each) for each in zip(NUMELS, ON_ACCELERATOR, strict=True)
+        ],
     }
 
 
@@ -46,7 +56,10 @@ def _partition(rule: str, whole: int, on_accelerator: int) -> dict[str, Any]:
     common = {"numel": whole, "on_accelerator": on_accelerator, "collected": [asdict(step)]}
     common["gradients"] = [torch.zeros(numel, dtype=torch.bfloat16)]
     if rule == "selective":
-        return common | {"block_updates": torch.full((blocks,), 4, dtype=torch.int32), "hot_blocks": torch.tensor([0])}
+        return common | {
+            "block_updates": torch.full((blocks,), 4, dtype=torch.int32),
+            "hot_blocks": torch.tensor([0]),
+        }
     return common | {
         "last": asdict(replace(step, step=4)),
         "errors": {"prediction": 0.5, "rounding": 0.25, "update": 2.0},
@@ -56,9 +69,14 @@ def _partition(rule: str, whole: int, on_accelerator: int) -> dict[str, Any]:
 
 
 def make(rng: random.Random) -> Parts:
-    """The rule, then edits: (path as numbers between 0 and 1, what is done there, seed of the new value)."""
+    """The rule, then edits: (path as numbers between 0 and 1, what is done there, seed of the new
+    value)."""
     edits = [
-        ([rng.random() for _ in range(rng.randint(0, 5))], rng.choice(CHANGES), rng.randrange(1 << 30))
+        (
+            [rng.random() for _ in range(rng.randint(0, 5))],
+            rng.choice(CHANGES),
+            rng.randrange(1 << 30),
+        )
         for _ in range(rng.randint(0, 4))
     ]
     return [("rule", rng.choice(["predictive", "selective"])), *edits]
@@ -79,7 +97,13 @@ def _edit(holder: list[Any], path: list[float], change: str, rng: random.Random)
     place, key = holder, 0
     for fraction in path:
         found: Any = place[key]
-        keys = list(found) if isinstance(found, dict) else list(range(len(found))) if isinstance(found, list) else []
+        keys = (
+            list(found)
+            if isinstance(found, dict)
+            else list(range(len(found)))
+            if isinstance(found, list)
+            else []
+        )
         if not keys:
             break
         place, key = found, keys[int(fraction * len(keys))]
@@ -122,11 +146,14 @@ def _reshaped(tensor: torch.Tensor, rng: random.Random) -> torch.Tensor:
         return tensor.to("meta")
     if kind == 4:
         return tensor.reshape(1, -1)
-    return torch.full_like(tensor, rng.choice([-1, 1 << 30]) if not tensor.is_floating_point() else float("nan"))
+    return torch.full_like(
+        tensor, rng.choice([-1, 1 << 30]) if not tensor.is_floating_point() else float("nan")
+    )
 
 
 def target(check: Callable[[Any], None]) -> Target:
-    """`check` returns for a section that can be restored and raises a CheckpointError for any other.
+    """`check` returns for a section that can be restored and raises a CheckpointError for any
+    other.
 
     Args:
         check: given a section of partitions of `NUMELS` elements.

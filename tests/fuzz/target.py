@@ -1,4 +1,5 @@
-"""What a target is, and how one case of it is run: in a folder of its own, with every write outside of it refused."""
+"""What a target is, and how one case of it is run: in a folder of its own, with every write outside
+of it refused."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 Parts = list[Any]
-"""What a case is made of. Any of them may be left out, which is how a failing case is made smaller."""
+"""What a case is made of. Any of them may be left out, which is how a failing case is made
+smaller."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +26,11 @@ class Target:
     Attributes:
         name: for the command line and the report.
         make: invents the parts of a case.
-        run: tries them in an empty folder, which is also the working directory. Every exception is a failure.
+        run: tries them in an empty folder, which is also the working directory. Every exception is
+            a failure.
         prepare: called once before the first case; may write elsewhere.
-        trains: a case starts processes and takes minutes, not milliseconds; only this process is kept from writing.
+        trains: a case starts processes and takes minutes, not milliseconds; only this process is
+            kept from writing.
     """
 
     name: str
@@ -43,7 +47,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """One case, by what it is made from. `keep` are the positions of the parts that are used; None: all."""
+    """One case, by what it is made from. `keep` are the positions of the parts that are used; None:
+    all."""
 
     target: str
     seed: int
@@ -70,7 +75,8 @@ def require(is_so: object, text: str = "an error without a message") -> None:
 
 
 class OutsideError(BaseException):
-    """Something was about to be written outside of the case's folder, or a process started. Nothing catches it."""
+    """Something was about to be written outside of the case's folder, or a process started. Nothing
+    catches it."""
 
 
 def run_case(target: Target, parts: Sequence[Any], folder: Path) -> Failure | None:
@@ -121,7 +127,9 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
         raise OutsideError(f"{event}{arguments[:1]}")
     for path in _written(event, arguments):
         through_links = event in _THROUGH_LINKS
-        if isinstance(path, str | bytes) and not f"{_real(path, through_links)}/".startswith(f"{_allowed[-1]}/"):
+        if isinstance(path, str | bytes) and not f"{_real(path, through_links)}/".startswith(
+            f"{_allowed[-1]}/"
+        ):
             raise OutsideError(f"{event} of {path!r}")
 
 
@@ -129,7 +137,11 @@ def _real(path: str | bytes, through_links: bool) -> str:
     """What is written: a link itself, or what it names."""
     try:
         folder, name = os.path.split(os.fsdecode(path))
-        return os.path.realpath(os.fsdecode(path)) if through_links else os.path.join(os.path.realpath(folder), name)
+        return (
+            os.path.realpath(os.fsdecode(path))
+            if through_links
+            else os.path.join(os.path.realpath(folder), name)
+        )
     except ValueError:  # a null byte: the call is about to fail
         return _allowed[-1]
 

@@ -1,7 +1,17 @@
 """All targets. A new one is added here, and both the unit suite and `make fuzz` run it."""
 
 from deepspeed_ext.checkpoint.zenflow_state import read_saved_state
-from tests.fuzz import command_line, config, files, launch, model_file, sections, training, trees, tuning
+from tests.fuzz import (
+    command_line,
+    config,
+    files,
+    launch,
+    model_file,
+    sections,
+    training,
+    trees,
+    tuning,
+)
 from tests.fuzz.target import Target
 
 SECTIONS = sections.target(lambda section: read_saved_state(section, sections.NUMELS))

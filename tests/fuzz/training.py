@@ -1,7 +1,8 @@
-"""Target: ``deepspeed-ext verify`` on configs that train. Right ones pass; what is broken on purpose fails its check.
+"""Target: ``deepspeed-ext verify`` on configs that train. Right ones pass; what is broken on
+purpose fails its check.
 
-Every case is right by construction, or has one `Fault` that a check must find. In both, the check ends in time with a
-verdict, and leaves no process, no file and nothing in /dev/shm behind.
+Every case is right by construction, or has one `Fault` that a check must find. In both, the check
+ends in time with a verdict, and leaves no process, no file and nothing in /dev/shm behind.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from tests.support.verify_runs import ForkedRanks, left_behind, shared_segments
 PHASE_SECONDS = 100.0
 HANG_SECONDS = 25.0
 """For a phase in which a rank hangs."""
-PARAMETERS = ("blocks.0.up.bias", "blocks.1.down.weight", "norm.weight", "embedding.weight", "mix.taps")
+PARAMETERS = (
+    "blocks.0.up.bias",
+    "blocks.1.down.weight",
+    "norm.weight",
+    "embedding.weight",
+    "mix.taps",
+)
 CHANCE_OF_A_FAULT = 0.4
 
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
@@ -54,10 +61,19 @@ ANYWHERE: dict[Keys, tuple[Any, ...]] = {
     (OPTIMIZER, "params", "adam_w_mode"): (True, False),
     ("scheduler",): (
         {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 3e-3}},
-        {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 40, "warmup_max_lr": 3e-3}},
+        {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": 2, "total_num_steps": 40, "warmup_max_lr": 3e-3},
+        },
         {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2, "total_num_steps": 40}},
-        {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 3e-3, "cycle_first_step_size": 3}},
-        {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 3}},
+        {
+            "type": "OneCycle",
+            "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 3e-3, "cycle_first_step_size": 3},
+        },
+        {
+            "type": "LRRangeTest",
+            "params": {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 3},
+        },
     ),
 }
 ZERO: dict[Keys, tuple[Any, ...]] = {
@@ -69,11 +85,21 @@ ZERO: dict[Keys, tuple[Any, ...]] = {
     (Z, "allgather_partitions"): (True, False),
     (Z, "round_robin_gradients"): (True,),
     (Z, "ignore_unused_parameters"): (False, True),
-    (Z, "core_binding"): ({"enabled": True}, {"enabled": True, "optimizer_cores": 1}, {"dry_run": True}),
+    (Z, "core_binding"): (
+        {"enabled": True},
+        {"enabled": True, "optimizer_cores": 1},
+        {"dry_run": True},
+    ),
 }
 OF_STAGE: dict[int, dict[Keys, tuple[Any, ...]]] = {
-    1: {(Z, "flatten_tier"): ("accelerator", "distributed", "host"), (Z, "flatten_reserve_fraction"): (0.0, 0.9)},
-    2: {(Z, "flatten_tier"): ("accelerator", "distributed", "host"), (Z, "flatten_reserve_fraction"): (0.0, 0.9)},
+    1: {
+        (Z, "flatten_tier"): ("accelerator", "distributed", "host"),
+        (Z, "flatten_reserve_fraction"): (0.0, 0.9),
+    },
+    2: {
+        (Z, "flatten_tier"): ("accelerator", "distributed", "host"),
+        (Z, "flatten_reserve_fraction"): (0.0, 0.9),
+    },
     3: {
         (Z, "stage3_allgather_single_param"): (True, False),
         (Z, "stage3_single_param_min_numel"): (0, 100, 10**6),
@@ -115,11 +141,17 @@ OF_ZERO = ("round_robin_gradients", "reduce_scatter")
 
 
 def make(rng: random.Random) -> Parts:
-    """Settings: (path, value), some of them not DeepSpeed's: ("way",), ("dtype",), ("ranks",) and ("fault",)."""
+    """Settings: (path, value), some of them not DeepSpeed's: ("way",), ("dtype",), ("ranks",) and
+    ("fault",)."""
     way = rng.choice(["zero", "zero", "offload", "predictive", "predictive", "selective"])
     stage = rng.choice([0, 1, 2, 3] if way == "zero" else [1, 2, 3])
     dtype = rng.choice(["bf16"] * 5 + ["fp32"] * 5 + ["fp16"])
-    parts: Parts = [(("way",), way), ((Z, "stage"), stage), (("dtype",), dtype), (("ranks",), rng.choice([1, 2, 2]))]
+    parts: Parts = [
+        (("way",), way),
+        ((Z, "stage"), stage),
+        (("dtype",), dtype),
+        (("ranks",), rng.choice([1, 2, 2])),
+    ]
     parts += _drawn(rng, ANYWHERE, 3)
     if stage:
         parts += [part for part in _drawn(rng, ZERO, 3) if stage < 3 or part[0][1] not in OF_ZERO]
@@ -127,7 +159,9 @@ def make(rng: random.Random) -> Parts:
     parts += _drawn(rng, ZENFLOW.get(way, {}), 4)
     if rng.random() < CHANCE_OF_A_FAULT:
         kinds = [kind for kind in KINDS if _can_show(kind, parts)]
-        parts.append((("fault",), ((rng.choice(kinds),), rng.choice(PARAMETERS), rng.randint(1, 2))))
+        parts.append(
+            (("fault",), ((rng.choice(kinds),), rng.choice(PARAMETERS), rng.randint(1, 2)))
+        )
     return parts
 
 
@@ -137,7 +171,8 @@ def _drawn(rng: random.Random, table: dict[Keys, tuple[Any, ...]], most: int) ->
 
 
 def _can_show(kind: str, parts: Parts) -> bool:
-    """Whether a run with these settings is another one with a fault of this kind, so that a check must find it."""
+    """Whether a run with these settings is another one with a fault of this kind, so that a check
+    must find it."""
     settings = dict(parts)
     way, stage = settings[("way",)], settings[(Z, "stage")]
     if kind.startswith("worker"):
@@ -159,14 +194,19 @@ def config_of(parts: Parts) -> tuple[dict[str, Any], int, Fault]:
     way, ranks = settings.pop(("way",), "zero"), settings.pop(("ranks",), 2)
     dtype, fault = settings.pop(("dtype",), "fp32"), settings.pop(("fault",), ())
     stage = settings.get((Z, "stage"), 2)
-    config |= {"bf16": {"enabled": dtype == "bf16"}, "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 8}}
+    config |= {
+        "bf16": {"enabled": dtype == "bf16"},
+        "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 8},
+    }
     if way == "offload":
         config[Z]["offload_optimizer"] = {"device": "cpu"}
     elif way != "zero":
         interval = 2 if way == "selective" else 1
         config[Z][Y] = {"update_rule": way, "update_interval": interval, "full_warm_up_rounds": 1}
     for path, value in settings.items():
-        if (path[:2] != (Z, Y) or Y in config[Z]) and (len(path) != 2 or path not in _of_other_stages(stage)):
+        if (path[:2] != (Z, Y) or Y in config[Z]) and (
+            len(path) != 2 or path not in _of_other_stages(stage)
+        ):
             place = config
             for section in path[:-1]:
                 place = place.setdefault(section, {})
@@ -182,12 +222,16 @@ def _of_other_stages(stage: int) -> set[Keys]:
 
 def _make_consistent(config: dict[str, Any], ranks: int) -> None:
     """Batch sizes that multiply, and what DeepSpeed asks for."""
-    micro, steps = config["train_micro_batch_size_per_gpu"], config.get("gradient_accumulation_steps", 1)
+    micro, steps = (
+        config["train_micro_batch_size_per_gpu"],
+        config.get("gradient_accumulation_steps", 1),
+    )
     if isinstance(config.get("train_batch_size"), int):
         config["train_batch_size"] = micro * ranks * (steps if isinstance(steps, int) else 1)
     if config[Z]["stage"] == 0:
         del config[Z]["core_binding"]
-        # At stage 0, DeepSpeed's 16-bit optimizers count a step of zero gradients at start-up: they are not AdamW.
+        # At stage 0, DeepSpeed's 16-bit optimizers count a step of zero gradients at start-up: they
+        # are not AdamW.
         config["bf16"]["enabled"] = config["fp16"]["enabled"] = False
     if config[Z].get(Y, {}).get("select_strategy") == "step":  # which needs it
         config[Z][Y].setdefault("select_interval", 4)
@@ -202,11 +246,16 @@ def run(parts: Parts, folder: Path) -> None:
     before, limit = shared_segments(), HANG_SECONDS if "hangs" in fault.kinds else PHASE_SECONDS
     steps = None if config[Z].get(Y, {}).get("update_rule") == "selective" else 7
     given = copy.deepcopy(config)
-    with patch.object(tempfile, "tempdir", str(folder)), patch.object(processes, "DEATH_SECONDS", 8.0):
+    with (
+        patch.object(tempfile, "tempdir", str(folder)),
+        patch.object(processes, "DEATH_SECONDS", 8.0),
+    ):
         outcome = command.verify(
             config, ranks, steps=steps, limit_seconds=limit, start=fault.as_json(), kind=ForkedRanks
         )
-    text = report.as_text("the case", outcome.plan, "the CPU", outcome.checks, outcome.output, outcome.warnings)
+    text = report.as_text(
+        "the case", outcome.plan, "the CPU", outcome.checks, outcome.output, outcome.warnings
+    )
     require(config == given, "the config was changed")
     require(not list(folder.iterdir()), f"files are left: {list(folder.iterdir())}")
     require(not left_behind(), "processes are left")

@@ -1,4 +1,5 @@
-"""Target: hosts whose sysfs and procfs files are anything. Reading and planning give a plan or an error of ours."""
+"""Target: hosts whose sysfs and procfs files are anything. Reading and planning give a plan or an
+error of ours."""
 
 from __future__ import annotations
 
@@ -35,15 +36,38 @@ LARGE_CORES = 1000
 """Above, planning takes seconds: once is enough."""
 PCI = "0000:01:00.0"
 NEW_FILES = (
-    *("sys/devices/system/cpu/cpu99/online", "sys/devices/system/cpu/cpu1/online", "sys/devices/system/cpu/cpux"),
-    *("sys/devices/system/cpu/cpu99999999999/online", "sys/devices/system/cpu/cpu0/cache/index77/level"),
+    *(
+        "sys/devices/system/cpu/cpu99/online",
+        "sys/devices/system/cpu/cpu1/online",
+        "sys/devices/system/cpu/cpux",
+    ),
+    *(
+        "sys/devices/system/cpu/cpu99999999999/online",
+        "sys/devices/system/cpu/cpu0/cache/index77/level",
+    ),
     *("sys/devices/system/node/node9/cpulist", "sys/devices/system/node/node4294967296/cpulist"),
     *("sys/devices/cpu_core/cpus", "sys/devices/cpu_atom/cpus", "sys/devices/cpu_lowpower/cpus"),
-    *("sys/devices/system/cpu/cpu0/cpu_capacity", "sys/devices/system/cpu/cpu0/cpufreq/base_frequency"),
-    *("sys/fs/cgroup/cpu.max", "sys/fs/cgroup/cpu.stat", "sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-    *("sys/fs/cgroup/memory.stat", "sys/fs/cgroup/job/cpuset.cpus.effective", "proc/self/task/7/status"),
+    *(
+        "sys/devices/system/cpu/cpu0/cpu_capacity",
+        "sys/devices/system/cpu/cpu0/cpufreq/base_frequency",
+    ),
+    *(
+        "sys/fs/cgroup/cpu.max",
+        "sys/fs/cgroup/cpu.stat",
+        "sys/fs/cgroup/memory.max",
+        "sys/fs/cgroup/memory.current",
+    ),
+    *(
+        "sys/fs/cgroup/memory.stat",
+        "sys/fs/cgroup/job/cpuset.cpus.effective",
+        "proc/self/task/7/status",
+    ),
     *(f"sys/bus/pci/devices/{PCI}/numa_node", f"sys/bus/pci/devices/{PCI}/local_cpulist"),
-    *(f"sys/bus/pci/devices/{PCI}/local_cpus", "proc/self/task/99999999999/status", "proc/sys/kernel/random/boot_id"),
+    *(
+        f"sys/bus/pci/devices/{PCI}/local_cpus",
+        "proc/self/task/99999999999/status",
+        "proc/sys/kernel/random/boot_id",
+    ),
 )
 KINDS = ("text", "text", "number", "number", "lines", "bytes", "copy", "long")
 PLACES = ("delete", "fifo", "folder", "loop", "dangling", "endless", "no parent", "no mode")
@@ -66,7 +90,10 @@ MASKS = ("ffffffff", "0", "-1", "0x1", "f" * 100, "1,", ",1", "zz", ",".join(["f
 
 def make(rng: random.Random) -> Parts:
     """A base host, then edits: (kind, which file, content)."""
-    return [("base", rng.randrange(len(BASES)), ""), *(edit(rng) for _ in range(rng.randint(1, 12)))]
+    return [
+        ("base", rng.randrange(len(BASES)), ""),
+        *(edit(rng) for _ in range(rng.randint(1, 12))),
+    ]
 
 
 def edit(rng: random.Random) -> tuple[str, int | str, Any]:
@@ -77,7 +104,10 @@ def edit(rng: random.Random) -> tuple[str, int | str, Any]:
     if kind == "number":
         return kind, which, values.number_text(rng)
     if kind == "lines":
-        words = [rng.choice(["Cpus_allowed", "0::/job", "1:cpu:/a", "x", "nr_throttled", ""]) for _ in range(4)]
+        words = [
+            rng.choice(["Cpus_allowed", "0::/job", "1:cpu:/a", "x", "nr_throttled", ""])
+            for _ in range(4)
+        ]
         return kind, which, "\n".join(f"{word}:{values.number_text(rng)}" for word in words)
     if kind == "bytes":
         return kind, which, rng.randbytes(rng.randint(0, 64))
@@ -87,7 +117,10 @@ def edit(rng: random.Random) -> tuple[str, int | str, Any]:
         return (
             kind,
             which,
-            (rng.choice(["9", "0-65535,", "f", "/a", "0::/x\n", "\0"]), rng.choice([5_000, 70_000, 1 << 20])),
+            (
+                rng.choice(["9", "0-65535,", "f", "/a", "0::/x\n", "\0"]),
+                rng.choice([5_000, 70_000, 1 << 20]),
+            ),
         )
     return kind, which, rng.choice(rng.choice([CPU_LISTS, MASKS, values.TEXTS]))
 
@@ -118,7 +151,9 @@ def _change(path: Path, kind: str, content: Any, files: list[Path]) -> None:
                 content = source.read_bytes() if stat.S_ISREG(source.lstat().st_mode) else b""
             elif kind == "long":
                 content = content[0] * (content[1] // len(content[0]))
-            path.write_bytes(content if isinstance(content, bytes) else content.encode(errors="surrogatepass"))
+            path.write_bytes(
+                content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
+            )
             return
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -1,4 +1,5 @@
-"""Target: files in the cache for tuning results. What is a result is found, anything else is ignored."""
+"""Target: files in the cache for tuning results. What is a result is found, anything else is
+ignored."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ PLACES = ("fifo", "folder", "loop", "endless")
 
 def make(rng: random.Random) -> Parts:
     """Files: (name, content); a content that is no bytes is what stands in place of a file."""
-    return [(rng.choice(["KEY", f"{rng.randrange(9)}"]), _content(rng)) for _ in range(rng.randint(1, 4))]
+    return [
+        (rng.choice(["KEY", f"{rng.randrange(9)}"]), _content(rng))
+        for _ in range(rng.randint(1, 4))
+    ]
 
 
 def _content(rng: random.Random) -> bytes | str:
@@ -42,7 +46,11 @@ def _content(rng: random.Random) -> bytes | str:
         text = "{"
     for _ in range(rng.choice([0, 0, 1, 3])):
         position = rng.randrange(len(text) + 1)
-        text = text[:position] + rng.choice(["9" * 400, "1e999", "}", '"', "\0", "", "NaN"]) + text[position + 1 :]
+        text = (
+            text[:position]
+            + rng.choice(["9" * 400, "1e999", "}", '"', "\0", "", "NaN"])
+            + text[position + 1 :]
+        )
     return text.encode(errors="surrogatepass")
 
 
@@ -55,7 +63,9 @@ def run(parts: Parts, folder: Path) -> None:
             _put(path, content)
     found = tuning_results.load_all()
     assert all(isinstance(cores, int) and cores >= 1 for cores in found.values())
-    report = RankReport(0, "host", 0, format_cpulist(FACTS.allowed), TOPOLOGY.digest(), PlanRequest(), tuned=found)
+    report = RankReport(
+        0, "host", 0, format_cpulist(FACTS.allowed), TOPOLOGY.digest(), PlanRequest(), tuned=found
+    )
     agreement = agree(report, TOPOLOGY, RankGroup.alone())
     assert agreement.mine is not None
     assert agreement.mine.optimizer

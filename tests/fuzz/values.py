@@ -7,14 +7,72 @@ import random
 from typing import Any
 
 NUMBERS: tuple[Any, ...] = (
-    *(0, -1, 1, 2, 3, 255, 256, 1 << 31, (1 << 31) - 1, 1 << 32, 1 << 63, (1 << 63) - 1, 1 << 64, -(1 << 63)),
+    *(
+        0,
+        -1,
+        1,
+        2,
+        3,
+        255,
+        256,
+        1 << 31,
+        (1 << 31) - 1,
+        1 << 32,
+        1 << 63,
+        (1 << 63) - 1,
+        1 << 64,
+        -(1 << 63),
+    ),
     *(10**30, 10**400, -(10**400), 0.0, -0.0, 0.5, 1.0, 1e-320, 1e308, -1e308, 0.1, 0.999999999),
     *(math.nan, math.inf, -math.inf),
 )
 TEXTS = (
-    *("", " ", "auto", "none", "null", "true", "-1", "0", "1e999", "nan", "inf", "9" * 25, "9" * 400, "9" * 5000),
-    *("0x10", "1_000", "٣", "²", "é", "\ud800", "\0", "a\nb", "\u202e", "..", "/", "../x", "x" * 300, "x" * 5000),
-    *("cpu", "nvme", "predictive", "selective", "float16", "0-3", "3-1", "0-65535", "0-31:2/8", "{}", "[]", "%s%n"),
+    *(
+        "",
+        " ",
+        "auto",
+        "none",
+        "null",
+        "true",
+        "-1",
+        "0",
+        "1e999",
+        "nan",
+        "inf",
+        "9" * 25,
+        "9" * 400,
+        "9" * 5000,
+    ),
+    *(
+        "0x10",
+        "1_000",
+        "٣",
+        "²",
+        "é",
+        "\ud800",
+        "\0",
+        "a\nb",
+        "\u202e",
+        "..",
+        "/",
+        "../x",
+        "x" * 300,
+        "x" * 5000,
+    ),
+    *(
+        "cpu",
+        "nvme",
+        "predictive",
+        "selective",
+        "float16",
+        "0-3",
+        "3-1",
+        "0-65535",
+        "0-31:2/8",
+        "{}",
+        "[]",
+        "%s%n",
+    ),
 )
 
 
@@ -28,7 +86,10 @@ def number_text(rng: random.Random) -> str:
 def text(rng: random.Random) -> str:
     if rng.random() < 0.7:
         return rng.choice(TEXTS)
-    return "".join(chr(rng.choice([rng.randint(32, 126), rng.randint(0, 0x2FFF)])) for _ in range(rng.randint(0, 12)))
+    return "".join(
+        chr(rng.choice([rng.randint(32, 126), rng.randint(0, 0x2FFF)]))
+        for _ in range(rng.randint(0, 12))
+    )
 
 
 def value(rng: random.Random, depth: int = 3) -> Any:

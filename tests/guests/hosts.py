@@ -1,4 +1,5 @@
-"""Hosts that nobody here has: their shape, as arguments of qemu, and what is done to them before they are looked at."""
+"""Hosts that nobody here has: their shape, as arguments of qemu, and what is done to them before
+they are looked at."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ MIB_PER_NODE = 512
 
 
 def numa(*nodes: str, distances: dict[tuple[int, int], int]) -> tuple[str, ...]:
-    """Arguments for NUMA nodes with these CPU lists ("": memory alone); distances hold both ways."""
+    """Arguments for NUMA nodes with these CPU lists ("": memory alone); distances hold both
+    ways."""
     arguments = ["-m", f"{MIB_PER_NODE * len(nodes)}M"]
     for node, cpus in enumerate(nodes):
         arguments += ["-object", f"memory-backend-ram,id=ram{node},size={MIB_PER_NODE}M"]
@@ -41,7 +43,11 @@ class Guest:
         return [word for node in self.gpu_nodes for word in ("--gpu-node", str(node))]
 
 
-TWO_SOCKETS = ("-smp", "16,sockets=2,cores=4,threads=2", *numa("0-7", "8-15", distances={(0, 1): 21}))
+TWO_SOCKETS = (
+    "-smp",
+    "16,sockets=2,cores=4,threads=2",
+    *numa("0-7", "8-15", distances={(0, 1): 21}),
+)
 FAR = {(0, 1): 21, (0, 2): 21, (1, 2): 21, (0, 3): 31, (1, 3): 31, (2, 3): 15}
 
 GUESTS = (
@@ -52,8 +58,13 @@ GUESTS = (
         (3, 0, 1),
     ),
     Guest(
-        "unplugged",  # four of 16 CPUs are not plugged in, one thread and one whole core are offline
-        ("-smp", "12,maxcpus=16,sockets=2,cores=4,threads=2", *numa("0-7", "8-15", distances={(0, 1): 21})),
+        # four of 16 CPUs are not plugged in, one thread and one whole core are offline
+        "unplugged",
+        (
+            "-smp",
+            "12,maxcpus=16,sockets=2,cores=4,threads=2",
+            *numa("0-7", "8-15", distances={(0, 1): 21}),
+        ),
         (0, 1),
         offline=(3, 4, 5),
     ),

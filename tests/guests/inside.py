@@ -1,6 +1,8 @@
-"""Runs inside a guest: reads the host that the kernel shows, plans it, binds processes, and asks the kernel.
+"""Runs inside a guest: reads the host that the kernel shows, plans it, binds processes, and asks
+the kernel.
 
-``python -m tests.guests.inside NAME FILE`` writes what was found into FILE. Nothing of torch is needed.
+``python -m tests.guests.inside NAME FILE`` writes what was found into FILE. Nothing of torch is
+needed.
 """
 
 from __future__ import annotations
@@ -52,9 +54,15 @@ TREE = (
 
 def tree() -> dict[str, str]:
     """The files of this host, by path."""
-    found = {str(path)[1:]: path.read_text() for pattern in TREE for path in sorted(Path("/").glob(pattern))}
+    found = {
+        str(path)[1:]: path.read_text()
+        for pattern in TREE
+        for path in sorted(Path("/").glob(pattern))
+    }
     status = Path("/proc/self/status").read_text()
-    found["proc/self/status"] = "".join(re.findall(r"^Cpus_allowed_list:.*\n", status, re.MULTILINE))
+    found["proc/self/status"] = "".join(
+        re.findall(r"^Cpus_allowed_list:.*\n", status, re.MULTILINE)
+    )
     return found
 
 
@@ -68,11 +76,15 @@ def plan_text(arguments: Sequence[str]) -> str:
     return printed.getvalue()
 
 
-def upstream_split(masks: Sequence[Sequence[int]], physical: int, fraction: float = 0.5) -> list[tuple[str, str]]:
-    """The training's and the optimizer's CPUs of each rank by the formula of DeepSpeed 0.19.8's ZenFlow.
+def upstream_split(
+    masks: Sequence[Sequence[int]], physical: int, fraction: float = 0.5
+) -> list[tuple[str, str]]:
+    """The training's and the optimizer's CPUs of each rank by the formula of DeepSpeed 0.19.8's
+    ZenFlow.
 
-    It is `_compute_zf_pt_affinity` of ``deepspeed/runtime/zenflow/zenflow_utils.py`` without its gathering: if all
-    ranks have the same mask, the CPUs below the number of physical cores are divided by position.
+    It is `_compute_zf_pt_affinity` of ``deepspeed/runtime/zenflow/zenflow_utils.py`` without its
+    gathering: if all ranks have the same mask, the CPUs below the number of physical cores are
+    divided by position.
     """
     found = []
     for rank, mask in enumerate(masks):
@@ -82,15 +94,23 @@ def upstream_split(masks: Sequence[Sequence[int]], physical: int, fraction: floa
             each = len(cpus) // len(masks)
             cpus = cpus[rank * each : (rank + 1) * each]
         reserved = math.ceil(fraction * len(cpus))
-        pytorch, optimizer = (cpus[:reserved], cpus[reserved:]) if 0 < reserved < len(cpus) else (cpus, cpus)
+        pytorch, optimizer = (
+            (cpus[:reserved], cpus[reserved:]) if 0 < reserved < len(cpus) else (cpus, cpus)
+        )
         found.append((format_cpulist(pytorch), format_cpulist(optimizer)))
     return found
 
 
 def kernel_masks(pid: int) -> list[str]:
-    """The mask of each thread of a process, as the kernel reports it; read without the package's own reader."""
-    files = sorted(Path(f"/proc/{pid}/task").glob("*/status"), key=lambda path: int(path.parent.name))
-    return [re.findall(r"^Cpus_allowed_list:\s*(\S+)", path.read_text(), re.MULTILINE)[0] for path in files]
+    """The mask of each thread of a process, as the kernel reports it; read without the package's
+    own reader."""
+    files = sorted(
+        Path(f"/proc/{pid}/task").glob("*/status"), key=lambda path: int(path.parent.name)
+    )
+    return [
+        re.findall(r"^Cpus_allowed_list:\s*(\S+)", path.read_text(), re.MULTILINE)[0]
+        for path in files
+    ]
 
 
 def _start_threads() -> None:
@@ -101,15 +121,21 @@ def _start_threads() -> None:
 def pages_by_node(pid: int) -> dict[str, int]:
     """The MiB of a process's buffer on each NUMA node, as the kernel reports them."""
     lines = Path(f"/proc/{pid}/numa_maps").read_text().splitlines()
-    buffer = next(line for line in lines if int((re.findall(r"anon=(\d+)", line) or [0])[0]) >= BUFFER_PAGES)
-    return {f"node {node}": int(pages) // PAGES_PER_MIB for node, pages in re.findall(r"N(\d+)=(\d+)", buffer)}
+    buffer = next(
+        line for line in lines if int((re.findall(r"anon=(\d+)", line) or [0])[0]) >= BUFFER_PAGES
+    )
+    return {
+        f"node {node}": int(pages) // PAGES_PER_MIB
+        for node, pages in re.findall(r"N(\d+)=(\d+)", buffer)
+    }
 
 
 def be_bound(role: str, text: str) -> None:
-    """Body of a process: bind it as its role is bound in training, and say so; it ends with its input.
+    """Body of a process: bind it as its role is bound in training, and say so; it ends with its
+    input.
 
-    ``moved`` touches its memory first, on the first CPU that it has, as a process that is bound in code after its
-    tensors exist may have done.
+    ``moved`` touches its memory first, on the first CPU that it has, as a process that is bound in
+    code after its tensors exist may have done.
     """
     if role == "moved":
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -137,9 +163,12 @@ def _touched() -> mmap.mmap:
 
 
 def bound(role: str, text: str) -> tuple[list[str], dict[str, int]]:
-    """What the kernel says of the threads and the memory of a process that was bound in this role."""
+    """What the kernel says of the threads and the memory of a process that was bound in this
+    role."""
     command = [sys.executable, "-m", "tests.guests.inside", "--bind", role, text]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         if process.stdout.readline() != "bound\n":
             raise RuntimeError(f"{' '.join(command)} did not bind itself")

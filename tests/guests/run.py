@@ -1,12 +1,14 @@
-"""Plans and binds on hosts with more sockets: a real kernel in qemu, without KVM, for each of `tests.guests.hosts`.
+"""Plans and binds on hosts with more sockets: a real kernel in qemu, without KVM, for each of
+`tests.guests.hosts`.
 
-    python -m tests.guests.run [--only two-sockets four-nodes unplugged cpuset] [--kernel-package linux-image-*.deb]
+    python -m tests.guests.run [--only two-sockets four-nodes unplugged cpuset] [--kernel-package
+    linux-image-*.deb]
                                [--keep FOLDER]
 
-Needs qemu-system-x86_64, a static busybox, and a kernel: that of this machine, or of a Debian package, which is
-unpacked into a temporary folder. The guest sees this machine's files read-only, and runs its Python. Shown are plans
-and masks; an emulated processor's times mean nothing. ``--keep`` keeps what each guest has found, with the files of
-its sysfs.
+Needs qemu-system-x86_64, a static busybox, and a kernel: that of this machine, or of a Debian
+package, which is unpacked into a temporary folder. The guest sees this machine's files read-only,
+and runs its Python. Shown are plans and masks; an emulated processor's times mean nothing.
+``--keep`` keeps what each guest has found, with the files of its sysfs.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Kernel:
 
     @classmethod
     def find(cls, package: Path | None, folder: Path) -> Kernel | None:
-        """The kernel of `package`, unpacked into `folder`; or this machine's; None if it has none."""
+        """The kernel of `package`, unpacked into `folder`; or this machine's; None if it has
+        none."""
         root = Path("/")
         if package is not None:
             subprocess.run(["dpkg-deb", "-x", str(package), str(folder)], check=True)
@@ -79,7 +82,8 @@ class Kernel:
 
 
 def _with_needs(tree: Path, names: Sequence[str]) -> tuple[Path, ...]:
-    """The files of these modules, each after those that it needs; what is built into the kernel has none."""
+    """The files of these modules, each after those that it needs; what is built into the kernel has
+    none."""
     needs = dict(line.split(":", 1) for line in (tree / "modules.dep").read_text().splitlines())
     paths = {Path(path).name.split(".")[0].replace("-", "_"): path for path in needs}
     order: list[str] = []
@@ -103,7 +107,9 @@ def initramfs(kernel: Kernel, busybox: str, folder: Path) -> Path:
     names = "\n".join(str(path.relative_to(root)) for path in sorted(root.rglob("*"))).encode()
     with open(target, "wb") as archive:
         pack = [busybox, "cpio", "-o", "-H", "newc"]
-        subprocess.run(pack, cwd=root, input=names, stdout=archive, stderr=subprocess.DEVNULL, check=True)
+        subprocess.run(
+            pack, cwd=root, input=names, stdout=archive, stderr=subprocess.DEVNULL, check=True
+        )
     return target
 
 
@@ -116,7 +122,13 @@ def boot(guest: Guest, kernel: Kernel, archive: Path, folder: Path) -> dict[str,
     out, console = folder / guest.name, folder / f"{guest.name}.console"
     out.mkdir()
     offline = " ".join(map(str, guest.offline))
-    fields = {"root": ROOT, "python": sys.executable, "name": guest.name, "offline": offline, "cpuset": guest.cpuset}
+    fields = {
+        "root": ROOT,
+        "python": sys.executable,
+        "name": guest.name,
+        "offline": offline,
+        "cpuset": guest.cpuset,
+    }
     (out / "script").write_text(SCRIPT.format(**fields))
     command = [
         "qemu-system-x86_64",
@@ -128,11 +140,20 @@ def boot(guest: Guest, kernel: Kernel, archive: Path, folder: Path) -> dict[str,
         "-no-user-config",
     ]
     command += ["-display", "none", "-no-reboot", "-serial", f"file:{console}", *guest.qemu]
-    command += ["-kernel", str(kernel.image), "-initrd", str(archive), "-append", "console=ttyS0 quiet panic=-1"]
+    command += [
+        "-kernel",
+        str(kernel.image),
+        "-initrd",
+        str(archive),
+        "-append",
+        "console=ttyS0 quiet panic=-1",
+    ]
     shared = "security_model=none,multidevs=remap"
     command += ["-virtfs", f"local,path=/,mount_tag=host,readonly=on,{shared}"]
     command += ["-virtfs", f"local,path={out},mount_tag=out,{shared}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS
+    )
     if not (out / "found.json").exists():
         end = console.read_text(errors="replace")[-3000:] if console.exists() else ""
         raise RuntimeError(f"{guest.name} has found nothing: {done.stderr}\n{end}")
@@ -150,35 +171,64 @@ def show(found: dict[str, Any]) -> bool:
         for role in ("pytorch", "optimizer"):
             masks = rank[f"kernel says of {role}"]
             right &= set(masks) == {rank[role]}
-            told = f"{len(masks)} threads on {masks[0]}" if len(set(masks)) == 1 else ", ".join(masks)
-            print(f"| {number} | {role} | {rank[role]} | {told} | {rank[f'upstream {role}'] or 'none'} |")
-    print("\n| rank | nodes of the plan | pytorch's memory, touched before it was bound | after | optimizer's, after |")
+            told = (
+                f"{len(masks)} threads on {masks[0]}" if len(set(masks)) == 1 else ", ".join(masks)
+            )
+            print(
+                f"| {number} | {role} | {rank[role]} | {told} | "
+                f"{rank[f'upstream {role}'] or 'none'} |"
+            )
+    print(
+        "\n| rank | nodes of the plan | pytorch's memory, touched before it was bound | after | "
+        "optimizer's, after |"
+    )
     print("| --- | --- | --- | --- | --- |")
     for number, rank in enumerate(found["ranks"]):
-        ways = ("pytorch, touched before", "pytorch, touched when bound", "optimizer, touched when bound")
-        cells = [", ".join(f"{mib} MiB on {node}" for node, mib in rank[f"MiB of {way}"].items()) for way in ways]
+        ways = (
+            "pytorch, touched before",
+            "pytorch, touched when bound",
+            "optimizer, touched when bound",
+        )
+        cells = [
+            ", ".join(f"{mib} MiB on {node}" for node, mib in rank[f"MiB of {way}"].items())
+            for way in ways
+        ]
         print(f"| {number} | {' and '.join(map(str, rank['nodes']))} | {' | '.join(cells)} |")
     print(
-        "\nevery thread is where the plan wants it" if right else "\nFAIL: threads are outside of the plan", flush=True
+        "\nevery thread is where the plan wants it"
+        if right
+        else "\nFAIL: threads are outside of the plan",
+        flush=True,
     )
     return right
 
 
 def missing() -> list[str]:
     """Programs that are needed and not here."""
-    return [name for name in ("qemu-system-x86_64", "busybox", "depmod") if shutil.which(name) is None]
+    return [
+        name for name in ("qemu-system-x86_64", "busybox", "depmod") if shutil.which(name) is None
+    ]
 
 
 def main() -> int:
     names = [guest.name for guest in GUESTS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="GUEST", help=f"of {names}")
-    parser.add_argument("--kernel-package", type=Path, help="Debian package of a kernel (default: this machine's)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="GUEST", help=f"of {names}"
+    )
+    parser.add_argument(
+        "--kernel-package", type=Path, help="Debian package of a kernel (default: this machine's)"
+    )
     parser.add_argument("--keep", type=Path, help="folder for what the guests have found")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # the guest is ended first
     if names := missing():
-        print(f"SKIPPED: not installed: {', '.join(names)} (Debian: qemu-system-x86, busybox-static, kmod)")
+        print(
+            f"SKIPPED: not installed: {', '.join(names)} (Debian: qemu-system-x86, "
+            f"busybox-static, kmod)"
+        )
         return EXIT_SKIPPED
     with tempfile.TemporaryDirectory(prefix="dsext-guests-") as name:
         folder = Path(name)

@@ -19,33 +19,48 @@ from tests.perf.startup_process import Spans
 def test_a_comparison_is_made_turn_by_turn() -> None:
     one = compare("ours", "theirs", "s", [1.0, 4.0, 9.0], [1.0, 2.0, 3.0], (1, 2), "a sleep")
     assert one.ratio == {"median": 2.0, "min": 1.0, "max": 3.0, "count": 3}
-    assert (one.ours["max"], one.theirs["max"], one.threads, one.rival_threads) == (9.0, 3.0, "1", "2")
+    assert (one.ours["max"], one.theirs["max"], one.threads, one.rival_threads) == (
+        9.0,
+        3.0,
+        "1",
+        "2",
+    )
     assert compare("ours", "theirs", "s", [1.0], [0.0], (1, 1)).ratio is None
     with pytest.raises(ValueError):
         compare("ours", "theirs", "s", [1.0, 2.0], [1.0], (1, 1))
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.0, "0"), (0.98765, "0.988"), (1234.5, "1,234"), (-2.5, "-2.50"), (1e-9, "0.000000")]
+    ("value", "text"),
+    [(0.0, "0"), (0.98765, "0.988"), (1234.5, "1,234"), (-2.5, "-2.50"), (1e-9, "0.000000")],
 )
 def test_numbers_have_three_digits(value: float, text: str) -> None:
     assert report.number(value) == text
 
 
 def test_what_is_kept_has_a_line_for_each_row_and_can_be_read() -> None:
-    value = {"rows": [{"a": 1.23456789, "b": {"median": 2.0}}, {"a": 3}], "settings": {"x": [1, 2]}, "empty": {}}
+    value = {
+        "rows": [{"a": 1.23456789, "b": {"median": 2.0}}, {"a": 3}],
+        "settings": {"x": [1, 2]},
+        "empty": {},
+    }
     text = report.compact(value)
     assert json.loads(text) == {**value, "rows": [{"a": 1.23457, "b": {"median": 2.0}}, {"a": 3}]}
     assert '  {"a": 3}' in text.splitlines()
 
 
-# -- the runner -----------------------------------------------------------------------------------------------------
+# -- the runner ------------------------------------------------------------------------------------
 
 
 def measuring(name: str, statement: str) -> Part:
     """A part that runs `statement`, in which `write(...)` keeps a result."""
-    setup = "from tests.perf import report; write = lambda *rows: report.write('kept', {}, rows, [one]); "
-    setup += "one = report.compare('ours', 'theirs', 's', [1.0, 3.0], [2.0, 2.0], (1, 1), 'a sleep')"
+    setup = (
+        "from tests.perf import report; write = lambda *rows: report.write('kept', {}, rows, "
+        "[one]); "
+    )
+    setup += (
+        "one = report.compare('ours', 'theirs', 's', [1.0, 3.0], [2.0, 2.0], (1, 1), 'a sleep')"
+    )
     arguments = ("-n", "1", "-r", "1", "-s", setup, statement)
     return Part(name, "timeit", arguments, arguments, 60, "kept", "kept")
 
@@ -60,8 +75,14 @@ def arguments(*words: str) -> Any:
     return suite.arguments().parse_args(["--on", "cpu", "--toy", "--device", "cpu", *words])
 
 
-def test_a_crash_fails_after_the_rest_and_loses_no_result(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good, bad, last = measuring("good", "write({'a': 1})"), measuring("bad", "1 / 0"), measuring("last", "pass")
+def test_a_crash_fails_after_the_rest_and_loses_no_result(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad, last = (
+        measuring("good", "write({'a': 1})"),
+        measuring("bad", "1 / 0"),
+        measuring("last", "pass"),
+    )
     assert suite.measure([good, bad, last], arguments()) == 1
     assert "1.00 (0.500 to 1.50)  ours  theirs         s " in capsys.readouterr().out
     kept = json.loads(out.read_text())
@@ -81,7 +102,9 @@ def test_another_run_keeps_what_it_does_not_measure(out: Path) -> None:
     assert suite.measure([measuring("one", "1 / 0")], arguments("--again")) == 1
 
 
-def test_measurements_go_to_an_ignored_folder_unless_they_are_to_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_go_to_an_ignored_folder_unless_they_are_to_be_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("OUT", raising=False)
     assert suite.record_of(arguments()).path == report.ROOT / "outputs" / "bench" / "cpu.json"
     assert suite.record_of(arguments("--store")).path == cpu_parts.KEPT
@@ -117,7 +140,9 @@ def test_the_parts_fit_into_half_an_hour() -> None:
     assert {part.result for part in parts} - {""} == set(page.SECTIONS)
 
 
-def test_a_phase_is_counted_without_the_phases_inside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_is_counted_without_the_phases_inside_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = iter([0.0, 1.0, 3.0, 7.0])
     monkeypatch.setattr("tests.perf.startup_process.time.perf_counter", lambda: next(now))
     spans = Spans()
@@ -126,7 +151,7 @@ def test_a_phase_is_counted_without_the_phases_inside_of_it(monkeypatch: pytest.
     assert spans.seconds == {"inner": 2.0, "outer": 5.0}
 
 
-# -- the page -------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 KEPT = json.loads(cpu_parts.KEPT.read_text())
 RESULTS = KEPT["settings"]["results"]
@@ -143,7 +168,9 @@ def test_the_figures_are_those_of_the_measurements() -> None:
         page.figure_of(name).name for name in drawn
     }
     for name in drawn:
-        assert page.digest(RESULTS[name]["comparisons"]) in page.figure_of(name).read_text(), "run `make bench-report`"
+        assert page.digest(RESULTS[name]["comparisons"]) in page.figure_of(name).read_text(), (
+            "run `make bench-report`"
+        )
 
 
 def test_no_label_of_a_figure_comes_twice_in_a_panel() -> None:
@@ -178,9 +205,16 @@ def test_every_part_is_on_the_page_and_none_has_failed() -> None:
 
 def test_simulations_are_marked() -> None:
     one = compare("a step", "another", "ms", [1.0], [2.0], (1, 1), "a sleep of 5 ms")
-    kept = {**KEPT, "settings": {"results": {"save": {**RESULTS["startup"], "comparisons": [asdict(one)]}}}}
-    summary, row = [line for line in page.markdown(kept).splitlines() if line.startswith("| 0.500 | ")]
+    kept = {
+        **KEPT,
+        "settings": {"results": {"save": {**RESULTS["startup"], "comparisons": [asdict(one)]}}},
+    }
+    summary, row = [
+        line for line in page.markdown(kept).splitlines() if line.startswith("| 0.500 | ")
+    ]
     assert summary == "| 0.500 | ms (simulation) | another |"
     assert row == "| 0.500 | a step | another | ms | 1.00 | 2.00 | 1 | a sleep of 5 ms |"
     simulated = {name: RESULTS[name]["comparisons"] for name in SIMULATED if name in RESULTS}
-    assert [name for name, found in simulated.items() if not all(one["simulation"] for one in found)] == []
+    assert [
+        name for name, found in simulated.items() if not all(one["simulation"] for one in found)
+    ] == []

@@ -1,4 +1,5 @@
-"""The study of core binding does what its labels say: who is bound, how, and what is divided by what."""
+"""The study of core binding does what its labels say: who is bound, how, and what is divided by
+what."""
 
 from __future__ import annotations
 
@@ -38,13 +39,15 @@ def toy_args(*words: str) -> argparse.Namespace:
     return bench_binding.arguments().parse_args(toy)
 
 
-# -- real processes -------------------------------------------------------------------------------------------------
+# -- real processes --------------------------------------------------------------------------------
 
 
 def facts_of(way: Way, tmp_path: Path) -> tuple[Facts, Turn, Place]:
     """Of a process that trains without an engine, on one of this machine's plans."""
     place = places(1, "cpu")[0]
-    with contextlib.closing(Team.start([Task("", "", way, "training", (place,), **TOY)], str(tmp_path))) as team:
+    with contextlib.closing(
+        Team.start([Task("", "", way, "training", (place,), **TOY)], str(tmp_path))
+    ) as team:
         assert not team._log_end()
         return team.facts["training", 0], team.turn(3, 0.0)["training", 0], place
 
@@ -73,10 +76,17 @@ def test_the_last_steps_of_the_ladder_bind_every_thread(name: str, tmp_path: Pat
 def test_a_table_of_engines(part: str, tmp_path: Path) -> None:
     args = toy_args("--ways", UNBOUND.name, "upstream, in code", OURS.name)
     rows = bench_binding.measure(part, 1, args, str(tmp_path))
-    assert [row["way"] for row in rows] == ["plain ZeRO, taskset", "unbound", "upstream, in code", "ours, all threads"]
+    assert [row["way"] for row in rows] == [
+        "plain ZeRO, taskset",
+        "unbound",
+        "upstream, in code",
+        "ours, all threads",
+    ]
     for row in rows:
         assert row["step ms"]["median"] > 0
-        assert row["practicality"] == pytest.approx(rows[0]["step ms"]["median"] / row["step ms"]["median"])
+        assert row["practicality"] == pytest.approx(
+            rows[0]["step ms"]["median"] / row["step ms"]["median"]
+        )
         assert ("worker" in row["threads"]) == (part != "offload" and row is not rows[0])
     bench_binding.show(rows)
 
@@ -87,12 +97,16 @@ def test_a_process_that_ends_is_named_with_its_words(tmp_path: Path) -> None:
         Team.start([replace(task, way=BY_NAME["main thread (upstream's call)"])], str(tmp_path))
 
 
-# -- labels and arithmetic ------------------------------------------------------------------------------------------
+# -- labels and arithmetic -------------------------------------------------------------------------
 
 
 def test_each_rung_of_the_ladder_is_another_way() -> None:
     for ways in (LADDER, STUDY, ZENFLOW_STUDY):
-        assert len({way.name for way in ways}) == len({replace(way, name="") for way in ways}) == len(ways)
+        assert (
+            len({way.name for way in ways})
+            == len({replace(way, name="") for way in ways})
+            == len(ways)
+        )
 
 
 def test_who_binds_stands_in_the_command_and_the_environment(tmp_path: Path, monkeypatch) -> None:
@@ -122,13 +136,22 @@ def test_plain_zero_is_the_first_row_of_each_study_and_has_all_cores_of_its_rank
         assert (task.places[0].training, task.places[0].training_cores) == ("0-3", 2)
     assert "ours, tuned" in {way.name for way in ways_of("ours", None)}
     assert "ours, tuned" not in {way.name for way in ways_of("offload", None)}
-    assert [task.load for task in tasks("beside", UNBOUND, where, toy_args())] == ["training", "optimizer"]
+    assert [task.load for task in tasks("beside", UNBOUND, where, toy_args())] == [
+        "training",
+        "optimizer",
+    ]
 
 
 def test_a_step_is_the_slowest_ranks_and_counts_are_all_ranks() -> None:
-    turns = [[Turn(0.1, 1, 2, 3), Turn(0.2, 10, 20, 30)], [Turn(0.4, 1, 2, 3), Turn(0.3, 30, 20, 10)]]
+    turns = [
+        [Turn(0.1, 1, 2, 3), Turn(0.2, 10, 20, 30)],
+        [Turn(0.4, 1, 2, 3), Turn(0.3, 30, 20, 10)],
+    ]
     found = figures(turns)
-    assert (found["step ms"]["min"], found["step ms"]["max"]) == (pytest.approx(200), pytest.approx(400))
+    assert (found["step ms"]["min"], found["step ms"]["max"]) == (
+        pytest.approx(200),
+        pytest.approx(400),
+    )
     assert (found["involuntary"], found["migrations"], found["queued_ms"]) == (21, 22, 23)
 
 

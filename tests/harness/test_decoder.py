@@ -1,4 +1,5 @@
-"""The benchmark of a decoder: turns, errors that are rows, and each way to train as far as it runs here."""
+"""The benchmark of a decoder: turns, errors that are rows, and each way to train as far as it runs
+here."""
 
 from __future__ import annotations
 
@@ -17,7 +18,19 @@ from tests.perf.decoder_ways import WAYS
 from tests.perf.processes import Processes, guarded
 from tests.support.waiting import wait_to_be_killed
 
-QUICK = ["--model", "toy", "--batches", "1x16", "2x16", "--turns", "2", "--steps", "2", "--warm-up", "3"]
+QUICK = [
+    "--model",
+    "toy",
+    "--batches",
+    "1x16",
+    "2x16",
+    "--turns",
+    "2",
+    "--steps",
+    "2",
+    "--warm-up",
+    "3",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +43,15 @@ def measured(*words: str) -> list[dict[str, Any]]:
 
 
 def test_ways_take_turns_and_every_step_is_in_the_mean(tmp_path: Path) -> None:
-    rows = bench_decoder.with_practicality(measured("--ways", decoder_ways.ZERO_UNCHECKED.name, "ours"))
+    rows = bench_decoder.with_practicality(
+        measured("--ways", decoder_ways.ZERO_UNCHECKED.name, "ours")
+    )
     names = [(row["way"], row["batch"]) for row in rows]
-    assert names == [(way, batch) for way in (decoder_ways.ZERO_UNCHECKED.name, "ours") for batch in ("1x16", "2x16")]
+    assert names == [
+        (way, batch)
+        for way in (decoder_ways.ZERO_UNCHECKED.name, "ours")
+        for batch in ("1x16", "2x16")
+    ]
     assert all(row["steps"] == 4 and row["warm-up steps"] == 3 for row in rows)
     assert [row["practicality"] for row in rows[:2]] == [1.0, 1.0]
     assert rows[3]["practicality"] == pytest.approx(rows[1]["mean ms"] / rows[3]["mean ms"])
@@ -44,13 +63,18 @@ def test_ways_take_turns_and_every_step_is_in_the_mean(tmp_path: Path) -> None:
     assert all(row["made"]["versions"]["torch"] == torch.__version__ for row in kept)
 
     before = [row["made"] for row in kept]
-    assert [row["made"] for row in measured("--ways", decoder_ways.ZERO_UNCHECKED.name, "ours")] == before
+    assert [
+        row["made"] for row in measured("--ways", decoder_ways.ZERO_UNCHECKED.name, "ours")
+    ] == before
     assert "deviation ms" in bench_decoder.table(rows)
 
 
 def test_what_does_not_run_is_a_row_with_its_error_and_the_others_go_on() -> None:
-    """torchao's and FlashOptim's optimizers refuse a machine without a GPU, or are not installed."""
-    rows = measured("--ways", "FlashOptim", "FSDP2, CPUOffloadPolicy", "torchao CPUOffloadOptimizer, AMP")
+    """torchao's and FlashOptim's optimizers refuse a machine without a GPU, or are not
+    installed."""
+    rows = measured(
+        "--ways", "FlashOptim", "FSDP2, CPUOffloadPolicy", "torchao CPUOffloadOptimizer, AMP"
+    )
     errors = {row["way"]: row.get("error", "") for row in rows}
     assert errors["FSDP2, CPUOffloadPolicy"] == ""
     says = "No package metadata was found", "only supports CUDA", "requires a CUDA device"
@@ -60,9 +84,24 @@ def test_what_does_not_run_is_a_row_with_its_error_and_the_others_go_on() -> Non
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("way", [name for name, way in WAYS.items() if not way.needs and not way.compiled])
+@pytest.mark.parametrize(
+    "way", [name for name, way in WAYS.items() if not way.needs and not way.compiled]
+)
 def test_every_way_that_this_machine_has_trains_a_thousandth_of_the_model(way: str) -> None:
-    words = ["--model", "7m", "--batches", "1x32", "--turns", "1", "--steps", "2", "--warm-up", "3", "--ways", way]
+    words = [
+        "--model",
+        "7m",
+        "--batches",
+        "1x32",
+        "--turns",
+        "1",
+        "--steps",
+        "2",
+        "--warm-up",
+        "3",
+        "--ways",
+        way,
+    ]
     (row,) = bench_decoder.measure(bench_decoder.arguments().parse_args([*words, "--alone"]))
     assert "error" not in row, row["error"]
     assert row["steps"] == 2
@@ -108,10 +147,13 @@ def test_measurements_are_means_of_the_steps_that_know_them() -> None:
 
 
 def test_an_error_is_told_in_its_own_line() -> None:
-    assert error_line("ours: Traceback\n  File\nRuntimeError: CUDA out of memory. Tried\nmore\n") == (
-        "RuntimeError: CUDA out of memory. Tried"
+    assert error_line(
+        "ours: Traceback\n  File\nRuntimeError: CUDA out of memory. Tried\nmore\n"
+    ) == ("RuntimeError: CUDA out of memory. Tried")
+    assert (
+        error_line("start: ranks [0] of 1 failed\n--- rank 0: Traceback\n")
+        == "start: ranks [0] of 1 failed"
     )
-    assert error_line("start: ranks [0] of 1 failed\n--- rank 0: Traceback\n") == "start: ranks [0] of 1 failed"
 
 
 def test_the_plan_stands_beside_what_is_measured() -> None:

@@ -1,4 +1,5 @@
-"""A fixed number of fuzzing cases of each target, and the fuzzer itself on targets that fail in every way."""
+"""A fixed number of fuzzing cases of each target, and the fuzzer itself on targets that fail in
+every way."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from tests.fuzz.target import Case, Target
 from tests.fuzz.targets import TARGETS
 
 SEED = 20261122
-CASES = {"config": 300, "files": 300, "tuning": 100, "command-line": 60, "trees": 40, "launch": 500, "training": 4}
+CASES = {
+    "config": 300,
+    "files": 300,
+    "tuning": 100,
+    "command-line": 60,
+    "trees": 40,
+    "launch": 500,
+    "training": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +36,11 @@ def fuzzer() -> Iterator[Fuzzer]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each.name, marks=pytest.mark.full) if each.trains else each.name for each in TARGETS]
+    "name",
+    [
+        pytest.param(each.name, marks=pytest.mark.full) if each.trains else each.name
+        for each in TARGETS
+    ],
 )
 def test_no_case_fails(name: str, fuzzer: Fuzzer) -> None:
     for number in range(CASES.get(name, 100)):
@@ -46,7 +59,9 @@ def case_with_seven(target: Target) -> Case:
     list(zip(broken.TARGETS, ["ZeroDivisionError", CRASH, HANG, "OutsideError"], strict=True)),
     ids=[target.name for target in broken.TARGETS],
 )
-def test_the_fuzzer_finds_what_is_broken_makes_it_small_and_goes_on(target: Target, kind: str) -> None:
+def test_the_fuzzer_finds_what_is_broken_makes_it_small_and_goes_on(
+    target: Target, kind: str
+) -> None:
     case = case_with_seven(target)
     position = case.parts(target).index(7)
     # Of two parts one is left; more would be many waits for a hang.
@@ -64,12 +79,17 @@ def test_the_fuzzer_finds_what_is_broken_makes_it_small_and_goes_on(target: Targ
 
 def test_cases_are_the_same_each_time() -> None:
     for target in TARGETS:
-        assert repr(Case(target.name, 1, 5).parts(target)) == repr(Case(target.name, 1, 5).parts(target))
-        assert repr(Case(target.name, 1, 5).parts(target)) != repr(Case(target.name, 1, 6).parts(target))
+        assert repr(Case(target.name, 1, 5).parts(target)) == repr(
+            Case(target.name, 1, 5).parts(target)
+        )
+        assert repr(Case(target.name, 1, 5).parts(target)) != repr(
+            Case(target.name, 1, 6).parts(target)
+        )
 
 
 def test_sections_are_valid_until_they_are_edited(tmp_path: Path) -> None:
-    """The target for the function that checks a section: its valid sections are valid, its edits change something."""
+    """The target for the function that checks a section: its valid sections are valid, its edits
+    change something."""
     seen: list[Any] = []
     watched = sections.target(seen.append)
     for number in range(200):

@@ -1,4 +1,5 @@
-"""The measurements for a GPU run at toy sizes without one, and no part of the suite can harm another."""
+"""The measurements for a GPU run at toy sizes without one, and no part of the suite can harm
+another."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.perf import bandwidth, bench_decoder, bench_startup, decoder_ways, gpu_parts, gpu_tests, report, suite
+from tests.perf import (
+    bandwidth,
+    bench_decoder,
+    bench_startup,
+    decoder_ways,
+    gpu_parts,
+    gpu_tests,
+    report,
+    suite,
+)
 from tests.perf.idle import covered, device_use, profiled
 from tests.perf.language_model import SHAPES, Llama
 from tests.perf.part import OUT, Part, Running
@@ -33,7 +43,7 @@ def _own_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
 
 
-# -- the suite ------------------------------------------------------------------------------------------------------
+# -- the suite -------------------------------------------------------------------------------------
 
 
 def fake(name: str, statement: str, limit: float = 60) -> Part:
@@ -48,7 +58,9 @@ def test_a_part_that_fails_or_overruns_loses_nothing_of_the_others(tmp_path: Pat
         fake("slow", "import time; print('begun', flush=True); time.sleep(60)", limit=3),
         fake("last", "pass"),
     ]
-    args = suite.arguments().parse_args(["--device", "cpu", "--toy", "--budget", "200", "--jobs", "1"])
+    args = suite.arguments().parse_args(
+        ["--device", "cpu", "--toy", "--budget", "200", "--jobs", "1"]
+    )
     assert suite.measure(chosen, args) == 1
     rows = {row["part"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
     assert {part: row["state"] for part, row in rows.items()} == {
@@ -65,18 +77,29 @@ def test_a_part_that_fails_or_overruns_loses_nothing_of_the_others(tmp_path: Pat
 
 def test_what_is_done_is_not_repeated_and_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--toy", "--jobs", "1", "--budget"]
-    assert suite.measure([fake("one", "pass")], suite.arguments().parse_args([*arguments, "100"])) == 0
+    assert (
+        suite.measure([fake("one", "pass")], suite.arguments().parse_args([*arguments, "100"])) == 0
+    )
     both = [fake("one", "raise SystemExit(1)"), fake("two", "pass")]
     assert suite.measure(both, suite.arguments().parse_args([*arguments, "1"])) == 1
-    rows = {row["part"]: row["state"] for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
+    rows = {
+        row["part"]: row["state"] for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    }
     assert rows == {"one": "done", "two": "left out"}
 
 
 def test_what_a_part_had_measured_when_it_died_is_kept(tmp_path: Path) -> None:
     """Also if the suite was killed with it, before it could take the part's file over."""
     write = "from tests.perf import report; report.write({!r}, {{}}, [{{'ms': 1}}]); "
-    chosen = [replace(fake("dies", write.format("half") + "import os; os._exit(3)"), toy_result="half")]
-    chosen.append(replace(fake("stays", write.format("whole") + "__import__('time').sleep(60)", 8), toy_result="whole"))
+    chosen = [
+        replace(fake("dies", write.format("half") + "import os; os._exit(3)"), toy_result="half")
+    ]
+    chosen.append(
+        replace(
+            fake("stays", write.format("whole") + "__import__('time').sleep(60)", 8),
+            toy_result="whole",
+        )
+    )
     args = suite.arguments().parse_args(["--device", "cpu", "--toy", "--jobs", "1"])
     assert suite.measure(chosen, args) == 1
     kept = json.loads((tmp_path / "gpu.json").read_text())["settings"]["results"]
@@ -89,7 +112,8 @@ def test_what_a_part_had_measured_when_it_died_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_ended_leaves_no_process_in_another_group(tmp_path: Path) -> None:
-    """ninja gives each compiler a group of its own; one that went on would write into what the next part loads."""
+    """ninja gives each compiler a group of its own; one that went on would write into what the next
+    part loads."""
     statement = (
         "import subprocess, pathlib; "
         "child = subprocess.Popen(['sleep', '600'], start_new_session=True); "
@@ -100,10 +124,15 @@ def test_a_part_that_is_ended_leaves_no_process_in_another_group(tmp_path: Path)
     wait_until(lambda: bool((tmp_path / "pid").read_text()), "its id")
     running.end()
     child = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", "its end")
+    wait_until(
+        lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie",
+        "its end",
+    )
 
 
-def test_a_file_of_results_is_never_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_results_is_never_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report.write("one", {}, [{"ms": 1}])
 
     def killed(*args: Any) -> None:
@@ -131,7 +160,15 @@ def test_why_a_test_has_failed_is_known_of_a_part_that_its_limit_ends(tmp_path: 
         "import time\nfrom pathlib import Path\n\n\ndef test_one():\n    assert 1 == 7\n\n\n"
         f"def test_two():\n    Path({str(begun)!r}).touch()\n    time.sleep(600)\n"
     )
-    arguments = ("-p", "tests.conftest", "-p", "no:cacheprovider", "--part", "tests/others", str(tmp_path))
+    arguments = (
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+        "--part",
+        "tests/others",
+        str(tmp_path),
+    )
     running = Running(Part("endless", "pytest", arguments, arguments, 600), "cpu", True, limit=600)
     while not begun.exists():
         assert running.outcome() is None
@@ -164,7 +201,9 @@ def test_names_pick_a_part_and_all_below_it() -> None:
 
 def test_every_part_has_a_command_line_that_its_benchmark_takes() -> None:
     blocks = []
-    for part in (part for parts in suite.PARTS.values() for part in parts() if part.module != "pytest"):
+    for part in (
+        part for parts in suite.PARTS.values() for part in parts() if part.module != "pytest"
+    ):
         for arguments in {part.arguments, part.toy}:
             words = [argument.replace(OUT, "outputs") for argument in arguments]
             text = shlex.join(["python", "-m", part.module, *words])
@@ -181,7 +220,9 @@ def test_every_test_is_in_one_part() -> None:
     assert gpu_tests.part_of("tests/unit/test_new.py", {"ranks": 2}) == "tests/others"
     for group in gpu_tests.GROUPS:
         assert all((report.ROOT / file).is_file() for file in group.files)
-        part = gpu_tests.part_of(group.files[0] if group.files else "", {"ranks": group.ranks} if group.ranks else {})
+        part = gpu_tests.part_of(
+            group.files[0] if group.files else "", {"ranks": group.ranks} if group.ranks else {}
+        )
         assert part == f"tests/{group.name}"
 
 
@@ -192,11 +233,15 @@ def test_a_test_without_a_setting_of_ranks_is_one_ranks() -> None:
 
 
 @pytest.mark.parametrize("on", ["gpu", "gpu-tests"])
-def test_the_list_says_what_ten_minutes_have_room_for(on: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_says_what_ten_minutes_have_room_for(
+    on: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert suite.main(["--on", on, "--budget", "570", "--list"]) == 0
     *rows, _, total = capsys.readouterr().out.strip().splitlines()
     parts = suite.PARTS[on]()
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == [part.name for part in parts]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == [
+        part.name for part in parts
+    ]
     assert all(part.usual and part.covers for part in parts)
     count, seconds = re.fullmatch(r"(\d+) of \d+ parts, about (\d+) s", total).groups()
     assert int(count) >= 4
@@ -208,7 +253,18 @@ def test_half_an_hour_has_room_for_the_programme_in_its_order() -> None:
     names = [part.name for part in parts]
     first = parts[: names.index("losses") + 1]
     assert list(dict.fromkeys(part.name.partition("/")[0] for part in first)) == [
-        *("operators", "cores", "link", "step", "7b", "rivals", "ratio", "startup", "gather", "losses")
+        *(
+            "operators",
+            "cores",
+            "link",
+            "step",
+            "7b",
+            "rivals",
+            "ratio",
+            "startup",
+            "gather",
+            "losses",
+        )
     ]
     assert sum(part.usual for part in first) < 30 * 60
     assert all(part.usual < 570 for part in parts), "a call of ten minutes has room for each"
@@ -225,16 +281,23 @@ def test_every_step_that_is_measured_is_one_of_thirty_or_more_and_has_a_default_
         assert args.turns * args.steps >= 30, part.name
         assert args.warm_up is None, "as many as the way needs"
     shown = {way for _, args in steps_parts() for way in args.ways}
-    assert shown >= {way.name for way in (*decoder_ways.RIVALS, decoder_ways.ZERO, decoder_ways.ZERO_UNCHECKED)}
+    assert shown >= {
+        way.name for way in (*decoder_ways.RIVALS, decoder_ways.ZERO, decoder_ways.ZERO_UNCHECKED)
+    }
     assert decoder_ways.OURS.zero == {"zenflow": {}}
 
 
 def test_no_two_parts_keep_different_rows_under_one_name() -> None:
-    kept = [(args.name, way, batch) for _, args in steps_parts() for way in args.ways for batch in args.batches]
+    kept = [
+        (args.name, way, batch)
+        for _, args in steps_parts()
+        for way in args.ways
+        for batch in args.batches
+    ]
     assert len(kept) == len(set(kept))
 
 
-# -- what the parts measure -----------------------------------------------------------------------------------------
+# -- what the parts measure ------------------------------------------------------------------------
 
 
 def test_startup_gives_time_and_memory_of_both_sides() -> None:
@@ -253,7 +316,8 @@ def test_copies_are_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("7m", 6.74e6), ("100m", 1e8), ("0.5b", 5e8), ("1.5b", 1.5e9), ("3b", 3e9), ("7b", 6.74e9)]
+    ("name", "parameters"),
+    [("7m", 6.74e6), ("100m", 1e8), ("0.5b", 5e8), ("1.5b", 1.5e9), ("3b", 3e9), ("7b", 6.74e9)],
 )
 def test_models_have_the_size_that_they_are_called_by(name: str, parameters: float) -> None:
     with torch.device("meta"):
@@ -272,7 +336,7 @@ def test_recomputed_activations_change_no_gradient() -> None:
     assert_same(*grads)
 
 
-# -- the idle share -------------------------------------------------------------------------------------------------
+# -- the idle share --------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -286,8 +350,20 @@ def test_use_of_a_device_is_read_from_its_trace() -> None:
     events: list[dict[str, Any]] = [
         {"cat": "kernel", "ts": 100, "dur": 20},
         {"cat": "kernel", "ts": 110, "dur": 20},
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 120, "dur": 40, "args": {"bytes": 64}},
-        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 190, "dur": 10, "args": {"bytes": 32}},
+        {
+            "cat": "gpu_memcpy",
+            "name": "Memcpy DtoH (Device -> Pinned)",
+            "ts": 120,
+            "dur": 40,
+            "args": {"bytes": 64},
+        },
+        {
+            "cat": "gpu_memcpy",
+            "name": "Memcpy HtoD (Pinned -> Device)",
+            "ts": 190,
+            "dur": 10,
+            "args": {"bytes": 32},
+        },
         {"cat": "cpu_op", "ts": 0, "dur": 1000},
         {"ph": "M", "name": "process_name"},
     ]
@@ -304,12 +380,19 @@ def test_on_the_cpu_nothing_is_said_of_a_device() -> None:
     assert done == [1]
 
 
-# -- wheels and the interpreter -------------------------------------------------------------------------------------
+# -- wheels and the interpreter --------------------------------------------------------------------
 
 
-def test_wheels_are_closed_under_needs_and_never_hold_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheels_are_closed_under_needs_and_never_hold_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needs = {
-        "top": ["middle>=1", "torch>=2", 'old; python_version < "3.11"', 'extra-thing; extra == "more"'],
+        "top": [
+            "middle>=1",
+            "torch>=2",
+            'old; python_version < "3.11"',
+            'extra-thing; extra == "more"',
+        ],
         "middle": ["bottom", "nvidia-nccl-cu13"],
         "bottom": ["top"],
     }
@@ -318,7 +401,9 @@ def test_wheels_are_closed_under_needs_and_never_hold_torch(tmp_path: Path, monk
         path = folder / f"{requirement.name}-1.0-py3-none-any.whl"
         with zipfile.ZipFile(path, "w") as archive:
             lines = [f"Requires-Dist: {need}" for need in needs[requirement.name]]
-            archive.writestr(f"{requirement.name}-1.0.dist-info/METADATA", "\n".join(["Name: x", *lines]) + "\n")
+            archive.writestr(
+                f"{requirement.name}-1.0.dist-info/METADATA", "\n".join(["Name: x", *lines]) + "\n"
+            )
         return path
 
     monkeypatch.setattr(wheels, "_wheel", wheel)
@@ -331,10 +416,16 @@ def test_wheels_are_closed_under_needs_and_never_hold_torch(tmp_path: Path, monk
         wheels.collect(["top"], tmp_path, "3.12")
 
 
-def test_an_interpreter_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert offline.interpreter(tmp_path, tmp_path / "venv").name.startswith("python"), "this one has everything"
+def test_an_interpreter_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert offline.interpreter(tmp_path, tmp_path / "venv").name.startswith("python"), (
+        "this one has everything"
+    )
     known = offline.find_spec
-    monkeypatch.setattr(offline, "find_spec", lambda name: None if name == "deepspeed" else known(name))
+    monkeypatch.setattr(
+        offline, "find_spec", lambda name: None if name == "deepspeed" else known(name)
+    )
     with pytest.raises(offline.OfflineError, match="make offline-wheels PYTHON_VERSION"):
         offline.interpreter(tmp_path, tmp_path / "venv")
     monkeypatch.setattr(offline, "find_spec", lambda name: None)

@@ -1,5 +1,5 @@
-"""The mutants of `make test-mutants`: they are the same for a seed, each changes one place, and the tests that run its
-line are chosen."""
+"""The mutants of `make test-mutants`: they are the same for a seed, each changes one place, and the
+tests that run its line are chosen."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def test_a_seed_draws_the_same_mutants_at_different_places() -> None:
     first, second = draw(20, 3, MODULES[-6:]), draw(20, 3, MODULES[-6:])
     assert [mutant.name for mutant in first] == [mutant.name for mutant in second]
     assert len({(mutant.site.path, mutant.site.start, mutant.site.kind) for mutant in first}) == 20
-    assert [mutant.name for mutant in draw(20, 4, MODULES[-6:])] != [mutant.name for mutant in first]
+    assert [mutant.name for mutant in draw(20, 4, MODULES[-6:])] != [
+        mutant.name for mutant in first
+    ]
     for mutant in first:
         assert mutant.diff.startswith("-")
         assert mutant.site.start[0] in mutant.lines
@@ -98,9 +100,15 @@ def test_tests_that_run_the_statement_are_chosen_quick_and_near_ones_first() -> 
 
 
 def test_no_mutant_gets_more_than_its_time() -> None:
-    tests = [ran(f"tests/unit/gather/test_plan.py::test_{number}", {9}, 15.0, number % 2 == 0) for number in range(20)]
+    tests = [
+        ran(f"tests/unit/gather/test_plan.py::test_{number}", {9}, 15.0, number % 2 == 0)
+        for number in range(20)
+    ]
     chosen = choose(mutant_at(10), tests, most_seconds=40.0)
-    assert [sum(test.seconds for test in chosen if test.has_ranks is has_ranks) for has_ranks in (True, False)] == [
+    assert [
+        sum(test.seconds for test in chosen if test.has_ranks is has_ranks)
+        for has_ranks in (True, False)
+    ] == [
         30,
         30,
     ]
@@ -108,13 +116,20 @@ def test_no_mutant_gets_more_than_its_time() -> None:
 
 def test_what_forks_share_leaves_the_package_to_their_copies() -> None:
     """torch imports the entry points of installed packages, and this package has one."""
-    code = "import sys; from tests.mutations.forks import import_once; import_once(); assert 'deepspeed' in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240, stdout=subprocess.DEVNULL)
+    code = (
+        "import sys; from tests.mutations.forks import import_once; import_once(); assert "
+        "'deepspeed' in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240, stdout=subprocess.DEVNULL
+    )
 
 
 @pytest.mark.parametrize(
     ("texts", "meant"), [(None, False), ([], True), (["plan.py"], True), (["topology", "x"], False)]
 )
-def test_what_is_tried_again_is_all_or_what_one_of_the_texts_names(texts: list[str] | None, meant: bool) -> None:
+def test_what_is_tried_again_is_all_or_what_one_of_the_texts_names(
+    texts: list[str] | None, meant: bool
+) -> None:
     mutant: Any = SimpleNamespace(name="cores/plan.py:1:2: -a")
     assert is_meant(mutant, texts) is meant

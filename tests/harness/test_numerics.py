@@ -1,4 +1,5 @@
-"""The harness of the numerics study trains what it says: ours is the engine's rule, AdamW is torch's."""
+"""The harness of the numerics study trains what it says: ours is the engine's rule, AdamW is
+torch's."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def harness(rule: str, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Tra
 
 
 @pytest.mark.parametrize(
-    ("rule", "side"), [("ours-1", sides.PREDICTIVE_1), ("ours-4", sides.PREDICTIVE_4), ("adamw", sides.ADAMW)]
+    ("rule", "side"),
+    [("ours-1", sides.PREDICTIVE_1), ("ours-4", sides.PREDICTIVE_4), ("adamw", sides.ADAMW)],
 )
 def test_a_rule_equals_the_engine(rule: str, side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours to the bit; AdamW is torch's there, which rounds in another order than the pass."""
@@ -57,10 +59,14 @@ def test_a_rule_equals_the_engine(rule: str, side: Side, monkeypatch: pytest.Mon
     tolerance = 5e-3 if rule == "adamw" else 0.0
     assert training.progress.losses == pytest.approx(expected.losses, abs=tolerance)
     found = training.rule.weights().float()
-    assert torch.equal(found, expected.weights) or (rule == "adamw" and (found - expected.weights).abs().max() < 0.02)
+    assert torch.equal(found, expected.weights) or (
+        rule == "adamw" and (found - expected.weights).abs().max() < 0.02
+    )
 
 
-def test_clipped_and_on_two_ranks_it_stays_close_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clipped_and_on_two_ranks_it_stays_close_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The norm is summed in another order, and gloo's sums may round differently."""
     setting = replace(SAME, clip=1.0, ranks=2)
     ranks = run_engine(sides.PREDICTIVE_1, "toy", setting, 0, RATE, ranks=2)
@@ -68,7 +74,9 @@ def test_clipped_and_on_two_ranks_it_stays_close_to_the_engine(monkeypatch: pyte
     found = harness("ours-1", setting, monkeypatch).progress.losses
     assert found == pytest.approx(expected, abs=2e-2)
     other = harness("delay", setting, monkeypatch).progress.losses
-    assert max(abs(a - b) for a, b in zip(other, expected, strict=True)) > 2e-2, "the tolerance tells rules apart"
+    assert max(abs(a - b) for a, b in zip(other, expected, strict=True)) > 2e-2, (
+        "the tolerance tells rules apart"
+    )
 
 
 def _gradients(numel: int, steps: int) -> list[torch.Tensor]:
@@ -124,7 +132,9 @@ def test_relatives_follow_their_equations() -> None:
     acco = _fed(RULES["acco"](ranks), gradients, shares=2)
     for t in range(2, 6):
         assert torch.equal(delay[t][0], exact[t - 1])
-        torch.testing.assert_close(feedback[t][0], 2 * exact[t - 1] - exact[t - 2], rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            feedback[t][0], 2 * exact[t - 1] - exact[t - 2], rtol=0, atol=1e-6
+        )
         assert torch.equal(acco[t][1], exact[t])
         assert not torch.equal(acco[t][0], exact[t])
         assert not torch.equal(sapipe[t][0], sapipe[t][1])
@@ -161,7 +171,9 @@ def test_every_rule_trains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rule", ["ours-4", "feedback", "acco", "nadam"])
-def test_an_interrupted_row_continues_to_the_bit(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_row_continues_to_the_bit(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(SETTINGS, "test", Setting(steps=26, ranks=2, weights="float16"))
     row = Row("toy", rule, "test", 0, RATE)
     whole, first = Training(row), Training(row)
@@ -187,7 +199,9 @@ def test_overflow_skips_the_step_and_halves_the_scale(monkeypatch: pytest.Monkey
     assert clip_factor(norm=8.0, loss_scale=4.0, limit=0.0) == 1 / 4.0
 
 
-def test_rows_are_kept_and_reused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_kept_and_reused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = Row("toy", "ours-1", "short", 0, RATE)
     monkeypatch.setattr(command, "planned", lambda: [("main", row)])
     assert command.main(["--rows", "main"]) == 0
@@ -220,7 +234,10 @@ def test_the_plan_can_be_run() -> None:
         assert row.rule in RULES or row.rule.startswith("upstream")
         examples = TASKS[row.task].batch * SETTINGS[row.setting].batch
         assert examples % SETTINGS[row.setting].ranks == 0
-    sizes = {name: sum(p.numel() for p in TASKS[name].model().parameters()) for name in ("bytes-1m", "bytes-5m")}
+    sizes = {
+        name: sum(p.numel() for p in TASKS[name].model().parameters())
+        for name in ("bytes-1m", "bytes-5m")
+    }
     assert sizes["bytes-1m"] == pytest.approx(0.86e6, rel=0.01)
     assert sizes["bytes-5m"] == pytest.approx(4.9e6, rel=0.01)
 
@@ -242,7 +259,12 @@ def test_student_agrees_with_its_tables() -> None:
 
 @pytest.mark.parametrize(
     ("gaps", "expected"),
-    [((2.0, 2.1, 2.2), "refuted"), ((0.1, 0.2, 0.0), "upheld"), ((2.0, -1.9, 3.1), "open"), ((2.0,), "open")],
+    [
+        ((2.0, 2.1, 2.2), "refuted"),
+        ((0.1, 0.2, 0.0), "upheld"),
+        ((2.0, -1.9, 3.1), "open"),
+        ((2.0,), "open"),
+    ],
 )
 def test_verdicts_follow_the_plan(gaps: tuple[float, ...], expected: str) -> None:
     assert analysis.Sample(gaps).verdict(1.0) == expected
@@ -251,19 +273,35 @@ def test_verdicts_follow_the_plan(gaps: tuple[float, ...], expected: str) -> Non
 def test_tables_show_gaps_and_leave_the_rest_empty(tmp_path: Path) -> None:
     for seed in range(3):
         for rule, loss in (("adamw", 2.0), ("ours-1", 2.01 + 0.001 * seed), ("delay", 2.2)):
-            end = {"losses": [loss] * 60, "held_out": loss, "held_out_before": 5.0, "diverged": False, "rate": 1e-3}
+            end = {
+                "losses": [loss] * 60,
+                "held_out": loss,
+                "held_out_before": 5.0,
+                "diverged": False,
+                "rate": 1e-3,
+            }
             store(Row("bytes-1m", rule, "base", seed), end)
-    store(Row("bytes-1m", "ours-4", "base", 0), {"losses": [9.0], "held_out": None, "diverged": True, "rate": 1e-3})
+    store(
+        Row("bytes-1m", "ours-4", "base", 0),
+        {"losses": [9.0], "held_out": None, "diverged": True, "rate": 1e-3},
+    )
     page = tmp_path / "docs" / "lab" / "archive" / "numerics.md"
     page.parent.mkdir(parents=True)
     page.write_text(
         "".join(
-            f"{table.BEGIN.format(n)}\nold\n{table.END.format(n)}\n" for n in ("rows", "trends", "contrasts", "rates")
+            f"{table.BEGIN.format(n)}\nold\n{table.END.format(n)}\n"
+            for n in ("rows", "trends", "contrasts", "rates")
         )
     )
     table.write()
-    written = [line for line in page.read_text().splitlines() if "| bytes-1m | base |" in line and "of 3" in line]
-    found = [line for line in written if not line.startswith("| rounded")]  # the same rules with other seeds
+    written = [
+        line
+        for line in page.read_text().splitlines()
+        if "| bytes-1m | base |" in line and "of 3" in line
+    ]
+    found = [
+        line for line in written if not line.startswith("| rounded")
+    ]  # the same rules with other seeds
     lines = {line.split(" | ")[3]: line for line in found}
     assert "| +0.55 |" in lines["ours-1"]
     assert lines["ours-1"].endswith("| upheld |")
@@ -275,7 +313,9 @@ def test_tables_show_gaps_and_leave_the_rest_empty(tmp_path: Path) -> None:
     assert "old" not in page.read_text()
 
 
-def test_the_tables_of_the_page_are_those_of_the_stored_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_of_the_page_are_those_of_the_stored_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(report, "ROOT", ROOT)
     assert table.current() == table.page().read_text(), "run `python -m studies.numerics --table`"
 
@@ -284,7 +324,10 @@ def test_figures_are_drawn_of_what_is_there(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for rule in ("adamw", "ours-1"):
         losses = [5.0 - 0.01 * step for step in range(100)]
-        store(Row("bytes-1m", rule, "base", 0), {"losses": losses, "seconds": [1.0, 2.0], "diverged": False})
+        store(
+            Row("bytes-1m", rule, "base", 0),
+            {"losses": losses, "seconds": [1.0, 2.0], "diverged": False},
+        )
     (tmp_path / "docs" / "lab" / "archive").mkdir(parents=True)
     drawn = plots.draw()
     assert [path.name for path in drawn] == ["numerics_bytes-1m_base.svg"]
@@ -295,6 +338,11 @@ def test_figures_are_drawn_of_what_is_there(tmp_path: Path) -> None:
 
 def test_a_figure_of_many_rules_has_few_colours() -> None:
     figures = list((ROOT / "docs" / "lab" / "archive").glob("numerics_*.svg"))
-    colours = {path.name: set(re.findall(r"stroke: (#[0-9a-f]{6})", path.read_text())) - GREYS for path in figures}
+    colours = {
+        path.name: set(re.findall(r"stroke: (#[0-9a-f]{6})", path.read_text())) - GREYS
+        for path in figures
+    }
     assert len(colours) > 10
-    assert [name for name, found in colours.items() if not 2 <= len(found) <= plots.MOST_COLORS] == []
+    assert [
+        name for name, found in colours.items() if not 2 <= len(found) <= plots.MOST_COLORS
+    ] == []

@@ -1,5 +1,6 @@
-"""What `make test-gpu` imports before it runs a test is on a machine without network: torch is there, the rest is
-carried (tools/wheels.py). One module that is not would leave pytest without any test."""
+"""What `make test-gpu` imports before it runs a test is on a machine without network: torch is
+there, the rest is carried (tools/wheels.py). One module that is not would leave pytest without any
+test."""
 
 from __future__ import annotations
 
@@ -39,20 +40,24 @@ def carried(roots: Iterable[str]) -> set[str]:
             needs = [Requirement(text) for text in requires(name) or ()]
         except PackageNotFoundError:
             continue
-        waiting += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+        waiting += [
+            need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})
+        ]
     return found
 
 
 def imported_at_once(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Full names of what a module imports when it is imported, with lines: not in functions, nor for types only, nor
-    where a missing module is caught."""
+    """Full names of what a module imports when it is imported, with lines: not in functions, nor
+    for types only, nor where a missing module is caught."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "the project has no relative imports"
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not _is_guarded(node):
+        elif not isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        ) and not _is_guarded(node):
             yield from imported_at_once(node)
 
 
@@ -60,7 +65,8 @@ def _is_guarded(node: ast.AST) -> bool:
     if isinstance(node, ast.If):
         return "TYPE_CHECKING" in ast.unparse(node.test)
     return isinstance(node, ast.Try) and any(
-        handler.type is not None and re.search("ImportError|ModuleNotFoundError", ast.unparse(handler.type))
+        handler.type is not None
+        and re.search("ImportError|ModuleNotFoundError", ast.unparse(handler.type))
         for handler in node.handlers
     )
 
@@ -71,27 +77,35 @@ def _source(path: Path) -> tuple[tuple[int, str], ...]:
 
 
 def _files(name: str) -> list[Path]:
-    """The files that an import of `name` executes: modules and packages of ours, and what an example is imported as."""
+    """The files that an import of `name` executes: modules and packages of ours, and what an
+    example is imported as."""
     parts, found = name.split("."), []
     for length in range(1, len(parts) + 1):
         path = ROOT.joinpath(*parts[:length])
-        found += [each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()]
+        found += [
+            each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()
+        ]
     return found
 
 
 @functools.cache
 def _skips(path: Path) -> tuple[tuple[int, str], ...]:
     """The modules without which a file is skipped from some line on."""
-    calls = re.finditer(r'^(?:\w+ = )?pytest\.importorskip\("(\w+)"\)', path.read_text(), re.MULTILINE)
+    calls = re.finditer(
+        r'^(?:\w+ = )?pytest\.importorskip\("(\w+)"\)', path.read_text(), re.MULTILINE
+    )
     return tuple((call.string[: call.start()].count("\n") + 1, call[1]) for call in calls)
 
 
 def missing(start: Iterable[Path], available: set[str]) -> list[str]:
-    """The imports, of `start` and all that they import, that find nothing where only `available` is installed."""
+    """The imports, of `start` and all that they import, that find nothing where only `available` is
+    installed."""
     of_modules, found = packages_distributions(), []
 
     def is_there(module: str) -> bool:
-        return bool({canonicalize_name(each) for each in of_modules.get(module, [module])} & available)
+        return bool(
+            {canonicalize_name(each) for each in of_modules.get(module, [module])} & available
+        )
 
     waiting, seen = list(start), set(start)
     while waiting:
@@ -110,7 +124,9 @@ def missing(start: Iterable[Path], available: set[str]) -> list[str]:
 
 def test_tests_are_collected_with_no_more_than_torch_and_the_carried_wheels() -> None:
     found = missing(COLLECTED, carried([*RUNTIME, *TESTS]))
-    assert not found, "\n".join([*found, "import it in the test (pytest.importorskip), or carry it (tools/wheels.py)"])
+    assert not found, "\n".join(
+        [*found, "import it in the test (pytest.importorskip), or carry it (tools/wheels.py)"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +145,9 @@ def test_tests_are_collected_with_no_more_than_torch_and_the_carried_wheels() ->
         ("import ast, numpy, torch, pytest, hypothesis", False),
     ],
 )
-def test_an_import_of_something_else_is_found(line: str, is_found: bool, tmp_path: Path, monkeypatch) -> None:
+def test_an_import_of_something_else_is_found(
+    line: str, is_found: bool, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     (tmp_path / "tests" / "support").mkdir(parents=True)
     (tmp_path / "tests" / "support" / "pages.py").write_text(f"{line}\n")

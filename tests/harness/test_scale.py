@@ -1,4 +1,5 @@
-"""How much one rank does and receives, among few ranks and among 1,024: a rehearsal, all other ranks are made up."""
+"""How much one rank does and receives, among few ranks and among 1,024: a rehearsal, all other
+ranks are made up."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ BY_NAME = {system.name: system for system in SYSTEMS}
 
 @dataclass(frozen=True)
 class Counted:
-    """What one run of a system takes on one rank: bytes that arrive, collectives, bytecode instructions."""
+    """What one run of a system takes on one rank: bytes that arrive, collectives, bytecode
+    instructions."""
 
     received: int
     collectives: int
@@ -71,15 +73,18 @@ def test_agreements_are_the_same_among_many_ranks(name: str, tmp_path: Path) -> 
     ("name", "per_rank", "most_instructions"),
     [
         ("core plans", 600, 40),
-        # Bytes: 16 for each control group with a limit that this machine has. Instructions: each rank
-        # adds up what the ranks of every host need, 10 ms among 1,024.
+        # Bytes: 16 for each control group with a limit that this machine has. Instructions: each
+        # rank adds up what the ranks of every host need, 10 ms among 1,024.
         ("ZenFlow start: layout, room", 350, 300),
         ("every rank has an error of its own", 8, 40),
         ("plans differ on every rank", 8, 40),
     ],
 )
-def test_other_hosts_cost_little(name: str, per_rank: int, most_instructions: int, tmp_path: Path) -> None:
-    """Each rank more is some bytes and a few instructions. Where all differ, only the first ones are told."""
+def test_other_hosts_cost_little(
+    name: str, per_rank: int, most_instructions: int, tmp_path: Path
+) -> None:
+    """Each rank more is some bytes and a few instructions. Where all differ, only the first ones
+    are told."""
     few, many = few_and_many(name, tmp_path)
     assert many.collectives == few.collectives
     assert many.received - few.received <= per_rank * (MANY - FEW)
@@ -122,17 +127,27 @@ def test_each_file_of_a_checkpoint_costs_the_same(tmp_path: Path) -> None:
     found = []
     for size in (16, 128):
         (tmp_path / str(size)).mkdir()
-        found.append(counted("resume: a part of every file", size, tmp_path / str(size)).instructions / size)
+        found.append(
+            counted("resume: a part of every file", size, tmp_path / str(size)).instructions / size
+        )
     assert found[1] <= 1.05 * found[0]
 
 
 def test_a_message_stays_short() -> None:
     """Of 1,024 errors the first are told, and ranks are named as ranges."""
     with rehearsed_ranks(MANY) as (ranks, rehearsal):
-        rehearsal.others, rehearsal.sent = that_differ, _Told("ConfigError", "ConfigError", "another", False)
-        with pytest.raises(ConfigError, match=rf"^rank 0: mine; ranks 1-{MOST_TOLD}: another; further"):
+        rehearsal.others, rehearsal.sent = (
+            that_differ,
+            _Told("ConfigError", "ConfigError", "another", False),
+        )
+        with pytest.raises(
+            ConfigError, match=rf"^rank 0: mine; ranks 1-{MOST_TOLD}: another; further"
+        ):
             raise_together(ranks, ConfigError("mine"))
-    with rehearsed_ranks(MANY) as (ranks, _), pytest.raises(ConfigError, match=r"^ranks 0-1023: mine$"):
+    with (
+        rehearsed_ranks(MANY) as (ranks, _),
+        pytest.raises(ConfigError, match=r"^ranks 0-1023: mine$"),
+    ):
         raise_together(ranks, ConfigError("mine"))
 
 

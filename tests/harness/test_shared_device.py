@@ -1,4 +1,5 @@
-"""Ranks that share a device talk through NCCL where that works, through gloo elsewhere, and no hang ends the run."""
+"""Ranks that share a device talk through NCCL where that works, through gloo elsewhere, and no hang
+ends the run."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_a_machine_is_probed_once_for_each_number_of_ranks(monkeypatch: pytest.M
     assert asked == [2, 3, 2], "what is known of one machine says nothing of another"
 
 
-def test_who_comes_while_the_probe_runs_waits_for_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_comes_while_the_probe_runs_waits_for_its_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked, go_on, found = list[int](), threading.Event(), list[str]()
 
     def slow(ranks: int) -> Probed:
@@ -87,7 +90,10 @@ def test_who_comes_while_the_probe_runs_waits_for_its_verdict(monkeypatch: pytes
         return GOOD
 
     monkeypatch.setattr(nccl_probe, "probe", slow)
-    askers = [threading.Thread(target=lambda: found.append(shared_device.backend_between(2).name)) for _ in range(3)]
+    askers = [
+        threading.Thread(target=lambda: found.append(shared_device.backend_between(2).name))
+        for _ in range(3)
+    ]
     for asker in askers:
         asker.start()
     go_on.set()
@@ -130,7 +136,9 @@ def settings_of() -> dict[str, Any]:
     return {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
 
 
-def test_ranks_get_their_settings_before_their_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_their_settings_before_their_group_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On the CPU, where the group is gloo's whatever the settings say."""
     monkeypatch.setattr(ranks_module, "_simulated", frozenset())  # whose ranks share nothing
     monkeypatch.setattr(shared_device, "is_shared", lambda ranks: True)

@@ -1,4 +1,5 @@
-"""The soak's faults are a function of its seed, and a short soak ends where an undisturbed run ends."""
+"""The soak's faults are a function of its seed, and a short soak ends where an undisturbed run
+ends."""
 
 import signal
 import subprocess
@@ -27,9 +28,14 @@ def test_faults_are_a_function_of_the_seed(seed: int, number: int) -> None:
     assert plan.faults != plan_round(seed + 1, number, LONGEST).faults
     assert plan.faults != plan_round(seed, number + 1, LONGEST).faults
     assert sorted(fault.kind for fault in plan.faults) == sorted(Kind)
-    assert all(0 <= fault.rank < plan.ranks and 0 <= fault.delay_seconds <= LONGEST for fault in plan.faults)
+    assert all(
+        0 <= fault.rank < plan.ranks and 0 <= fault.delay_seconds <= LONGEST
+        for fault in plan.faults
+    )
     for before, fault in zip(plan.faults, plan.faults[1:], strict=False):
-        assert not (before.kind.touches_checkpoints and fault.starting), "what it did would never be seen"
+        assert not (before.kind.touches_checkpoints and fault.starting), (
+            "what it did would never be seen"
+        )
 
 
 def test_twelve_rounds_see_every_stage_with_every_interval_and_number_of_ranks() -> None:
@@ -39,7 +45,9 @@ def test_twelve_rounds_see_every_stage_with_every_interval_and_number_of_ranks()
 
 def test_every_stage_sees_every_form() -> None:
     rounds = [plan_round(1, number, LONGEST) for number in range(3 * len(FORMS))]
-    assert {(plan.stage, plan.form) for plan in rounds} == {(stage, form) for stage in (1, 2, 3) for form in FORMS}
+    assert {(plan.stage, plan.form) for plan in rounds} == {
+        (stage, form) for stage in (1, 2, 3) for form in FORMS
+    }
 
 
 REPLACE = """
@@ -90,7 +98,8 @@ def test_report_of_rounds_without_faults() -> None:
 
 @pytest.mark.full
 def test_a_short_soak_survives_its_faults(tmp_path: Path) -> None:
-    """The faults that end a run and those that touch checkpoints, on three ranks at stage 3, mid-interval."""
+    """The faults that end a run and those that touch checkpoints, on three ranks at stage 3,
+    mid-interval."""
     plan = plan_round(seed=7, number=4, longest_delay_seconds=1.0)
     kinds = (Kind.KILL_WORKER, Kind.DISK_FULL, Kind.TRUNCATE, Kind.KILL_IN_SAVE, Kind.KILL_RANK)
     faults = tuple(fault for fault in plan.faults if fault.kind in kinds)

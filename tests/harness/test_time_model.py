@@ -1,4 +1,5 @@
-"""The study of published steps: its inputs hold together, its schedules are what they say, and its page is current."""
+"""The study of published steps: its inputs hold together, its schedules are what they say, and its
+page is current."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ ROWS = pytest.mark.parametrize("row", READ.rows, ids=lambda row: f"{row.system},
 
 
 def made(schedule: str, machine: Machine, **fields) -> tuple[Row, Inputs]:
-    """A row of 1e9 parameters on two GPUs of one host, 3 s without offload, and inputs with one system."""
+    """A row of 1e9 parameters on two GPUs of one host, 3 s without offload, and inputs with one
+    system."""
     system = System(schedule, "", down=2, up=4, passed=30)  # type: ignore[arg-type]
     row = Row("a", "it", "https://x.org", "here", 1e9, 2, 2, 5.0, "step", base=3.0)
     found = replace(READ, machines={"here": machine}, systems={"it": system}, rows=[row])
@@ -28,13 +30,17 @@ def made(schedule: str, machine: Machine, **fields) -> tuple[Row, Inputs]:
 
 
 def test_the_page_is_current() -> None:
-    assert page.PAGE.read_text() == page.written(page.PAGE.read_text(), READ), "run python -m studies.time_model"
+    assert page.PAGE.read_text() == page.written(page.PAGE.read_text(), READ), (
+        "run python -m studies.time_model"
+    )
 
 
 def test_the_picture_is_current(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     page.draw(READ, tmp_path / "drawn.svg")
-    rows, drawn = (path.read_text().count("<!-- ") for path in (page.PICTURE, tmp_path / "drawn.svg"))
+    rows, drawn = (
+        path.read_text().count("<!-- ") for path in (page.PICTURE, tmp_path / "drawn.svg")
+    )
     assert rows == drawn
     assert all(f"<!-- {row.name} -->" in page.PICTURE.read_text() for row in READ.rows)
 
@@ -120,7 +126,10 @@ def test_quantities_are_what_they_say() -> None:
     assert predicted(row, found) == pytest.approx(6 / (6 + 6), rel=1e-3)
     row, found = made("behind backward", machine, quantity="times ZeRO-Offload")
     found.systems["ZeRO-Offload"] = System("package", "")
-    steps = [predicted(replace(row, system=name, quantity="step"), found) for name in ("ZeRO-Offload", "it")]
+    steps = [
+        predicted(replace(row, system=name, quantity="step"), found)
+        for name in ("ZeRO-Offload", "it")
+    ]
     assert predicted(row, found) == pytest.approx(steps[0] / steps[1])
 
 
@@ -132,14 +141,18 @@ def test_the_implied_speed_makes_the_prediction_right(row: Row) -> None:
         ends = [predicted(row, READ, replace(machine, host=speed)) for speed in (1e7, 1e15)]
         assert not min(ends) < row.published < max(ends)
     else:
-        assert predicted(row, READ, replace(machine, host=host)) == pytest.approx(row.published, rel=1e-6)
+        assert predicted(row, READ, replace(machine, host=host)) == pytest.approx(
+            row.published, rel=1e-6
+        )
 
 
 def test_ours_hides_what_fits_into_a_step_and_no_more() -> None:
     row, _ = made("serial", Machine())
     assert ours(row, Machine(link=100e9, host=1000e9)) == 3.0
     slow = Machine(link=100e9, host=1e9)
-    time = step_time(row.model, row.ranks, Setup(stage=3, zenflow=ZenFlowConfig(update_interval=1)), slow)
+    time = step_time(
+        row.model, row.ranks, Setup(stage=3, zenflow=ZenFlowConfig(update_interval=1)), slow
+    )
     assert ours(row, slow) == time.host > 3.0
 
 

@@ -1,4 +1,5 @@
-"""Every place where the package orders the work of a device is found, and the table says what notices if it goes."""
+"""Every place where the package orders the work of a device is found, and the table says what
+notices if it goes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from tests.support.paths import ROOT
 def test_the_table_has_a_row_for_every_wait() -> None:
     table, found = read_table(), [site.name for site in sites()]
     assert list(table) == found, "python -m tests.mutations.run --write-docs"
-    assert NOT_NOTICED not in table.values(), f"a test is missing, or the wait is needless: see {TABLE}"
+    assert NOT_NOTICED not in table.values(), (
+        f"a test is missing, or the wait is needless: see {TABLE}"
+    )
     for beginning in REDUNDANT:
         assert any(name.startswith(beginning) for name in found), f"{beginning} is no wait any more"
 

@@ -27,7 +27,8 @@ class Cell:
         modules: of Python, which must be installed.
         changes: of the recipe's text.
         confines: the CPUs that the launcher gives to each rank; None: all.
-        in_any_order: whether the second rank may be on the first node: torchrun sorts its agents by host and process.
+        in_any_order: whether the second rank may be on the first node: torchrun sorts its agents by
+            host and process.
         needs_gpu: why, if this makes no sense without one.
         daemons: which of "ssh" and "slurm" must run.
     """
@@ -56,7 +57,11 @@ class Cell:
 
 
 def installed(name: str) -> bool:
-    return (sshd() if name == "sshd" else shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")) is not None
+    return (
+        sshd()
+        if name == "sshd"
+        else shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    ) is not None
 
 
 def _halves() -> tuple[frozenset[int], frozenset[int]]:
@@ -64,12 +69,24 @@ def _halves() -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(range(cpus // 2)), frozenset(range(cpus // 2, cpus))
 
 
-def _srun(option: str, *, confines: tuple[frozenset[int], frozenset[int]] | None, on_one_node: bool = False) -> Cell:
+def _srun(
+    option: str,
+    *,
+    confines: tuple[frozenset[int], frozenset[int]] | None,
+    on_one_node: bool = False,
+) -> Cell:
     changes = {"deepspeed-ext run": f"{option} deepspeed-ext run"}
     if on_one_node:
         changes |= dict([ON_ONE_NODE])
     where = ", one node" if on_one_node else ""
-    return Cell(f"srun {option}{where}", "srun", SLURM, changes=changes, confines=confines, daemons=("slurm",))
+    return Cell(
+        f"srun {option}{where}",
+        "srun",
+        SLURM,
+        changes=changes,
+        confines=confines,
+        daemons=("slurm",),
+    )
 
 
 SLURM = ("srun", "slurmctld", "slurmd")
@@ -89,12 +106,22 @@ CELLS = (
     _srun("--cpu-bind=mask_cpu:0x1,0x2", confines=FIRST_TWO, on_one_node=True),
     _srun("--mpi=pmi2", confines=_halves()),
     Cell("sbatch", "sbatch", (*SLURM, "sbatch"), confines=_halves(), daemons=("slurm",)),
-    Cell("srun, torchrun", "srun and torchrun", SLURM, confines=_halves(), in_any_order=True, daemons=("slurm",)),
+    Cell(
+        "srun, torchrun",
+        "srun and torchrun",
+        SLURM,
+        confines=_halves(),
+        in_any_order=True,
+        daemons=("slurm",),
+    ),
     Cell(
         "mpirun --bind-to core, one node",
         "mpirun",
         ("mpirun",),
-        changes={"--host node1,node2 --bind-to none -x PATH -x MASTER_ADDR=node1": "--oversubscribe --bind-to core"},
+        changes={
+            "--host node1,node2 --bind-to none -x PATH -x "
+            "MASTER_ADDR=node1": "--oversubscribe --bind-to core"
+        },
         confines=FIRST_TWO,
     ),
     Cell("mpiexec (Hydra)", "mpiexec", ("mpiexec.hydra", *SSH), daemons=("ssh",)),
@@ -104,7 +131,8 @@ CELLS = (
         "torchrun --numa-binding",
         "torchrun",
         changes={"--no-python": "--numa-binding node --no-python"},
-        needs_gpu="--numa-binding binds to the NUMA node of a rank's GPU, and this machine has none",
+        needs_gpu="--numa-binding binds to the NUMA node of a rank's GPU, and this machine has "
+        "none",
     ),
 )
 EXTRA_LAUNCHERS = ("pdsh", "srun", "mpirun", "mpiexec.hydra", "accelerate", "ray")

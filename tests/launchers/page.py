@@ -20,7 +20,8 @@ class Recipe:
     Attributes:
         name: as in ``<!-- recipe: NAME -->`` above the block.
         command: the block.
-        on_each_node: whether it is typed on both nodes, with NODE_RANK 0 and 1: ``NAME, on each node``.
+        on_each_node: whether it is typed on both nodes, with NODE_RANK 0 and 1:
+            ``NAME, on each node``.
         files: contents by name, of the blocks ``<!-- file: FILE of NAME -->`` above.
     """
 
@@ -56,7 +57,9 @@ def recipes(text: str | None = None) -> dict[str, Recipe]:
             continue
         name, _, where = title.partition(", ")
         if name in found or where not in ("", "on each node"):
-            raise ValueError(f"recipe {title}: expected a new name, and 'on each node' or nothing behind a comma")
+            raise ValueError(
+                f"recipe {title}: expected a new name, and 'on each node' or nothing behind a comma"
+            )
         found[name] = Recipe(name, block, bool(where), files.pop(name, {}))
     if files:
         raise ValueError(f"files of no recipe below them: {files}")

@@ -20,7 +20,8 @@ END_SECONDS = 10.0
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of all that its descendants leave behind, so that `end` finds it."""
+    """Make this process the parent of all that its descendants leave behind, so that `end` finds
+    it."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
@@ -69,12 +70,18 @@ class Daemons:
     def start(self, name: str, *command: str, environment: Mapping[str, str] | None = None) -> None:
         with self._log(name).open("wb") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )
         self._started.append((name, process))
 
     def wait_for(self, happened: Callable[[], bool], what: str) -> None:
-        """Return once `happened()`; an AssertionError with all output if a daemon has ended or it takes too long."""
+        """Return once `happened()`; an AssertionError with all output if a daemon has ended or it
+        takes too long."""
         deadline = time.monotonic() + START_SECONDS
         while not happened():
             ended = [name for name, process in self._started if process.poll() is not None]
@@ -84,7 +91,8 @@ class Daemons:
 
     def output(self) -> str:
         return "\n".join(
-            f"--- {name}\n{self._log(name).read_text(errors='replace')[-3000:]}" for name, _ in self._started
+            f"--- {name}\n{self._log(name).read_text(errors='replace')[-3000:]}"
+            for name, _ in self._started
         )
 
     def close(self) -> None:

@@ -1,7 +1,9 @@
-"""A private Slurm: one slurmctld and three slurmd on this machine, in a folder of its own, without munge.
+"""A private Slurm: one slurmctld and three slurmd on this machine, in a folder of its own, without
+munge.
 
-The first two nodes have half of the CPUs each, as two machines would. The third has all of them, for several tasks on
-one node. Each has a loopback address as its name, so that ranks can use the names that Slurm tells them.
+The first two nodes have half of the CPUs each, as two machines would. The third has all of them,
+for several tasks on one node. Each has a loopback address as its name, so that ranks can use the
+names that Slurm tells them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class PrivateSlurm:
         self.config.write_text("\n".join(self._lines(folder, free_ports(4))) + "\n")
         (folder / "state").mkdir()
         command = ("-D", "-f", str(self.config))
-        self._daemons.start("slurmctld", self._path("slurmctld"), *command, environment=self._environment)
+        self._daemons.start(
+            "slurmctld", self._path("slurmctld"), *command, environment=self._environment
+        )
         for node in (*NODES, WHOLE_NODE):
             slurmd = (self._path("slurmd"), *command, "-N", node)
             self._daemons.start(f"slurmd-{node}", *slurmd, environment=self._environment)
@@ -45,8 +49,11 @@ class PrivateSlurm:
         user = pwd.getpwuid(os.geteuid()).pw_name
         specialized = [f" CpuSpecList={','.join(map(str, half))}" for half in reversed(halves)]
         nodes = [
-            f"NodeName={node} NodeAddr={node} NodeHostname=localhost Port={port} CPUs={cpus}{reserved}"
-            for node, port, reserved in zip((*NODES, WHOLE_NODE), ports[1:], [*specialized, ""], strict=True)
+            f"NodeName={node} NodeAddr={node} NodeHostname=localhost Port={port} "
+            f"CPUs={cpus}{reserved}"
+            for node, port, reserved in zip(
+                (*NODES, WHOLE_NODE), ports[1:], [*specialized, ""], strict=True
+            )
         ]
         return [
             "ClusterName=private",
@@ -83,7 +90,9 @@ class PrivateSlurm:
         found = subprocess.run(
             command, env=self._environment, capture_output=True, text=True, timeout=30, check=False
         ).stdout.split("\n")
-        return sum(int(line.split()[0]) for line in found if line.endswith(" idle")) == len(NODES) + 1
+        return (
+            sum(int(line.split()[0]) for line in found if line.endswith(" idle")) == len(NODES) + 1
+        )
 
     def close(self) -> None:
         self._daemons.close()

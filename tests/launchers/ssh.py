@@ -1,4 +1,5 @@
-"""A private sshd on loopback addresses, with keys of its own; nothing of the user's or the machine's is touched."""
+"""A private sshd on loopback addresses, with keys of its own; nothing of the user's or the
+machine's is touched."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests.launchers.processes import Daemons, answers, free_ports
 
 NODES = ("127.0.0.2", "127.0.0.3")
 EMPTY = Path("/run/sshd")
-"""The folder into which root's sshd locks its children. Its place is compiled in, and only the service makes it."""
+"""The folder into which root's sshd locks its children. Its place is compiled in, and only the
+service makes it."""
 
 
 def sshd() -> str | None:

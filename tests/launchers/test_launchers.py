@@ -1,4 +1,5 @@
-"""Each launcher continues the training of the one before, on its cores, and with the losses of an undisturbed run."""
+"""Each launcher continues the training of the one before, on its cores, and with the losses of an
+undisturbed run."""
 
 from __future__ import annotations
 
@@ -24,9 +25,19 @@ from tests.launchers.slurm import PrivateSlurm
 from tests.launchers.ssh import NODES, PrivateSsh
 
 CELL_SECONDS = 240.0
-pytestmark = pytest.mark.timeout(2 * CELL_SECONDS + 120)  # the first also waits for the undisturbed run
+pytestmark = pytest.mark.timeout(
+    2 * CELL_SECONDS + 120
+)  # the first also waits for the undisturbed run
 RANKS_OF_OTHERS = ("SLURM_", "OMPI_", "PMI", "MPI_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_")
-RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"}
+RANK_VARIABLES = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "CROSS_RANK",
+    "CROSS_SIZE",
+}
 
 
 OF_THE_NODES = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR")
@@ -35,7 +46,11 @@ OF_THE_NODES = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR")
 
 def environment() -> dict[str, str]:
     """This process's, without what a launcher has put there, for training on the CPU."""
-    kept = {n: v for n, v in os.environ.items() if not n.startswith(RANKS_OF_OTHERS) and n not in RANK_VARIABLES}
+    kept = {
+        n: v
+        for n, v in os.environ.items()
+        if not n.startswith(RANKS_OF_OTHERS) and n not in RANK_VARIABLES
+    }
     return {
         **kept,
         "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}:/usr/sbin:/sbin",
@@ -47,11 +62,14 @@ def environment() -> dict[str, str]:
 
 
 class Site:
-    """Two nodes on this machine: daemons that start when a launcher first needs them, and one training."""
+    """Two nodes on this machine: daemons that start when a launcher first needs them, and one
+    training."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.training = training.Training(folder / "training", steps=training.STEPS_EACH * len(CELLS))
+        self.training = training.Training(
+            folder / "training", steps=training.STEPS_EACH * len(CELLS)
+        )
         self.environment = {**environment(), "RAY_TMPDIR": str(folder / "ray")}
         self._running: dict[str, PrivateSsh | PrivateSlurm] = {}
         self._reference: list[float] = []
@@ -78,15 +96,23 @@ class Site:
         """The losses of one run from the first step to the last, started by hand."""
         if not self._reference:
             output = self.folder / "undisturbed"
-            arguments = self.training.arguments(output, self.training.steps).replace(" --resume", "")
-            by_hand = f"WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_ports(1)[0]}"
-            command = f"RANK=$NODE_RANK {by_hand} deepspeed-ext run {self.training.script('train.py')} {arguments}"
+            arguments = self.training.arguments(output, self.training.steps).replace(
+                " --resume", ""
+            )
+            by_hand = (
+                f"WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_ports(1)[0]}"
+            )
+            command = (
+                f"RANK=$NODE_RANK {by_hand} deepspeed-ext run "
+                f"{self.training.script('train.py')} {arguments}"
+            )
             self.run(page.Recipe("by hand", command, on_each_node=True), self.folder)
             self._reference = training.losses(output)
         return self._reference
 
     def run(self, recipe: page.Recipe, folder: Path) -> None:
-        """Run a recipe in `folder`; an AssertionError with what it has printed unless it succeeds."""
+        """Run a recipe in `folder`; an AssertionError with what it has printed unless it
+        succeeds."""
         for name, content in recipe.files.items():
             (folder / name).write_text(content)
         before = descendants()
@@ -102,7 +128,9 @@ class Site:
         finally:
             end(descendants() - before)
 
-    def _start(self, command: str, folder: Path, node: int, out: IO[bytes]) -> subprocess.Popen[bytes]:
+    def _start(
+        self, command: str, folder: Path, node: int, out: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
         environment = {**self.environment, "NODE_RANK": str(node)}
         return subprocess.Popen(
             ["bash", "-euc", command],
@@ -121,16 +149,22 @@ class Site:
             if any(process.poll() for process in processes):
                 deadline = min(deadline, time.monotonic() + 20.0)  # the others may now wait for it
             time.sleep(0.2)
-        return ["no end" if process.returncode is None else process.returncode for process in processes]
+        return [
+            "no end" if process.returncode is None else process.returncode for process in processes
+        ]
 
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     adopt_orphans()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else a limit on time would leave the daemons
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # else a limit on time would leave the daemons
     with ExitStack() as stack:
         # Sockets of Slurm and MPI lie below, and their paths may have no more than 108 characters.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp")))
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp"))
+        )
         before = descendants()
         stack.callback(lambda: end(descendants() - before))
         site = Site(folder)
@@ -141,7 +175,9 @@ def site() -> Iterator[Site]:
 def test_launchers_beside_torchrun_are_installed() -> None:
     """No launcher, no matrix: that all of it is skipped must not look like success."""
     found = [cell.name for cell in CELLS if not cell.missing() and cell.name != "torchrun"]
-    assert found, f"none of {', '.join(EXTRA_LAUNCHERS)} is installed: run tools/install_launchers.sh"
+    assert found, (
+        f"none of {', '.join(EXTRA_LAUNCHERS)} is installed: run tools/install_launchers.sh"
+    )
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
@@ -171,7 +207,10 @@ def substituted(cell: Cell, site: Site, output: Path, until: int) -> page.Recipe
         output: relative to the folder where the recipe is typed.
     """
     arguments = site.training.arguments(output, until)
-    scripts = {f"examples/{n}": f"{site.training.script(n)} {arguments}" for n in ("train.py", "ray_train.py")}
+    scripts = {
+        f"examples/{n}": f"{site.training.script(n)} {arguments}"
+        for n in ("train.py", "ray_train.py")
+    }
     ports = dict(zip(("29400", "29500"), map(str, free_ports(2)), strict=True))
     hosts = dict(zip(("node1", "node2"), NODES, strict=True))
     recipe = page.recipes()[cell.recipe]
@@ -181,7 +220,8 @@ def substituted(cell: Cell, site: Site, output: Path, until: int) -> page.Recipe
 
 
 def check_plan(plan: list[frozenset[int]], cell: Cell) -> None:
-    """Both ranks share this machine, so their cores must differ, and stay within what the launcher gave."""
+    """Both ranks share this machine, so their cores must differ, and stay within what the launcher
+    gave."""
     assert len(plan) == training.RANKS, plan
     assert all(plan)
     if (os.cpu_count() or 1) >= training.RANKS:
@@ -191,7 +231,9 @@ def check_plan(plan: list[frozenset[int]], cell: Cell) -> None:
         assert any(plan[0] <= first and plan[1] <= second for first, second in orders)
 
 
-@pytest.mark.parametrize("hostlist", ["node[01-03,7]", "a[5,1],b", "rack[2-3]node[010-12]", "127.0.0.[2-3]", "one"])
+@pytest.mark.parametrize(
+    "hostlist", ["node[01-03,7]", "a[5,1],b", "rack[2-3]node[010-12]", "127.0.0.[2-3]", "one"]
+)
 def test_the_first_host_is_that_of_scontrol(hostlist: str, site: Site) -> None:
     if not all(installed(name) for name in (*SLURM, "scontrol")):
         pytest.skip("not installed: Slurm (tools/install_launchers.sh)")

@@ -18,7 +18,8 @@ KEEPS_LOG = "import deepspeed_ext\n", "import deepspeed_ext\nimport kept_log\n"
 
 
 class Training:
-    """The checkpoint that the next launcher resumes from, and a copy of the examples that keeps each rank's log.
+    """The checkpoint that the next launcher resumes from, and a copy of the examples that keeps
+    each rank's log.
 
     Args:
         folder: where it is kept; the copy is beside it.
@@ -74,10 +75,15 @@ def losses(output: Path) -> list[float]:
 def saved_ranks(output: Path, step: int) -> set[int]:
     """The ranks whose optimizer states are in a checkpoint."""
     files = (output / f"step{step}").glob("*_optim_states.pt")
-    return {int(found[1]) for file in files if (found := re.search(r"zero_pp_rank_(\d+)_", file.name))}
+    return {
+        int(found[1]) for file in files if (found := re.search(r"zero_pp_rank_(\d+)_", file.name))
+    }
 
 
 def planned_cpus(log: str) -> list[frozenset[int]]:
-    """The CPUs of each rank and its optimizer process, from the block that an engine logs at its start."""
-    lines = re.finditer(r"local rank \d+: PyTorch on ([\d,-]*\d)(?:, optimizer on ([\d,-]*\d))?", log)
+    """The CPUs of each rank and its optimizer process, from the block that an engine logs at its
+    start."""
+    lines = re.finditer(
+        r"local rank \d+: PyTorch on ([\d,-]*\d)(?:, optimizer on ([\d,-]*\d))?", log
+    )
     return [frozenset(parse_cpulist(",".join(filter(None, found.groups())))) for found in lines]

@@ -1,4 +1,5 @@
-"""What is generated from the config models is current, and the shipped configs and documents hold together."""
+"""What is generated from the config models is current, and the shipped configs and documents hold
+together."""
 
 from __future__ import annotations
 
@@ -13,15 +14,23 @@ from tests.support.config_models import models
 from tests.support.paths import ROOT
 from tools import config_reference
 
-CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.json") if path != config_reference.SCHEMA_FILE)
+CONFIGS = sorted(
+    path for path in (ROOT / "configs").glob("*.json") if path != config_reference.SCHEMA_FILE
+)
 SET_AT_RUN_TIME = {"steps_per_epoch"}
 """Fields that are no user's."""
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").glob("*.md")])
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "configs").glob("*.md")]
+)
 
 
 def test_generated_files_are_current() -> None:
-    assert config_reference.REFERENCE_FILE.read_text() == config_reference.markdown(), "run `make docs`"
-    assert config_reference.SCHEMA_FILE.read_text() == config_reference.json_schema(), "run `make docs`"
+    assert config_reference.REFERENCE_FILE.read_text() == config_reference.markdown(), (
+        "run `make docs`"
+    )
+    assert config_reference.SCHEMA_FILE.read_text() == config_reference.json_schema(), (
+        "run `make docs`"
+    )
 
 
 def test_reference_explains_every_field() -> None:
@@ -33,11 +42,19 @@ def test_reference_explains_every_field() -> None:
 
 
 def test_reference_says_once_what_happens_without_a_field() -> None:
-    lines = [line for line in config_reference.markdown().splitlines() if line.startswith("| `") and "<br>" in line]
+    lines = [
+        line
+        for line in config_reference.markdown().splitlines()
+        if line.startswith("| `") and "<br>" in line
+    ]
     fields = [line for line in lines if "[section](" not in line]
     assert not [line for line in fields if "default: none" in line]
     assert not [line for line in fields if "default: `" in line and "not given*:" in line.lower()]
-    assert [line for line in fields if line.startswith("| `update_interval`") and "default: see *Not given*" in line]
+    assert [
+        line
+        for line in fields
+        if line.startswith("| `update_interval`") and "default: see *Not given*" in line
+    ]
 
 
 def test_schema_gives_no_default_that_the_text_contradicts() -> None:

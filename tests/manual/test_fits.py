@@ -82,8 +82,8 @@ def test_activations_grow_with_layers_and_hold_the_logits_of_small_models() -> N
 
 
 def test_deepspeeds_zenflow_holds_what_was_measured() -> None:
-    """36.37 bytes per parameter between steps, on one rank and on CPU ranks, where what is on the GPU counts as well;
-    1 % are constants of processes."""
+    """36.37 bytes per parameter between steps, on one rank and on CPU ranks, where what is on the
+    GPU counts as well; 1 % are constants of processes."""
     one = Ranks(1, 1)
     plan = plan_memory(SEVEN_B, one, replace(upstream.setup(2), rounds_pinned=False))
     nbytes = plan.on_host(Phase.BETWEEN) + upstream.host_extra(SEVEN_B, one, 2)
@@ -100,7 +100,8 @@ def test_what_is_on_the_gpu_is_partitioned_only_at_stage_3() -> None:
 
 
 def test_a_step_of_deepspeeds_zenflow_moves_what_its_source_says() -> None:
-    """Three 16-bit sums go up and down, then fp32 goes down. Unscaling and an fp32 copy are exposed."""
+    """Three 16-bit sums go up and down, then fp32 goes down. Unscaling and an fp32 copy are
+    exposed."""
     machine = Machine(link=10e9, host=1e15)
     numel = SEVEN_B.params / 8
     found = upstream.step(SEVEN_B, OCTET, 2, machine)
@@ -125,10 +126,16 @@ def test_the_verdict_counts_every_case_once() -> None:
 def test_what_a_link_exposes_goes_up_and_what_it_hides_comes_down() -> None:
     slow_down = fits.Link(Machine(link=1e9, host=1e15), 4e9, 8, "")
     slow_up = fits.Link(Machine(link=4e9, host=1e15), 1e9, 8, "")
-    times = [link.time(SEVEN_B, OCTET, fits.setup_of(ZERO_OFFLOAD, 3)) for link in (slow_down, slow_up)]
+    times = [
+        link.time(SEVEN_B, OCTET, fits.setup_of(ZERO_OFFLOAD, 3)) for link in (slow_down, slow_up)
+    ]
     numel = SEVEN_B.params / 8
-    assert [time.exposed for time in times] == [pytest.approx(2 * numel / speed, rel=1e-3) for speed in (4e9, 1e9)]
-    assert [time.beside for time in times] == [pytest.approx(4 * numel / speed, rel=1e-3) for speed in (1e9, 4e9)]
+    assert [time.exposed for time in times] == [
+        pytest.approx(2 * numel / speed, rel=1e-3) for speed in (4e9, 1e9)
+    ]
+    assert [time.beside for time in times] == [
+        pytest.approx(4 * numel / speed, rel=1e-3) for speed in (1e9, 4e9)
+    ]
 
 
 def test_flash_optim_fits_by_its_seven_bytes_and_the_next_shape_does_not() -> None:

@@ -29,7 +29,9 @@ def test_the_tables_are_current() -> None:
 
 @pytest.mark.parametrize("text", [README, FRONT], ids=["README", "site"])
 def test_the_first_number_is_the_measured_one(text: str) -> None:
-    (first,) = re.findall(r"\*\*CPU offload for .*?([\d.]+) times as fast as ZeRO-Offload\*\*", text)
+    (first,) = re.findall(
+        r"\*\*CPU offload for .*?([\d.]+) times as fast as ZeRO-Offload\*\*", text
+    )
     assert first == f"{front_tables.speed_up('1x8192'):.1f}"
 
 
@@ -40,7 +42,9 @@ def test_measured_steps_stand_on_the_page_of_results() -> None:
     assert not [number for number in milliseconds if f"| {number} (" not in section]
 
 
-def test_the_lines_that_switch_it_on_are_the_same_everywhere_and_stock_deepspeed_refuses_them() -> None:
+def test_the_lines_that_switch_it_on_are_the_same_everywhere_and_stock_deepspeed_refuses_them() -> (
+    None
+):
     (block,) = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
     (front,) = re.findall(r"```json\n(.*?)```", FRONT, re.DOTALL)
     section = json.loads(f"{{{block}}}")

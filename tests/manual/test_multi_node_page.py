@@ -47,7 +47,8 @@ def test_changes_of_a_launcher_test_change_its_recipe(cell: Any) -> None:
 
 def test_a_recipe_with_a_file_on_each_node() -> None:
     text = (
-        "<!-- file: a.txt of x -->\n```\nnode1\n```\n<!-- recipe: x, on each node -->\n```bash\nrun a.txt node1\n```\n"
+        "<!-- file: a.txt of x -->\n```\nnode1\n```\n<!-- recipe: x, on each node "
+        "-->\n```bash\nrun a.txt node1\n```\n"
     )
     recipe = page.recipes(text)["x"].with_replaced({"node1": "127.0.0.2"})
     assert recipe == page.Recipe("x", "run a.txt 127.0.0.2\n", True, {"a.txt": "127.0.0.2\n"})
@@ -60,7 +61,10 @@ def test_a_recipe_with_a_file_on_each_node() -> None:
 def test_the_cpus_of_a_plan_are_read_from_what_an_engine_logs() -> None:
     ranks = (RankPlan(0, (0, 2, 3), (1,), 3, 0, 0), RankPlan(1, (5,), (), 1, 0, 0))
     binding: Any = SimpleNamespace(agreement=SimpleNamespace(host=HostPlan(ranks)))
-    assert planned_cpus("\n".join(construction._cores(binding))) == [frozenset({0, 1, 2, 3}), frozenset({5})]
+    assert planned_cpus("\n".join(construction._cores(binding))) == [
+        frozenset({0, 1, 2, 3}),
+        frozenset({5}),
+    ]
 
 
 @pytest.mark.parametrize("name", ["trainjob.yaml", "skypilot.yaml"])

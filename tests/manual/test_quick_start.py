@@ -31,11 +31,18 @@ def test_it_trains_on_two_ranks() -> None:
 
 
 def test_the_command_starts_two_ranks() -> None:
-    assert quick_start.COMMAND == ["torchrun", "--standalone", "--nproc-per-node", "2", "quick_start.py"]
+    assert quick_start.COMMAND == [
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "quick_start.py",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("output", "expected"), [("step 0: loss 1.250\nnoise\nstep 33: loss 0.5\n", [1.25, 0.5]), ("", [])]
+    ("output", "expected"),
+    [("step 0: loss 1.250\nnoise\nstep 33: loss 0.5\n", [1.25, 0.5]), ("", [])],
 )
 def test_losses_are_read(output: str, expected: list[float]) -> None:
     assert quick_start.losses(output) == expected

@@ -1,4 +1,5 @@
-"""The site of the manual: what MkDocs cannot check by itself. `make check` builds it in strict mode."""
+"""The site of the manual: what MkDocs cannot check by itself. `make check` builds it in strict
+mode."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import pytest
 from tests.support.paths import ROOT
 from tools import architecture, front_picture, plan_picture, serve_site, step_picture
 
-site = pytest.importorskip("tools.manual_site", reason="MkDocs is not installed: the extra `docs` has it")
+site = pytest.importorskip(
+    "tools.manual_site", reason="MkDocs is not installed: the extra `docs` has it"
+)
 
 
 def pages_of(entries: list) -> list[str]:
@@ -77,7 +80,9 @@ def test_what_a_browser_would_load_from_another_host_is_found(tag: str, is_forei
 
 
 def test_a_click_on_a_picture_opens_it() -> None:
-    html = site.on_page_content('<p><img alt="a" src="lab/x.svg" /></p>', page=None, config=None, files=None)
+    html = site.on_page_content(
+        '<p><img alt="a" src="lab/x.svg" /></p>', page=None, config=None, files=None
+    )
     assert '<a class="figure" href="lab/x.svg"' in html
     assert html.endswith('><img alt="a" src="lab/x.svg" /></a></p>')
 
@@ -88,10 +93,14 @@ def test_the_picture_of_measured_steps_is_current() -> None:
 
 def test_the_picture_of_a_core_plan_is_current(tmp_path: Path) -> None:
     assert plan_picture.draw(tmp_path / "plan.svg") == 0
-    assert plan_picture.PICTURE.read_text() == (tmp_path / "plan.svg").read_text(), "run `make docs`"
+    assert plan_picture.PICTURE.read_text() == (tmp_path / "plan.svg").read_text(), (
+        "run `make docs`"
+    )
 
 
-@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name
+)
 def test_letters_of_pictures_are_large_enough_for_a_telephone(picture: Path) -> None:
     """A window of 420 pixels leaves 390 for a picture; letters of 10 pixels can be read there."""
     text = picture.read_text()

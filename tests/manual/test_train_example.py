@@ -1,5 +1,5 @@
-"""The main job: resumes to the bit, equals upstream, saves when it is interrupted, never mixes two runs in a folder,
-and ends with one clear error on a wrong command line."""
+"""The main job: resumes to the bit, equals upstream, saves when it is interrupted, never mixes two
+runs in a folder, and ends with one clear error on a wrong command line."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     # flatten/test_parity.py covers stages 1 and 2, gather/test_parity.py upstream's way at stage 3
     [
         "zero3_single_gather",
-        *(pytest.param(mode, marks=pytest.mark.full) for mode in ("zero1", "zero2", "zero3", "offload")),
+        *(
+            pytest.param(mode, marks=pytest.mark.full)
+            for mode in ("zero1", "zero2", "zero3", "offload")
+        ),
     ],
 )
 def test_resumed_run_equals_uninterrupted_and_upstream(mode: str, tmp_path: Path) -> None:
@@ -85,11 +88,16 @@ def train_overlapped(folder: str, *flags: str) -> float | None:
         return train(folder, *flags)
 
 
-@pytest.mark.parametrize("mode", ["zenflow", pytest.param("zenflow_selective", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "mode", ["zenflow", pytest.param("zenflow_selective", marks=pytest.mark.full)]
+)
 def test_zenflow_resumes_and_reports_overlap(mode: str, tmp_path: Path) -> None:
     held_out = run_ranks(2, train_overlapped, str(tmp_path / "whole"), "--mode", mode)
     run_ranks(2, train_overlapped, str(tmp_path / "parts"), "--mode", mode, "--stop-after", "3")
-    assert run_ranks(2, train_overlapped, str(tmp_path / "parts"), "--mode", mode, "--resume") == held_out
+    assert (
+        run_ranks(2, train_overlapped, str(tmp_path / "parts"), "--mode", mode, "--resume")
+        == held_out
+    )
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     text = (tmp_path / "whole" / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
@@ -105,12 +113,15 @@ def test_zenflow_resumes_and_reports_overlap(mode: str, tmp_path: Path) -> None:
     ("error", "rounding", "says"),
     [(3.6, 3.6, "normal"), (0.4, 0.001, "normal"), (0.9, 0.1, "high"), (1.2, 0.1, "too much")],
 )
-def test_the_error_of_the_prediction_has_a_verdict(error: float, rounding: float, says: str) -> None:
+def test_the_error_of_the_prediction_has_a_verdict(
+    error: float, rounding: float, says: str
+) -> None:
     assert f"which is {says}: rounding them" in example().verdict(error, rounding)
 
 
 def interrupted(folder: str, *flags: str) -> tuple[float | None, str]:
-    """Train, with a signal to the last rank in the second step; returns what the run returns, and what it prints."""
+    """Train, with a signal to the last rank in the second step; returns what the run returns, and
+    what it prints."""
     train_step = example().train_step
 
     def signalled(engine: Any, text: Any, step: int, args: Any) -> Any:
@@ -183,7 +194,9 @@ def refused(folder: str, *flags: str) -> str:
 
 def test_a_folder_never_holds_two_runs(tmp_path: Path) -> None:
     assert "no checkpoint in" in run_ranks(1, refused, str(tmp_path), "--resume")[0]
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 99.0}\n')  # of a run that ended before its first save
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "loss": 99.0}\n'
+    )  # of a run that ended before its first save
     run_ranks(1, train, str(tmp_path), "--stop-after", "1")
     assert [loss < 99 for _, loss in losses(tmp_path)] == [True]
     assert "seed: was 0, is 7" in run_ranks(1, refused, str(tmp_path), "--resume", "--seed", "7")[0]
@@ -209,7 +222,16 @@ def test_the_command_that_continues_is_the_one_that_was_given(
     monkeypatch.delenv("MADE_BY", raising=False)
     if made_by is not None:
         monkeypatch.setenv("MADE_BY", made_by)
-    given = ["examples/train.py", "--local_rank=0", "--mode", "zero2", "--steps", "9", "--stop-after", "3"]
+    given = [
+        "examples/train.py",
+        "--local_rank=0",
+        "--mode",
+        "zero2",
+        "--steps",
+        "9",
+        "--stop-after",
+        "3",
+    ]
     monkeypatch.setattr(sys, "argv", given)
     assert importlib.import_module("folder").command("--resume") == expected
 
@@ -218,7 +240,11 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_end() -> None:
     ranks = ["bash", "-c", "trap '' TERM; sleep 1000 & echo up; wait; wait"]
     code = f"import sys; from tools.launch import Job; sys.exit(Job({ranks!r}, None).wait())"
     with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as job:
         assert job.stdout.readline() == "up\n"
         job.send_signal(signal.SIGINT)
@@ -235,12 +261,31 @@ def test_ctrl_c_through_the_launcher_saves_and_says_how_to_go_on(tmp_path: Path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MADE_BY": "make train"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "MADE_BY": "make train",
+    }
     environment.pop("DS_ACCELERATOR", None)
-    command = [sys.executable, "-m", "tools.launch", "2", "--master_port", port, "examples/train.py", *SMALL]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.launch",
+        "2",
+        "--master_port",
+        port,
+        "examples/train.py",
+        *SMALL,
+    ]
     command += ["--steps", "100000", "--output", str(tmp_path / "run")]
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as job:
         try:
             lines = []

@@ -1,4 +1,5 @@
-"""Runs pytest in forks of a process that has imported torch and DeepSpeed once, each in a copy of the repository."""
+"""Runs pytest in forks of a process that has imported torch and DeepSpeed once, each in a copy of
+the repository."""
 
 from __future__ import annotations
 
@@ -23,7 +24,17 @@ from tests.support.paths import ROOT
 
 __all__ = ["Fork", "Room", "import_once"]
 
-COPIED = ("deepspeed_ext", "tests", "tools", "pyproject.toml", "examples", "configs", "docs", "README.md", "setup.py")
+COPIED = (
+    "deepspeed_ext",
+    "tests",
+    "tools",
+    "pyproject.toml",
+    "examples",
+    "configs",
+    "docs",
+    "README.md",
+    "setup.py",
+)
 IMPORTED = (
     "pytest",
     "_pytest.pytester",
@@ -39,10 +50,11 @@ IMPORTED = (
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 )
-"""Nearly all that a test imports, without this package and its tests: a fork imports them from its copy."""
+"""Nearly all that a test imports, without this package and its tests: a fork imports them from its
+copy."""
 MOST_BYTES = 6 << 30
-"""Of memory that a process of a fork may allocate: some mutants never stop. Not of one with the simulated accelerator,
-which reserves addresses."""
+"""Of memory that a process of a fork may allocate: some mutants never stop. Not of one with the
+simulated accelerator, which reserves addresses."""
 PR_SET_PDEATHSIG = 1
 BACKENDS_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -111,14 +123,26 @@ class Room:
             os._exit(status)
 
     def _move(self) -> None:
-        """Make this process one that runs in the copy, and has imported nothing of the repository."""
+        """Make this process one that runs in the copy, and has imported nothing of the
+        repository."""
         import tempfile
 
         os.chdir(self.path)
-        os.environ |= {"PYTHONPATH": str(self.path), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self._temporary)}
+        os.environ |= {
+            "PYTHONPATH": str(self.path),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TMPDIR": str(self._temporary),
+        }
         sys.dont_write_bytecode, tempfile.tempdir = True, None
-        sys.path[:] = [str(self.path), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("deepspeed_ext", "tests", "tools")]:
+        sys.path[:] = [
+            str(self.path),
+            *(entry for entry in sys.path if entry not in ("", str(ROOT))),
+        ]
+        for name in [
+            name
+            for name in sys.modules
+            if name.partition(".")[0] in ("deepspeed_ext", "tests", "tools")
+        ]:
             del sys.modules[name]
         importlib.invalidate_caches()
 
@@ -132,7 +156,10 @@ def _test(arguments: Sequence[str], failure: Path, lines: Path | None) -> int:
     plugins = [inside.FirstFailure(failure), *([inside.Lines(lines)] if lines else [])]
     try:
         return int(
-            pytest.main(["-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0", *arguments], plugins)
+            pytest.main(
+                ["-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0", *arguments],
+                plugins,
+            )
         )
     finally:
         ranks.close_pools()

@@ -1,4 +1,5 @@
-"""What pytest does in a fork of the campaign, besides testing: record lines, note the first failure, fork ranks."""
+"""What pytest does in a fork of the campaign, besides testing: record lines, note the first
+failure, fork ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class FirstFailure:
 
 
 class Lines:
-    """Writes, for each test that passes, how long it takes, whether it has ranks, and which lines it runs.
+    """Writes, for each test that passes, how long it takes, whether it has ranks, and which lines
+    it runs.
 
     Attributes:
         folder: one file for each test, and for each body that a rank has run.
@@ -51,10 +53,14 @@ class Lines:
         self._coverage = _coverage()
         run = ranks.RankPool.run
 
-        def recorded_run(pool: Any, body: Callable[..., Any], args: tuple, kwargs: dict, timeout: float) -> Any:
+        def recorded_run(
+            pool: Any, body: Callable[..., Any], args: tuple, kwargs: dict, timeout: float
+        ) -> Any:
             self._has_ranks = True
             name = (body.__module__, body.__qualname__)
-            return run(pool, recorded, (str(folder), self._test, name, args, kwargs), {}, 3 * timeout)
+            return run(
+                pool, recorded, (str(folder), self._test, name, args, kwargs), {}, 3 * timeout
+            )
 
         ranks.RankPool.run = recorded_run  # type: ignore[method-assign, assignment]
 
@@ -100,12 +106,18 @@ def _coverage() -> coverage.Coverage:
 
 def _write(folder: Path, test: str, found: coverage.Coverage, about: dict[str, Any]) -> None:
     data = found.get_data()
-    lines = {path.rpartition("/deepspeed_ext/")[2]: sorted(data.lines(path) or ()) for path in data.measured_files()}
-    (folder / f"{uuid.uuid4().hex}.json").write_text(json.dumps({"test": test, "lines": lines, **about}))
+    lines = {
+        path.rpartition("/deepspeed_ext/")[2]: sorted(data.lines(path) or ())
+        for path in data.measured_files()
+    }
+    (folder / f"{uuid.uuid4().hex}.json").write_text(
+        json.dumps({"test": test, "lines": lines, **about})
+    )
 
 
 class _ForkedNursery(Nursery):
-    """A nursery that is a fork of this process, which has imported torch and DeepSpeed; the device is the CPU."""
+    """A nursery that is a fork of this process, which has imported torch and DeepSpeed; the device
+    is the CPU."""
 
     def __init__(self, device: str = "cpu") -> None:
         if device != "cpu":

@@ -1,7 +1,8 @@
-"""Draws random mutants of the modules that decide: one comparison, operator, constant or condition is another.
+"""Draws random mutants of the modules that decide: one comparison, operator, constant or condition
+is another.
 
-The operators are those of cosmic-ray. Of its runner nothing is used: it starts a process for each mutant, which would
-import torch and DeepSpeed each time, and runs one test command for all of them.
+The operators are those of cosmic-ray. Of its runner nothing is used: it starts a process for each
+mutant, which would import torch and DeepSpeed each time, and runs one test command for all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ MODULES = tuple(
         "checkpoint/reshard": "layout saved target",
         "commands/memory": "config_file deepspeed plan report setup",
         "config": "core_binding section zenflow zero",
-        "cores": "accelerators allowed core_split exchange fair_shares host_facts placement plan topology"
+        "cores": "accelerators allowed core_split exchange fair_shares host_facts placement plan "
+        "topology"
         " tuning_results",
         "cores/tune": "sweep",
         "flatten": "exchange layout plan staging tiers",
@@ -48,7 +50,8 @@ MODULES = tuple(
         "runtime": "cgroup cpulist host_memory memory ranks stopwatch",
         "zenflow/kernels": "definition lion",
         "zenflow/optimizers": "adam adam_estimator lion",
-        "zenflow/plan": "arrays chunks decide facts held lanes places plan predictive rule_bytes selective",
+        "zenflow/plan": "arrays chunks decide facts held lanes places plan predictive rule_bytes "
+        "selective",
         "zenflow/rules": "blocks",
         "zenflow/rules/predictive": "guard probe schedule",
         "zenflow/rules/selective": "hot_exchange schedule selection",
@@ -58,15 +61,17 @@ MODULES = tuple(
     }.items()
     for name in names.split()
 )
-"""What is mutated. Not here: what sends signals, binds other processes or replaces files, because a wrong number there
-harms the machine; and what runs in a program or a process of its own, in which no line is recorded."""
+"""What is mutated. Not here: what sends signals, binds other processes or replaces files, because a
+wrong number there harms the machine; and what runs in a program or a process of its own, in which
+no line is recorded."""
 
 _LIKELY = (
-    "Add_Sub Sub_Add Mul_Div Mul_FloorDiv Div_Mul FloorDiv_Div FloorDiv_Mul Mod_FloorDiv Pow_Mul LShift_RShift "
+    "Add_Sub Sub_Add Mul_Div Mul_FloorDiv Div_Mul FloorDiv_Div FloorDiv_Mul Mod_FloorDiv Pow_Mul "
+    "LShift_RShift "
     "RShift_LShift BitOr_BitAnd BitAnd_BitOr Delete_USub Delete_Not Delete_Invert"
 )
-"""Of the operators that replace or delete an operator of arithmetic: those that a person might mistake for it. Of the
-others, most give an error of type wherever they are."""
+"""Of the operators that replace or delete an operator of arithmetic: those that a person might
+mistake for it. Of the others, most give an error of type wherever they are."""
 _SAME = "Is_Eq Eq_Is IsNot_NotEq NotEq_IsNot"
 """Comparisons that differ only for objects that are equal to others."""
 
@@ -76,11 +81,17 @@ GUARDS = frozenset({"strict", "frozen"})
 
 
 def _named(operators: Iterable[type], names: str) -> tuple[type, ...]:
-    return tuple(operator for operator in operators if operator.__name__.partition("_")[2] in names.split())
+    return tuple(
+        operator for operator in operators if operator.__name__.partition("_")[2] in names.split()
+    )
 
 
 def _all_but(operators: Iterable[type], names: str) -> tuple[type, ...]:
-    return tuple(operator for operator in operators if operator.__name__.partition("_")[2] not in names.split())
+    return tuple(
+        operator
+        for operator in operators
+        if operator.__name__.partition("_")[2] not in names.split()
+    )
 
 
 KINDS: dict[str, tuple[type, ...]] = {
@@ -139,8 +150,12 @@ class Mutant:
     @cached_property
     def diff(self) -> str:
         """The changed lines."""
-        found = difflib.unified_diff(self.original.splitlines(), self.source.splitlines(), lineterm="", n=0)
-        return "\n".join(line for line in found if line[:3] not in ("---", "+++") and line[:2] != "@@")
+        found = difflib.unified_diff(
+            self.original.splitlines(), self.source.splitlines(), lineterm="", n=0
+        )
+        return "\n".join(
+            line for line in found if line[:3] not in ("---", "+++") and line[:2] != "@@"
+        )
 
     @property
     def name(self) -> str:
@@ -152,16 +167,21 @@ class Mutant:
         return _statement(self.original, self.site.start[0])
 
 
-def draw(count: int, seed: int, paths: Sequence[str] = MODULES, package: Path = ROOT / "deepspeed_ext") -> list[Mutant]:
-    """Return `count` mutants at different places, each with a random one of the ways to change its place.
+def draw(
+    count: int, seed: int, paths: Sequence[str] = MODULES, package: Path = ROOT / "deepspeed_ext"
+) -> list[Mutant]:
+    """Return `count` mutants at different places, each with a random one of the ways to change its
+    place.
 
-    The chance of a place depends on its own line only: what changes elsewhere changes nothing of the draw.
+    The chance of a place depends on its own line only: what changes elsewhere changes nothing of
+    the draw.
     """
     sources = {path: (package / path).read_text() for path in paths}
     chances: list[tuple[random.Random, Site]] = []
     seen: Counter[str] = Counter()
     for site in (site for path, source in sources.items() for site in sites_of(path, source)):
-        place = f"{site.path}:{site.kind}:{site.start[1]}:{sources[site.path].splitlines()[site.start[0] - 1]}"
+        line = sources[site.path].splitlines()[site.start[0] - 1]
+        place = f"{site.path}:{site.kind}:{site.start[1]}:{line}"
         seen[place] += 1
         chances.append((random.Random(f"{seed}:{place}:{seen[place]}"), site))
     found: list[Mutant] = []
@@ -180,8 +200,8 @@ def draw(count: int, seed: int, paths: Sequence[str] = MODULES, package: Path = 
 def sites_of(path: str, source: str) -> Iterator[Site]:
     """Find every place of a file that an operator can change.
 
-    Not annotations, which nothing reads, nor what only guards: assertions, whether `zip` is strict, and whether a
-    dataclass is frozen, of which tests/unit/test_dataclasses.py takes care.
+    Not annotations, which nothing reads, nor what only guards: assertions, whether `zip` is strict,
+    and whether a dataclass is frozen, of which tests/unit/test_dataclasses.py takes care.
     """
     nodes, skipped = list(_nodes(get_ast(source))), list(_skipped(source))
     ways: dict[tuple[str, Any, Any], list[tuple[type, int]]] = {}
@@ -221,13 +241,20 @@ def _skipped(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def _statement(source: str, line: int) -> range:
-    """The lines of the innermost statement around `line`; of one that holds others, only those before the first."""
+    """The lines of the innermost statement around `line`; of one that holds others, only those
+    before the first."""
     found = range(line, line + 1)
     for node in ast.walk(ast.parse(source)):  # outer ones first
-        if isinstance(node, ast.stmt | ast.ExceptHandler) and node.lineno <= line <= (node.end_lineno or 0):
+        if isinstance(node, ast.stmt | ast.ExceptHandler) and node.lineno <= line <= (
+            node.end_lineno or 0
+        ):
             body = getattr(node, "body", None)
             end = body[0].lineno if isinstance(body, list) and body else (node.end_lineno or 0) + 1
-            found = range(node.lineno, max(end, node.lineno + 1)) if line < max(end, node.lineno + 1) else found
+            found = (
+                range(node.lineno, max(end, node.lineno + 1))
+                if line < max(end, node.lineno + 1)
+                else found
+            )
     return found
 
 

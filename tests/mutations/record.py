@@ -1,4 +1,5 @@
-"""Which test runs which lines of the package, and how long it takes; kept, and made again for what has changed."""
+"""Which test runs which lines of the package, and how long it takes; kept, and made again for what
+has changed."""
 
 from __future__ import annotations
 
@@ -18,12 +19,23 @@ from tests.support.paths import ROOT
 
 __all__ = ["MOST_SECONDS", "Record", "Test", "choose"]
 
-FOLDERS = ("adapter", "checkpoint", "commands", "config", "cores", "flatten", "gather", "runtime", "zenflow")
+FOLDERS = (
+    "adapter",
+    "checkpoint",
+    "commands",
+    "config",
+    "cores",
+    "flatten",
+    "gather",
+    "runtime",
+    "zenflow",
+)
 """Of tests/unit: those whose tests may kill a mutant."""
 LEFT_OUT = ("test_composition.py", "test_hf.py", "test_accelerate.py", "test_upstream_configs.py")
 """Minutes of whole trainings, of lines that others run too."""
 MOST_SECONDS = 25.0
-"""Of the recorded time of the tests that one mutant gets: so much without ranks, and as much with."""
+"""Of the recorded time of the tests that one mutant gets: so much without ranks, and as much
+with."""
 STARTS_WORKER = "zenflow/step/link.py"
 
 
@@ -49,7 +61,9 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._copied: dict[str, str] = {}  # digests of the files that are being recorded, which may change meanwhile
+        self._copied: dict[
+            str, str
+        ] = {}  # digests of the files that are being recorded, which may change meanwhile
         self._kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         if self._kept.get("package") != _digest((ROOT / "deepspeed_ext").rglob("*.py")):
             self._kept = {"package": _digest((ROOT / "deepspeed_ext").rglob("*.py")), "files": {}}
@@ -57,7 +71,9 @@ class Record:
     def missing(self) -> list[str]:
         """The files whose tests are not recorded as they are now."""
         kept = self._kept["files"]
-        return [name for name in _files() if kept.get(name, {}).get("digest") != _digest([ROOT / name])]
+        return [
+            name for name in _files() if kept.get(name, {}).get("digest") != _digest([ROOT / name])
+        ]
 
     def start(self, name: str, room: Room, folder: Path) -> Fork:
         """Begin to record a file, in an empty folder."""
@@ -98,21 +114,27 @@ class Record:
 def choose(mutant: Mutant, tests: Iterable[Test], most_seconds: float = MOST_SECONDS) -> list[Test]:
     """The tests that run the changed statement, in the order in which they run.
 
-    Those without ranks come first, quick ones before others; then those with ranks, near ones and one case of each
-    function before others; of either no more than `most_seconds`. What a module does when it is imported concerns all
-    tests that enter it. What no recorded process runs is perhaps run by the optimizer process or a program, so all
-    tests nearby are tried. A test that runs nothing of the package reads its source: it concerns every module.
+    Those without ranks come first, quick ones before others; then those with ranks, near ones and
+    one case of each function before others; of either no more than `most_seconds`. What a module
+    does when it is imported concerns all tests that enter it. What no recorded process runs is
+    perhaps run by the optimizer process or a program, so all tests nearby are tried. A test that
+    runs nothing of the package reads its source: it concerns every module.
     """
     path, folder = mutant.site.path, str(Path(mutant.site.path).parent)
     changed = frozenset(mutant.lines) if _is_in_function(mutant) else None
     tests = list(tests)
     reached = [
-        test for test in tests if path in test.lines and (changed is None or not changed.isdisjoint(test.lines[path]))
+        test
+        for test in tests
+        if path in test.lines and (changed is None or not changed.isdisjoint(test.lines[path]))
     ]
-    nearby = [test for test in tests if f"tests/unit/{folder}" in test.name or STARTS_WORKER in test.lines]
+    nearby = [
+        test for test in tests if f"tests/unit/{folder}" in test.name or STARTS_WORKER in test.lines
+    ]
     readers = [test for test in tests if not test.lines]
     found = sorted(
-        [*(reached or nearby), *readers], key=lambda test: (f"tests/unit/{folder}" not in test.name, test.seconds)
+        [*(reached or nearby), *readers],
+        key=lambda test: (f"tests/unit/{folder}" not in test.name, test.seconds),
     )
     quick = sorted((test for test in found if not test.has_ranks), key=lambda test: test.seconds)
     with_ranks = _one_of_each_first([test for test in found if test.has_ranks])

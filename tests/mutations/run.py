@@ -1,10 +1,12 @@
-"""Remove each wait of the package in turn, in a copy, and run tests on the simulated accelerator there.
+"""Remove each wait of the package in turn, in a copy, and run tests on the simulated accelerator
+there.
 
     python -m tests.mutations.run [--only TEXT] [--write-docs]
 
-A wait whose removal no test notices is not proved: either a test is missing, or the wait is needless, or `REDUNDANT`
-says why it stays. The test that the table names runs first, then all of `TESTS`. `--write-docs` writes the table to
-docs/lab/archive/waits.md; rows of sites that were not asked for stay.
+A wait whose removal no test notices is not proved: either a test is missing, or the wait is
+needless, or `REDUNDANT` says why it stays. The test that the table names runs first, then all of
+`TESTS`. `--write-docs` writes the table to docs/lab/archive/waits.md; rows of sites that were not
+asked for stay.
 """
 
 from __future__ import annotations
@@ -42,20 +44,25 @@ TESTS = (
 COPIED = ("deepspeed_ext", "tests", "tools", "pyproject.toml", "examples", "configs")
 REDUNDANT = {
     "adapter/stage_3.py:ZenFlowZeroOptimizerStage3.partition_grads: param.grad.record_stream": (
-        "for gradients made on another stream, as DeepSpeed does; no test gives their memory to others so soon"
+        "for gradients made on another stream, as DeepSpeed does; no test gives their memory to "
+        "others so soon"
     ),
-    "adapter/stage_1_and_2.py:ZenFlowZeroOptimizer.copy_grads_in_partition: gradient.record_stream": (
-        "for gradients that are reduced on another stream than they are made on; no test gives their memory to others "
+    "adapter/stage_1_and_2.py:ZenFlowZeroOptimizer.copy_grads_in_partition: "
+    "gradient.record_stream": (
+        "for gradients that are reduced on another stream than they are made on; no test gives "
+        "their memory to others "
         "so soon"
     ),
     "flatten/staging.py:Staging.to_device: self._wait(chunk_index) (2)": (
-        "so that no copy is pending when the chunks are freed; torch's page-locked allocator also sees to that"
+        "so that no copy is pending when the chunks are freed; torch's page-locked allocator also "
+        "sees to that"
     ),
     "zenflow/transfers/beside_step.py:LandingBuffer.bring_up: self.landed.record()": (
         "for a step on another stream than that of the reload"
     ),
     "zenflow/transfers/beside_step.py:HiddenTransfers.release: get_accelerator().synchronize()": (
-        "so that no copy up is under way when its room is freed; no test gives that memory to others so soon"
+        "so that no copy up is under way when its room is freed; no test gives that memory to "
+        "others so soon"
     ),
     "runtime/start_profile.py:StartupProfile.phase": "for the times of the table of start-up",
     "cores/tune/measuring_process.py:training_step.step": "for the time of a step",
@@ -74,7 +81,9 @@ test holds its rows to the places that the code has. Waits inside of a blocking 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="sites whose name holds this text")
     parser.add_argument("--write-docs", action="store_true")
     arguments = parser.parse_args()
@@ -85,14 +94,26 @@ def main() -> int:
             target = copy / name
             (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, target)
         for site in (site for site in sites() if arguments.only in site.name):
-            reason = next((reason for name, reason in REDUNDANT.items() if site.name.startswith(name)), "")
-            rows[site.name] = reason or noticed_by(site, copy, _test_in(known.get(site.name, ""))) or NOT_NOTICED
-            print(f"{site.name}\n    {rows[site.name]} ({time.monotonic() - begin:.0f} s)", flush=True)
+            reason = next(
+                (reason for name, reason in REDUNDANT.items() if site.name.startswith(name)), ""
+            )
+            rows[site.name] = (
+                reason or noticed_by(site, copy, _test_in(known.get(site.name, ""))) or NOT_NOTICED
+            )
+            print(
+                f"{site.name}\n    {rows[site.name]} ({time.monotonic() - begin:.0f} s)", flush=True
+            )
         if tests := sorted({_test_in(row) for row in rows.values()} - {""}):
-            assert not _failure(tests, copy, "--full"), "these tests fail also with every wait in place"
+            assert not _failure(tests, copy, "--full"), (
+                "these tests fail also with every wait in place"
+            )
     if arguments.write_docs:
-        everything = {site.name: rows.get(site.name) or known.get(site.name, NOT_NOTICED) for site in sites()}
-        TABLE.write_text(HEAD + "".join(f"| `{name}` | {row} |\n" for name, row in everything.items()))
+        everything = {
+            site.name: rows.get(site.name) or known.get(site.name, NOT_NOTICED) for site in sites()
+        }
+        TABLE.write_text(
+            HEAD + "".join(f"| `{name}` | {row} |\n" for name, row in everything.items())
+        )
     return int(NOT_NOTICED in rows.values())
 
 
@@ -104,7 +125,8 @@ def read_table() -> dict[str, str]:
 
 
 def noticed_by(site: Site, copy: Path, likely: str) -> str:
-    """Return the first test that fails without the site, and how; empty if none does. `likely` runs before others."""
+    """Return the first test that fails without the site, and how; empty if none does. `likely` runs
+    before others."""
     path = copy / "deepspeed_ext" / site.path
     source = path.read_text()
     path.write_text(without(site, source))
@@ -118,13 +140,27 @@ def noticed_by(site: Site, copy: Path, likely: str) -> str:
 
 
 def _failure(tests: Sequence[str], copy: Path, *options: str) -> str:
-    command = [sys.executable, "-m", "pytest", "--simulated", "-x", "-p", "no:cacheprovider", "--timeout", "60"]
-    done = subprocess.run([*command, *options, *tests], cwd=copy, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--simulated",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "--timeout",
+        "60",
+    ]
+    done = subprocess.run(
+        [*command, *options, *tests], cwd=copy, capture_output=True, text=True, check=False
+    )
     if done.returncode in (0, 4, 5):  # passed, or the test is no longer there
         return ""
     failed = re.search(r"^FAILED (.+?)(?: - |$)", done.stdout, re.MULTILINE)
     if failed is None:
-        raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-4000:]}{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"pytest ended with {done.returncode}: {done.stdout[-4000:]}{done.stderr[-4000:]}"
+        )
     return f"`{failed[1]}`: {_kind_of(done.stdout)}"
 
 

@@ -16,12 +16,21 @@ OUR_NAMES_FOR_THEM = frozenset({"_wait", "_record", "_finish", "order_gathers"})
 """Methods of the package that do nothing but such a wait: each call of one is a wait of its own."""
 NOT_OF_A_DEVICE = frozenset(
     {
-        *("process", "_process", "all_limited", "initial_mask", "startup", "link", "self", "_courier"),
+        *(
+            "process",
+            "_process",
+            "all_limited",
+            "initial_mask",
+            "startup",
+            "link",
+            "self",
+            "_courier",
+        ),
         *("interruption", "moment", "transfers"),
     }
 )
-"""Receivers of such a method that are processes, threads, files, records, callers of what is listed, or
-moments to measure."""
+"""Receivers of such a method that are processes, threads, files, records, callers of what is
+listed, or moments to measure."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,11 @@ def without(site: Site, source: str) -> str:
 def _sites_of(tree: ast.AST, path: str, where: tuple[str, ...] = ()) -> Iterator[Site]:
     for node in ast.iter_child_nodes(tree):
         named = isinstance(node, ast.FunctionDef | ast.ClassDef)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _orders(node.value.func):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Call)
+            and _orders(node.value.func)
+        ):
             assert node.end_lineno is not None
             lines = (node.lineno, node.end_lineno)
             yield Site(path, ".".join(where), ast.unparse(node), lines, node.col_offset)
@@ -88,6 +101,10 @@ def _orders(function: ast.expr) -> bool:
         return False
     receiver = function.value
     name = (
-        receiver.attr if isinstance(receiver, ast.Attribute) else receiver.id if isinstance(receiver, ast.Name) else ""
+        receiver.attr
+        if isinstance(receiver, ast.Attribute)
+        else receiver.id
+        if isinstance(receiver, ast.Name)
+        else ""
     )
     return name not in NOT_OF_A_DEVICE

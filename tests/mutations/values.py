@@ -1,14 +1,18 @@
-"""Mutate values: run random mutants of the modules that decide against the tests that run the changed line.
+"""Mutate values: run random mutants of the modules that decide against the tests that run the
+changed line.
 
-    python -m tests.mutations.values [--count 300] [--seed 1] [--only TEXT] [--processes 2] [--seconds 25]
+    python -m tests.mutations.values [--count 300] [--seed 1] [--only TEXT] [--processes 2]
+    [--seconds 25]
         [--again [TEXT ...]]
 
-First it records which lines each test runs; the record is kept, and made again for files that have changed. Then each
-mutant meets, in a fork, first the tests without ranks and then some with ranks, until one fails. A mutant that no test
-runs survives. Results are in outputs/mutants: a line of JSON a mutant, and a page of the survivors; a campaign that was
-interrupted goes on. `--again` tries again what survived or did not end in time, all of it or where the place or the
-changed line holds one of the texts: there may be new tests, and on a busy machine a timeout need not be the mutant's
-doing. So a first pass with few `--seconds` costs little, and `--again` with more of them gives the result.
+First it records which lines each test runs; the record is kept, and made again for files that have
+changed. Then each mutant meets, in a fork, first the tests without ranks and then some with ranks,
+until one fails. A mutant that no test runs survives. Results are in outputs/mutants: a line of JSON
+a mutant, and a page of the survivors; a campaign that was interrupted goes on. `--again` tries
+again what survived or did not end in time, all of it or where the place or the changed line holds
+one of the texts: there may be new tests, and on a busy machine a timeout need not be the mutant's
+doing. So a first pass with few `--seconds` costs little, and `--again` with more of them gives the
+result.
 """
 
 from __future__ import annotations
@@ -56,9 +60,12 @@ class Result:
 
 
 class Task:
-    """Something that runs in a fork in a room: `start` begins it, `done` takes the fork when it has ended."""
+    """Something that runs in a fork in a room: `start` begins it, `done` takes the fork when it has
+    ended."""
 
-    def __init__(self, start: Callable[[Room], Fork], done: Callable[[Room, Fork, bool], None], limit: float) -> None:
+    def __init__(
+        self, start: Callable[[Room], Fork], done: Callable[[Room, Fork, bool], None], limit: float
+    ) -> None:
         self.start, self.done, self.limit = start, done, limit
 
 
@@ -90,9 +97,13 @@ def record_tasks(record: Record, folder: Path) -> Iterator[Task]:
     for number, name in enumerate(record.missing()):
         target = folder / f"lines-{number}"
 
-        def done(room: Room, fork: Fork, overran: bool, name: str = name, target: Path = target) -> None:
+        def done(
+            room: Room, fork: Fork, overran: bool, name: str = name, target: Path = target
+        ) -> None:
             passed = record.add(name, target)
-            print(f"{name}: {passed} tests in {fork.seconds:.0f} s, status {fork.status}", flush=True)
+            print(
+                f"{name}: {passed} tests in {fork.seconds:.0f} s, status {fork.status}", flush=True
+            )
 
         def start(room: Room, name: str = name, target: Path = target) -> Fork:
             return record.start(name, room, target)
@@ -107,7 +118,9 @@ def mutant_task(mutant: Mutant, tests: Sequence[Test], keep: Callable[[Result], 
     def start(room: Room) -> Fork:
         _write(room, mutant, mutant.source)
         names = [test.name for test in tests]
-        return room.start(["-x", "--full", "-p", "no:anyio", "--timeout", f"{60 + 20 * longest:.0f}", *names])
+        return room.start(
+            ["-x", "--full", "-p", "no:anyio", "--timeout", f"{60 + 20 * longest:.0f}", *names]
+        )
 
     def done(room: Room, fork: Fork, overran: bool) -> None:
         _write(room, mutant, mutant.original)
@@ -134,14 +147,19 @@ class Results:
     def __init__(self, path: Path) -> None:
         self._path = path
         lines = path.read_text().splitlines() if path.exists() else []
-        self.by_name = {result.name: result for result in (Result(**json.loads(line)) for line in lines)}
+        self.by_name = {
+            result.name: result for result in (Result(**json.loads(line)) for line in lines)
+        }
 
     def keep(self, result: Result) -> None:
         self.by_name[result.name] = result
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")
-        print(f"{result.state:8} {result.seconds:4.0f} s  {result.name}\n         {result.by}", flush=True)
+        print(
+            f"{result.state:8} {result.seconds:4.0f} s  {result.name}\n         {result.by}",
+            flush=True,
+        )
 
 
 def page(results: Sequence[Result], command: str) -> str:
@@ -149,10 +167,14 @@ def page(results: Sequence[Result], command: str) -> str:
     states = Counter(result.state for result in results)
     killed = states["killed"] + states["timeout"]
     rows = [
-        f"`{command}`: {len(results)} mutants, {states['killed']} killed, {states['timeout']} timed out, "
+        f"`{command}`: {len(results)} mutants, {states['killed']} killed, {states['timeout']} "
+        f"timed out, "
         f"{states['survived']} survived ({killed / max(1, len(results)):.1%} died).",
         "",
-        *(f"- {kind}: {count}" for kind, count in sorted(Counter(result.kind for result in results).items())),
+        *(
+            f"- {kind}: {count}"
+            for kind, count in sorted(Counter(result.kind for result in results).items())
+        ),
     ]
     for result in results:
         if result.state == "survived":
@@ -168,7 +190,8 @@ def made_rooms(count: int) -> Iterator[list[Room]]:
 
 
 def is_meant(mutant: Mutant, texts: Sequence[str] | None) -> bool:
-    """Whether `--again` with these texts means the mutant; without texts it means all, None: it was not given."""
+    """Whether `--again` with these texts means the mutant; without texts it means all, None: it was
+    not given."""
     return texts is not None and (not texts or any(text in mutant.name for text in texts))
 
 
@@ -186,7 +209,9 @@ def campaign(args: argparse.Namespace) -> int:
             if chosen := choose(mutant, tests, args.seconds):
                 tasks.append(mutant_task(mutant, chosen, results.keep))
             else:
-                results.keep(Result(mutant.name, mutant.site.kind, "survived", "no test runs it", 0.0))
+                results.keep(
+                    Result(mutant.name, mutant.site.kind, "survived", "no test runs it", 0.0)
+                )
         run_all(tasks, rooms)
     found = [results.by_name[mutant.name] for mutant in mutants]
     text = page(found, f"make test-mutants N={args.count} SEED={args.seed}")
@@ -196,15 +221,22 @@ def campaign(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=300, help="mutants (300)")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--only", default="", help="modules whose path holds this text")
     parser.add_argument("--processes", type=int, default=2, help="forks at a time")
     parser.add_argument(
-        "--seconds", type=float, default=MOST_SECONDS, help="of tests a mutant, as recorded, without and with ranks"
+        "--seconds",
+        type=float,
+        default=MOST_SECONDS,
+        help="of tests a mutant, as recorded, without and with ranks",
     )
-    parser.add_argument("--again", nargs="*", metavar="TEXT", help="try this seed's survivors and timeouts again")
+    parser.add_argument(
+        "--again", nargs="*", metavar="TEXT", help="try this seed's survivors and timeouts again"
+    )
     args = parser.parse_args(argv)
     os.nice(10)
     import_once()

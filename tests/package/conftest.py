@@ -1,4 +1,5 @@
-"""The sdist and the wheel: built once for all tests; or, for what is released, those of the folder DIST."""
+"""The sdist and the wheel: built once for all tests; or, for what is released, those of the folder
+DIST."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ import pytest
 from tests.package.environments import LIBRARY, run
 from tests.support.paths import ROOT
 
-TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+TRACKED = subprocess.run(
+    ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+).stdout.split("\n")
 
 
 @pytest.fixture(scope="session")
@@ -44,11 +47,21 @@ def built(checkout: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(built: Path, folder: Path) -> Path:
-    """The wheel with the platform tag that auditwheel finds; it would also add libraries, if any were missing."""
+    """The wheel with the platform tag that auditwheel finds; it would also add libraries, if any
+    were missing."""
     (plain,) = built.glob("*.whl")
     with zipfile.ZipFile(plain) as archive:
         before = archive.read(LIBRARY)
-    run(sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", folder / "wheels", plain, cwd=folder)
+    run(
+        sys.executable,
+        "-m",
+        "auditwheel",
+        "repair",
+        "--wheel-dir",
+        folder / "wheels",
+        plain,
+        cwd=folder,
+    )
     (repaired,) = (folder / "wheels").glob("*.whl")
     with zipfile.ZipFile(repaired) as archive:
         assert archive.read(LIBRARY) == before

@@ -18,9 +18,12 @@ LIBRARY = "deepspeed_ext/zenflow/worker/kernel/_adam_pass.so"
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """What a command prints, in an environment without this checkout: also without the operators that DeepSpeed has
-    compiled for it, for which another torch would wait, or which it would compile anew."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(OF_THE_CHECKOUT)}
+    """What a command prints, in an environment without this checkout: also without the operators
+    that DeepSpeed has compiled for it, for which another torch would wait, or which it would
+    compile anew."""
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith(OF_THE_CHECKOUT)
+    }
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
@@ -51,6 +54,10 @@ def interpreter_of(name: str) -> str:
         shutil.which(name),
         *ours,
     ):  # on PATH may be a shim of pyenv, which fails unless the version is enabled
-        if found and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0:
+        if (
+            found
+            and subprocess.run([found, "--version"], capture_output=True, check=False).returncode
+            == 0
+        ):
             return found
     pytest.skip(f"no {name} here")

@@ -1,7 +1,8 @@
-"""What a release has, and what a new user does with it first, in an empty environment of each Python.
+"""What a release has, and what a new user does with it first, in an empty environment of each
+Python.
 
-Needs a network, and for each Python a torch, which may be gigabytes. They are removed after the test.
-`make release-check` runs it with the files that would be uploaded.
+Needs a network, and for each Python a torch, which may be gigabytes. They are removed after the
+test. `make release-check` runs it with the files that would be uploaded.
 """
 
 from __future__ import annotations
@@ -45,9 +46,17 @@ def test_metadata_is_complete(released_wheel: Path, sdist: Path) -> None:
         (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))
     assert metadata["Requires-Python"] == ">=3.10,<3.15"
-    listed = re.findall(r"Programming Language :: Python :: (3\.\d+)", "\n".join(metadata.get_all("Classifier")))
+    listed = re.findall(
+        r"Programming Language :: Python :: (3\.\d+)", "\n".join(metadata.get_all("Classifier"))
+    )
     assert [f"python{version}" for version in listed] == PYTHONS
-    assert set(metadata.get_all("Provides-Extra")) == {"transformers", "plots", "docs", "trainers", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {
+        "transformers",
+        "plots",
+        "docs",
+        "trainers",
+        "dev",
+    }
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_all("Project-URL")
     assert "Apache-2.0" in (metadata["License"], metadata["License-Expression"])
@@ -58,16 +67,35 @@ def test_metadata_is_complete(released_wheel: Path, sdist: Path) -> None:
 
 def command(interpreter: Path, *words: str | Path, cwd: Path) -> str:
     """A program of an environment, which finds no compiler and an empty home."""
-    variables = {"PATH": f"{interpreter.parent}:/usr/bin:/bin", "HOME": str(cwd / "home"), "CXX": "false"}
+    variables = {
+        "PATH": f"{interpreter.parent}:/usr/bin:/bin",
+        "HOME": str(cwd / "home"),
+        "CXX": "false",
+    }
     return run(interpreter.parent / words[0], *words[1:], cwd=cwd, OMP_NUM_THREADS="1", **variables)
 
 
 def first_steps(interpreter: Path, folder: Path) -> str:
     """Import, ask whether the machine and the model fit, train; returns what `doctor` says."""
-    said = command(interpreter, "python", "-c", "import deepspeed_ext; print(deepspeed_ext.__version__)", cwd=folder)
+    said = command(
+        interpreter,
+        "python",
+        "-c",
+        "import deepspeed_ext; print(deepspeed_ext.__version__)",
+        cwd=folder,
+    )
     assert re.search(r"^\d+\.\d+\.\d+", said, re.MULTILINE)
     (folder / "config.json").write_text(json.dumps(MODEL))
-    plan = command(interpreter, "deepspeed-ext", "plan", "--memory", *MACHINE, "--model", "config.json", cwd=folder)
+    plan = command(
+        interpreter,
+        "deepspeed-ext",
+        "plan",
+        "--memory",
+        *MACHINE,
+        "--model",
+        "config.json",
+        cwd=folder,
+    )
     assert "6,738,415,616 parameters" in plan
     (folder / "quick_start.py").write_text(quick_start.SCRIPT)
     losses = quick_start.losses(command(interpreter, *quick_start.COMMAND, cwd=folder))
@@ -78,16 +106,37 @@ def first_steps(interpreter: Path, folder: Path) -> str:
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_a_new_user_begins(python: str, released_wheel: Path, sdist: Path, tmp_path: Path) -> None:
-    """With the wheel, and then with the sdist where nothing can be compiled, where `doctor` says what is slower."""
+    """With the wheel, and then with the sdist where nothing can be compiled, where `doctor` says
+    what is slower."""
     program = interpreter_of(python)
     try:
         (tmp_path / "home").mkdir()
-        interpreter = environment_of(program, tmp_path / "empty", *TORCH.get(python, "torch").split())
-        run(interpreter, "-m", "pip", "install", "--quiet", f"{released_wheel}[transformers]", cwd=tmp_path)
+        interpreter = environment_of(
+            program, tmp_path / "empty", *TORCH.get(python, "torch").split()
+        )
+        run(
+            interpreter,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            f"{released_wheel}[transformers]",
+            cwd=tmp_path,
+        )
         said = first_steps(interpreter, tmp_path)
         assert re.search(r"adam kernel\s.*native, ", said), said
         again = ("--force-reinstall", "--no-deps", "--no-cache-dir", sdist)
-        run(interpreter, "-m", "pip", "install", "--quiet", *again, cwd=tmp_path, CC="false", CXX="false")
+        run(
+            interpreter,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            *again,
+            cwd=tmp_path,
+            CC="false",
+            CXX="false",
+        )
         said = first_steps(interpreter, tmp_path)
         assert "several times slower than the native kernel" in said
     finally:

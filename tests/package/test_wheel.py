@@ -1,6 +1,8 @@
-"""The package as a user gets it: built in isolation, one file for every Python, run where nothing can be compiled.
+"""The package as a user gets it: built in isolation, one file for every Python, run where nothing
+can be compiled.
 
-Needs a network; the last test also the right to mount. Not part of `make test`: `make test-package` runs it.
+Needs a network; the last test also the right to mount. Not part of `make test`: `make test-package`
+runs it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ print(kernel.name, path == str(library.BUILT), path.startswith(sys.prefix))
 print(hashlib.sha256(open(path, "rb").read()).hexdigest())
 """
 
-COMPILERS = re.compile(r"([\w.-]+-)?(c\+\+|g\+\+|gcc|cc|c89|c99|cpp|clang|clang\+\+|icpx|icx)(-[\w.-]+)?")
+COMPILERS = re.compile(
+    r"([\w.-]+-)?(c\+\+|g\+\+|gcc|cc|c89|c99|cpp|clang|clang\+\+|icpx|icx)(-[\w.-]+)?"
+)
 BARE = """
 while read -r path; do mount --bind /dev/null "$path" || exit 90; done < "$1"
 shift
@@ -40,7 +44,7 @@ for compiler in cc c++ gcc g++ clang clang++; do
     if "$compiler" --version >/dev/null 2>&1; then echo "$compiler still runs" >&2; exit 91; fi
 done
 "$1" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null && exit 92
-"$1" -c 'from deepspeed_ext.zenflow.worker.kernel import library_path; print("kernel:", library_path())'
+"$1" -c 'from deepspeed_ext.zenflow.worker import kernel; print("kernel:", kernel.library_path())'
 shift
 exec "$@"
 """
@@ -48,10 +52,16 @@ exec "$@"
 
 def contents(path: Path) -> dict[str, int]:
     with zipfile.ZipFile(path) as archive:
-        return {each.filename: each.CRC for each in archive.infolist() if not each.filename.endswith("RECORD")}
+        return {
+            each.filename: each.CRC
+            for each in archive.infolist()
+            if not each.filename.endswith("RECORD")
+        }
 
 
-def test_the_sdist_makes_the_wheel_of_the_checkout(checkout: Path, built: Path, folder: Path) -> None:
+def test_the_sdist_makes_the_wheel_of_the_checkout(
+    checkout: Path, built: Path, folder: Path
+) -> None:
     run(sys.executable, "-m", "build", "--wheel", "--outdir", folder / "direct", cwd=checkout)
     (of_sdist,), (direct,) = built.glob("*.whl"), (folder / "direct").glob("*.whl")
     assert of_sdist.name == direct.name
@@ -68,7 +78,9 @@ def test_the_tag_is_that_of_torchs_wheels(wheel: Path) -> None:
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_one_file_loads_in_every_python(python: str, released_wheel: Path, folder: Path) -> None:
-    interpreter = environment_of(interpreter_of(python), folder / python, "--no-deps", released_wheel)
+    interpreter = environment_of(
+        interpreter_of(python), folder / python, "--no-deps", released_wheel
+    )
     kind, digest = run(interpreter, "-c", KERNEL_CODE, cwd=folder).splitlines()
     assert kind == "native True True"
     with zipfile.ZipFile(released_wheel) as archive:
@@ -81,21 +93,32 @@ def what_a_bare_machine_lacks() -> list[Path]:
         Path("/usr/bin"),
         Path("/usr/local/bin"),
     }
-    tools = [path for each in folders if each.is_dir() for path in each.iterdir() if COMPILERS.fullmatch(path.name)]
+    tools = [
+        path
+        for each in folders
+        if each.is_dir()
+        for path in each.iterdir()
+        if COMPILERS.fullmatch(path.name)
+    ]
     libraries = [
-        path for each in ("/lib", "/lib64", "/usr/lib", "/usr/lib64") for path in Path(each).rglob("libgomp*.so*")
+        path
+        for each in ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+        for path in Path(each).rglob("libgomp*.so*")
     ]
     return sorted({path.resolve() for path in [*tools, *libraries] if path.resolve().is_file()})
 
 
 def test_the_quick_start_where_nothing_can_be_compiled(wheel: Path, folder: Path) -> None:
-    """An empty environment, an empty folder, an empty home; no compiler and no OpenMP runtime but torch's own."""
+    """An empty environment, an empty folder, an empty home; no compiler and no OpenMP runtime but
+    torch's own."""
     unshare = ["unshare", "--mount"]
     if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("needs the right to mount")
     interpreter = environment_of(sys.executable, folder / "bare", *TORCH.split())
     run(interpreter, "-m", "pip", "install", "--quiet", wheel, cwd=folder)
-    (hidden := folder / "hidden").write_text("".join(f"{path}\n" for path in what_a_bare_machine_lacks()))
+    (hidden := folder / "hidden").write_text(
+        "".join(f"{path}\n" for path in what_a_bare_machine_lacks())
+    )
     for name in ("empty", "home"):
         (folder / name).mkdir()
     (folder / "empty/quick_start.py").write_text(quick_start.SCRIPT)

@@ -18,10 +18,11 @@ from tests.support.ranks import run_ranks
 
 
 def measure(mib: int, repeats: int = 7) -> dict[str, float]:
-    """Body of a rank: GB/s of large copies, medians; a copy within one memory counts the bytes read and written.
+    """Body of a rank: GB/s of large copies, medians; a copy within one memory counts the bytes read
+    and written.
 
-    ``host``: within host memory by this rank's threads; with an accelerator also ``device``, and over the link ``down``
-    and ``up`` (page-locked), ``pageable down``, ``pageable up``.
+    ``host``: within host memory by this rank's threads; with an accelerator also ``device``, and
+    over the link ``down`` and ``up`` (page-locked), ``pageable down``, ``pageable up``.
     """
     accelerator = get_accelerator()
     source = torch.randn(mib * 2**18)  # zeros would be copied faster
@@ -39,7 +40,9 @@ def measure(mib: int, repeats: int = 7) -> dict[str, float]:
         "pageable down": (lambda: pageable.copy_(device), 1),
         "pageable up": (lambda: device.copy_(pageable), 1),
     }
-    return found | {name: _gb_per_second(copy, n * source.nbytes, repeats) for name, (copy, n) in copies.items()}
+    return found | {
+        name: _gb_per_second(copy, n * source.nbytes, repeats) for name, (copy, n) in copies.items()
+    }
 
 
 def _gb_per_second(copy: Callable[[], object], nbytes: int, repeats: int) -> float:
@@ -56,7 +59,9 @@ def _gb_per_second(copy: Callable[[], object], nbytes: int, repeats: int) -> flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=512, help="size of a copy (default 512 MiB)")
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     args = parser.parse_args()

@@ -1,19 +1,24 @@
-"""Core binding: ZeRO-Offload and ZenFlow unbound, bound at launch, in code as DeepSpeed does it, and by ours.
+"""Core binding: ZeRO-Offload and ZenFlow unbound, bound at launch, in code as DeepSpeed does it,
+and by ours.
 
-    python -m tests.perf.bench_binding [--only offload upstream ours ladder beside tuner] [--ranks 1 2] [--rounds 8]
-                                       [--device cpu|accelerator] [--model linears|0.5b|...] [--fresh] [--pause]
+    python -m tests.perf.bench_binding [--only offload upstream ours ladder beside tuner] [--ranks 1
+    2] [--rounds 8]
+                                       [--device cpu|accelerator] [--model linears|0.5b|...]
+                                       [--fresh] [--pause]
     python -m tests.perf.bench_binding --show [FILE]
 
-- offload, upstream, ours: a training step of ZeRO-Offload, of DeepSpeed's ZenFlow, overlapped, and of ours at interval
-  1, for each number of ranks. Beside them runs plain ZeRO; practicality is its step over that of the row.
-- ladder: what the launcher does and binding in code does not, one mechanism at a time: ZeRO-Offload on the largest
-  number of ranks, with plain ZeRO.
+- offload, upstream, ours: a training step of ZeRO-Offload, of DeepSpeed's ZenFlow, overlapped, and
+  of ours at interval 1, for each number of ranks. Beside them runs plain ZeRO; practicality is its
+  step over that of the row.
+- ladder: what the launcher does and binding in code does not, one mechanism at a time: ZeRO-Offload
+  on the largest number of ranks, with plain ZeRO.
 - beside: the same for an optimizer and a launch-bound training step, each in a process of its own.
 - tuner: what the tuner chooses, against every number of cores that it could have chosen.
 
-All ways get the same CPUs and take turns, A B C A B C...; a number is the median of the turns' means. Beside the time
-stand the switches and moves of threads that the kernel counted, and the mask of every thread. Each row is kept in
-``outputs/bench/binding.json`` as soon as its table is complete, and later runs add to it.
+All ways get the same CPUs and take turns, A B C A B C...; a number is the median of the turns'
+means. Beside the time stand the switches and moves of threads that the kernel counted, and the mask
+of every thread. Each row is kept in ``outputs/bench/binding.json`` as soon as its table is
+complete, and later runs add to it.
 """
 
 from __future__ import annotations
@@ -38,7 +43,19 @@ from deepspeed_ext.cores.tune.tuner import Tuner, TuneSettings, local_host
 from deepspeed_ext.runtime.cpulist import format_cpulist
 from tests.perf import report
 from tests.perf.binding_teams import Team, TeamError
-from tests.perf.binding_ways import LADDER, OURS, STUDY, TASKSET, UNBOUND, ZENFLOW_STUDY, Load, Place, Task, Turn, Way
+from tests.perf.binding_ways import (
+    LADDER,
+    OURS,
+    STUDY,
+    TASKSET,
+    UNBOUND,
+    ZENFLOW_STUDY,
+    Load,
+    Place,
+    Task,
+    Turn,
+    Way,
+)
 from tests.perf.language_model import SHAPES
 from tests.perf.threads import mask_text
 
@@ -51,7 +68,9 @@ TITLES = {
     "ladder": "One mechanism at a time: ZeRO-Offload",
     "beside": "One mechanism at a time: an optimizer and a training process",
 }
-INTERVAL = 16  # DeepSpeed's ZenFlow updates in the fourth of its steps, and selects in the sixteenth
+INTERVAL = (
+    16  # DeepSpeed's ZenFlow updates in the fourth of its steps, and selects in the sixteenth
+)
 WARM_UP = 28  # five intervals of 4 are synchronous, two more settle
 BESIDE_SECONDS = 1.0
 ZERO = replace(TASKSET, name="plain ZeRO, taskset")
@@ -59,7 +78,11 @@ ZERO = replace(TASKSET, name="plain ZeRO, taskset")
 
 def places(ranks: int, device: str) -> tuple[Place, ...]:
     """Where each rank belongs, by our plan: as a whole, and divided into training and optimizer."""
-    nodes = [rank.accelerator_node for rank in local_host(ranks, None, None).ranks] if device != "cpu" else None
+    nodes = (
+        [rank.accelerator_node for rank in local_host(ranks, None, None).ranks]
+        if device != "cpu"
+        else None
+    )
     host = read_host("/", None, nodes or [None] * ranks)
     whole = plan_host(host.topology, host.ranks, PlanRequest(separate=False)).ranks
     split = plan_host(host.topology, host.ranks).ranks
@@ -77,19 +100,28 @@ def places(ranks: int, device: str) -> tuple[Place, ...]:
 
 def tasks(part: str, way: Way, where: Sequence[Place], args: argparse.Namespace) -> list[Task]:
     """The tasks of a team."""
-    common = {"device": args.device, "model": args.model, "millions": args.millions, "elements": args.elements}
+    common = {
+        "device": args.device,
+        "model": args.model,
+        "millions": args.millions,
+        "elements": args.elements,
+    }
     if part == "beside":
         loads: tuple[Load, ...] = ("training", "optimizer")
         return [Task("", "", way, load, tuple(where[:1]), **common) for load in loads]
     load: Any = "zero" if way is ZERO else "offload" if part == "ladder" else part
-    if load in ("zero", "offload"):  # nothing runs beside the training: it has all cores of the rank
+    if load in (
+        "zero",
+        "offload",
+    ):  # nothing runs beside the training: it has all cores of the rank
         where = [replace(p, training=p.rank, training_cores=p.cores, optimizer="") for p in where]
     warm_up = min(WARM_UP, args.warm_up) if load == "upstream" else min(4, args.warm_up)
     return [Task("", "", way, load, tuple(where), warm_up=warm_up, **common)]
 
 
 def ways_of(part: str, names: Sequence[str] | None) -> list[Way]:
-    """The ways that are compared in a part; of plain ZeRO-Offload, which has no split, there is nothing to tune."""
+    """The ways that are compared in a part; of plain ZeRO-Offload, which has no split, there is
+    nothing to tune."""
     ways = {"offload": STUDY, "ladder": LADDER, "beside": LADDER}.get(part, ZENFLOW_STUDY)
     if part == "beside":
         ways = tuple(way for way in ways if way.launcher != "deepspeed")
@@ -103,7 +135,8 @@ def ways_of(part: str, names: Sequence[str] | None) -> list[Way]:
 def teams_of(
     part: str, ways: Sequence[Way], ranks: int, args: argparse.Namespace, cache: str
 ) -> Iterator[dict[str, Team]]:
-    """One team a way, each complete and warm before the next starts; without DeepSpeed's launcher if it fails here."""
+    """One team a way, each complete and warm before the next starts; without DeepSpeed's launcher
+    if it fails here."""
     where, teams = places(ranks, args.device), {}
     with contextlib.ExitStack() as stack:
         for way in ways:
@@ -121,7 +154,8 @@ def teams_of(
 
 
 def require_within(team: Team) -> None:
-    """Raise `TeamError` if a thread of a team that ours has bound may run outside of its rank's part."""
+    """Raise `TeamError` if a thread of a team that ours has bound may run outside of its rank's
+    part."""
     for (load, rank), facts in team.facts.items():
         place = team.tasks[0].places[rank]
         roles = [(place.optimizer if load == "optimizer" else place.training, facts.threads)]
@@ -129,13 +163,16 @@ def require_within(team: Team) -> None:
             roles.append((place.optimizer, facts.worker))
         for cpus, masks in roles:
             if strays := {mask: number for mask, number in masks.items() if mask != cpus}:
-                raise TeamError(f"{load}, rank {rank}: expected every thread on {cpus}, got {mask_text(strays)}")
+                raise TeamError(
+                    f"{load}, rank {rank}: expected every thread on {cpus}, got {mask_text(strays)}"
+                )
 
 
 def turns_of(
     part: str, ranks: int, args: argparse.Namespace, cache: str
 ) -> Iterator[tuple[Team, dict[tuple[Load, int], Turn]]]:
-    """The turns that count, A B C A B C..., each with its team; with ``--fresh`` every turn has a new one."""
+    """The turns that count, A B C A B C..., each with its team; with ``--fresh`` every turn has a
+    new one."""
     ways = ways_of(part, args.ways)
     size = (args.steps, 0.0) if part != "beside" else (1, args.seconds)
     if args.fresh:
@@ -178,16 +215,26 @@ def rows_of(
         for name, team in teams.items():
             keys = [key for key in team.facts if key[0] == load or not load]
             turns = [[answers[key] for key in keys] for answers in taken[name]]
-            row = {"row": f"{part} {load} {ranks} {name}", "part": part, "ranks": ranks, "process": load, "way": name}
+            row = {
+                "row": f"{part} {load} {ranks} {name}",
+                "part": part,
+                "ranks": ranks,
+                "process": load,
+                "way": name,
+            }
             row |= figures(turns)
-            row |= {"pool": team.facts[keys[0]].pool, "threads": " / ".join(told(team, key) for key in keys)}
+            row |= {
+                "pool": team.facts[keys[0]].pool,
+                "threads": " / ".join(told(team, key) for key in keys),
+            }
             rows.append(row)
         compare(rows[first:])
     return rows
 
 
 def figures(turns: Sequence[Sequence[Turn]]) -> dict[str, Any]:
-    """Of each turn the slowest rank's step, and the sums of all ranks' counts; then over the turns."""
+    """Of each turn the slowest rank's step, and the sums of all ranks' counts; then over the
+    turns."""
     counts = {
         name: statistics.median(sum(getattr(turn, name) for turn in ranks) for ranks in turns)
         for name in ("involuntary", "migrations", "queued_ms")
@@ -221,7 +268,9 @@ def beside_ours(rows: Sequence[dict[str, Any]]) -> list[report.Comparison]:
 def told(team: Team, key: tuple[Load, int]) -> str:
     """Every thread of a process by its mask, and of its optimizer process."""
     facts = team.facts[key]
-    return mask_text(facts.threads) + (f" + worker {mask_text(facts.worker)}" if facts.worker is not None else "")
+    return mask_text(facts.threads) + (
+        f" + worker {mask_text(facts.worker)}" if facts.worker is not None else ""
+    )
 
 
 def tuner_rows(settings: TuneSettings) -> list[dict[str, Any]]:
@@ -248,9 +297,19 @@ def tuner_rows(settings: TuneSettings) -> list[dict[str, Any]]:
 
 def tune(ranks: int, cache: str) -> str:
     """Fill the cache with what ``deepspeed-ext tune`` finds; returns what it says."""
-    command = [sys.executable, "-m", "deepspeed_ext.commands.main", "tune", "--quick", "--ranks", str(ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed_ext.commands.main",
+        "tune",
+        "--quick",
+        "--ranks",
+        str(ranks),
+    ]
     environment = os.environ | {"DSEXT_CACHE_DIR": cache}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
     return (done.stdout + done.stderr).strip()
 
 
@@ -275,10 +334,19 @@ TUNER = {"optimizer cores": "", "GB/s": ".1f", "of the best": ".3f", "chosen": "
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the tables of the rows."""
-    for part, ranks, process in dict.fromkeys((row["part"], row.get("ranks"), row.get("process")) for row in rows):
-        chosen = [row for row in rows if (row["part"], row.get("ranks"), row.get("process")) == (part, ranks, process)]
+    for part, ranks, process in dict.fromkeys(
+        (row["part"], row.get("ranks"), row.get("process")) for row in rows
+    ):
+        chosen = [
+            row
+            for row in rows
+            if (row["part"], row.get("ranks"), row.get("process")) == (part, ranks, process)
+        ]
         if part == "tuner":
-            print(f"\nThe tuner against every possible choice\n\n{report.table(chosen, TUNER)}", flush=True)
+            print(
+                f"\nThe tuner against every possible choice\n\n{report.table(chosen, TUNER)}",
+                flush=True,
+            )
             continue
         print(f"\n{TITLES[part]}{f', the {process} process' if process else ''}, {ranks} rank(s)")
         print(f"\n{report.table(chosen, COLUMNS)}", flush=True)
@@ -286,22 +354,51 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {PARTS}")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="numbers of ranks (default 1 2)")
-    parser.add_argument("--rounds", type=int, default=8, help="turns that each way takes (default 8)")
-    parser.add_argument("--steps", type=int, default=INTERVAL, help=f"steps a turn (default {INTERVAL})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {PARTS}"
+    )
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, default=[1, 2], help="numbers of ranks (default 1 2)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="turns that each way takes (default 8)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=INTERVAL, help=f"steps a turn (default {INTERVAL})"
+    )
     parser.add_argument("--seconds", type=float, default=BESIDE_SECONDS, help="of a turn of beside")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help=f"most steps before the turns (default {WARM_UP})")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        default=WARM_UP,
+        help=f"most steps before the turns (default {WARM_UP})",
+    )
     parser.add_argument("--ways", nargs="+", metavar="WAY", help="names of ways (default: all)")
-    parser.add_argument("--model", choices=("linears", *SHAPES), default="linears", help="what is trained")
-    parser.add_argument("--millions", type=float, default=8, help="million parameters of the linears (default 8)")
-    parser.add_argument("--elements", type=int, default=16 << 20, help="that the optimizer of beside updates")
+    parser.add_argument(
+        "--model", choices=("linears", *SHAPES), default="linears", help="what is trained"
+    )
+    parser.add_argument(
+        "--millions", type=float, default=8, help="million parameters of the linears (default 8)"
+    )
+    parser.add_argument(
+        "--elements", type=int, default=16 << 20, help="that the optimizer of beside updates"
+    )
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     parser.add_argument("--anew", action="store_true", help="forget what earlier runs have kept")
-    parser.add_argument("--fresh", action="store_true", help="new processes for each turn: where not all fit in memory")
-    parser.add_argument("--pause", action="store_true", help="wait for Enter between start and turns of each table")
-    parser.add_argument("--show", nargs="?", type=Path, const=report.path_of(NAME), help="print a file's tables")
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="new processes for each turn: where not all fit in memory",
+    )
+    parser.add_argument(
+        "--pause", action="store_true", help="wait for Enter between start and turns of each table"
+    )
+    parser.add_argument(
+        "--show", nargs="?", type=Path, const=report.path_of(NAME), help="print a file's tables"
+    )
     return parser
 
 
@@ -322,7 +419,9 @@ def main() -> None:
                     print(tune(ranks, cache), flush=True)
                 is_tuner = part == "tuner"
                 found = (
-                    tuner_rows(TuneSettings.for_host(1, quick=False)) if is_tuner else measure(part, ranks, args, cache)
+                    tuner_rows(TuneSettings.for_host(1, quick=False))
+                    if is_tuner
+                    else measure(part, ranks, args, cache)
                 )
             show(found)
             report.merge(NAME, settings, found, "row", [] if is_tuner else beside_ours(found))

@@ -1,14 +1,17 @@
-"""Loss by step and by second: AdamW on every step, gradient accumulation, upstream's ZenFlow and ours.
+"""Loss by step and by second: AdamW on every step, gradient accumulation, upstream's ZenFlow and
+ours.
 
-    python -m tests.perf.bench_convergence [--rows adamw predictive ...] [--seeds 3] [--steps 400] [--quick]
+    python -m tests.perf.bench_convergence [--rows adamw predictive ...] [--seeds 3] [--steps 400]
+    [--quick]
                                            [--device cpu|accelerator] [--reuse] [--plot FILE.png]
                                            [--model tiny|100m] [--rates 1e-3 ...]
 
-A small Llama learns to continue bytes of Python source (tests/perf/language_model.py), through DeepSpeed itself, once
-for each row, learning rate and seed of the data. The table at the end holds the means over seeds against what the
-project demands of itself; the JSON file holds every training: losses, seconds, seed, commit. It is written after each
-of them, and ``--reuse`` takes from it what has been trained before, so that rows may be measured one after the other.
-A second file, ``*_losses.json``, holds the table of losses alone, and how far each row is from AdamW's.
+A small Llama learns to continue bytes of Python source (tests/perf/language_model.py), through
+DeepSpeed itself, once for each row, learning rate and seed of the data. The table at the end holds
+the means over seeds against what the project demands of itself; the JSON file holds every training:
+losses, seconds, seed, commit. It is written after each of them, and ``--reuse`` takes from it what
+has been trained before, so that rows may be measured one after the other. A second file,
+``*_losses.json``, holds the table of losses alone, and how far each row is from AdamW's.
 """
 
 from __future__ import annotations
@@ -68,18 +71,29 @@ class Results:
             self.rows = json.loads(self.path.read_text())["rows"]
 
     def training(self, training: Training) -> dict[str, Any]:
-        """The stored row of `training`, made now if there is none; `error` in it says why it could not be made."""
+        """The stored row of `training`, made now if there is none; `error` in it says why it could
+        not be made."""
 
         def make() -> dict[str, Any]:
             ranks = self._run(training.ranks, train, training)
-            losses = [statistics.fmean(values) for values in zip(*(rank["losses"] for rank in ranks), strict=True)]
-            seconds = [max(values) for values in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-            return {"losses": [round(x, 5) for x in losses], "seconds": [round(x, 3) for x in seconds]}
+            losses = [
+                statistics.fmean(values)
+                for values in zip(*(rank["losses"] for rank in ranks), strict=True)
+            ]
+            seconds = [
+                max(values) for values in zip(*(rank["seconds"] for rank in ranks), strict=True)
+            ]
+            return {
+                "losses": [round(x, 5) for x in losses],
+                "seconds": [round(x, 3) for x in seconds],
+            }
 
         kept = training.keep is None or Path(training.keep).exists()
         return self._made({"kind": "training", **training.key()}, make, remake=not kept)
 
-    def figure(self, kind: str, settings: dict[str, Any], body: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    def figure(
+        self, kind: str, settings: dict[str, Any], body: Callable[..., Any], *args: Any
+    ) -> dict[str, Any]:
         """The stored row of another measurement with one rank, made now if there is none."""
 
         def make() -> dict[str, Any]:
@@ -90,7 +104,9 @@ class Results:
     def _run(self, ranks: int, body: Callable[..., Any], *args: Any) -> list[Any]:
         return run_ranks(ranks, body, *args, device=self._device, timeout_seconds=TIMEOUT_SECONDS)
 
-    def _made(self, key: dict[str, Any], make: Callable[[], Any], remake: bool = False) -> dict[str, Any]:
+    def _made(
+        self, key: dict[str, Any], make: Callable[[], Any], remake: bool = False
+    ) -> dict[str, Any]:
         key = json.loads(json.dumps(key))
         self._read()
         found = [row for row in self.rows if row["key"] == key and "error" not in row]
@@ -111,7 +127,9 @@ class Results:
 def _say(row: dict[str, Any]) -> None:
     key = row["key"]
     what = [key["kind"], key["side"]["name"] if isinstance(key.get("side"), dict) else ""]
-    what += [f"{name} {key[name]}" for name in ("lr", "seed", "stage", "ranks", "corpus") if name in key]
+    what += [
+        f"{name} {key[name]}" for name in ("lr", "seed", "stage", "ranks", "corpus") if name in key
+    ]
     if "losses" in row:
         outcome = f"{windows(row['losses'])}, {row['seconds'][-1]:.0f} s"
     elif "error" in row:
@@ -128,7 +146,7 @@ def windows(losses: Sequence[float]) -> dict[int, float]:
     return {end: round(statistics.fmean(losses[max(0, end - WINDOW) : end]), 4) for end in ends}
 
 
-# -- what is trained ------------------------------------------------------------------------------------------------
+# -- what is trained -------------------------------------------------------------------------------
 
 
 def make(rows: Sequence[str], scale: Scale, results: Results) -> None:
@@ -149,26 +167,34 @@ def make(rows: Sequence[str], scale: Scale, results: Results) -> None:
         for side in (sides.UPSTREAM_SEQUENTIAL, sides.UPSTREAM_OVERLAPPED, *OURS):
             for stage in (1, 2, 3):
                 key = {"side": {"name": side.name}, "stage": stage}
-                results.figure("weights changed by initialize", key, changed_by_initialize, side, stage)
+                results.figure(
+                    "weights changed by initialize", key, changed_by_initialize, side, stage
+                )
 
 
 def _tune(seed: int, scale: Scale, results: Results) -> None:
     base = base_of(seed, scale)
     assert base.keep is not None
     results.training(base)
-    results.figure("not tuned", {"seed": seed}, untrained, "torch.nn", seed, scale.tuning_steps, base.keep)
+    results.figure(
+        "not tuned", {"seed": seed}, untrained, "torch.nn", seed, scale.tuning_steps, base.keep
+    )
     for side in TUNED_SIDES:
         results.training(tuned(side, seed, scale))
 
 
-# -- what has been reached ------------------------------------------------------------------------------------------
+# -- what has been reached -------------------------------------------------------------------------
 
 
 class Metrics:
     """Means over seeds, read from results."""
 
     def __init__(self, results: Results, scale: Scale) -> None:
-        self._rows = {json.dumps(row["key"], sort_keys=True): row for row in results.rows if "error" not in row}
+        self._rows = {
+            json.dumps(row["key"], sort_keys=True): row
+            for row in results.rows
+            if "error" not in row
+        }
         self._scale = scale
         self.rates = scale.rates
         self.seeds = range(scale.seeds)
@@ -185,9 +211,13 @@ class Metrics:
         return _mean([self.end(plain(side, rate, seed, self._scale)) for seed in self.seeds])
 
     def excess(self, side: Side, rate: float) -> float | None:
-        """By how much the loss is above AdamW's, as a fraction; upstream's over the seeds that it was trained with."""
+        """By how much the loss is above AdamW's, as a fraction; upstream's over the seeds that it
+        was trained with."""
         pairs = [
-            (self.end(plain(side, rate, seed, self._scale)), self.end(plain(sides.ADAMW, rate, seed, self._scale)))
+            (
+                self.end(plain(side, rate, seed, self._scale)),
+                self.end(plain(sides.ADAMW, rate, seed, self._scale)),
+            )
             for seed in self.seeds
         ]
         if not side.extended:
@@ -220,7 +250,10 @@ class Metrics:
 
     def changed(self, side: Side) -> int | None:
         """Weights that `initialize` changes, over the stages at which it runs."""
-        rows = [self.find("weights changed by initialize", side={"name": side.name}, stage=s) for s in (1, 2, 3)]
+        rows = [
+            self.find("weights changed by initialize", side={"name": side.name}, stage=s)
+            for s in (1, 2, 3)
+        ]
         known = [row["value"] for row in rows if row is not None]
         complete = len(known) == (3 if side.extended else len(known)) and known
         return max(known) if complete else None
@@ -232,15 +265,25 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def acceptance(figures: Metrics) -> list[dict[str, Any]]:
-    """What must be reached, what has been, and upstream's figure; `passed` is None where something was not run."""
+    """What must be reached, what has been, and upstream's figure; `passed` is None where something
+    was not run."""
     rows: list[dict[str, Any]] = []
 
     def add(
-        check: str, must: str, form: str, holds: Callable[[float], bool], reached: float | None, upstream: float | None
+        check: str,
+        must: str,
+        form: str,
+        holds: Callable[[float], bool],
+        reached: float | None,
+        upstream: float | None,
     ) -> None:
-        text, other = (None if value is None else format(value, form) for value in (reached, upstream))
+        text, other = (
+            None if value is None else format(value, form) for value in (reached, upstream)
+        )
         passed = None if reached is None else holds(reached)
-        rows.append({"check": check, "must": must, "reached": text, "upstream": other, "passed": passed})
+        rows.append(
+            {"check": check, "must": must, "reached": text, "upstream": other, "passed": passed}
+        )
 
     ours = ((sides.PREDICTIVE_1, 0.01), (sides.PREDICTIVE_4, 0.015))
     for side, limit in ours:
@@ -250,26 +293,52 @@ def acceptance(figures: Metrics) -> list[dict[str, Any]]:
             add(f"{side.name}, lr {rate:g}", must, "+.2%", partial(operator.ge, limit), *values)
     for side, _ in ours:
         values = figures.tuning_share(side), figures.tuning_share(sides.UPSTREAM_OVERLAPPED)
-        add(f"{side.name}, fine-tuning", "97% of AdamW's improvement", ".1%", partial(operator.le, 0.97), *values)
+        add(
+            f"{side.name}, fine-tuning",
+            "97% of AdamW's improvement",
+            ".1%",
+            partial(operator.le, 0.97),
+            *values,
+        )
     for side in OURS:
         counts = figures.changed(side), figures.changed(sides.UPSTREAM_OVERLAPPED)
         add(f"{side.name}, initialize", "no weight changed", ",d", partial(operator.eq, 0), *counts)
     for side in OURS:
         values = figures.stage_spread(side), None
-        add(f"{side.name}, stages x ranks", "within 0.02", ".4f", partial(operator.ge, 0.02), *values)
+        add(
+            f"{side.name}, stages x ranks",
+            "within 0.02",
+            ".4f",
+            partial(operator.ge, 0.02),
+            *values,
+        )
     for side, limit in SELECTIVE_LIMITS:
-        other = sides.UPSTREAM_OVERLAPPED if side == sides.SELECTIVE_4_LAG else sides.UPSTREAM_SEQUENTIAL
+        other = (
+            sides.UPSTREAM_OVERLAPPED
+            if side == sides.SELECTIVE_4_LAG
+            else sides.UPSTREAM_SEQUENTIAL
+        )
         values = figures.mean_end(side, 1e-3), figures.mean_end(other, 1e-3)
-        add(f"{side.name}, lr 0.001", f"loss at most {limit:.2f}", ".3f", partial(operator.ge, limit), *values)
+        add(
+            f"{side.name}, lr 0.001",
+            f"loss at most {limit:.2f}",
+            ".3f",
+            partial(operator.ge, limit),
+            *values,
+        )
     return rows
 
 
 def losses_table(figures: Metrics, scale: Scale) -> list[dict[str, Any]]:
-    """Every plain training that was made: mean loss over seeds at each hundredth step, their spread, and its pace."""
+    """Every plain training that was made: mean loss over seeds at each hundredth step, their
+    spread, and its pace."""
     rows = []
     for side in (side for members in ROWS.values() for side in members):
         for rate in scale.rates:
-            found = [figures.find("training", **plain(side, rate, seed, scale).key()) for seed in figures.seeds]
+            found = [
+                figures.find("training", **plain(side, rate, seed, scale).key())
+                for seed in figures.seeds
+            ]
             made = [row for row in found if row is not None]
             if not made:
                 continue
@@ -278,7 +347,9 @@ def losses_table(figures: Metrics, scale: Scale) -> list[dict[str, Any]]:
             row |= {str(end): statistics.fmean(values[end] for values in ends) for end in ends[0]}
             last = [list(values.values())[-1] for values in ends]
             row["spread"] = max(last) - min(last)
-            row["ms a step"] = statistics.median(1e3 * r["seconds"][-1] / len(r["seconds"]) for r in made)
+            row["ms a step"] = statistics.median(
+                1e3 * r["seconds"][-1] / len(r["seconds"]) for r in made
+            )
             rows.append(row)
     return rows
 
@@ -290,10 +361,16 @@ def comparisons_of(figures: Metrics, scale: Scale) -> list[report.Comparison]:
     pairs += [(side, rival) for side in others if side.extended for rival in ROWS["upstream"]]
     found = []
     for (side, rival), rate in product(pairs, scale.rates):
-        ends = [[figures.end(plain(each, rate, seed, scale)) for each in (side, rival)] for seed in figures.seeds]
+        ends = [
+            [figures.end(plain(each, rate, seed, scale)) for each in (side, rival)]
+            for seed in figures.seeds
+        ]
         made = [(ours, theirs) for ours, theirs in ends if ours is not None and theirs is not None]
         if made:
-            what = f"{'' if side.extended else 'not ours: '}loss of {side.name}, lr {rate:g}, {scale.steps} steps"
+            what = (
+                f"{'' if side.extended else 'not ours: '}loss of {side.name}, lr {rate:g}, "
+                f"{scale.steps} steps"
+            )
             quantity = f"mean loss of the last {min(WINDOW, scale.steps)} steps"
             mine, other = zip(*made, strict=True)
             found.append(report.compare(what, rival.name, quantity, mine, other, ("1", "1")))
@@ -301,7 +378,8 @@ def comparisons_of(figures: Metrics, scale: Scale) -> list[report.Comparison]:
 
 
 def plot(path: str, figures: Metrics, scale: Scale) -> None:
-    """Draw the losses of the first seed and the last learning rate by step and by second, smoothed over a window."""
+    """Draw the losses of the first seed and the last learning rate by step and by second, smoothed
+    over a window."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
@@ -314,8 +392,12 @@ def plot(path: str, figures: Metrics, scale: Scale) -> None:
         smooth = [statistics.fmean(row["losses"][end - width : end]) for end in ends]
         axes[0].plot(list(ends), smooth, label=side.name)
         axes[1].plot([row["seconds"][end - 1] for end in ends], smooth)
-    axes[0].set(xlabel="step", ylabel=f"loss, mean of {WINDOW} steps", title=f"lr {scale.rates[-1]:g}")
-    axes[1].set(xlabel="seconds", title="no accelerator: the optimizer shares the CPU with the model")
+    axes[0].set(
+        xlabel="step", ylabel=f"loss, mean of {WINDOW} steps", title=f"lr {scale.rates[-1]:g}"
+    )
+    axes[1].set(
+        xlabel="seconds", title="no accelerator: the optimizer shares the CPU with the model"
+    )
     axes[0].legend()
     figure.savefig(path, dpi=150)
     print(f"drawn to {path}")
@@ -327,42 +409,74 @@ def show(results: Results, scale: Scale) -> list[dict[str, Any]]:
     losses = losses_table(figures, scale)
     if losses:
         ends = {name: ".3f" for name in losses[0] if name.isdigit()}
-        columns: dict[str, Any] = {"row": "", "lr": "g", "seeds": "d", **ends, "spread": ".3f", "ms a step": ".0f"}
+        columns: dict[str, Any] = {
+            "row": "",
+            "lr": "g",
+            "seeds": "d",
+            **ends,
+            "spread": ".3f",
+            "ms a step": ".0f",
+        }
         print("\n" + report.table(losses, columns))
     checks = acceptance(figures)
 
     def verdict(value: bool) -> str:
         return "pass" if value else "FAIL"
 
-    judged: dict[str, Any] = {"check": "", "must": "", "reached": "", "upstream": "", "passed": verdict}
+    judged: dict[str, Any] = {
+        "check": "",
+        "must": "",
+        "reached": "",
+        "upstream": "",
+        "passed": verdict,
+    }
     print("\n" + report.table(checks, judged) + "\n(an empty cell: not run)")
     return checks
 
 
 def main() -> None:
     names = [*ROWS, *OTHER_ROWS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=names, default=names, help="what to train (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows", nargs="+", choices=names, default=names, help="what to train (default: all)"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="data seeds (default 3)")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--model", choices=("tiny", "100m"), default="tiny", help="what is trained (default tiny)")
-    parser.add_argument("--rates", type=float, nargs="+", help=f"{LEARNING_RATES}, of the large model {LARGE_RATES}")
+    parser.add_argument(
+        "--model", choices=("tiny", "100m"), default="tiny", help="what is trained (default tiny)"
+    )
+    parser.add_argument(
+        "--rates", type=float, nargs="+", help=f"{LEARNING_RATES}, of the large model {LARGE_RATES}"
+    )
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
-    parser.add_argument("--quick", action="store_true", help="a minute's look; its figures mean nothing")
-    parser.add_argument("--reuse", action="store_true", help="do not repeat trainings that the JSON file holds")
+    parser.add_argument(
+        "--quick", action="store_true", help="a minute's look; its figures mean nothing"
+    )
+    parser.add_argument(
+        "--reuse", action="store_true", help="do not repeat trainings that the JSON file holds"
+    )
     parser.add_argument("--plot", metavar="FILE.png", help="draw the losses by step and by second")
     args = parser.parse_args()
     rates = tuple(args.rates or (LEARNING_RATES if args.model == "tiny" else LARGE_RATES))
     scale = replace(QUICK if args.quick else Scale(args.steps, args.seeds, rates), model=args.model)
-    name = "_".join([NAME, *(["quick"] if args.quick else []), *([args.model] if args.model != "tiny" else [])])
+    name = "_".join(
+        [NAME, *(["quick"] if args.quick else []), *([args.model] if args.model != "tiny" else [])]
+    )
     results = Results(scale, args.reuse, name, args.device)
     make(args.rows, scale, results)
     checks = show(results, scale)
     if args.plot:
         plot(args.plot, Metrics(results, scale), scale)
-    print(f"\nwritten to {report.write(results.name, vars(scale) | {'acceptance': checks}, results.rows)}")
+    print(
+        f"\nwritten to "
+        f"{report.write(results.name, vars(scale) | {'acceptance': checks}, results.rows)}"
+    )
     figures = Metrics(results, scale)
-    report.write(f"{name}_losses", vars(scale), losses_table(figures, scale), comparisons_of(figures, scale))
+    report.write(
+        f"{name}_losses", vars(scale), losses_table(figures, scale), comparisons_of(figures, scale)
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Bandwidth of the optimizer's pass on sets of cores: are neighbours siblings, and what do more cores give?
+"""Bandwidth of the optimizer's pass on sets of cores: are neighbours siblings, and what do more
+cores give?
 
     python -m tests.perf.bench_core_sets [--millions 256] [--turns 5] [--device cpu|accelerator]
 
-The sets: the first half of the cores, every other core, all but two, all but one, and all. If virtual cores are threads
-of the same core in pairs, every other one gives more than the first half. Each set has a process of its own, which is
-bound before it allocates. GB/s count the 28 bytes per parameter that the pass reads and writes. The device is not used.
+The sets: the first half of the cores, every other core, all but two, all but one, and all. If
+virtual cores are threads of the same core in pairs, every other one gives more than the first half.
+Each set has a process of its own, which is bound before it allocates. GB/s count the 28 bytes per
+parameter that the pass reads and writes. The device is not used.
 """
 
 from __future__ import annotations
@@ -56,11 +58,24 @@ def pass_seconds(cores: list[int], millions: float, turns: int) -> list[float]:
 
 def row_of(name: str, cores: list[int], args: argparse.Namespace) -> dict[str, Any]:
     """One set, measured in a process of its own."""
-    words = ["--only", format_cpulist(cores), "--millions", str(args.millions), "--turns", str(args.turns)]
+    words = [
+        "--only",
+        format_cpulist(cores),
+        "--millions",
+        str(args.millions),
+        "--turns",
+        str(args.turns),
+    ]
     command = [sys.executable, "-m", "tests.perf.bench_core_sets", *words]
     environment = os.environ | {"OMP_NUM_THREADS": str(len(cores))}
     run = subprocess.run(
-        command, cwd=report.ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
+        command,
+        cwd=report.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=True,
     )
     seconds = json.loads(run.stdout.splitlines()[-1])
     moved = BYTES_PER_ELEMENT * args.millions * 1e6 / 1e9
@@ -82,8 +97,12 @@ def own_cores() -> set[int]:
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", type=float, default=256, help="million parameters (default 256)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--millions", type=float, default=256, help="million parameters (default 256)"
+    )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     parser.add_argument("--only", help=argparse.SUPPRESS)

@@ -1,17 +1,20 @@
-"""CPU Adam: torch's fused AdamW and the worker's whole pass, in turn on the same threads, over sizes of a partition.
+"""CPU Adam: torch's fused AdamW and the worker's whole pass, in turn on the same threads, over
+sizes of a partition.
 
-    python -m tests.perf.bench_cpu_adam [--numel 67108864 77238400] [--threads 2] [--repeats 11] [--deepspeed]
+    python -m tests.perf.bench_cpu_adam [--numel 67108864 77238400] [--threads 2] [--repeats 11]
+    [--deepspeed]
 
-"fused" is plain ``torch.optim.AdamW(fused=True)``: fp32 gradient in, nothing out. The pass reads a 16-bit gradient and
-writes a 16-bit weight and the block means besides; "interval 4" carries out four steps in one pass, per step. Arrays
-lie where the arena places them; "head to tail" is the placement before, one array behind the other on page boundaries.
-Every contender gets the same number of threads; "cores" is the CPU time that it took per second, to check that.
+"fused" is plain ``torch.optim.AdamW(fused=True)``: fp32 gradient in, nothing out. The pass reads a
+16-bit gradient and writes a 16-bit weight and the block means besides; "interval 4" carries out
+four steps in one pass, per step. Arrays lie where the arena places them; "head to tail" is the
+placement before, one array behind the other on page boundaries. Every contender gets the same
+number of threads; "cores" is the CPU time that it took per second, to check that.
 
-"GB/s" are the bytes that a contender has to read and write, over its time: 28 an element for a step of Adam (the pass:
-p, m and v in and out, 2 bytes each of gradient and weight; fused: the same with an fp32 gradient and no other weight),
-20 with moments in bf16, 16 with 8 bits, 34 for four steps in one pass, and 8 for the plain copy of an fp32 array,
-which shows what the memory can do. A copy also reads each cache line of its output before it overwrites it, which is
-not counted.
+"GB/s" are the bytes that a contender has to read and write, over its time: 28 an element for a step
+of Adam (the pass: p, m and v in and out, 2 bytes each of gradient and weight; fused: the same with
+an fp32 gradient and no other weight), 20 with moments in bf16, 16 with 8 bits, 34 for four steps in
+one pass, and 8 for the plain copy of an fp32 array, which shows what the memory can do. A copy also
+reads each cache line of its output before it overwrites it, which is not counted.
 """
 
 import argparse
@@ -25,7 +28,14 @@ import torch
 
 from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, ArraySpec, PlacedArray, plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Kernel, Publish, library_path, load_kernel
+from deepspeed_ext.zenflow.worker.kernel import (
+    AdamPass,
+    AdamStep,
+    Kernel,
+    Publish,
+    library_path,
+    load_kernel,
+)
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from tests.perf import report
@@ -42,7 +52,8 @@ SIZES = {
 }
 BASE, DEEPSPEED, COPY = "torch fused AdamW", "DeepSpeedCPUAdam", "plain copy"
 _SETTLE_SECONDS = 0.03
-"""Before each run: threads of OpenMP, which others have used, spin for some milliseconds before they sleep."""
+"""Before each run: threads of OpenMP, which others have used, spin for some milliseconds before
+they sleep."""
 STATE_BYTES = 24
 """Of an element: p, m and v, each read and written in fp32."""
 ROUNDED_BYTES = {"bf16": ("bfloat16", 16), "int8": ("int8", 12)}
@@ -71,7 +82,9 @@ class Contender:
         self.run()
         self.wall.append((time.perf_counter() - wall) / self.steps)
         self.cpu.append((time.process_time() - cpu) / self.steps)
-        assert torch.get_num_threads() == threads, "a contender has changed the threads of the next one"
+        assert torch.get_num_threads() == threads, (
+            "a contender has changed the threads of the next one"
+        )
 
     @property
     def milliseconds(self) -> list[float]:
@@ -89,7 +102,8 @@ class Contender:
 
 
 def head_to_tail(specs: Sequence[ArraySpec]) -> ArenaLayout:
-    """The placement that competes for cache sets at a power of two: every array begins at the next page."""
+    """The placement that competes for cache sets at a power of two: every array begins at the next
+    page."""
     arrays, end = [], 0
     for spec in specs:
         arrays.append(PlacedArray(spec, end))
@@ -136,10 +150,14 @@ def _optimizer_runner(
 
 def placed_fused_runner(numel: int) -> Callable[[], object]:
     """The fused AdamW with its arrays where the arena places them."""
-    arena = Arena.create(plan_layout([ArraySpec(name, "float32", numel) for name in ("p", "m", "v", "g")]))
+    arena = Arena.create(
+        plan_layout([ArraySpec(name, "float32", numel) for name in ("p", "m", "v", "g")])
+    )
     parameter = arena.tensor("p").requires_grad_()
     parameter.grad = arena.tensor("g").normal_()
-    optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        [parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     moments = {"exp_avg": arena.tensor("m"), "exp_avg_sq": arena.tensor("v").fill_(1e-2)}
     optimizer.state[parameter] = {"step": torch.tensor(100.0), **moments}
     return optimizer.step
@@ -171,7 +189,10 @@ def contenders(numel: int, threads: int, deepspeed: bool = False) -> dict[str, C
         "pass, torch operations": Contender(pass_runner(reference, spread, 1), step),
     }
     for name, (dtype, nbytes) in ROUNDED_BYTES.items():
-        rounded, whole = pass_arena(numel, plan_layout, replace(ADAM_STATE, moment_dtype=dtype)), nbytes + 2
+        rounded, whole = (
+            pass_arena(numel, plan_layout, replace(ADAM_STATE, moment_dtype=dtype)),
+            nbytes + 2,
+        )
         title = f"pass, {native.name}, {name} moments"
         found[title] = Contender(pass_runner(native, rounded, 1), whole + 2)
         every = pass_runner(native, rounded, INTERVAL)
@@ -208,8 +229,11 @@ def rows_of(numel: int, found: dict[str, Contender]) -> list[dict[str, Any]]:
     ]
 
 
-def comparisons_of(numel: int, threads: int, found: dict[str, Contender]) -> list[report.Comparison]:
-    """The native pass beside torch's and DeepSpeed's Adam, and everybody's bytes beside those of a copy."""
+def comparisons_of(
+    numel: int, threads: int, found: dict[str, Contender]
+) -> list[report.Comparison]:
+    """The native pass beside torch's and DeepSpeed's Adam, and everybody's bytes beside those of a
+    copy."""
     kernel = next(name for name in found if name.startswith("pass, "))
     passes = {
         "1": found[kernel],
@@ -244,16 +268,25 @@ def comparisons_of(numel: int, threads: int, found: dict[str, Contender]) -> lis
             found[COPY].gb_per_s(numel),
             (threads, threads),
         )
-        for name, one in {"CPU Adam, interval 1": passes["1"], f"{BASE}, as a yardstick": found[BASE]}.items()
+        for name, one in {
+            "CPU Adam, interval 1": passes["1"],
+            f"{BASE}, as a yardstick": found[BASE],
+        }.items()
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, nargs="+", default=list(SIZES), help="sizes of the partition")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--numel", type=int, nargs="+", default=list(SIZES), help="sizes of the partition"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--deepspeed", action="store_true", help="also DeepSpeedCPUAdam (compiles its kernel)")
+    parser.add_argument(
+        "--deepspeed", action="store_true", help="also DeepSpeedCPUAdam (compiles its kernel)"
+    )
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     comparisons: list[report.Comparison] = []

@@ -1,18 +1,24 @@
-"""Steps of a decoder as a training loop makes them: plain ZeRO, ours and rivals, in turns on one device.
+"""Steps of a decoder as a training loop makes them: plain ZeRO, ours and rivals, in turns on one
+device.
 
-    python -m tests.perf.bench_decoder --ways ZeRO ours [--model 1.5b] [--batches 1x2048 4x8192] [--turns 3]
-                                       [--steps 10] [--alone] [--name NAME] [--device cpu|accelerator]
+    python -m tests.perf.bench_decoder --ways ZeRO ours [--model 1.5b] [--batches 1x2048 4x8192]
+    [--turns 3]
+                                       [--steps 10] [--alone] [--name NAME] [--device
+                                       cpu|accelerator]
 
-All ways of a call are built first, each in its own process, and take turns of a few steps: at each batch, turn after
-turn, way after way. So they must fit beside each other; with ``--alone`` one follows the other. Steps read their loss,
-and nothing else waits for the device. Means are over all steps of all turns, also of what ours measures itself.
+All ways of a call are built first, each in its own process, and take turns of a few steps: at each
+batch, turn after turn, way after way. So they must fit beside each other; with ``--alone`` one
+follows the other. Steps read their loss, and nothing else waits for the device. Means are over all
+steps of all turns, also of what ours measures itself.
 
-A way runs with its default config. The steps before its first turn, which are synchronous with ours, are in no mean:
-``warm-up ms`` is theirs, and ``ms with warm-up`` the mean of 1,000 steps that begin with them.
+A way runs with its default config. The steps before its first turn, which are synchronous with
+ours, are in no mean: ``warm-up ms`` is theirs, and ``ms with warm-up`` the mean of 1,000 steps that
+begin with them.
 
-A way that fails, or does not fit, is a row with its error, and the others go on. The host's memory is watched: a way
-that takes too much of it is ended before the machine is. Rows are kept after every turn, in a file that later calls add
-to; a batch whose rows it has from this commit is not measured again, unless ``--again``.
+A way that fails, or does not fit, is a row with its error, and the others go on. The host's memory
+is watched: a way that takes too much of it is ended before the machine is. Rows are kept after
+every turn, in a file that later calls add to; a batch whose rows it has from this commit is not
+measured again, unless ``--again``.
 """
 
 from __future__ import annotations
@@ -95,24 +101,34 @@ class Runner:
             self.close()
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """What is known so far, a row for each batch that was begun; of a way that failed, a row for each."""
+        """What is known so far, a row for each batch that was begun; of a way that failed, a row
+        for each."""
         for batch in self.batches:
             if self.seconds[batch] or self.error:
                 yield self._row(batch)
 
     def _row(self, batch: Batch) -> dict[str, Any]:
         name = "x".join(map(str, batch))
-        row: dict[str, Any] = {"case": f"{self.way.name}, {name}", "way": self.way.name, "batch": name}
+        row: dict[str, Any] = {
+            "case": f"{self.way.name}, {name}",
+            "way": self.way.name,
+            "batch": name,
+        }
         row |= {"model": self.args.model, "warm-up steps": len(self.warm_up), "says": self.way.says}
         if self.error:
             row["error"] = self.error
         if seconds := self.seconds[batch]:
-            row |= times_of(seconds, self.warm_up, batch[0] * batch[1]) | means_of(self.measured[batch])
+            row |= times_of(seconds, self.warm_up, batch[0] * batch[1]) | means_of(
+                self.measured[batch]
+            )
             row |= {"start seconds": self.facts["start seconds"], "threads": self.facts["threads"]}
             row |= planned(self.way, self.facts["parameters"])
         if found := self.memory.get(batch):
             row["idle share, no kernel"] = found["idle"]
-            row |= {f"{name} GiB": found[name] and found[name] / GIB for name in ("device", "host", "page-locked")}
+            row |= {
+                f"{name} GiB": found[name] and found[name] / GIB
+                for name in ("device", "host", "page-locked")
+            }
         return row
 
     def close(self) -> None:
@@ -123,9 +139,12 @@ class Runner:
 
 
 def error_line(text: str) -> str:
-    """The line of an error that says what was wrong: the last of its traceback, before the log of the rank."""
+    """The line of an error that says what was wrong: the last of its traceback, before the log of
+    the rank."""
     lines = [line for line in text.partition("--- ")[0].strip().splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if "Error" in line or "memory" in line), lines[-1])
+    said = next(
+        (line for line in reversed(lines) if "Error" in line or "memory" in line), lines[-1]
+    )
     return said.strip()[:ERROR_LETTERS]
 
 
@@ -159,7 +178,8 @@ def means_of(measured: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def planned(way: Way, parameters: int) -> dict[str, float]:
-    """GiB that the plan of memory says, without activations; empty where it knows nothing of the way."""
+    """GiB that the plan of memory says, without activations; empty where it knows nothing of the
+    way."""
     if not way.is_engine:
         return {}
     try:
@@ -169,7 +189,9 @@ def planned(way: Way, parameters: int) -> dict[str, float]:
             setup = read_config(file.name, 1).setup
     except ConfigError:
         return {}
-    plan = plan_memory(Model(parameters, typical_largest(parameters), "bfloat16"), Ranks(1, 1), setup)
+    plan = plan_memory(
+        Model(parameters, typical_largest(parameters), "bfloat16"), Ranks(1, 1), setup
+    )
     return {
         "planned device GiB": plan.peak(Place.ACCELERATOR) / GIB,
         "planned host GiB": plan.host_peak() / GIB,
@@ -201,18 +223,22 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.device == "cpu":
         nursery(args.device)
     # Note: [the threads that start ranks]
-    # A rank, and the process that forks ranks, ends with the thread that has started it. So the threads live until
-    # all is measured, and the process that forks is this thread's.
+    # A rank, and the process that forks ranks, ends with the thread that has started it. So the
+    # threads live until all is measured, and the process that forks is this thread's.
     with ThreadPoolExecutor(len(ways)) as starters:
         for together in [[way] for way in ways] if args.alone else [ways]:
             wanted = argparse.Namespace(**vars(args))
-            wanted.batches = [each for each in args.batches if args.again or not is_known(together, each, args)]
+            wanted.batches = [
+                each for each in args.batches if args.again or not is_known(together, each, args)
+            ]
             if wanted.batches:
                 measure_together(together, wanted, starters)
     return kept_rows(args.name)
 
 
-def measure_together(ways: Sequence[Way], args: argparse.Namespace, starters: ThreadPoolExecutor) -> None:
+def measure_together(
+    ways: Sequence[Way], args: argparse.Namespace, starters: ThreadPoolExecutor
+) -> None:
     """Measure ways that are on the device together."""
     with ExitStack() as stack:
         runners = [stack.enter_context(closing(Runner(way, args))) for way in ways]
@@ -241,11 +267,20 @@ def kept_rows(name: str) -> list[dict[str, Any]]:
 
 
 def with_practicality(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`rows`, each with the mean step of plain ZeRO without its check, on the same batch, over its own."""
-    zero = {row["batch"]: row["mean ms"] for row in rows if row["way"] == ZERO_UNCHECKED.name and "mean ms" in row}
+    """`rows`, each with the mean step of plain ZeRO without its check, on the same batch, over its
+    own."""
+    zero = {
+        row["batch"]: row["mean ms"]
+        for row in rows
+        if row["way"] == ZERO_UNCHECKED.name and "mean ms" in row
+    }
     return [
         row
-        | ({"practicality": zero[row["batch"]] / row["mean ms"]} if row["batch"] in zero and "mean ms" in row else {})
+        | (
+            {"practicality": zero[row["batch"]] / row["mean ms"]}
+            if row["batch"] in zero and "mean ms" in row
+            else {}
+        )
         for row in rows
     ]
 
@@ -254,7 +289,9 @@ COLUMNS = {
     "way": "",
     "batch": "",
     "steps": "d",
-    **dict.fromkeys(("mean ms", "deviation ms", "least ms", "longest ms", "ms with warm-up"), ".1f"),
+    **dict.fromkeys(
+        ("mean ms", "deviation ms", "least ms", "longest ms", "ms with warm-up"), ".1f"
+    ),
     **dict.fromkeys(("practicality", "wait ms", "worker ms", "idle share, no kernel"), ".2f"),
     **dict.fromkeys(("device GiB", "planned device GiB", "host GiB", "planned host GiB"), ".2f"),
     "error": "",
@@ -274,16 +311,32 @@ def batch_of(text: str) -> Batch:
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, required=True, metavar="WAY", help=f"of {list(WAYS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, required=True, metavar="WAY", help=f"of {list(WAYS)}"
+    )
     parser.add_argument("--model", choices=SHAPES, default="1.5b")
-    parser.add_argument("--batches", type=batch_of, nargs="+", default=[(1, 8192)], metavar="ROWSxLENGTH")
-    parser.add_argument("--turns", type=int, default=3, help="turns of each way on each batch (default 3)")
+    parser.add_argument(
+        "--batches", type=batch_of, nargs="+", default=[(1, 8192)], metavar="ROWSxLENGTH"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=3, help="turns of each way on each batch (default 3)"
+    )
     parser.add_argument("--steps", type=int, default=10, help="steps of a turn (default 10)")
-    parser.add_argument("--warm-up", type=int, help="steps before the first turn (default: what the way needs)")
-    parser.add_argument("--alone", action="store_true", help="one way after the other: not beside each other")
-    parser.add_argument("--again", action="store_true", help="also what the file has from this commit")
-    parser.add_argument("--name", default="decoder", help="of the file of results (default decoder)")
+    parser.add_argument(
+        "--warm-up", type=int, help="steps before the first turn (default: what the way needs)"
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="one way after the other: not beside each other"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="also what the file has from this commit"
+    )
+    parser.add_argument(
+        "--name", default="decoder", help="of the file of results (default decoder)"
+    )
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     return parser
 

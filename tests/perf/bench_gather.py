@@ -1,14 +1,17 @@
-"""ZeRO-3 all-gather: upstream's coalesced path, upstream's sequential path and ours, side by side in one run.
+"""ZeRO-3 all-gather: upstream's coalesced path, upstream's sequential path and ours, side by side
+in one run.
 
     python -m tests.perf.bench_gather --ranks 2 3 --sizes tiny small medium large
 
-Every variant is its own engine; the engines take turns (A B C A B C ...), so that a slow moment of the machine hits
-all of them. Every parameter is gathered for every use (no persistence, no reuse) and two blocks are prefetched.
+Every variant is its own engine; the engines take turns (A B C A B C ...), so that a slow moment of
+the machine hits all of them. Every parameter is gathered for every use (no persistence, no reuse)
+and two blocks are prefetched.
 
-Columns: milliseconds of a step (forward, backward, optimizer; slowest rank), its ratio to upstream's coalesced path;
-live bytes at the peak of fetching one block, over the bytes of that block; peak of live bytes above rest in the forward
-pass of a training step; collectives that gathered parameters in forward and backward. Bytes are counted by
-`tests.support.meter` (on an accelerator by its allocator); what a backend allocates inside itself is not in them.
+Columns: milliseconds of a step (forward, backward, optimizer; slowest rank), its ratio to
+upstream's coalesced path; live bytes at the peak of fetching one block, over the bytes of that
+block; peak of live bytes above rest in the forward pass of a training step; collectives that
+gathered parameters in forward and backward. Bytes are counted by `tests.support.meter` (on an
+accelerator by its allocator); what a backend allocates inside itself is not in them.
 """
 
 from __future__ import annotations
@@ -39,8 +42,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "upstream sequential": {"stage3_allgather_sequential": True},
     "ours": {"stage3_allgather_single_param": True},
 }
-SIZES = {"tiny": (64, 8), "small": (256, 8), "medium": (1024, 6), "large": (4096, 3), "huge": (8192, 8)}
-"""Width and number of blocks; a weight of the large model has 64 MiB in fp32, of the huge one 256."""
+SIZES = {
+    "tiny": (64, 8),
+    "small": (256, 8),
+    "medium": (1024, 6),
+    "large": (4096, 3),
+    "huge": (8192, 8),
+}
+"""Width and number of blocks; a weight of the large model has 64 MiB in fp32, of the huge one
+256."""
 
 
 class Block(nn.Module):
@@ -153,18 +163,24 @@ def measure_memory(engine: Any, batch: torch.Tensor, measured: Measured) -> None
     engine.step()
     with Collectives() as collectives:
         engine.backward(engine(batch))
-    measured.num_gathers = sum("gather" in name or name == "allreduce_" for name in collectives.names)
+    measured.num_gathers = sum(
+        "gather" in name or name == "allreduce_" for name in collectives.names
+    )
     engine.step()
 
 
-def body(size: str, dtype: str, repeats: int, steps: int, min_numel: int | None) -> dict[str, Measured]:
+def body(
+    size: str, dtype: str, repeats: int, steps: int, min_numel: int | None
+) -> dict[str, Measured]:
     width, num_blocks = SIZES[size]
     torch_dtype = getattr(torch, dtype)
     batch = torch.randn(4, width, device=get_accelerator().current_device_name(), dtype=torch_dtype)
     variants = copy.deepcopy(VARIANTS)
     if min_numel is not None:
         variants["ours"]["stage3_single_param_min_numel"] = min_numel
-    engines = {name: build(width, num_blocks, torch_dtype, fields) for name, fields in variants.items()}
+    engines = {
+        name: build(width, num_blocks, torch_dtype, fields) for name, fields in variants.items()
+    }
     results = {name: Measured() for name in VARIANTS}
     for turn, name in report.alternate(list(VARIANTS), repeats):
         seconds = [step_seconds(engines[name], batch) for _ in range(steps)]
@@ -178,14 +194,17 @@ def body(size: str, dtype: str, repeats: int, steps: int, min_numel: int | None)
 
 
 def slowest_steps(name: str, per_rank: list[dict[str, Measured]]) -> list[float]:
-    """Milliseconds of one variant's steps over all ranks: a step lasts as long as its slowest rank."""
+    """Milliseconds of one variant's steps over all ranks: a step lasts as long as its slowest
+    rank."""
     steps = zip(*(ranks[name].step_seconds for ranks in per_rank), strict=True)
     return [1e3 * max(step) for step in steps]
 
 
 def table_row(name: str, per_rank: list[dict[str, Measured]]) -> dict[str, Any]:
     """One variant over all ranks."""
-    worst = max((ranks[name] for ranks in per_rank), key=lambda measured: measured.forward_peak_bytes)
+    worst = max(
+        (ranks[name] for ranks in per_rank), key=lambda measured: measured.forward_peak_bytes
+    )
     return {
         "variant": name,
         "step ms": report.summary(slowest_steps(name, per_rank)),
@@ -195,40 +214,61 @@ def table_row(name: str, per_rank: list[dict[str, Measured]]) -> dict[str, Any]:
     }
 
 
-def comparisons_of(num_ranks: int, size: str, per_rank: list[dict[str, Measured]]) -> list[report.Comparison]:
+def comparisons_of(
+    num_ranks: int, size: str, per_rank: list[dict[str, Measured]]
+) -> list[report.Comparison]:
     """Ours beside both paths of upstream's."""
     width, num_blocks = SIZES[size]
     subject = f"ZeRO-3 gather, {num_ranks} ranks, {num_blocks} blocks of {width:,} x {width:,}"
     quantities = {
         "step ms": lambda name: slowest_steps(name, per_rank),
-        "peak bytes of a fetch / the gathered bytes": lambda name: [max(rank[name].fetch_ratio for rank in per_rank)],
+        "peak bytes of a fetch / the gathered bytes": lambda name: [
+            max(rank[name].fetch_ratio for rank in per_rank)
+        ],
     }
     threads = per_rank[0]["ours"].threads
     return [
-        report.compare(subject, rival, quantity, values("ours"), values(rival), (threads, per_rank[0][rival].threads))
+        report.compare(
+            subject,
+            rival,
+            quantity,
+            values("ours"),
+            values(rival),
+            (threads, per_rank[0][rival].threads),
+        )
         for rival in list(VARIANTS)[:2]
         for quantity, values in quantities.items()
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES)[:4])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=9, help="turns of each variant")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
-    parser.add_argument("--min-numel", type=int, help="stage3_single_param_min_numel (default: ours)")
+    parser.add_argument(
+        "--min-numel", type=int, help="stage3_single_param_min_numel (default: ours)"
+    )
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     args = parser.parse_args()
-    ranks_body = importlib.import_module("tests.perf.bench_gather").body  # found by its module's name in the ranks
+    ranks_body = importlib.import_module(
+        "tests.perf.bench_gather"
+    ).body  # found by its module's name in the ranks
     rows: list[dict[str, Any]] = []
     comparisons: list[report.Comparison] = []
     for num_ranks in args.ranks:
         for size in args.sizes:
             arguments = (size, args.dtype, args.repeats, args.steps, args.min_numel)
-            per_rank = run_ranks(num_ranks, ranks_body, *arguments, device=args.device, timeout_seconds=1500)
-            group = [{"ranks": num_ranks, "size": size, **table_row(name, per_rank)} for name in VARIANTS]
+            per_rank = run_ranks(
+                num_ranks, ranks_body, *arguments, device=args.device, timeout_seconds=1500
+            )
+            group = [
+                {"ranks": num_ranks, "size": size, **table_row(name, per_rank)} for name in VARIANTS
+            ]
             for row in group:
                 row["ratio"] = row["step ms"]["median"] / group[0]["step ms"]["median"]
             rows += group
@@ -237,7 +277,9 @@ def main() -> None:
         "ranks": "d",
         "size": "",
         "variant": "",
-        "step ms": lambda value: f"{value['median']:.1f} ({value['min']:.1f} to {value['max']:.1f})",
+        "step ms": lambda value: (
+            f"{value['median']:.1f} ({value['min']:.1f} to {value['max']:.1f})"
+        ),
         "ratio": ".3f",
         "fetch peak / bytes": ".3f",
         "forward peak MiB": ".2f",

@@ -1,10 +1,12 @@
-"""The device kernels beside their definition in torch operations, and beside a plain copy on the device.
+"""The device kernels beside their definition in torch operations, and beside a plain copy on the
+device.
 
     python -m tests.perf.bench_kernels [--millions 256] [--turns 7] [--device accelerator]
 
-Both run on the same arrays, bf16 (p, m and v of the hot step: fp32), in turns. Bytes are those that the arithmetic
-needs: every array read once and written once. A kernel whose arrays begin at an odd element takes the variant for
-arrays that are not aligned. "Equal" says whether both ways gave the same bits.
+Both run on the same arrays, bf16 (p, m and v of the hot step: fp32), in turns. Bytes are those that
+the arithmetic needs: every array read once and written once. A kernel whose arrays begin at an odd
+element takes the variant for arrays that are not aligned. "Equal" says whether both ways gave the
+same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from tests.perf import report
 from tests.support.ranks import run_ranks
 
 BLOCK = 32
-HOT_CONSTANTS = definition.HotConstants(0.5, 1e-3, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 0.999, 0.9, 0.95)
+HOT_CONSTANTS = definition.HotConstants(
+    0.5, 1e-3, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 0.999, 0.9, 0.95
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,9 @@ def works(numel: int, first: int) -> list[Work]:
     """The elementwise kernels on arrays whose element `first` is the first that they see."""
     device = get_accelerator().current_device_name()
     torch.manual_seed(0)
-    w, y, d, g = (torch.randn(numel + first, dtype=torch.bfloat16, device=device)[first:] for _ in range(4))
+    w, y, d, g = (
+        torch.randn(numel + first, dtype=torch.bfloat16, device=device)[first:] for _ in range(4)
+    )
     inverse = torch.rand(-(-numel // BLOCK), device=device)
     hot = numel // 8 // BLOCK
     p, m, v = torch.rand(3, hot, BLOCK, device=device)
@@ -58,9 +64,24 @@ def works(numel: int, first: int) -> list[Work]:
     updates = torch.arange(1, hot + 1, dtype=torch.int32, device=device)
     blocks = inverse.nbytes
     return [
-        Work("predict", lambda: launch.predict(w, y, None, g, inverse, 0.7, 2e-3, BLOCK), [w], 6 * numel + blocks),
-        Work("predict with D", lambda: launch.predict(w, y, d, g, inverse, 0.7, 2e-3, BLOCK), [w], 8 * numel + blocks),
-        Work("move", lambda: launch.move(w, d, g, inverse, 0.7, 2e-3, 3e-3, BLOCK), [w, d], 10 * numel + blocks),
+        Work(
+            "predict",
+            lambda: launch.predict(w, y, None, g, inverse, 0.7, 2e-3, BLOCK),
+            [w],
+            6 * numel + blocks,
+        ),
+        Work(
+            "predict with D",
+            lambda: launch.predict(w, y, d, g, inverse, 0.7, 2e-3, BLOCK),
+            [w],
+            8 * numel + blocks,
+        ),
+        Work(
+            "move",
+            lambda: launch.move(w, d, g, inverse, 0.7, 2e-3, 3e-3, BLOCK),
+            [w, d],
+            10 * numel + blocks,
+        ),
         Work(
             "hot step, an eighth of the elements",
             lambda: launch.hot_step(p, m, v, hot_grad, updates, HOT_CONSTANTS),
@@ -73,13 +94,22 @@ def works(numel: int, first: int) -> list[Work]:
 def norms_work(numel: int) -> Work:
     """The norms of gradients of the sizes of a transformer's parameters."""
     device = get_accelerator().current_device_name()
-    gradients = [torch.randn(size, dtype=torch.bfloat16, device=device) for size in [numel // 64] * 60 + [4097] * 64]
+    gradients = [
+        torch.randn(size, dtype=torch.bfloat16, device=device)
+        for size in [numel // 64] * 60 + [4097] * 64
+    ]
 
     def by_kernel() -> object:
-        return launch.norms(gradients) if launch.serves(BLOCK, *gradients) else torch._foreach_norm(gradients)
+        return (
+            launch.norms(gradients)
+            if launch.serves(BLOCK, *gradients)
+            else torch._foreach_norm(gradients)
+        )
 
     nbytes = sum(x.nbytes for x in gradients)
-    return Work("norms of 124 gradients", by_kernel, [], nbytes, lambda: torch._foreach_norm(gradients))
+    return Work(
+        "norms of 124 gradients", by_kernel, [], nbytes, lambda: torch._foreach_norm(gradients)
+    )
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -94,7 +124,9 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 def copy_milliseconds(numel: int, turns: int) -> float:
     """What a copy of `numel` bf16 elements within the device takes, median."""
-    source = torch.randn(numel, dtype=torch.bfloat16, device=get_accelerator().current_device_name())
+    source = torch.randn(
+        numel, dtype=torch.bfloat16, device=get_accelerator().current_device_name()
+    )
     target = torch.empty_like(source)
     return statistics.median([milliseconds(lambda: target.copy_(source)) for _ in range(2 * turns)])
 
@@ -130,15 +162,28 @@ def _both(work: Work, turns: int) -> dict[str, Any]:
     row = {"first launch ms": first_ms, "ms": ms, "GB/s": 1e-6 * work.nbytes / ms}
     row |= {"torch ms": other, "torch / kernel": other / ms}
     if work.instead is None:
-        row["equal"] = all(torch.equal(a, b) for a, b in zip(bits["kernel"], bits["torch"], strict=True))
+        row["equal"] = all(
+            torch.equal(a, b) for a, b in zip(bits["kernel"], bits["torch"], strict=True)
+        )
     return row
 
 
-COLUMNS = ("kernel", "aligned", "first launch ms", "ms", "GB/s", "torch ms", "torch / kernel", "equal")
+COLUMNS = (
+    "kernel",
+    "aligned",
+    "first launch ms",
+    "ms",
+    "GB/s",
+    "torch ms",
+    "torch / kernel",
+    "equal",
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--millions", type=int, default=256, help="Mi elements (default 256)")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")

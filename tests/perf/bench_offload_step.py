@@ -1,13 +1,17 @@
-"""The offloaded optimizer step: ZeRO, ZeRO-Offload, upstream's ZenFlow and ours, in turn in one run.
+"""The offloaded optimizer step: ZeRO, ZeRO-Offload, upstream's ZenFlow and ours, in turn in one
+run.
 
-    python -m tests.perf.bench_offload_step [--millions 32] [--ranks 1] [--stage 2] [--turns 6] [--steps 8]
-                                            [--device cpu|accelerator] [--device-ms MS ...] [--no-memory]
+    python -m tests.perf.bench_offload_step [--millions 32] [--ranks 1] [--stage 2] [--turns 6]
+    [--steps 8]
+                                            [--device cpu|accelerator] [--device-ms MS ...]
+                                            [--no-memory]
 
-Each way to train has its own process (one a rank), so that its memory can be metered; they take turns of a few steps.
-Where the CPU is the accelerator, the time that an accelerator would need is SIMULATED by a sleep in forward and in
-backward: once longer than the worker's pass, once shorter (see tests/perf/simulated_device.py for what that cannot
-show). Memory is the growth from a quarter of the parameters to all of them, in separate processes: what a process
-takes at any size (libraries, the worker's interpreter) is given apart.
+Each way to train has its own process (one a rank), so that its memory can be metered; they take
+turns of a few steps. Where the CPU is the accelerator, the time that an accelerator would need is
+SIMULATED by a sleep in forward and in backward: once longer than the worker's pass, once shorter
+(see tests/perf/simulated_device.py for what that cannot show). Memory is the growth from a quarter
+of the parameters to all of them, in separate processes: what a process takes at any size
+(libraries, the worker's interpreter) is given apart.
 """
 
 from __future__ import annotations
@@ -23,7 +27,15 @@ from typing import Any
 from tests.perf import report, sides
 from tests.perf.processes import Processes
 from tests.perf.sides import Side
-from tests.perf.stepping import StepFigures, Workload, bytes_now, link_bytes, open_bench, steps, threads
+from tests.perf.stepping import (
+    StepFigures,
+    Workload,
+    bytes_now,
+    link_bytes,
+    open_bench,
+    steps,
+    threads,
+)
 
 SIDES = (
     sides.ZERO,
@@ -51,11 +63,15 @@ MEMORY = "memory of a rank and bytes over the link a step, by parameter of its p
 class Contestant(Processes):
     """One way to train, in processes of its own."""
 
-    def __init__(self, side: Side, workload: Workload, args: argparse.Namespace, warm_up: int = WARM_UP_STEPS) -> None:
+    def __init__(
+        self, side: Side, workload: Workload, args: argparse.Namespace, warm_up: int = WARM_UP_STEPS
+    ) -> None:
         self.side = side
         super().__init__(side.name, args.ranks, args.device)
         try:
-            self.parameters: int = self.call(open_bench, side, workload, args.stage, args.threads)[0]
+            self.parameters: int = self.call(open_bench, side, workload, args.stage, args.threads)[
+                0
+            ]
             self.call(steps, warm_up, 0.0)
         except BaseException:
             self.close()
@@ -64,21 +80,27 @@ class Contestant(Processes):
     def steps(self, count: int, device_seconds: float) -> list[StepFigures]:
         """Steps as the slowest rank has seen them."""
         return [
-            max(ranks, key=lambda r: r.step) for ranks in zip(*self.call(steps, count, device_seconds), strict=True)
+            max(ranks, key=lambda r: r.step)
+            for ranks in zip(*self.call(steps, count, device_seconds), strict=True)
         ]
 
 
 def memory(side: Side, args: argparse.Namespace) -> dict[str, float | None]:
-    """Bytes a parameter of this rank's partition: between a quarter of the parameters and all of them."""
+    """Bytes a parameter of this rank's partition: between a quarter of the parameters and all of
+    them."""
     points = []
     for millions in (args.millions / 4, args.millions):
-        with closing(Contestant(side, Workload(millions=millions, rows=args.rows), args)) as contestant:
+        with closing(
+            Contestant(side, Workload(millions=millions, rows=args.rows), args)
+        ) as contestant:
             figures = contestant.call(bytes_now)[0]
             points.append((contestant.parameters / args.ranks, figures))
     (few, small), (many, large) = points
     slopes: dict[str, float | None] = {}
     for name, value in large.items():
-        slopes[f"{name} B/parameter"] = None if value is None else (value - small[name]) / (many - few)
+        slopes[f"{name} B/parameter"] = (
+            None if value is None else (value - small[name]) / (many - few)
+        )
     host = slopes["host B/parameter"]
     assert host is not None
     slopes["host MiB at any size"] = (small["host"] - host * few) / 2**20
@@ -88,32 +110,48 @@ def memory(side: Side, args: argparse.Namespace) -> dict[str, float | None]:
 def timings(
     contestants: Sequence[Contestant], turns: int, count: int, device_seconds: float
 ) -> tuple[list[dict[str, Any]], list[report.Comparison]]:
-    """Rows of the table for one length of the simulated device (0: nothing is simulated), and ours beside rivals."""
+    """Rows of the table for one length of the simulated device (0: nothing is simulated), and ours
+    beside rivals."""
     taken: dict[str, list[StepFigures]] = {contestant.side.name: [] for contestant in contestants}
     by_name = {contestant.side.name: contestant for contestant in contestants}
     for turn, name in report.alternate(list(by_name), turns):
         figures = by_name[name].steps(count, device_seconds)
         if turn >= 0:
             taken[name] += figures
-    rows = [step_row(by_name[name].side, figures, device_seconds) for name, figures in taken.items()]
+    rows = [
+        step_row(by_name[name].side, figures, device_seconds) for name, figures in taken.items()
+    ]
     medians = {
         name: [
-            statistics.median(1e3 * f.step for f in figures[at : at + count]) for at in range(0, len(figures), count)
+            statistics.median(1e3 * f.step for f in figures[at : at + count])
+            for at in range(0, len(figures), count)
         ]
         for name, figures in taken.items()
     }
     used = {name: contestant.call(threads)[0] for name, contestant in by_name.items()}
-    simulation = f"a sleep of {1e3 * device_seconds:.0f} ms a step is the device" if device_seconds else ""
+    simulation = (
+        f"a sleep of {1e3 * device_seconds:.0f} ms a step is the device" if device_seconds else ""
+    )
     return rows, compared("offloaded step", "median step of a turn, ms", medians, used, simulation)
 
 
 def compared(
-    what: str, quantity: str, values: dict[str, list[float]], used: dict[str, str], simulation: str = ""
+    what: str,
+    quantity: str,
+    values: dict[str, list[float]],
+    used: dict[str, str],
+    simulation: str = "",
 ) -> list[report.Comparison]:
     """`values` of ours beside those of each rival, by name; `used` are their threads."""
     return [
         report.compare(
-            f"{what}, {name}", rival, quantity, values[name], values[rival], (used[name], used[rival]), simulation
+            f"{what}, {name}",
+            rival,
+            quantity,
+            values[name],
+            values[rival],
+            (used[name], used[rival]),
+            simulation,
         )
         for name, rival in product(OURS, RIVALS)
         if name in values and rival in values
@@ -145,27 +183,51 @@ def step_row(side: Side, figures: Sequence[StepFigures], device_seconds: float) 
     return row
 
 
-def checks(longer: Sequence[dict[str, Any]], shorter: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What must hold for the predictive rule, with the simulated device longer and shorter than the worker's pass.
+def checks(
+    longer: Sequence[dict[str, Any]], shorter: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """What must hold for the predictive rule, with the simulated device longer and shorter than the
+    worker's pass.
 
-    A shorter device makes the native worker the bottleneck only where something else does the elementwise work of an
-    accelerator; a worker of torch operations is the bottleneck everywhere.
+    A shorter device makes the native worker the bottleneck only where something else does the
+    elementwise work of an accelerator; a worker of torch operations is the bottleneck everywhere.
     """
     found = []
 
-    def add(row: dict[str, Any], when: str, must: str, value: float, form: str, holds: bool) -> None:
+    def add(
+        row: dict[str, Any], when: str, must: str, value: float, form: str, holds: bool
+    ) -> None:
         text = format(value, form)
-        found.append({"variant": row["variant"], "when": when, "must": must, "reached": text, "passed": holds})
+        found.append(
+            {
+                "variant": row["variant"],
+                "when": when,
+                "must": must,
+                "reached": text,
+                "passed": holds,
+            }
+        )
 
     fast, slow = (sides.PREDICTIVE_1.name, sides.PREDICTIVE_4.name), sides.PREDICTIVE_1_SLOW.name
     for row in (row for row in longer if row["variant"] in fast):
-        add(row, "device longer", "wait under 2% of the step", row["wait share"], ".2%", row["wait share"] < 0.02)
+        add(
+            row,
+            "device longer",
+            "wait under 2% of the step",
+            row["wait share"],
+            ".2%",
+            row["wait share"] < 0.02,
+        )
         slowest = row["max / median"]
         add(row, "device longer", "no step over 1.3 medians", slowest, ".2f", slowest <= 1.3)
     for row in (row for row in shorter if row["variant"] in (*fast, slow)):
         bottleneck = max(row["worker ms a step"], row["mean ms"] - row["wait ms"])
         ratio = row["mean ms"] / bottleneck
-        longest = "worker's" if bottleneck == row["worker ms a step"] else "rest's, which is longer than the worker's"
+        longest = (
+            "worker's"
+            if bottleneck == row["worker ms a step"]
+            else "rest's, which is longer than the worker's"
+        )
         must = f"mean step within 10% of the {longest}"
         add(row, "device shorter", must, ratio, ".2f", ratio <= 1.1)
     return found
@@ -184,8 +246,8 @@ def worker_seconds(contestants: Sequence[Contestant]) -> float:
 def compare(
     contestants: Sequence[Contestant], args: argparse.Namespace
 ) -> dict[str, tuple[list[dict[str, Any]], list[report.Comparison]]]:
-    """Rows and comparisons by title. A real accelerator's own time is taken as it is; the CPU's is made longer by
-    sleeping."""
+    """Rows and comparisons by title. A real accelerator's own time is taken as it is; the CPU's is
+    made longer by sleeping."""
     if args.device == "accelerator":
         return {"accelerator": timings(contestants, args.turns, args.steps, 0.0)}
     lengths = {"SIMULATED device, given length": [ms / 1e3 for ms in args.device_ms or []]}
@@ -196,7 +258,9 @@ def compare(
             "SIMULATED device, shorter than the worker": [SHORTER * worker],
         }
     return {
-        f"{title}: sleeps {1e3 * length:.0f} ms a step": timings(contestants, args.turns, args.steps, length)
+        f"{title}: sleeps {1e3 * length:.0f} ms a step": timings(
+            contestants, args.turns, args.steps, length
+        )
         for title, seconds in lengths.items()
         for length in seconds
     }
@@ -205,22 +269,40 @@ def compare(
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
     names = [side.name for side in SIDES]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", type=float, default=32, help="million parameters (default 32)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--millions", type=float, default=32, help="million parameters (default 32)"
+    )
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2))
-    parser.add_argument("--rows", type=int, default=4, help="rows of the batch: the real work of a step (default 4)")
-    parser.add_argument("--turns", type=int, default=6, help="turns that each way to train takes (default 6)")
+    parser.add_argument(
+        "--rows", type=int, default=4, help="rows of the batch: the real work of a step (default 4)"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=6, help="turns that each way to train takes (default 6)"
+    )
     parser.add_argument("--steps", type=int, default=8, help="steps a turn (default 8)")
-    parser.add_argument("--threads", type=int, help="of the trainer (default: its cores, half where a worker has half)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="of the trainer (default: its cores, half where a worker has half)",
+    )
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
-    parser.add_argument("--device-ms", type=float, nargs="+", help="lengths of the simulated device's step")
+    parser.add_argument(
+        "--device-ms", type=float, nargs="+", help="lengths of the simulated device's step"
+    )
     parser.add_argument("--no-memory", action="store_true", help="no memory")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}"
+    )
     return parser
 
 
-def measure(args: argparse.Namespace) -> tuple[dict[str, list[dict[str, Any]]], list[report.Comparison]]:
+def measure(
+    args: argparse.Namespace,
+) -> tuple[dict[str, list[dict[str, Any]]], list[report.Comparison]]:
     """All tables by title, and ours beside rivals."""
     chosen = [side for side in SIDES if side.name in args.only]
     memories: list[dict[str, Any]] = (
@@ -232,7 +314,9 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[dict[str, Any]]], 
             contestant = Contestant(side, Workload(millions=args.millions, rows=args.rows), args)
             contestants.append(stack.enter_context(closing(contestant)))
         timed = compare(contestants, args)
-        links = {contestant.side.name: contestant.call(link_bytes, 4)[0] for contestant in contestants}
+        links = {
+            contestant.side.name: contestant.call(link_bytes, 4)[0] for contestant in contestants
+        }
         used = {contestant.side.name: contestant.call(threads)[0] for contestant in contestants}
         partition = contestants[0].parameters / args.ranks
     tables = {title: rows for title, (rows, _) in timed.items()}
@@ -240,7 +324,9 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[dict[str, Any]]], 
     for row in memories:
         link = links[str(row["variant"])]
         if link is not None:
-            row["link down B/parameter"], row["link up B/parameter"] = (moved / partition for moved in link)
+            row["link down B/parameter"], row["link up B/parameter"] = (
+                moved / partition for moved in link
+            )
     if memories:
         tables[MEMORY] = memories
         quantity = "host B/parameter"

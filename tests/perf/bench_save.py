@@ -1,12 +1,15 @@
-"""How long training stands still for a checkpoint: ZeRO-Offload, and ZenFlow with and without `async_save`, in turn.
+"""How long training stands still for a checkpoint: ZeRO-Offload, and ZenFlow with and without
+`async_save`, in turn.
 
-    python -m tests.perf.bench_save [--millions 8 32 128] [--ranks 1] [--stage 2] [--turns 4] [--steps 12]
+    python -m tests.perf.bench_save [--millions 8 32 128] [--ranks 1] [--stage 2] [--turns 4]
+    [--steps 12]
                                     [--device-ms 250] [--device cpu|accelerator] [--folder DIR]
 
-Each way to save has its own process (one a rank). In its turn it makes some steps without a save, then a save and as
-many steps. Training stood still for the difference of the two; another column says how much of it was inside of
-`save_checkpoint`. Where the CPU is the accelerator, the time that an accelerator would compute is SIMULATED by a sleep,
-so the cores are free for the writers meanwhile, as they are beside a real accelerator.
+Each way to save has its own process (one a rank). In its turn it makes some steps without a save,
+then a save and as many steps. Training stood still for the difference of the two; another column
+says how much of it was inside of `save_checkpoint`. Where the CPU is the accelerator, the time that
+an accelerator would compute is SIMULATED by a sleep, so the cores are free for the writers
+meanwhile, as they are beside a real accelerator.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from tests.perf.stepping import Workload
 
 BLOCKING = replace(sides.PREDICTIVE_1, name="ZenFlow, predictive")
 BESIDE = replace(
-    BLOCKING, name="ZenFlow, predictive, async_save", zenflow={**sides.PREDICTIVE_1.zenflow, "async_save": True}
+    BLOCKING,
+    name="ZenFlow, predictive, async_save",
+    zenflow={**sides.PREDICTIVE_1.zenflow, "async_save": True},
 )
 SIDES = (sides.OFFLOAD_DEEPSPEED, BLOCKING, BESIDE)
 WARM_UP_STEPS = 8
@@ -72,7 +77,9 @@ def stood_still(taken: Sequence[dict[str, Any]]) -> list[float]:
     return [max(0.0, figures["with"] - figures["without"]) for figures in taken]
 
 
-def row_of(side: str, millions: float, taken: Sequence[dict[str, Any]], written: int) -> dict[str, Any]:
+def row_of(
+    side: str, millions: float, taken: Sequence[dict[str, Any]], written: int
+) -> dict[str, Any]:
     """A row of the table."""
     still = report.summary(stood_still(taken))
     return {
@@ -122,7 +129,9 @@ def measure(
             contestants[side.name] = stack.enter_context(closing(contestant))
         for turn, name in report.alternate(list(contestants), args.turns):
             where = folder / name.replace(" ", "-")
-            body = importlib.import_module("tests.perf.bench_save").one_turn  # found by its module's name in the ranks
+            body = importlib.import_module(
+                "tests.perf.bench_save"
+            ).one_turn  # found by its module's name in the ranks
             found = contestants[name].call(body, str(where), args.steps, args.device_ms / 1e3)
             written[name] = sum(path.stat().st_size for path in (where / "t").glob("*.pt"))
             if turn >= 0:
@@ -133,13 +142,21 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", type=float, nargs="+", default=[8, 32, 128], help="million parameters")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--millions", type=float, nargs="+", default=[8, 32, 128], help="million parameters"
+    )
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2))
     parser.add_argument("--turns", type=int, default=4, help="turns of each way (default 4)")
-    parser.add_argument("--steps", type=int, default=12, help="steps without and with a save (default 12)")
-    parser.add_argument("--device-ms", type=float, default=250, help="SIMULATED device's step (default 250)")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="steps without and with a save (default 12)"
+    )
+    parser.add_argument(
+        "--device-ms", type=float, default=250, help="SIMULATED device's step (default 250)"
+    )
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     parser.add_argument("--threads", type=int, help="of the trainer")
     parser.add_argument("--folder", help="disk to save to (default: that of temporary files)")

@@ -1,14 +1,18 @@
-"""Start-up of the ZeRO-1/2 optimizer: upstream's two paths and each flatten tier, side by side in one run.
+"""Start-up of the ZeRO-1/2 optimizer: upstream's two paths and each flatten tier, side by side in
+one run.
 
-    python -m tests.perf.bench_startup [--millions 64] [--ranks 2] [--stages 1 2] [--offload no yes] [--repeats 5]
-                                       [--only VARIANT ...] [--no-moments] [--device cpu|accelerator]
+    python -m tests.perf.bench_startup [--millions 64] [--ranks 2] [--stages 1 2] [--offload no yes]
+    [--repeats 5]
+                                       [--only VARIANT ...] [--no-moments] [--device
+                                       cpu|accelerator]
 
-Times are of the optimizer's construction (the engine's ``_configure_zero_optimizer``), alternating between variants.
-Peak bytes of accelerator memory, relative to P, the bytes of the parameters: of the whole construction by the
-accelerator's allocator; where the CPU is the accelerator, of the flattening alone by a byte-exact meter in separate,
-untimed turns. Peak bytes of host memory are the growth of the process's resident pages during the construction, and
-what torch's allocator has page-locked, both relative to P. GB/s are P over the time of the construction, and over that
-of the flattening in it where that is known, beside the speed of plain copies measured in the same run.
+Times are of the optimizer's construction (the engine's ``_configure_zero_optimizer``), alternating
+between variants. Peak bytes of accelerator memory, relative to P, the bytes of the parameters: of
+the whole construction by the accelerator's allocator; where the CPU is the accelerator, of the
+flattening alone by a byte-exact meter in separate, untimed turns. Peak bytes of host memory are the
+growth of the process's resident pages during the construction, and what torch's allocator has
+page-locked, both relative to P. GB/s are P over the time of the construction, and over that of the
+flattening in it where that is known, beside the speed of plain copies measured in the same run.
 """
 
 from __future__ import annotations
@@ -49,7 +53,12 @@ class Blocks(nn.Module):
     def __init__(self, millions: int) -> None:
         super().__init__()
         hidden = 1024 if millions < 1000 else 2048 if millions < 3000 else 4096
-        shapes = [(hidden, hidden)] * 4 + [(4 * hidden, hidden), (hidden, 4 * hidden), (hidden,), (hidden,)]
+        shapes = [(hidden, hidden)] * 4 + [
+            (4 * hidden, hidden),
+            (hidden, 4 * hidden),
+            (hidden,),
+            (hidden,),
+        ]
         count = max(1, millions * 10**6 // sum(torch.Size(shape).numel() for shape in shapes))
         device = get_accelerator().current_device_name()
         self.blocks = nn.ParameterList(
@@ -80,10 +89,12 @@ def config(variant: str, stage: int, offload: bool, moments: bool = True) -> dic
 
 
 class Clock:
-    """Stands in for two of DeepSpeed's methods and keeps what the construction of the optimizer took.
+    """Stands in for two of DeepSpeed's methods and keeps what the construction of the optimizer
+    took.
 
     Args:
-        meter: on the CPU, meters the flattening alone; without it an accelerator's allocator gives the peak.
+        meter: on the CPU, meters the flattening alone; without it an accelerator's allocator gives
+            the peak.
     """
 
     def __init__(self, meter: LiveBytes | None) -> None:
@@ -105,7 +116,9 @@ class Clock:
             result = original(engine, optimizer)
             accelerator.synchronize()
             self.seconds, self.cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
-            self.peak_bytes = self.meter.peak["accelerator"] if self.meter else accelerator.max_memory_allocated()
+            self.peak_bytes = (
+                self.meter.peak["accelerator"] if self.meter else accelerator.max_memory_allocated()
+            )
             self.host_bytes, self.pinned_bytes = host.nbytes or 0, host_peak.pinned() or 0
             return result
 
@@ -124,18 +137,24 @@ class Clock:
         return functools.wraps(original)(method)
 
 
-def one_turn(variant: str, millions: int, stage: int, offload: bool, moments: bool, metered: bool) -> dict[str, float]:
+def one_turn(
+    variant: str, millions: int, stage: int, offload: bool, moments: bool, metered: bool
+) -> dict[str, float]:
     model, made = Blocks(millions), config(variant, stage, offload, moments)
     clock = Clock(LiveBytes() if metered else None)
     ours = not variant.startswith("upstream")
-    engine_class, optimizer_class = (Engine, ZeroOptimizer) if ours else (DeepSpeedEngine, DeepSpeedZeroOptimizer)
+    engine_class, optimizer_class = (
+        (Engine, ZeroOptimizer) if ours else (DeepSpeedEngine, DeepSpeedZeroOptimizer)
+    )
     methods = [(engine_class, "_configure_zero_optimizer", clock.around)]
     methods.append((optimizer_class, "flatten_dense_tensors_aligned", clock.metered))
     with ExitStack() as stack:
         for owner, name, wrap in methods:
             stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
         if variant == HOST_PATH:
-            stack.enter_context(patch.object(type(get_accelerator()), "available_memory", lambda *_: 0))
+            stack.enter_context(
+                patch.object(type(get_accelerator()), "available_memory", lambda *_: 0)
+            )
         initialize = deepspeed_ext.initialize if ours else deepspeed.initialize
         engine = initialize(model=model, model_parameters=model.parameters(), config=made)[0]
     flatten = 0.0
@@ -159,7 +178,12 @@ def one_turn(variant: str, millions: int, stage: int, offload: bool, moments: bo
 
 
 def body(
-    variants: list[str], millions: int, stage: int, offload: bool, repeats: int, moments: bool = True
+    variants: list[str],
+    millions: int,
+    stage: int,
+    offload: bool,
+    repeats: int,
+    moments: bool = True,
 ) -> dict[str, list[dict[str, float]]]:
     turns: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for turn, variant in report.alternate(variants, repeats):
@@ -174,16 +198,29 @@ def body(
     return turns
 
 
-COLUMNS = ("seconds", "cpu seconds", "flatten seconds", "peak / P", "host peak / P", "pinned peak / P")
+COLUMNS = (
+    "seconds",
+    "cpu seconds",
+    "flatten seconds",
+    "peak / P",
+    "host peak / P",
+    "pinned peak / P",
+)
 SPEEDS = ("GB/s", "flatten GB/s")
-COMPARED = {"seconds": "seconds of the construction", "peak / P": "peak bytes of a group / its flat buffer"}
+COMPARED = {
+    "seconds": "seconds of the construction",
+    "peak / P": "peak bytes of a group / its flat buffer",
+}
 Turns = dict[str, list[dict[str, float]]]
 
 
 def slowest_of(ranks: Sequence[Turns]) -> Turns:
     """Each turn as its slowest rank has seen it."""
     return {
-        variant: [max(turns, key=lambda r: r["seconds"]) for turns in zip(*(r[variant] for r in ranks), strict=True)]
+        variant: [
+            max(turns, key=lambda r: r["seconds"])
+            for turns in zip(*(r[variant] for r in ranks), strict=True)
+        ]
         for variant in ranks[0]
     }
 
@@ -194,7 +231,10 @@ def rows_of(turns: Turns, stage: int, offload: bool) -> list[dict[str, Any]]:
     return [
         what
         | {"variant": variant}
-        | {name: report.summary([result[name] for result in results]) for name in (*COLUMNS, *SPEEDS)}
+        | {
+            name: report.summary([result[name] for result in results])
+            for name in (*COLUMNS, *SPEEDS)
+        }
         for variant, results in turns.items()
     ]
 
@@ -207,20 +247,32 @@ def comparisons_of(turns: Turns, stage: int, offload: bool) -> list[report.Compa
             subject = f"ZeRO-{stage} start-up{' with CPU offload' if offload else ''}, tier {tier}"
             threads = turns[tier][0]["threads"], turns[rival][0]["threads"]
             for name, quantity in COMPARED.items():
-                ours, theirs = ([result[name] for result in turns[variant]] for variant in (tier, rival))
+                ours, theirs = (
+                    [result[name] for result in turns[variant]] for variant in (tier, rival)
+                )
                 found.append(report.compare(subject, rival, quantity, ours, theirs, threads))
     return found
 
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--millions", type=int, default=64, help="million parameters (default 64)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2), default=[2])
-    parser.add_argument("--offload", nargs="+", choices=("no", "yes"), default=["no"], help="of the optimizer's state")
+    parser.add_argument(
+        "--offload",
+        nargs="+",
+        choices=("no", "yes"),
+        default=["no"],
+        help="of the optimizer's state",
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-moments", action="store_true", help="SGD in place of AdamW, whose moments may not fit")
+    parser.add_argument(
+        "--no-moments", action="store_true", help="SGD in place of AdamW, whose moments may not fit"
+    )
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="VARIANT")
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     return parser
@@ -229,18 +281,25 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     args = arguments().parse_args()
     variants = [v for v in VARIANTS if v in args.only and (v != "distributed" or args.ranks > 1)]
-    copies = run_ranks(1, bandwidth.measure, 512 if args.device == "accelerator" else 64, device=args.device)[0]
+    copies = run_ranks(
+        1, bandwidth.measure, 512 if args.device == "accelerator" else 64, device=args.device
+    )[0]
     rows: list[dict[str, Any]] = []
     comparisons: list[report.Comparison] = []
     for stage, where in product(args.stages, args.offload):
         what = (variants, args.millions, stage, where == "yes", args.repeats, not args.no_moments)
-        turns = slowest_of(run_ranks(args.ranks, body, *what, device=args.device, timeout_seconds=3000))
+        turns = slowest_of(
+            run_ranks(args.ranks, body, *what, device=args.device, timeout_seconds=3000)
+        )
         rows += rows_of(turns, stage, where == "yes")
         comparisons += comparisons_of(turns, stage, where == "yes")
     print(report.table(rows, dict.fromkeys(rows[0], report.shown)))
     print("copies, GB/s: " + ", ".join(f"{name} {speed:.1f}" for name, speed in copies.items()))
     name = "startup" if args.device == "cpu" else f"startup_{args.millions}m_{args.ranks}ranks"
-    print(f"\nwritten to {report.write(name, vars(args) | {'copies GB/s': copies}, rows, comparisons)}")
+    print(
+        f"\nwritten to "
+        f"{report.write(name, vars(args) | {'copies GB/s': copies}, rows, comparisons)}"
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,11 @@ def start(task: Task, rank: int) -> Subject:
     if accelerator.device_name() != "cpu":
         accelerator.set_device(rank)
     backend = accelerator.communication_backend_name() if task.device == "accelerator" else "gloo"
-    group = {"init_method": f"file://{task.rendezvous}", "rank": rank, "world_size": len(task.places)}
+    group = {
+        "init_method": f"file://{task.rendezvous}",
+        "rank": rank,
+        "world_size": len(task.places),
+    }
     torch.distributed.init_process_group(backend, **group)
     deepspeed.init_distributed(dist_backend=backend)
     if way.early:
@@ -48,7 +52,9 @@ def start(task: Task, rank: int) -> Subject:
     fields: dict[str, Any] = {"reduce_bucket_size": workload.bucket_numel}
     if side.extended:
         fields["core_binding"] = {"enabled": way.package, "use_tuning_result": way.tuned}
-    engine = sides.initialize(side, model, stage=task.stage, micro_batch=1, lr=1e-4, weight_decay=0.1, **fields)
+    engine = sides.initialize(
+        side, model, stage=task.stage, micro_batch=1, lr=1e-4, weight_decay=0.1, **fields
+    )
 
     def step() -> None:
         engine.backward(engine(batch))
@@ -56,14 +62,17 @@ def start(task: Task, rank: int) -> Subject:
 
     def worker() -> int | None:
         adam = getattr(engine.optimizer, "host_optimizer", None)
-        process = adam.link.process if adam is not None else getattr(engine.optimizer, "process", None)
+        process = (
+            adam.link.process if adam is not None else getattr(engine.optimizer, "process", None)
+        )
         return None if process is None else int(process.pid)
 
     return Subject(step, accelerator.synchronize, refresh, worker)
 
 
 def _replace_split(task: Task, rank: int) -> None:
-    """Make DeepSpeed's ZenFlow use our split, or none: both of its processes then have all CPUs of this rank."""
+    """Make DeepSpeed's ZenFlow use our split, or none: both of its processes then have all CPUs of
+    this rank."""
     at = task.places[rank]
     everything = sorted(initial() or ())
     split = everything, everything

@@ -1,4 +1,5 @@
-"""The processes of one way to place a training: started by whoever binds them, ordered over a socket, and ended."""
+"""The processes of one way to place a training: started by whoever binds them, ordered over a
+socket, and ended."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ class Team:
                 with open(self.folder / "log", "ab") as log:
                     process = subprocess.Popen(
                         words,
-                        env=environment(task, rank) | ({"DSEXT_CACHE_DIR": cache} if task.way.tuned else {}),
+                        env=environment(task, rank)
+                        | ({"DSEXT_CACHE_DIR": cache} if task.way.tuned else {}),
                         cwd=report.ROOT,
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -113,7 +115,11 @@ class Team:
     def _require_alive(self, deadline: float) -> None:
         ended = [process.args for process in self.processes if process.poll() is not None]
         if ended or time.monotonic() > deadline:
-            what = f"ended: {ended[0]!r}" if ended else f"does not answer within {TIMEOUT_SECONDS:.0f} s"
+            what = (
+                f"ended: {ended[0]!r}"
+                if ended
+                else f"does not answer within {TIMEOUT_SECONDS:.0f} s"
+            )
             raise TeamError(f"{self.way.name}, a process {what}\n{self._log_end()}")
 
     def _log_end(self) -> str:
@@ -129,7 +135,8 @@ class Team:
             raise TeamError(f"{self.way.name}, {key} has ended\n{self._log_end()}") from None
 
     def turn(self, count: int, seconds: float) -> dict[tuple[Load, int], Turn]:
-        """What each process reports of at least `count` steps in at least `seconds`, all at once."""
+        """What each process reports of at least `count` steps in at least `seconds`, all at
+        once."""
         for connection in self.connections.values():
             connection.send((count, seconds))
         return {key: self._answer(key) for key in self.connections}
@@ -149,7 +156,9 @@ class Team:
                 if member.is_running():
                     member.kill()
             process.wait()
-        for port in self.ports:  # DeepSpeed's operator for all-reduce on the host leaves its buffers behind
+        for port in (
+            self.ports
+        ):  # DeepSpeed's operator for all-reduce on the host leaves its buffers behind
             for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
                 path.unlink(missing_ok=True)
         shutil.rmtree(self.folder)
@@ -167,9 +176,25 @@ def command(task: Task, rank: int, path: Path) -> list[str]:
     """What starts one rank, or with DeepSpeed's launcher, all of them."""
     module = "tests.perf.binding_worker"
     if task.way.launcher == "deepspeed":
-        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(len(task.places))]
-        return [*launcher, "--master_port", str(_free_port()), "--bind_cores_to_rank", "--module", module, str(path)]
-    prefix = ["taskset", "-c", _cpus_at_launch(task, rank)] if task.way.launcher == "taskset" else []
+        launcher = [
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.runner",
+            "--num_gpus",
+            str(len(task.places)),
+        ]
+        return [
+            *launcher,
+            "--master_port",
+            str(_free_port()),
+            "--bind_cores_to_rank",
+            "--module",
+            module,
+            str(path),
+        ]
+    prefix = (
+        ["taskset", "-c", _cpus_at_launch(task, rank)] if task.way.launcher == "taskset" else []
+    )
     return [*prefix, sys.executable, "-m", module, str(path)]
 
 
@@ -180,9 +205,16 @@ def _cpus_at_launch(task: Task, rank: int) -> str:
 
 def environment(task: Task, rank: int) -> dict[str, str]:
     """The variables of one rank's process; nothing of OpenMP but what the way sets."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(OPENMP_PREFIXES)}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(OPENMP_PREFIXES)
+    }
     ranks, place = str(len(task.places)), task.places[rank]
-    kept |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    kept |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+    }
     kept |= {"DSEXT_LOG_LEVEL": "WARNING", "PYTHONWARNINGS": "ignore"}
     if task.device == "cpu":
         kept |= {"DS_ACCELERATOR": "cpu"}

@@ -1,4 +1,5 @@
-"""The ways to place a training on its cores that are compared, and what a process of such a training is told."""
+"""The ways to place a training on its cores that are compared, and what a process of such a
+training is told."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Load = Literal["zero", "offload", "upstream", "ours", "training", "optimizer"]
-"""What is trained: plain ZeRO, ZeRO-Offload, DeepSpeed's ZenFlow or ours; or one of two processes without an engine."""
+"""What is trained: plain ZeRO, ZeRO-Offload, DeepSpeed's ZenFlow or ours; or one of two processes
+without an engine."""
 
 
 @dataclass(frozen=True)
@@ -14,10 +16,12 @@ class Way:
     """One way to place the processes of a training.
 
     Attributes:
-        launcher: who binds each rank before it starts; "": nobody, and torch chooses its number of threads.
+        launcher: who binds each rank before it starts; "": nobody, and torch chooses its number of
+            threads.
         masks: which threads the process binds by itself once torch's threads exist.
         pool: whether it resizes its OpenMP pools to its number of cores.
-        early: whether it does so before its tensors exist. Otherwise it does so after its first step.
+        early: whether it does so before its tensors exist. Otherwise it does so after its first
+            step.
         asleep: whether OpenMP's waiting threads sleep at once (``OMP_WAIT_POLICY=passive``).
         package: whether deepspeed_ext's core binding is on.
         tuned: whether that uses the result of ``deepspeed-ext tune``.
@@ -61,7 +65,8 @@ LADDER = (
 
 @dataclass(frozen=True)
 class Place:
-    """CPUs of a rank, as lists: all of them, those of its training, and those of its optimizer process ("": none)."""
+    """CPUs of a rank, as lists: all of them, those of its training, and those of its optimizer
+    process ("": none)."""
 
     rank: str
     cores: int
@@ -100,7 +105,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a process reports of some steps: seconds of one, and what `tests.perf.threads` counted in one."""
+    """What a process reports of some steps: seconds of one, and what `tests.perf.threads` counted
+    in one."""
 
     seconds: float
     involuntary: float
@@ -110,7 +116,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Facts:
-    """Where the threads of a process and of its optimizer process may run: mask -> number of threads."""
+    """Where the threads of a process and of its optimizer process may run: mask -> number of
+    threads."""
 
     pool: int
     threads: dict[str, int]

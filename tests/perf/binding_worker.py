@@ -1,6 +1,7 @@
 """One process of `tests.perf.bench_binding`: bound in one of the ways, it takes steps when told to.
 
-``LOCAL_RANK=R binding_worker [--local_rank=R] TASK``; TASK is a file. What a launcher is responsible for is in effect.
+``LOCAL_RANK=R binding_worker [--local_rank=R] TASK``; TASK is a file. What a launcher is
+responsible for is in effect.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Subject:
 
     Attributes:
         synchronize: returns when the device has done its work.
-        refresh: binds threads that started late; for deepspeed_ext's binding outside of its own engines.
+        refresh: binds threads that started late; for deepspeed_ext's binding outside of its own
+            engines.
         worker: process id of its optimizer process, if it has one.
     """
 
@@ -102,7 +104,9 @@ def single(task: Task, rank: int) -> Subject:
     if way.early:
         place(way, at.training, at.training_cores)
     step = partial(training_step(rank), at.training_cores)
-    return Subject(step, refresh=confine_by_package(rank, separate=True) if way.package else lambda: None)
+    return Subject(
+        step, refresh=confine_by_package(rank, separate=True) if way.package else lambda: None
+    )
 
 
 def start(task: Task, rank: int) -> Subject:
@@ -169,7 +173,9 @@ def main() -> None:
             connection.send(turn(subject, *connection.recv()))
         except (EOFError, ConnectionError):
             break
-    for child in psutil.Process().children(recursive=True):  # DeepSpeed's ZenFlow leaves its process behind
+    for child in psutil.Process().children(
+        recursive=True
+    ):  # DeepSpeed's ZenFlow leaves its process behind
         child.kill()
     os._exit(0)  # leave no time to a process group that waits for its peers
 

@@ -1,6 +1,8 @@
-"""One side of `compare_commits`: trains with whatever deepspeed_ext is first on the path, as many steps as it is told.
+"""One side of `compare_commits`: trains with whatever deepspeed_ext is first on the path, as many
+steps as it is told.
 
-Knows nothing of the repository but `deepspeed_ext.initialize`, because it runs with commits of any age.
+Knows nothing of the repository but `deepspeed_ext.initialize`, because it runs with commits of any
+age.
 """
 
 import json
@@ -11,8 +13,8 @@ import time
 
 
 def main() -> None:
-    """Write the milliseconds of `initialize`. Then read numbers of steps from stdin; answer each with the milliseconds
-    of every `engine.step`."""
+    """Write the milliseconds of `initialize`. Then read numbers of steps from stdin; answer each
+    with the milliseconds of every `engine.step`."""
     order = json.loads(sys.argv[1])
     now = time.thread_time if order["cpu_time"] else time.perf_counter
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -24,7 +26,9 @@ def main() -> None:
 
     torch.manual_seed(0)
     rendezvous = tempfile.mktemp(prefix="deepspeed_ext-rendezvous-")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1
+    )
     os.environ |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
     deepspeed.init_distributed(dist_backend="gloo")
     width = int((order["millions"] * 1e6 / 8) ** 0.5) // 64 * 64
@@ -41,7 +45,9 @@ def main() -> None:
         },
     }
     begin = now()
-    engine, *_ = deepspeed_ext.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed_ext.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     answers.write(f"{(now() - begin) * 1e3}\n")
     batch = torch.randn(8, width).bfloat16()
     for line in sys.stdin:

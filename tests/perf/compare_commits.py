@@ -3,10 +3,11 @@
     python -m tests.perf.compare_commits --before COMMIT [--rounds 10] [--steps 10]
     python -m tests.perf.compare_commits --before COMMIT --start-up
 
-Each commit trains the same model in its own process with one thread. They take turns (A B A B): one makes some steps
-while the other is idle. With `--start-up`, each round starts new processes and times `deepspeed.initialize` and the
-first step after it. The earlier commit is checked out to a temporary folder. It uses this checkout's native kernel
-if the sources are equal, otherwise its own, compiled on first use.
+Each commit trains the same model in its own process with one thread. They take turns (A B A B): one
+makes some steps while the other is idle. With `--start-up`, each round starts new processes and
+times `deepspeed.initialize` and the first step after it. The earlier commit is checked out to a
+temporary folder. It uses this checkout's native kernel if the sources are equal, otherwise its own,
+compiled on first use.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ WAYS: dict[str, tuple[int, dict[str, object]]] = {
     "stage 2, selective": (2, {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}),
 }
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
-"""So that glibc keeps what is freed. Otherwise it returns DeepSpeed's temporaries of a step to the system or not,
-depending on what lies above them, and a step of 9 ms takes 14 in one process and not in another."""
+"""So that glibc keeps what is freed. Otherwise it returns DeepSpeed's temporaries of a step to the
+system or not, depending on what lies above them, and a step of 9 ms takes 14 in one process and not
+in another."""
 START_ROWS = ("initialize", "initialize and the first step")
 
 
@@ -43,7 +45,12 @@ class Contestant:
     def __init__(self, tree: Path, way: str, args: argparse.Namespace) -> None:
         stage, zenflow = WAYS[way]
         order = json.dumps(
-            {"stage": stage, "zenflow": zenflow, "millions": args.millions, "cpu_time": args.cpu_time},
+            {
+                "stage": stage,
+                "zenflow": zenflow,
+                "millions": args.millions,
+                "cpu_time": args.cpu_time,
+            },
         )
         environment = {**os.environ, **KEEPS_MEMORY, "PYTHONPATH": str(tree)}
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -81,10 +88,17 @@ def checkout(commit: str) -> Iterator[Path]:
     """A temporary work tree of `commit`."""
     folder = Path(tempfile.mkdtemp(prefix="deepspeed_ext-commit-")) / "tree"
     try:
-        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(folder), commit], cwd=ROOT, check=True)
+        subprocess.run(
+            ["git", "worktree", "add", "--quiet", "--detach", str(folder), commit],
+            cwd=ROOT,
+            check=True,
+        )
         kernel = Path("deepspeed_ext/zenflow/worker/kernel")
         sources = [path.name for path in (ROOT / kernel).iterdir() if path.suffix in (".cpp", ".h")]
-        if all(((ROOT / kernel / name).read_bytes() == _bytes(folder / kernel / name)) for name in sources):
+        if all(
+            ((ROOT / kernel / name).read_bytes() == _bytes(folder / kernel / name))
+            for name in sources
+        ):
             for library in (ROOT / kernel).glob("*.so"):
                 shutil.copy(library, folder / kernel)
         yield folder
@@ -107,7 +121,9 @@ def start(tree: Path, way: str, args: argparse.Namespace) -> list[float]:
     return [side.start_milliseconds, side.start_milliseconds + side.milliseconds[0]]
 
 
-def compare_starts(before: Path, way: str, args: argparse.Namespace) -> list[tuple[float, float, list[float]]]:
+def compare_starts(
+    before: Path, way: str, args: argparse.Namespace
+) -> list[tuple[float, float, list[float]]]:
     """As `compare`, of `initialize`, and of it with the first step."""
     trees = (before, ROOT)
     found: tuple[list[list[float]], list[list[float]]] = ([], [])
@@ -125,7 +141,8 @@ def compare_starts(before: Path, way: str, args: argparse.Namespace) -> list[tup
 
 
 def compare(before: Path, way: str, args: argparse.Namespace) -> tuple[float, float, list[float]]:
-    """Median milliseconds per step before and now, and the ratio now / before of each round's medians."""
+    """Median milliseconds per step before and now, and the ratio now / before of each round's
+    medians."""
     ratios = []
     with ExitStack() as stack:
         sides = [Contestant(tree, way, args) for tree in (before, ROOT)]
@@ -145,11 +162,16 @@ def compare(before: Path, way: str, args: argparse.Namespace) -> tuple[float, fl
 def print_row(what: str, first: float, second: float, ratios: list[float]) -> None:
     """A row of the table."""
     spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-    print(f"| {what} | {first:.1f} | {second:.1f} | {statistics.median(ratios):.3f} | {spread} |", flush=True)
+    print(
+        f"| {what} | {first:.1f} | {second:.1f} | {statistics.median(ratios):.3f} | {spread} |",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--before", required=True, help="the earlier commit")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10, help="per round and side")
@@ -157,11 +179,16 @@ def main() -> None:
     parser.add_argument("--millions", type=float, default=8.0, help="million parameters")
     parser.add_argument("--start-up", action="store_true", help="time the start instead of steps")
     parser.add_argument(
-        "--cpu-time", action="store_true", help="CPU time of the training thread, which other work hardly changes"
+        "--cpu-time",
+        action="store_true",
+        help="CPU time of the training thread, which other work hardly changes",
     )
     parser.add_argument("--only", choices=WAYS, help="one configuration")
     args = parser.parse_args()
-    print("| configuration | before, ms | now, ms | now / before, median of rounds | rounds, lowest to highest |")
+    print(
+        "| configuration | before, ms | now, ms | now / before, median of rounds | rounds, lowest "
+        "to highest |"
+    )
     print("| --- | --- | --- | --- | --- |")
     with checkout(args.before) as before:
         for way in WAYS if not args.only else [args.only]:

@@ -13,7 +13,9 @@ LIMIT_OVER_USUAL = 5
 """A part may take this many times as long as on two quiet cores, and is ended then."""
 
 
-def _part(name: str, module: str, real: str, toy: str, usual: float, result: str, toy_result: str = "") -> Part:
+def _part(
+    name: str, module: str, real: str, toy: str, usual: float, result: str, toy_result: str = ""
+) -> Part:
     limit = max(120.0, LIMIT_OVER_USUAL * usual)
     words, toy_words = tuple(shlex.split(real)), tuple(shlex.split(toy))
     return Part(name, module, words, toy_words, limit, result, toy_result or result, usual)
@@ -21,13 +23,21 @@ def _part(name: str, module: str, real: str, toy: str, usual: float, result: str
 
 def parts() -> list[Part]:
     """All of them; `usual` are seconds on two quiet cores."""
-    return [*_starts(), *_gathers(), *_steps(), *_of_the_optimizer(), *_of_the_host(), *_trainings_and_plans()]
+    return [
+        *_starts(),
+        *_gathers(),
+        *_steps(),
+        *_of_the_optimizer(),
+        *_of_the_host(),
+        *_trainings_and_plans(),
+    ]
 
 
 def _starts() -> list[Part]:
     common = "--ranks 2 --stages 1 2 --offload no yes"
     return [
-        # A lock that a killed process has left would stop all that loads operators; this removes it.
+        # A lock that a killed process has left would stop all that loads operators; this removes
+        # it.
         _part("operators", "tools.build_operators", "", "", 10, ""),
         _part(
             "startup",
@@ -41,7 +51,8 @@ def _starts() -> list[Part]:
             "breakdown",
             "tests.perf.startup_breakdown",
             "--millions 64 --ranks 2 --repeats 2",
-            "--millions 1 --ranks 1 --repeats 1 --only 'upstream: ZeRO-2' 'ours: ZeRO-2, tier host'",
+            "--millions 1 --ranks 1 --repeats 1 --only 'upstream: ZeRO-2' 'ours: ZeRO-2, tier "
+            "host'",
             185,
             "startup_breakdown",
         ),
@@ -145,7 +156,10 @@ def _of_the_host() -> list[Part]:
 
 def _trainings_and_plans() -> list[Part]:
     rows = "--rows adamw upstream predictive --rates 0.001"
-    runs = "ZeRO ZeRO-Offload 'predictive, interval 1' 'predictive, interval 2' 'selective, interval 2'"
+    runs = (
+        "ZeRO ZeRO-Offload 'predictive, interval 1' 'predictive, interval 2' 'selective, "
+        "interval 2'"
+    )
     return [
         _part(
             "convergence",
@@ -164,5 +178,12 @@ def _trainings_and_plans() -> list[Part]:
             55,
             "memory_plan",
         ),
-        _part("scale", "tests.perf.scale", "--ranks 8 64 1024", "--ranks 8 --only agreement", 30, "scale"),
+        _part(
+            "scale",
+            "tests.perf.scale",
+            "--ranks 8 64 1024",
+            "--ranks 8 --only agreement",
+            30,
+            "scale",
+        ),
     ]

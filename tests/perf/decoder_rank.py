@@ -1,4 +1,5 @@
-"""The rank's half of the benchmark of a decoder: a loop that is kept between calls, and its meters."""
+"""The rank's half of the benchmark of a decoder: a loop that is kept between calls, and its
+meters."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from tests.perf.language_model import SHAPES, Llama
 from tests.perf.memory_now import tree_bytes
 
 COMPILERS = {"cpu": "aot_eager"}
-"""Backends of `torch.compile` other than inductor, by the kind of device: on the CPU the suite is only tried, and
-inductor's C++ would take minutes."""
+"""Backends of `torch.compile` other than inductor, by the kind of device: on the CPU the suite is
+only tried, and inductor's C++ would take minutes."""
 
 Batch = tuple[int, int]
 """Sequences of a step, and tokens of each."""
@@ -71,7 +72,8 @@ class Bench:
         return llama
 
     def stretch(self, count: int, batch: Batch) -> Stretch:
-        """Steps that each read their loss; nothing else waits for the device before the last has ended."""
+        """Steps that each read their loss; nothing else waits for the device before the last has
+        ended."""
         if batch not in self.tokens:
             self.tokens[batch] = torch.randint(0, self.shape.vocabulary, batch, device=self.device)
         tokens, measured = self.tokens[batch], list[dict[str, float]]()
@@ -89,7 +91,8 @@ class Bench:
 
 
 def use_all_cores() -> None:
-    """A thread for each core, as where nobody sets another number; ranks of tests have one. Ours divides them."""
+    """A thread for each core, as where nobody sets another number; ranks of tests have one. Ours
+    divides them."""
     cores = len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(cores)  # read by DeepSpeed's operator when it is loaded
     torch.set_num_threads(cores)
@@ -106,11 +109,16 @@ def open_bench(way: str, model: str) -> dict[str, Any]:
     if chosen.needs:
         importlib.metadata.version(chosen.needs)
     _bench = Bench(chosen, model)
-    return {"parameters": _bench.parameters, "start seconds": _bench.start_seconds, "threads": threads()}
+    return {
+        "parameters": _bench.parameters,
+        "start seconds": _bench.start_seconds,
+        "threads": threads(),
+    }
 
 
 def stretch(count: int, batch: Batch, settle: int = 0) -> Stretch:
-    """Body of a rank: `count` steps on `batch`, after `settle` that are not counted. Leaves no cached memory."""
+    """Body of a rank: `count` steps on `batch`, after `settle` that are not counted. Leaves no
+    cached memory."""
     assert _bench is not None
     _bench.stretch(settle, batch)
     found = _bench.stretch(count, batch)
@@ -119,26 +127,37 @@ def stretch(count: int, batch: Batch, settle: int = 0) -> Stretch:
 
 
 def threads() -> str:
-    """Body of a rank: its threads, and the cores of the optimizer's process, which has a thread for each."""
+    """Body of a rank: its threads, and the cores of the optimizer's process, which has a thread for
+    each."""
     assert _bench is not None
     optimizer = getattr(getattr(_bench.loop, "engine", None), "optimizer", None)
     adam = getattr(optimizer, "host_optimizer", None)
     process = getattr(optimizer, "process", None) if adam is None else adam.link.process
     own = str(torch.get_num_threads())
-    return own if process is None else f"{own} + {len(os.sched_getaffinity(process.pid))} in its process"
+    return (
+        own
+        if process is None
+        else f"{own} + {len(os.sched_getaffinity(process.pid))} in its process"
+    )
 
 
 def memory() -> dict[str, float | None]:
-    """Body of a rank: bytes of the device at its peak since the last call, of the host between two steps, by which this
-    process and its children have grown, and what torch has page-locked, which may be in that or not."""
+    """Body of a rank: bytes of the device at its peak since the last call, of the host between two
+    steps, by which this process and its children have grown, and what torch has page-locked, which
+    may be in that or not."""
     assert _bench is not None
     device = get_accelerator().max_memory_allocated()
     get_accelerator().reset_peak_memory_stats()
-    return {"device": device, "host": tree_bytes() - _bench.baseline, "page-locked": host_peak.pinned()}
+    return {
+        "device": device,
+        "host": tree_bytes() - _bench.baseline,
+        "page-locked": host_peak.pinned(),
+    }
 
 
 def use_of_device(count: int, batch: Batch) -> dict[str, float | None]:
-    """Body of a rank: what the profiler says of the device over `count` steps; empty where it says nothing."""
+    """Body of a rank: what the profiler says of the device over `count` steps; empty where it says
+    nothing."""
     assert _bench is not None
     bench = _bench
     use = profiled(lambda: bench.stretch(count, batch))

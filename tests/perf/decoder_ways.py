@@ -1,4 +1,5 @@
-"""The ways to train a decoder that are compared: plain ZeRO, ours, and rivals, each as its documentation has it."""
+"""The ways to train a decoder that are compared: plain ZeRO, ours, and rivals, each as its
+documentation has it."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ class Loop(Protocol):
     """What trains on a rank."""
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """One optimizer step on `tokens`, sequences x length, int64; returns the loss, a scalar on the device."""
+        """One optimizer step on `tokens`, sequences x length, int64; returns the loss, a scalar on
+        the device."""
 
     def measurements(self) -> dict[str, float]:
-        """What it has measured itself in the last step that is known; empty if it measures nothing."""
+        """What it has measured itself in the last step that is known; empty if it measures
+        nothing."""
 
 
 class EngineLoop:
@@ -55,10 +58,14 @@ class TorchLoop:
         autocast: weights are fp32, products bf16.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, clips: bool, autocast: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Any, clips: bool, autocast: bool = False
+    ) -> None:
         self.model, self.optimizer, self.clips = model, optimizer, clips
         device = get_accelerator().device_name()
-        self._products = partial(torch.autocast, device, torch.bfloat16) if autocast else nullcontext
+        self._products = (
+            partial(torch.autocast, device, torch.bfloat16) if autocast else nullcontext
+        )
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         with self._products():
@@ -134,7 +141,9 @@ def _engine(model: nn.Module, way: Way) -> Loop:
 def _torchao(model: nn.Module, way: Way) -> Loop:
     from torchao.optim import CPUOffloadOptimizer
 
-    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True, **ADAMW)
+    optimizer = CPUOffloadOptimizer(
+        model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True, **ADAMW
+    )
     return TorchLoop(model, optimizer, clips=False, autocast=way.dtype == torch.float32)
 
 
@@ -173,7 +182,10 @@ def _compiled(way: Way) -> Way:
 OFFLOAD = {"device": "cpu", "pin_memory": True}
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 FUSED = {
-    "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(sides.BETAS), "torch_adam": True, "fused": True}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {**ADAMW, "betas": list(sides.BETAS), "torch_adam": True, "fused": True},
+    },
     "zero_allow_untested_optimizer": True,
 }
 """torch's fused AdamW, because DeepSpeed's own is compiled with nvcc, which few machines have."""
@@ -185,7 +197,8 @@ ZERO_UNCHECKED = replace(ZERO, name="ZeRO, no overflow check", other=FUSED | UNC
 OURS = _ours("ours", {})
 OURS_14 = _ours("ours, 14/2", {"pt_reserved_cores": 2, "update_interval": 1})
 OURS_14_BF16 = _ours(
-    "ours, 14/2, bf16 moments", {"pt_reserved_cores": 2, "update_interval": 1, "state_dtype": "bfloat16"}
+    "ours, 14/2, bf16 moments",
+    {"pt_reserved_cores": 2, "update_interval": 1, "state_dtype": "bfloat16"},
 )
 OURS_INTERVAL_1 = _ours("ours, interval 1", {"update_interval": 1})
 ZERO_OFFLOAD = Way("ZeRO-Offload", _engine, zero={"offload_optimizer": OFFLOAD})
@@ -233,8 +246,18 @@ RIVALS = (
         needs="torchao",
         says="fp32 weights on the device, no clipping",
     ),
-    Way("FSDP2, CPUOffloadPolicy", _fsdp2, dtype=torch.float32, says="weights on the host, too; no clipping"),
-    Way("FlashOptim", _flash, needs="flashoptim", says="no offload: 8-bit moments and 24-bit weights on the device"),
+    Way(
+        "FSDP2, CPUOffloadPolicy",
+        _fsdp2,
+        dtype=torch.float32,
+        says="weights on the host, too; no clipping",
+    ),
+    Way(
+        "FlashOptim",
+        _flash,
+        needs="flashoptim",
+        says="no offload: 8-bit moments and 24-bit weights on the device",
+    ),
 )
 
 WAYS: dict[str, Way] = {

@@ -1,9 +1,10 @@
 """The parts of `make bench-gpu`: all that a machine with one accelerator can measure.
 
-What is worth most comes first; half an hour has room for all up to the losses, in calls of ten minutes. What stands
-beside each other in one part is measured in turns, so it must fit on an H100 of 80 GB and a host of 126 GiB together
-(`tests.perf.bench_decoder`). There a parked ZeRO-2 of 1.5 billion parameters holds about 22 GiB and takes 31 to
-35 in its turn, ours 7 and 12 to 21; on the host ours holds 18 GiB, ZeRO-Offload 32, DeepSpeed's ZenFlow 70.
+What is worth most comes first; half an hour has room for all up to the losses, in calls of ten
+minutes. What stands beside each other in one part is measured in turns, so it must fit on an H100
+of 80 GB and a host of 126 GiB together (`tests.perf.bench_decoder`). There a parked ZeRO-2 of 1.5
+billion parameters holds about 22 GiB and takes 31 to 35 in its turn, ours 7 and 12 to 21; on the
+host ours holds 18 GiB, ZeRO-Offload 32, DeepSpeed's ZenFlow 70.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ def parts() -> list[Part]:
         operators("operators"),
         _core_sets(),
         _link(),
-        _decoder("step/1.5b/ours", "1.5b", _STEP_WAYS, (USUAL, SHORT, MIDDLE, LONGER), "ours beside ZeRO-2"),
+        _decoder(
+            "step/1.5b/ours",
+            "1.5b",
+            _STEP_WAYS,
+            (USUAL, SHORT, MIDDLE, LONGER),
+            "ours beside ZeRO-2",
+        ),
         _decoder(
             "step/1.5b/zero",
             "1.5b",
@@ -57,10 +64,18 @@ def parts() -> list[Part]:
             "ours beside torchao, FSDP2 and FlashOptim",
         ),
         _decoder(
-            "rivals/super", "1.5b", (ways.OURS_INTERVAL_1, super_offload, amp), (USUAL,), "ours beside SuperOffload"
+            "rivals/super",
+            "1.5b",
+            (ways.OURS_INTERVAL_1, super_offload, amp),
+            (USUAL,),
+            "ours beside SuperOffload",
         ),
         _decoder(
-            "rivals/zenflow", "1.5b", (ways.OURS_INTERVAL_1, zenflow), (USUAL,), "ours beside DeepSpeed's ZenFlow"
+            "rivals/zenflow",
+            "1.5b",
+            (ways.OURS_INTERVAL_1, zenflow),
+            (USUAL,),
+            "ours beside DeepSpeed's ZenFlow",
         ),
         _decoder(
             "ratio",
@@ -69,7 +84,9 @@ def parts() -> list[Part]:
             (SHORT,),
             "a part of the optimizer on the device",
         ),
-        _decoder("ratio/auto", "1.5b", ways.OURS_SHARED[:1], (SHORT,), "the part that ratio auto takes"),
+        _decoder(
+            "ratio/auto", "1.5b", ways.OURS_SHARED[:1], (SHORT,), "the part that ratio auto takes"
+        ),
         _startup(7000),
         _gather(),
         _convergence(),
@@ -117,7 +134,12 @@ def _link() -> Part:
 
 
 def _decoder(
-    name: str, model: str, chosen: Sequence[Way], batches: Sequence[str], covers: str, result: str = ""
+    name: str,
+    model: str,
+    chosen: Sequence[Way],
+    batches: Sequence[str],
+    covers: str,
+    result: str = "",
 ) -> Part:
     result = result or f"decoder_{slug(name)}"
     names = ("--ways", *(way.name for way in chosen))
@@ -145,7 +167,9 @@ def _decoder(
 
 def _alone(way: Way, batches: Sequence[str]) -> Part:
     """7 billion parameters: no two of these fit beside each other."""
-    return _decoder(f"7b/{slug(way.name)}", "7b", (way,), batches, "7 billion parameters, alone", "decoder_7b")
+    return _decoder(
+        f"7b/{slug(way.name)}", "7b", (way,), batches, "7 billion parameters, alone", "decoder_7b"
+    )
 
 
 def _startup(millions: int) -> Part:
@@ -174,7 +198,8 @@ def _gather() -> Part:
         "gather",
         "gather",
         usual=60,
-        covers="memory of a ZeRO-3 fetch, two ranks that share the device: their times mean nothing",
+        covers="memory of a ZeRO-3 fetch, two ranks that share the device: their times mean "
+        "nothing",
     )
 
 
@@ -182,7 +207,19 @@ def _convergence() -> Part:
     return Part(
         "losses",
         "tests.perf.bench_convergence",
-        ("--rows", "adamw", "predictive", "look-ahead", "--seeds", "1", "--model", "100m", "--steps", "300", "--reuse"),
+        (
+            "--rows",
+            "adamw",
+            "predictive",
+            "look-ahead",
+            "--seeds",
+            "1",
+            "--model",
+            "100m",
+            "--steps",
+            "300",
+            "--reuse",
+        ),
         ("--rows", "adamw", "--seeds", "1", "--quick", "--reuse"),
         300,
         "convergence_100m",

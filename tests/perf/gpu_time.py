@@ -1,4 +1,5 @@
-"""A model of how long a part takes on a machine with one GPU: round numbers, near what an H100 with 16 cores showed.
+"""A model of how long a part takes on a machine with one GPU: round numbers, near what an H100 with
+16 cores showed.
 
 It decides what a budget has room for; a part's own limit, about twice as long, is what ends it.
 """
@@ -12,7 +13,8 @@ from tests.perf.decoder_ways import Way
 __all__ = ["convergence", "decoder", "startup", "tests"]
 
 START_SECONDS = 20.0
-"""Of a process with its ranks: imports of torch and DeepSpeed from a cold disk, the device's context, the group."""
+"""Of a process with its ranks: imports of torch and DeepSpeed from a cold disk, the device's
+context, the group."""
 PYTEST_SECONDS = 15.0
 """Of pytest before its first rank starts: imports and collection."""
 FLOPS = 3.6e14
@@ -24,15 +26,16 @@ NEW_HOST_MEMORY = 5e9
 
 
 def startup(parameters: float, repeats: int, variants: int = 4) -> float:
-    """Seconds of `repeats` and one more constructions of each variant on one rank, of which one is pageable."""
+    """Seconds of `repeats` and one more constructions of each variant on one rank, of which one is
+    pageable."""
     weights = 2 * parameters
     each, pageable = weights / LINK + 1, 2 * weights / PAGEABLE + 1
     return START_SECONDS + (repeats + 1) * (pageable + (variants - 1) * each)
 
 
 def decoder(parameters: float, tokens: Sequence[int], steps: int, chosen: Sequence[Way]) -> float:
-    """Seconds of `steps` steps of each way on batches of each number of tokens, and of what comes before: the ways are
-    started beside each other, and warm up so, too."""
+    """Seconds of `steps` steps of each way on batches of each number of tokens, and of what comes
+    before: the ways are started beside each other, and warm up so, too."""
     starts, stretches = [0.0], 0.0
     for way in chosen:
         offloads = "offload_optimizer" in way.zero or way.extended or not way.is_engine
@@ -40,16 +43,20 @@ def decoder(parameters: float, tokens: Sequence[int], steps: int, chosen: Sequen
         made = 16 * parameters / NEW_HOST_MEMORY if offloads else 2 * parameters / PAGEABLE
         device = [8 * parameters * count / FLOPS + 0.05 for count in tokens]
         starts.append(START_SECONDS + made + way.warm_up * (device[0] + host))
-        stretches += steps * sum(max(each, host) if way.extended else each + host for each in device)
+        stretches += steps * sum(
+            max(each, host) if way.extended else each + host for each in device
+        )
     return max(starts) + stretches
 
 
 def convergence(parameters: float, tokens: int, steps: int, rows: int) -> float:
     """Seconds of `rows` trainings, each of `steps` steps."""
-    return START_SECONDS + rows * steps * (6 * parameters * tokens / FLOPS + 28 * parameters / HOST_MEMORY + 0.02)
+    return START_SECONDS + rows * steps * (
+        6 * parameters * tokens / FLOPS + 28 * parameters / HOST_MEMORY + 0.02
+    )
 
 
 def tests(simulated_seconds: float, pools: int) -> float:
-    """Seconds of tests that take so long on the simulated device, whose engines, workers and checkpoints are real: a
-    real device is faster, but compiles, and some tests are larger on it."""
+    """Seconds of tests that take so long on the simulated device, whose engines, workers and
+    checkpoints are real: a real device is faster, but compiles, and some tests are larger on it."""
     return PYTEST_SECONDS + pools * START_SECONDS + simulated_seconds

@@ -1,4 +1,5 @@
-"""The largest amount of host memory that a process has held since a moment, as the kernel counts it."""
+"""The largest amount of host memory that a process has held since a moment, as the kernel counts
+it."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from deepspeed.accelerator import get_accelerator
 class HostPeak:
     """Growth of this process's resident memory from here to its peak.
 
-    The kernel keeps the peak itself (VmHWM) and forgets it when 5 is written to clear_refs (proc(5)), so nothing is
-    sampled and no peak is missed. Pages that a driver has mapped for page-locked memory may or may not be in it:
-    `pinned` gives torch's own count of those.
+    The kernel keeps the peak itself (VmHWM) and forgets it when 5 is written to clear_refs
+    (proc(5)), so nothing is sampled and no peak is missed. Pages that a driver has mapped for
+    page-locked memory may or may not be in it: `pinned` gives torch's own count of those.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,8 @@ class HostPeak:
 
 
 def pinned() -> int | None:
-    """The most page-locked bytes that torch's allocator has held since `forget_pinned`; None if it does not count."""
+    """The most page-locked bytes that torch's allocator has held since `forget_pinned`; None if it
+    does not count."""
     stats = getattr(_device_module(), "host_memory_stats", None)
     return None if stats is None else int(stats().get("allocated_bytes.peak", 0))
 

@@ -45,7 +45,8 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def device_use(events: Sequence[dict[str, Any]]) -> DeviceUse | None:
-    """The use that the events of a Chrome trace tell of (times in microseconds); None if they name no device work."""
+    """The use that the events of a Chrome trace tell of (times in microseconds); None if they name
+    no device work."""
     kernels = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == KERNEL]
     copies = [e for e in events if e.get("cat") in COPIES]
     spans = kernels + [(e["ts"], e["ts"] + e["dur"]) for e in copies]
@@ -53,7 +54,9 @@ def device_use(events: Sequence[dict[str, Any]]) -> DeviceUse | None:
         return None
     length = max(end for _, end in spans) - min(begin for begin, _ in spans)
     down, up = (_copied(copies, way) for way in ("DtoH", "HtoD"))
-    return DeviceUse(length / 1e6, 1 - covered(kernels) / length, 1 - covered(spans) / length, down, up)
+    return DeviceUse(
+        length / 1e6, 1 - covered(kernels) / length, 1 - covered(spans) / length, down, up
+    )
 
 
 def _copied(copies: Sequence[dict[str, Any]], way: str) -> int | None:
@@ -69,7 +72,9 @@ def profiled(work: Callable[[], None]) -> DeviceUse | None:
         work()
         return None
     get_accelerator().synchronize()
-    with torch.profiler.profile(activities=[activity]) as profile:  # without the CPU's activities: less overhead
+    with torch.profiler.profile(
+        activities=[activity]
+    ) as profile:  # without the CPU's activities: less overhead
         work()
         get_accelerator().synchronize()
     with tempfile.TemporaryDirectory(prefix="dsext-trace-") as folder:

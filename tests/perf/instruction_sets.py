@@ -2,10 +2,11 @@
 
     python -m tests.perf.instruction_sets
 
-Compiles the kernel's sources with `instruction_sets.cpp` once per target, runs each result, and compares all arrays
-with those of the plain build, which uses no vectors at all. A target whose compiler or emulator is not installed is
-skipped by name (Debian: g++-aarch64-linux-gnu, qemu-user-static, clang). With ``-ffp-contract=off`` no compiler fuses a
-multiplication and an addition, and every build must give the same bits.
+Compiles the kernel's sources with `instruction_sets.cpp` once per target, runs each result, and
+compares all arrays with those of the plain build, which uses no vectors at all. A target whose
+compiler or emulator is not installed is skipped by name (Debian: g++-aarch64-linux-gnu,
+qemu-user-static, clang). With ``-ffp-contract=off`` no compiler fuses a multiplication and an
+addition, and every build must give the same bits.
 """
 
 from __future__ import annotations
@@ -42,10 +43,14 @@ class Target:
         """What it lacks here."""
         programs = (self.compiler, *self.emulator[:1])
         lacking = [name for name in programs if shutil.which(name) is None]
-        return ", ".join(lacking) or (f"a CPU with {self.needs}" if self.needs and self.needs not in cpu else None)
+        return ", ".join(lacking) or (
+            f"a CPU with {self.needs}" if self.needs and self.needs not in cpu else None
+        )
 
 
-PLAIN = Target("x86-64, no vectors (the plain build)", "g++", ("-O1", "-fno-tree-vectorize", ONE_TARGET))
+PLAIN = Target(
+    "x86-64, no vectors (the plain build)", "g++", ("-O1", "-fno-tree-vectorize", ONE_TARGET)
+)
 ARM = ("qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu")
 TARGETS = (
     PLAIN,
@@ -54,11 +59,22 @@ TARGETS = (
     Target("x86-64-v4, AVX-512", "g++", ("-march=x86-64-v4", ONE_TARGET), needs="avx512vl"),
     Target("x86-64 as in the wheel, on this CPU", "g++"),
     Target(
-        "x86-64 as in the wheel, emulated CPU without AVX", "g++", emulator=("qemu-x86_64-static", "-cpu", "Nehalem")
+        "x86-64 as in the wheel, emulated CPU without AVX",
+        "g++",
+        emulator=("qemu-x86_64-static", "-cpu", "Nehalem"),
     ),
-    Target("x86-64 as in the wheel, emulated CPU with AVX2", "g++", emulator=("qemu-x86_64-static", "-cpu", "Haswell")),
+    Target(
+        "x86-64 as in the wheel, emulated CPU with AVX2",
+        "g++",
+        emulator=("qemu-x86_64-static", "-cpu", "Haswell"),
+    ),
     Target("x86-64, clang", "clang++"),
-    Target("aarch64, no vectors, emulated", "aarch64-linux-gnu-g++", ("-O1", "-fno-tree-vectorize"), ARM),
+    Target(
+        "aarch64, no vectors, emulated",
+        "aarch64-linux-gnu-g++",
+        ("-O1", "-fno-tree-vectorize"),
+        ARM,
+    ),
     Target("aarch64, NEON, emulated", "aarch64-linux-gnu-g++", (), ARM),
 )
 
@@ -81,14 +97,25 @@ def results(
     flags = [*COMPILE_FLAGS, *target.flags, *extra]
     program = folder / "-".join([target.compiler, *flags])
     if not program.exists():
-        command = [target.compiler, *flags, "-I", str(BUILT.parent), str(DRIVER), "-o", str(program)]
+        command = [
+            target.compiler,
+            *flags,
+            "-I",
+            str(BUILT.parent),
+            str(DRIVER),
+            "-o",
+            str(program),
+        ]
         subprocess.run(command, check=True)
     command = [*target.emulator, str(program), *arguments]
     return list(arrays(subprocess.run(command, capture_output=True, check=True).stdout))
 
 
-def furthest(ours: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> dict[str, tuple[int, float]]:
-    """By type, the largest distance in units of the last place, and relative to the array's largest value."""
+def furthest(
+    ours: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]
+) -> dict[str, tuple[int, float]]:
+    """By type, the largest distance in units of the last place, and relative to the array's largest
+    value."""
     found: dict[str, tuple[int, float]] = {}
     for a, b in zip(ours, plain, strict=True):
         name = str(a.dtype).removeprefix("torch.")
@@ -103,7 +130,8 @@ def main() -> None:
     words = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0]
     cpu = set(words.split())
     print(
-        "| target | fp32: last places, share | bfloat16 | float16 | without fused multiply-add |\n|---|---|---|---|---|"
+        "| target | fp32: last places, share | bfloat16 | float16 | without fused multiply-add "
+        "|\n|---|---|---|---|---|"
     )
     references: list[list[torch.Tensor]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -116,7 +144,10 @@ def main() -> None:
             usual = furthest(found[0], references[0])
             cells = [f"{steps}, {share:.1e}" for steps, share in (usual[kind] for kind in INTEGERS)]
             same = all(map(torch.equal, found[1], references[1]))
-            print(f"| {target.name} | {' | '.join(cells)} | {'same bits' if same else 'DIFFERS'} |", flush=True)
+            print(
+                f"| {target.name} | {' | '.join(cells)} | {'same bits' if same else 'DIFFERS'} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The models of the benchmarks, Llamas of several sizes, and a task for them: to continue bytes of Python source."""
+"""The models of the benchmarks, Llamas of several sizes, and a task for them: to continue bytes of
+Python source."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(128, 4, 4, 344),  # 0.86 million parameters: the reference task of the convergence benchmark
+    "tiny": Shape(
+        128, 4, 4, 344
+    ),  # 0.86 million parameters: the reference task of the convergence benchmark
     "toy": Shape(64, 2, 2, 172, vocabulary=512, sequence=32, batch=1, recompute=True),
     "100m": Shape(768, 14, 12, 2048, sequence=512, batch=16),
     "0.5b": Shape(1280, 21, 10, 3456, vocabulary=32000, sequence=2048, batch=1, recompute=True),
@@ -54,13 +57,18 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.query, self.key, self.value, self.out = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(hidden, hidden, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         q, k, v = (
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
-        mixed = functional.scaled_dot_product_attention(_rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(
+            _rotate(q, cos, sin), _rotate(k, cos, sin), v, is_causal=True
+        )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -69,7 +77,10 @@ class Block(nn.Module):
 
     def __init__(self, hidden: int, heads: int, intermediate: int) -> None:
         super().__init__()
-        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(hidden, 1e-6), nn.RMSNorm(hidden, 1e-6)
+        self.attention_norm, self.feed_forward_norm = (
+            nn.RMSNorm(hidden, 1e-6),
+            nn.RMSNorm(hidden, 1e-6),
+        )
         self.attention = Attention(hidden, heads)
         self.gate, self.up = (nn.Linear(hidden, intermediate, bias=False) for _ in range(2))
         self.down = nn.Linear(intermediate, hidden, bias=False)
@@ -91,7 +102,9 @@ class Llama(nn.Module):
         hidden = shape.hidden
         self.shape = shape
         self.embed = nn.Embedding(shape.vocabulary, hidden)
-        self.blocks = nn.ModuleList(Block(hidden, shape.heads, shape.intermediate) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            Block(hidden, shape.heads, shape.intermediate) for _ in range(shape.layers)
+        )
         self.norm = nn.RMSNorm(hidden, 1e-6)
         self.head = nn.Linear(hidden, shape.vocabulary, bias=False)
         self.half_head_size = hidden // shape.heads // 2
@@ -104,13 +117,22 @@ class Llama(nn.Module):
         x = self.embed(tokens)
         cos, sin = self._rotation(x)
         for block in self.blocks:
-            x = checkpoint(block, x, cos, sin, use_reentrant=False) if self.shape.recompute else block(x, cos, sin)
+            x = (
+                checkpoint(block, x, cos, sin, use_reentrant=False)
+                if self.shape.recompute
+                else block(x, cos, sin)
+            )
         logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+        return functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
     def _rotation(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
-        exponents = torch.arange(self.half_head_size, device=x.device, dtype=torch.float32) / self.half_head_size
+        exponents = (
+            torch.arange(self.half_head_size, device=x.device, dtype=torch.float32)
+            / self.half_head_size
+        )
         angles = positions[:, None] * 10000.0**-exponents
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
@@ -122,26 +144,41 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 @cache
 def text(corpus: Corpus) -> torch.Tensor:
-    """The bytes of a corpus, 1-D uint8: 60 files of the standard library, all but its tests, or all of torch.nn."""
+    """The bytes of a corpus, 1-D uint8: 60 files of the standard library, all but its tests, or all
+    of torch.nn."""
     library = Path(sysconfig.get_path("stdlib"))
     if corpus == "standard library":
         paths = sorted(library.glob("*.py"))[:60]
     elif corpus == "whole standard library":
         left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
-        paths = [p for p in sorted(library.rglob("*.py")) if left_out.isdisjoint(p.relative_to(library).parts)]
+        paths = [
+            p
+            for p in sorted(library.rglob("*.py"))
+            if left_out.isdisjoint(p.relative_to(library).parts)
+        ]
     else:
         paths = sorted(Path(nn.__file__).parent.rglob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8
+    )
 
 
 def batches(
-    corpus: Corpus, seed: int, steps: int, rank: int = 0, world_size: int = 1, shape: Shape = SHAPES["tiny"]
+    corpus: Corpus,
+    seed: int,
+    steps: int,
+    rank: int = 0,
+    world_size: int = 1,
+    shape: Shape = SHAPES["tiny"],
 ) -> Iterator[torch.Tensor]:
-    """This rank's share of the same `steps` batches, int64: all ranks together see `shape.batch` sequences a step."""
+    """This rank's share of the same `steps` batches, int64: all ranks together see `shape.batch`
+    sequences a step."""
     source = text(corpus)
     generator = torch.Generator().manual_seed(seed)
     share = shape.batch // world_size
     for _ in range(steps):
-        starts = torch.randint(0, source.numel() - shape.sequence, (shape.batch,), generator=generator)
+        starts = torch.randint(
+            0, source.numel() - shape.sequence, (shape.batch,), generator=generator
+        )
         mine = starts[rank * share : (rank + 1) * share]
         yield torch.stack([source[start : start + shape.sequence] for start in mine]).long()

@@ -11,7 +11,8 @@ _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 
 
 class LinkBytes(TorchDispatchMode):
-    """Counts copies between the CPU and another device while it is active, by the size of the host's side.
+    """Counts copies between the CPU and another device while it is active, by the size of the
+    host's side.
 
     Where the CPU is the accelerator there is no link and nothing is counted.
 

@@ -1,9 +1,11 @@
-"""What ``deepspeed-ext plan --memory`` says, beside what runs on the simulated accelerator hold. A simulation.
+"""What ``deepspeed-ext plan --memory`` says, beside what runs on the simulated accelerator hold. A
+simulation.
 
     python -m tests.perf.memory_plan [--ranks 2] [--accumulation 1 2]
 
-Bytes per parameter of the model, planned / measured, of the rank that holds the most. The selective rule runs on one
-rank: on several, ranks differ in how many blocks are hot, which a plan cannot know.
+Bytes per parameter of the model, planned / measured, of the rank that holds the most. The selective
+rule runs on one rank: on several, ranks differ in how many blocks are hot, which a plan cannot
+know.
 """
 
 from __future__ import annotations
@@ -23,30 +25,41 @@ SIMULATION = "the simulated accelerator's allocator counts the bytes"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), metavar="WAY", help=f"of {list(WAYS)}")
+    parser.add_argument(
+        "--ways", nargs="+", default=list(WAYS), metavar="WAY", help=f"of {list(WAYS)}"
+    )
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     arguments = parser.parse_args()
     print(f"{PARAMS:,} parameters; planned / measured bytes per parameter")
     rows = [
         row
-        for stage, way, accumulation in product(arguments.stages, arguments.ways, arguments.accumulation)
+        for stage, way, accumulation in product(
+            arguments.stages, arguments.ways, arguments.accumulation
+        )
         if stage > 1 or "gradients_on_host" not in way
         for row in rows_of(stage, way, accumulation, 1 if "selective" in way else arguments.ranks)
     ]
     close_pools()
     for place in PLACES:
         shown = [{**row, **row["phases"]} for row in rows if row["place"] == place.value]
-        columns = dict.fromkeys(("stage", "run", "ranks", "micro-steps", *(phase.value for phase in Phase), "off by"))
+        columns = dict.fromkeys(
+            ("stage", "run", "ranks", "micro-steps", *(phase.value for phase in Phase), "off by")
+        )
         print(f"\n{place.value}\n\n{report.table(shown, dict.fromkeys(columns, str))}")
-    written = report.write("memory_plan", vars(arguments), [without_values(row) for row in rows], comparisons_of(rows))
+    written = report.write(
+        "memory_plan", vars(arguments), [without_values(row) for row in rows], comparisons_of(rows)
+    )
     print(f"\nwritten to {written}")
 
 
 def rows_of(stage: int, way: str, accumulation: int, ranks: int) -> list[dict[str, Any]]:
-    """A row for each place: cells by phase, and the planned and the measured bytes of all phases that are large."""
+    """A row for each place: cells by phase, and the planned and the measured bytes of all phases
+    that are large."""
     found = compared(memory_config(stage, way, accumulation), ranks)
     rows = []
     for place in PLACES:
@@ -63,24 +76,36 @@ def rows_of(stage: int, way: str, accumulation: int, ranks: int) -> list[dict[st
             if is_large:
                 worst = max(worst, off, key=abs)
                 values.append((planned / PARAMS, measured / PARAMS))
-        what = {"place": place.value, "stage": stage, "run": way, "ranks": ranks, "micro-steps": accumulation}
+        what = {
+            "place": place.value,
+            "stage": stage,
+            "run": way,
+            "ranks": ranks,
+            "micro-steps": accumulation,
+        }
         rows.append({**what, "phases": cells, "off by": f"{100 * worst:+.1f} %", "values": values})
     return rows
 
 
 def without_values(row: dict[str, Any]) -> dict[str, Any]:
     """A row as it is kept."""
-    return {name: value for name, value in row.items() if name not in ("values", "phases")} | row["phases"]
+    return {name: value for name, value in row.items() if name not in ("values", "phases")} | row[
+        "phases"
+    ]
 
 
 def comparisons_of(rows: list[dict[str, Any]]) -> list[report.Comparison]:
-    """Planned beside measured bytes of each place; what varies is the run and its phase, not the turn."""
+    """Planned beside measured bytes of each place; what varies is the run and its phase, not the
+    turn."""
     found = []
     for place in PLACES:
         values = [pair for row in rows if row["place"] == place.value for pair in row["values"]]
         if values:
             planned, measured = zip(*values, strict=True)
-            subject, rival = f"plan --memory, {place.value}, all runs and phases", "what the simulated run held"
+            subject, rival = (
+                f"plan --memory, {place.value}, all runs and phases",
+                "what the simulated run held",
+            )
             what = (subject, rival, "bytes per parameter", planned, measured, ("none", "1"))
             found.append(report.compare(*what, SIMULATION))
     return found

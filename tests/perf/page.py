@@ -1,8 +1,10 @@
-"""Write docs/lab/archive/benchmarks.md and its figures from what `make bench` has measured: `make bench-report`.
+"""Write docs/lab/archive/benchmarks.md and its figures from what `make bench` has measured: `make
+bench-report`.
 
 python -m tests.perf.page
 
-The page is made from benchmarks/cpu.json alone; a test compares the two. Each figure holds the digest of its numbers.
+The page is made from benchmarks/cpu.json alone; a test compares the two. Each figure holds the
+digest of its numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ def _rows(result: dict[str, Any]) -> Rows:
 def _points(result: dict[str, Any]) -> Rows:
     names = {"cores": "cores", "gb_per_s": "GB/s a rank", "spread": "spread", "noise": "noise"}
     found = [{text: point.get(name) for name, text in names.items()} for point in result["points"]]
-    return [row | {"chosen": "yes" if row["cores"] == result["opt_cores_per_rank"] else ""} for row in found]
+    return [
+        row | {"chosen": "yes" if row["cores"] == result["opt_cores_per_rank"] else ""}
+        for row in found
+    ]
 
 
 def _bandwidth(result: dict[str, Any]) -> Rows:
@@ -57,7 +62,8 @@ def _bandwidth(result: dict[str, Any]) -> Rows:
 
 
 def _of_each_system(result: dict[str, Any]) -> Rows:
-    """The rehearsal's rows, a line a system, with what changes between the fewest and the most ranks."""
+    """The rehearsal's rows, a line a system, with what changes between the fewest and the most
+    ranks."""
     systems: dict[str, Rows] = {}
     for row in result["rows"]:
         systems.setdefault(row["what"], []).append(row)
@@ -76,17 +82,23 @@ def _of_each_system(result: dict[str, Any]) -> Rows:
 SECTIONS: dict[str, Section] = {
     "startup": Section(
         "Start-up of ZeRO-1/2",
-        "What does each flattening tier cost in time, and how much memory does it need at the peak?",
+        "What does each flattening tier cost in time, and how much memory does it need at the "
+        "peak?",
         "flattening.md",
     ),
     "startup_breakdown": Section(
         "Where the seconds of a start go",
-        "From `import torch` to the end of the first step, each start in processes of its own. Upstream's ZenFlow "
+        "From `import torch` to the end of the first step, each start in processes of its own. "
+        "Upstream's ZenFlow "
         "starts its process at its first update, which comes later.",
         "flattening.md#where-the-seconds-go",
         _rows,
     ),
-    "gather": Section("ZeRO-3 gather", "What does a gather into each parameter cost in time and memory?", "gather.md"),
+    "gather": Section(
+        "ZeRO-3 gather",
+        "What does a gather into each parameter cost in time and memory?",
+        "gather.md",
+    ),
     "gather_large": Section(
         "ZeRO-3 gather, large parameters",
         "The same for weights of 64 MiB, fewer turns.",
@@ -98,19 +110,28 @@ SECTIONS: dict[str, Section] = {
         "zenflow_step.md",
     ),
     "overlap": Section(
-        "Hidden transfers", "How much of the optimizer's transfers does a step hide?", "hidden_transfers.md"
+        "Hidden transfers",
+        "How much of the optimizer's transfers does a step hide?",
+        "hidden_transfers.md",
     ),
     "cpu_adam": Section(
         "CPU Adam",
-        "How fast is the worker's pass, and is it bound by memory? GB/s are bytes that have to be read and written.",
+        "How fast is the worker's pass, and is it bound by memory? GB/s are bytes that have to be "
+        "read and written.",
         "cpu_adam.md",
         _bandwidth,
     ),
-    "save": Section("Saving", "How long does training stand still for a checkpoint?", "async_save.md"),
-    "estimate": Section(
-        "Elementwise arithmetic", "How long does it take where the CPU computes it?", "zenflow_estimate.md"
+    "save": Section(
+        "Saving", "How long does training stand still for a checkpoint?", "async_save.md"
     ),
-    "binding": Section("Core binding", "What does binding change, beside other ways to bind?", "core_binding.md"),
+    "estimate": Section(
+        "Elementwise arithmetic",
+        "How long does it take where the CPU computes it?",
+        "zenflow_estimate.md",
+    ),
+    "binding": Section(
+        "Core binding", "What does binding change, beside other ways to bind?", "core_binding.md"
+    ),
     "tune": Section(
         "`deepspeed-ext tune --quick`",
         "How many cores does the optimizer need? On two cores there is one split to choose from.",
@@ -121,11 +142,14 @@ SECTIONS: dict[str, Section] = {
         "Convergence", "Does a short training reach AdamW's loss?", "zenflow_convergence.md", _rows
     ),
     "memory_plan": Section(
-        "Memory before a run", "How far is `deepspeed-ext plan --memory` from what runs hold?", "memory_plan.md"
+        "Memory before a run",
+        "How far is `deepspeed-ext plan --memory` from what runs hold?",
+        "memory_plan.md",
     ),
     "scale": Section(
         "Many ranks",
-        "What does one rank compute and receive among many? **A rehearsal**: one real rank, all others made up.",
+        "What does one rank compute and receive among many? **A rehearsal**: one real rank, all "
+        "others made up.",
         "scale.md",
         _of_each_system,
     ),
@@ -143,9 +167,13 @@ def markdown(kept: dict[str, Any]) -> str:
 def _head(kept: dict[str, Any], results: dict[str, Any]) -> str:
     made = kept["provenance"]
     found = [result["provenance"] for result in results.values() if "provenance" in result]
-    dates, commits = (", ".join(sorted({one[name] for one in found})) for name in ("date", "commit"))
+    dates, commits = (
+        ", ".join(sorted({one[name] for one in found})) for name in ("date", "commit")
+    )
     loads = [one["load_at_start"] for one in found]
-    versions = ", ".join(f"{name} {number}" for name, number in made["versions"].items() if number != "none")
+    versions = ", ".join(
+        f"{name} {number}" for name, number in made["versions"].items() if number != "none"
+    )
     return f"""# Benchmarks
 
 <!-- This page is written by `make bench-report` from benchmarks/cpu.json; do not edit it. -->
@@ -184,7 +212,10 @@ def _summary(comparisons: Rows) -> str:
     rows = []
     for (quantity, rival, simulated), medians in found.items():
         ends = dict.fromkeys(map(report.number, (min(medians), max(medians))))
-        row = {"ratio": " to ".join(ends), "what": quantity + (" (simulation)" if simulated else "")}
+        row = {
+            "ratio": " to ".join(ends),
+            "what": quantity + (" (simulation)" if simulated else ""),
+        }
         rows.append(row | {"compared with": rival})
     return report.table(rows, dict.fromkeys(rows[0], str)) if rows else ""
 
@@ -192,20 +223,30 @@ def _summary(comparisons: Rows) -> str:
 def _section(section: Section, name: str, result: dict[str, Any]) -> str:
     comparisons = result.get("comparisons", [])
     simulated = any(one["simulation"] for one in comparisons)
-    blocks = [f"## {section.title}", section.text + (" **A simulation** where a row says so." if simulated else "")]
+    blocks = [
+        f"## {section.title}",
+        section.text + (" **A simulation** where a row says so." if simulated else ""),
+    ]
     if section.lab:
         blocks[-1] += f" More in the [lab]({section.lab})."
     blocks += list(filter(None, [_summary(comparisons)]))
     if is_drawn(comparisons):
-        blocks.append(f"![{section.title}: ratios with their smallest and largest]({figure_of(name).name})")
-    return "\n\n".join([*blocks, _folded("All numbers, and the command", *_details(section, result))])
+        blocks.append(
+            f"![{section.title}: ratios with their smallest and largest]({figure_of(name).name})"
+        )
+    return "\n\n".join(
+        [*blocks, _folded("All numbers, and the command", *_details(section, result))]
+    )
 
 
 def _details(section: Section, result: dict[str, Any]) -> Iterator[str]:
     comparisons = result.get("comparisons", [])
     if "provenance" in result:
         made = result["provenance"]
-        yield f"{made['date']}, commit {made['commit']}, load average at the start {made['load_at_start']:.1f}."
+        yield (
+            f"{made['date']}, commit {made['commit']}, load average at the start "
+            f"{made['load_at_start']:.1f}."
+        )
         yield f"```bash\n{made['command']}\n```"
     else:
         yield "```bash\ndeepspeed-ext tune --quick\n```"
@@ -221,7 +262,9 @@ def _states(kept: dict[str, Any]) -> str:
     rows = []
     for part in parts():
         row = measured.get(part.name)
-        state, seconds = ("not measured yet", "") if row is None else (row["state"], f"{row['seconds']:.0f}")
+        state, seconds = (
+            ("not measured yet", "") if row is None else (row["state"], f"{row['seconds']:.0f}")
+        )
         rows.append({"part": part.name, "state": state, "seconds": seconds})
     total = sum(measured[part.name]["seconds"] for part in parts() if part.name in measured)
     table = report.table(rows, dict.fromkeys(rows[0], str))
@@ -230,7 +273,10 @@ def _states(kept: dict[str, Any]) -> str:
 
 def is_drawn(comparisons: Sequence[dict[str, Any]]) -> bool:
     """Whether a result has a figure: some of its ratios differ between turns."""
-    return sum(one["ratio"] is not None and one["ratio"]["count"] > 1 for one in comparisons) >= LEAST_DRAWN
+    return (
+        sum(one["ratio"] is not None and one["ratio"]["count"] > 1 for one in comparisons)
+        >= LEAST_DRAWN
+    )
 
 
 def figure_of(name: str) -> Path:
@@ -244,11 +290,14 @@ def digest(comparisons: Sequence[dict[str, Any]]) -> str:
 
 
 def panels(comparisons: Sequence[dict[str, Any]]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
-    """What a figure shows: under each title, what is compared and by which label; no label comes twice under one."""
+    """What a figure shows: under each title, what is compared and by which label; no label comes
+    twice under one."""
     found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for one in comparisons:
         if one["ratio"] is not None:
-            title = one["quantity"] + (f"\nsimulated: {one['simulation']}" if one["simulation"] else "")
+            title = one["quantity"] + (
+                f"\nsimulated: {one['simulation']}" if one["simulation"] else ""
+            )
             found.setdefault(title, []).append((f"{one['subject']} / {one['rival']}", one))
     return {title: list(_distinct(rows)) for title, rows in found.items()}
 
@@ -260,8 +309,8 @@ def _distinct(rows: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, dic
 
 
 def draw(name: str, comparisons: Sequence[dict[str, Any]]) -> None:
-    """Draw the ratios with their spread, a panel for each quantity: side by side if they compare the same, so that each
-    label stands once; simulations are hollow."""
+    """Draw the ratios with their spread, a panel for each quantity: side by side if they compare
+    the same, so that each label stands once; simulations are hollow."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -271,14 +320,20 @@ def draw(name: str, comparisons: Sequence[dict[str, Any]]) -> None:
     shape = (1, len(shown)) if beside else (len(shown), 1)
     heights = counts[:1] if beside else counts
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 9}):
-        figure = Figure(figsize=(10, 1.0 + sum(0.24 * count + 0.6 for count in heights)), layout="constrained")
+        figure = Figure(
+            figsize=(10, 1.0 + sum(0.24 * count + 0.6 for count in heights)), layout="constrained"
+        )
         figure.suptitle(SECTIONS[name].title.replace("`", ""), fontweight="bold")
         ratios = [count + 0.5 for count in heights]
-        grid = figure.subplots(*shape, sharex=not beside, sharey=beside, squeeze=False, height_ratios=ratios)
+        grid = figure.subplots(
+            *shape, sharex=not beside, sharey=beside, squeeze=False, height_ratios=ratios
+        )
         for axes, (title, rows) in zip(grid.flat, shown.items(), strict=True):
             _draw_panel(axes, title, rows)
         hollow = "; hollow: a simulation" if any(one["simulation"] for one in comparisons) else ""
-        figure.supxlabel(f"ours / other: median, and smallest to largest of the turns{hollow}", fontsize=9)
+        figure.supxlabel(
+            f"ours / other: median, and smallest to largest of the turns{hollow}", fontsize=9
+        )
         metadata = {"Date": None, "Creator": None, "Description": digest(comparisons)}
         figure.savefig(figure_of(name), format="svg", metadata=metadata)
 

@@ -1,4 +1,5 @@
-"""A part of a suite of benchmarks, and how it is run: a process of its own, with a limit, of which nothing is left."""
+"""A part of a suite of benchmarks, and how it is run: a process of its own, with a limit, of which
+nothing is left."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class Part:
 
     Attributes:
         module: what is run with ``python -m``.
-        arguments, toy: its command line at real sizes and at toy sizes, without ``--device``; `OUT` in it becomes the
-            folder of the results.
+        arguments, toy: its command line at real sizes and at toy sizes, without ``--device``; `OUT`
+            in it becomes the folder of the results.
         limit: seconds after which it is ended.
         result, toy_result: names of the files that it writes; rows of several parts may be in one.
         usual: seconds that it takes where nothing is slow, to say how much is left; 0: not known.
@@ -67,8 +68,8 @@ def operators(name: str) -> Part:
 
 @dataclass
 class Outcome:
-    """What became of a part at a commit: `state` is "done", "failed", "overran" or "left out"; of that, `output` says
-    why."""
+    """What became of a part at a commit: `state` is "done", "failed", "overran" or "left out"; of
+    that, `output` says why."""
 
     part: str
     state: str
@@ -92,7 +93,9 @@ class Running:
     def __init__(self, part: Part, device: str, toy: bool, limit: float) -> None:
         folder = report.path_of(part.name).parent
         folder.mkdir(parents=True, exist_ok=True)
-        arguments = [argument.replace(OUT, str(folder)) for argument in (part.toy if toy else part.arguments)]
+        arguments = [
+            argument.replace(OUT, str(folder)) for argument in (part.toy if toy else part.arguments)
+        ]
         environment = os.environ | {"DS_SKIP_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
         if device == "accelerator":
             environment.pop("DS_ACCELERATOR", None)
@@ -110,7 +113,9 @@ class Running:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._progress = Progress(part.name, lambda: [self._process.pid], partial(print, flush=True))
+        self._progress = Progress(
+            part.name, lambda: [self._process.pid], partial(print, flush=True)
+        )
 
     def outcome(self) -> Outcome | None:
         """What became of it, of which nothing is left then; None while it runs."""
@@ -127,14 +132,15 @@ class Running:
         return Outcome(self.part.name, state, seconds, "\n".join(lines[-shown:]))
 
     def end(self) -> None:
-        """End it and all that it has started: its ranks and their workers end with their parents, and this makes sure
-        of it."""
+        """End it and all that it has started: its ranks and their workers end with their parents,
+        and this makes sure of it."""
         _end_group(self._process.pid)
         self._process.wait()
 
 
 def _end_group(leader: int) -> None:
-    """End a process, its group, and what it has started in other groups, as ninja does with compilers."""
+    """End a process, its group, and what it has started in other groups, as ninja does with
+    compilers."""
     others = list[psutil.Process]()
     with suppress(psutil.NoSuchProcess):
         others = psutil.Process(leader).children(recursive=True)

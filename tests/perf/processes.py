@@ -1,4 +1,5 @@
-"""One way to train, in processes of its own, which a benchmark asks in turns; and a guard of the host's memory."""
+"""One way to train, in processes of its own, which a benchmark asks in turns; and a guard of the
+host's memory."""
 
 from __future__ import annotations
 
@@ -61,10 +62,12 @@ def be_the_first_to_end() -> None:
 
 @contextmanager
 def guarded(
-    processes: Processes, least: int = LEAST_FREE_BYTES, free: Callable[[], int] = available_host_bytes
+    processes: Processes,
+    least: int = LEAST_FREE_BYTES,
+    free: Callable[[], int] = available_host_bytes,
 ) -> Iterator[None]:
-    """End `processes` if fewer than `least` bytes of the host are left inside the block: they would take the machine
-    with them, and what was measured so far."""
+    """End `processes` if fewer than `least` bytes of the host are left inside the block: they would
+    take the machine with them, and what was measured so far."""
     over = threading.Event()
 
     def watch() -> None:

@@ -1,4 +1,5 @@
-"""What all benchmarks share: alternation, medians and spread, comparisons, and a JSON file with its provenance."""
+"""What all benchmarks share: alternation, medians and spread, comparisons, and a JSON file with its
+provenance."""
 
 from __future__ import annotations
 
@@ -65,11 +66,14 @@ def compare(
     ratios = [a / b for a, b in zip(ours, theirs, strict=True) if b > 0]
     ratio = summary(ratios) if ratios else None
     mine, other = map(str, threads)
-    return Comparison(subject, rival, quantity, summary(ours), summary(theirs), ratio, mine, other, simulation)
+    return Comparison(
+        subject, rival, quantity, summary(ours), summary(theirs), ratio, mine, other, simulation
+    )
 
 
 def alternate(variants: Sequence[str], repeats: int, warm_up: int = 1) -> Iterator[tuple[int, str]]:
-    """A B C A B C ...; the first `warm_up` rounds carry negative numbers and are not to be counted."""
+    """A B C A B C ...; the first `warm_up` rounds carry negative numbers and are not to be
+    counted."""
     for turn in range(-warm_up, repeats):
         for variant in variants:
             yield turn, variant
@@ -77,7 +81,12 @@ def alternate(variants: Sequence[str], repeats: int, warm_up: int = 1) -> Iterat
 
 def summary(values: Sequence[float]) -> Summary:
     """Median, smallest and largest of `values`, and how many there were."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "count": len(values)}
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "count": len(values),
+    }
 
 
 def table(rows: Sequence[dict[str, Any]], columns: dict[str, str | Callable[[Any], str]]) -> str:
@@ -87,17 +96,24 @@ def table(rows: Sequence[dict[str, Any]], columns: dict[str, str | Callable[[Any
         cells = []
         for name, form in columns.items():
             value = row.get(name)
-            cells.append("" if value is None else form(value) if callable(form) else format(value, form))
+            cells.append(
+                "" if value is None else form(value) if callable(form) else format(value, form)
+            )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def shown(value: Any) -> str:
-    """A cell: a summary as its median, with smallest and largest if there was more than one value."""
+    """A cell: a summary as its median, with smallest and largest if there was more than one
+    value."""
     if value is None:
         return ""
     if isinstance(value, dict):
-        spread = f" ({number(value['min'])} to {number(value['max'])})" if value["min"] != value["max"] else ""
+        spread = (
+            f" ({number(value['min'])} to {number(value['max'])})"
+            if value["min"] != value["max"]
+            else ""
+        )
         return number(value["median"]) + spread
     return number(value) if isinstance(value, float) else str(value)
 
@@ -151,8 +167,14 @@ def provenance() -> dict[str, Any]:
     """Versions, hardware, commit, command and date."""
     import torch  # what only reads results does without
 
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = torch.get_device_module(accelerator).get_device_name() if accelerator is not None else "none"
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
+    device = (
+        torch.get_device_module(accelerator).get_device_name()
+        if accelerator is not None
+        else "none"
+    )
     return {
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -173,7 +195,9 @@ def commit() -> str:
         return given
     try:
         command = ["git", "rev-parse", "--short", "HEAD"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
     except FileNotFoundError:
         return ""
 
@@ -187,13 +211,17 @@ def cpu_model() -> str:
 
 
 def path_of(name: str) -> Path:
-    """Where the result `name` is kept: ``outputs/bench/<name>.json``, or in the folder that the variable OUT names."""
+    """Where the result `name` is kept: ``outputs/bench/<name>.json``, or in the folder that the
+    variable OUT names."""
     folder = os.environ.get("OUT")
     return (Path(folder) if folder else ROOT / "outputs" / "bench") / f"{name}.json"
 
 
 def write(
-    name: str, settings: dict[str, Any], rows: Sequence[dict[str, Any]], comparisons: Sequence[Comparison] = ()
+    name: str,
+    settings: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+    comparisons: Sequence[Comparison] = (),
 ) -> Path:
     """Write the result to its place and return the path."""
     path = path_of(name)
@@ -204,7 +232,8 @@ def write(
 
 
 def replace(path: Path, text: str) -> None:
-    """Write the file as a whole: whoever reads it, or is killed here, has the old text or the new one."""
+    """Write the file as a whole: whoever reads it, or is killed here, has the old text or the new
+    one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(text)
@@ -212,7 +241,8 @@ def replace(path: Path, text: str) -> None:
 
 
 def compact(value: Any, indent: int = 0) -> str:
-    """`value` as JSON for a repository: a line for each row of a table, and numbers of six digits."""
+    """`value` as JSON for a repository: a line for each row of a table, and numbers of six
+    digits."""
     if isinstance(value, dict) and indent < MOST_NESTED:
         inner = [f"{json.dumps(key)}: {compact(each, indent + 1)}" for key, each in value.items()]
     elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
@@ -240,16 +270,28 @@ def merge(
     key: str,
     comparisons: Sequence[Comparison] = (),
 ) -> list[dict[str, Any]]:
-    """Write `rows` beside those that the file holds from earlier runs, in place of any with the same `key`.
+    """Write `rows` beside those that the file holds from earlier runs, in place of any with the
+    same `key`.
 
-    Each row carries the provenance of its own run; `comparisons` are added to the file's. Returns all rows of the file.
+    Each row carries the provenance of its own run; `comparisons` are added to the file's. Returns
+    all rows of the file.
     """
     path, made = path_of(name), provenance()
     kept = json.loads(path.read_text()) if path.exists() else {"rows": []}
     fresh = {row[key] for row in rows}
-    merged = [row for row in kept["rows"] if row[key] not in fresh] + [{**row, "made": made} for row in rows]
-    known = {(one.subject, one.rival, one.quantity): one for one in map(_comparison, kept.get("comparisons", []))}
-    write(name, settings, merged, [*(known | {(c.subject, c.rival, c.quantity): c for c in comparisons}).values()])
+    merged = [row for row in kept["rows"] if row[key] not in fresh] + [
+        {**row, "made": made} for row in rows
+    ]
+    known = {
+        (one.subject, one.rival, one.quantity): one
+        for one in map(_comparison, kept.get("comparisons", []))
+    }
+    write(
+        name,
+        settings,
+        merged,
+        [*(known | {(c.subject, c.rival, c.quantity): c for c in comparisons}).values()],
+    )
     return merged
 
 

@@ -1,6 +1,8 @@
-"""Rehearses the scale of the package: one rank's planning and exchange among 8 to 8,192 ranks, all others made up.
+"""Rehearses the scale of the package: one rank's planning and exchange among 8 to 8,192 ranks, all
+others made up.
 
-    python -m tests.perf.scale [--ranks 8 64 1024 8192] [--only TEXT] [--plot docs/lab/archive/scale.svg]
+    python -m tests.perf.scale [--ranks 8 64 1024 8192] [--only TEXT] [--plot
+    docs/lab/archive/scale.svg]
 
 Prints a table for `docs/lab/archive/scale.md`. Seconds are one thread's CPU time
 without the made-up collectives, the median of several runs; bytes are what arrives at one
@@ -30,7 +32,12 @@ from tests.support.rehearsed_ranks import rehearsed_ranks
 RANKS = (8, 64, 1024, 8192)
 REPEATS = 5
 SLOW_SECONDS = 2.0
-ROWS = (("start",), ("before a run", "each step", "each selection"), ("load", "save, load"), ("error",))
+ROWS = (
+    ("start",),
+    ("before a run", "each step", "each selection"),
+    ("load", "save, load"),
+    ("error",),
+)
 """Rows of the figure: the systems of these times of a run."""
 
 
@@ -74,10 +81,15 @@ def measure(system: System, size: int, repeats: int = REPEATS) -> Measured:
 
 
 def exponent(found: Sequence[Measured], quantity: str) -> float:
-    """Slope of the quantity over the ranks, both in logarithms: 0 constant, 1 linear; by least squares."""
-    points = [(math.log(each.ranks), math.log(max(getattr(each, quantity), 1e-9))) for each in found]
+    """Slope of the quantity over the ranks, both in logarithms: 0 constant, 1 linear; by least
+    squares."""
+    points = [
+        (math.log(each.ranks), math.log(max(getattr(each, quantity), 1e-9))) for each in found
+    ]
     mean_x, mean_y = (statistics.fmean(axis) for axis in zip(*points, strict=True))
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum(
+        (x - mean_x) ** 2 for x, _ in points
+    )
 
 
 def table(found: dict[str, list[Measured]], whens: dict[str, str]) -> str:
@@ -90,12 +102,17 @@ def table(found: dict[str, list[Measured]], whens: dict[str, str]) -> str:
         ("Milliseconds of one rank", "seconds", 1e3),
         ("KiB of Python objects at the peak", "peak", 1 / 1024),
     ):
-        lines += [f"\n{title}:\n", f"| what | when | {' | '.join(f'{n:,}' for n in counts)} | a doubling | exponent |"]
+        lines += [
+            f"\n{title}:\n",
+            f"| what | when | {' | '.join(f'{n:,}' for n in counts)} | a doubling | exponent |",
+        ]
         lines.append("|" + " --- |" * (len(counts) + 4))
         for name, row in found.items():
             cells = [_number(getattr(each, quantity) * unit) for each in row]
             slope = exponent(row, quantity) if getattr(row[-1], quantity) else 0.0
-            lines.append(f"| {name} | {whens[name]} | {' | '.join(cells)} | {2**slope:.2f} | {slope:.2f} |")
+            lines.append(
+                f"| {name} | {whens[name]} | {' | '.join(cells)} | {2**slope:.2f} | {slope:.2f} |"
+            )
     return "\n".join(lines)
 
 
@@ -104,7 +121,8 @@ def _number(value: float) -> str:
 
 
 def plot(found: dict[str, list[Measured]], whens: dict[str, str], path: Path) -> None:
-    """Draw seconds and bytes over the number of ranks: a row for each time of a run, with few lines in each."""
+    """Draw seconds and bytes over the number of ranks: a row for each time of a run, with few lines
+    in each."""
     from matplotlib.figure import Figure
 
     times = {row: [name for name in found if whens[name] in row] for row in ROWS}
@@ -113,7 +131,12 @@ def plot(found: dict[str, list[Measured]], whens: dict[str, str], path: Path) ->
     grid = figure.subplots(len(times), 2, sharex=True, squeeze=False)
     for (left, right), (row, names) in zip(grid, times.items(), strict=True):
         for number, name in enumerate(names):
-            style = {"marker": "osv^Dx"[number % 6], "markersize": 4, "linewidth": 1, "color": f"C{number}"}
+            style = {
+                "marker": "osv^Dx"[number % 6],
+                "markersize": 4,
+                "linewidth": 1,
+                "color": f"C{number}",
+            }
             ranks = [each.ranks for each in found[name]]
             left.plot(ranks, [max(each.seconds, 1e-6) for each in found[name]], **style)
             right.plot(ranks, [max(each.received, 1) for each in found[name]], label=name, **style)
@@ -133,7 +156,9 @@ def plot(found: dict[str, list[Measured]], whens: dict[str, str], path: Path) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--only", default="", help="systems whose name contains this")
     parser.add_argument("--plot", type=Path)
@@ -146,7 +171,11 @@ def main() -> None:
     print(table(found, whens))
     if arguments.plot:
         plot(found, whens, arguments.plot)
-    rows = [{"what": name, "when": whens[name], **asdict(each)} for name, row in found.items() for each in row]
+    rows = [
+        {"what": name, "when": whens[name], **asdict(each)}
+        for name, row in found.items()
+        for each in row
+    ]
     settings = {"ranks": arguments.ranks, "simulation": "one real rank, all others made up"}
     print(f"\nwritten to {report.write('scale', settings, rows)}")
 

@@ -1,4 +1,5 @@
-"""What `tests.perf.scale` rehearses: each system's planning on one rank, and its collectives, among made-up ranks."""
+"""What `tests.perf.scale` rehearses: each system's planning on one rank, and its collectives, among
+made-up ranks."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def _raised(run: Run) -> Run:
 
 
 def _model() -> list[ParameterFacts]:
-    return [ParameterFacts(i, 4096 * (1 + i % 7) * 1024, 8, "torch.bfloat16") for i in range(PARAMETERS)]
+    return [
+        ParameterFacts(i, 4096 * (1 + i % 7) * 1024, 8, "torch.bfloat16") for i in range(PARAMETERS)
+    ]
 
 
 def same_plan(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
@@ -92,13 +95,18 @@ def other_plans(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
 
 
 def one_error(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
-    error = ConfigError("zenflow.hide_transfers is true, but " + "this rank's reason in some words, " * 30)
+    error = ConfigError(
+        "zenflow.hide_transfers is true, but " + "this rank's reason in some words, " * 30
+    )
     return _raised(lambda: raise_together(ranks, error))
 
 
 def other_errors(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     error = ConfigError("this rank's own reason in some words, " * 30)
-    rehearsal.others, rehearsal.sent = that_differ, _Told("ConfigError", "ConfigError", str(error), False)
+    rehearsal.others, rehearsal.sent = (
+        that_differ,
+        _Told("ConfigError", "ConfigError", str(error), False),
+    )
     return _raised(lambda: raise_together(ranks, error))
 
 
@@ -145,7 +153,9 @@ def core_plans(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     """A host of two sockets and 128 cores with two threads each, no mask from a launcher."""
     topology = Topology(tuple(cores(128, 128, 64)))
     cpus = format_cpulist(topology.cpus)
-    report = RankReport(ranks.rank, HOST, ranks.rank, cpus, topology.digest(), PlanRequest(), tuned={16 * "0": 6})
+    report = RankReport(
+        ranks.rank, HOST, ranks.rank, cpus, topology.digest(), PlanRequest(), tuned={16 * "0": 6}
+    )
     rehearsal.others = on_hosts
     return lambda: agree(report, topology, ranks)
 
@@ -189,7 +199,9 @@ def hot_exchange(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     count = numel // BLOCK
     blocks = BlockSet(torch.arange(0, count, 10), numel, BLOCK)
     rule = SimpleNamespace(changed_blocks=lambda plan, partition: blocks)
-    host: Any = SimpleNamespace(partitions=[SimpleNamespace(ranks=ranks)], share=None, plan=object(), rule=rule)
+    host: Any = SimpleNamespace(
+        partitions=[SimpleNamespace(ranks=ranks)], share=None, plan=object(), rule=rule
+    )
     exchange = HotExchange(host, lambda *args, **kwargs: None)
     partitions = list(flat.view(ranks.size, -1))
     exchange([flat], [partitions], [None])  # exchanges the numbers, once per selection
@@ -198,10 +210,12 @@ def hot_exchange(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
 
 def memory(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     model = Model(SELECTED_NUMEL, typical_largest(SELECTED_NUMEL), "bfloat16")
-    return lambda: [plan_memory(model, Ranks(ranks.size, RANKS_PER_HOST), setup) for setup in ways()]
+    return lambda: [
+        plan_memory(model, Ranks(ranks.size, RANKS_PER_HOST), setup) for setup in ways()
+    ]
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 NUMELS = {f"layer.{i}.weight": 4096 * (1 + i % 7) * 1024 for i in range(PARAMETERS)}
 
@@ -214,7 +228,8 @@ def _layouts(ranks: int) -> dict[int, Layout]:
 
 
 def resume_map(saved: int, wanted: int, shrink: int) -> Callable[[RankGroup, Rehearsal, Path], Run]:
-    """The copies of one rank from a checkpoint of stage `saved` to stage `wanted`, on 1 / `shrink` as many ranks."""
+    """The copies of one rank from a checkpoint of stage `saved` to stage `wanted`, on 1 / `shrink`
+    as many ranks."""
 
     def prepare(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
         there, here = _layouts(ranks.size)[saved], _layouts(ranks.size // shrink)[wanted]
@@ -224,7 +239,8 @@ def resume_map(saved: int, wanted: int, shrink: int) -> Callable[[RankGroup, Reh
 
 
 def resume_files(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
-    """What a rank reads of a checkpoint before it copies: names of files, and the head of one in two files."""
+    """What a rank reads of a checkpoint before it copies: names of files, and the head of one in
+    two files."""
     made_checkpoint(folder, ranks.size)
 
     def run() -> None:

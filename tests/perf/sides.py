@@ -1,4 +1,5 @@
-"""The ways to train that are compared: ZeRO, ZeRO-Offload, upstream's ZenFlow and ours, as DeepSpeed configs."""
+"""The ways to train that are compared: ZeRO, ZeRO-Offload, upstream's ZenFlow and ours, as
+DeepSpeed configs."""
 
 from __future__ import annotations
 
@@ -26,12 +27,13 @@ class Side:
 
     Attributes:
         offload: whether the optimizer's state is on the host.
-        adam: "torch", "torch fused", "torch NAdam", or "deepspeed" (DeepSpeedCPUAdam, ZenFlowCPUAdam under upstream's
-            ZenFlow).
+        adam: "torch", "torch fused", "torch NAdam", or "deepspeed" (DeepSpeedCPUAdam,
+            ZenFlowCPUAdam under upstream's ZenFlow).
         zenflow: the ``zenflow`` section.
         extended: ours (True) or upstream's.
         accumulation: micro-steps an optimizer step.
-        native: the worker's pass is the native kernel; False: torch operations, several times slower.
+        native: the worker's pass is the native kernel; False: torch operations, several times
+            slower.
     """
 
     name: str
@@ -64,7 +66,10 @@ class Side:
             adam |= {"torch_adam": True, "fused": self.adam == "torch fused"}
         zero: dict[str, Any] = {"stage": stage, **zero_fields}
         if self.offload:
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.accelerator.is_available()}
+            zero["offload_optimizer"] = {
+                "device": "cpu",
+                "pin_memory": torch.accelerator.is_available(),
+            }
         if self.zenflow:
             zero["zenflow"] = dict(self.zenflow)
         return {
@@ -81,13 +86,26 @@ class Side:
 
 
 def _upstream(name: str, overlap: bool) -> Side:
-    zenflow = {"topk_ratio": 0.1, "update_interval": 4, "select_interval": 16, "select_strategy": "step"}
-    return Side(f"upstream ZenFlow, {name}", adam="deepspeed", zenflow=zenflow | {"overlap_step": overlap})
+    zenflow = {
+        "topk_ratio": 0.1,
+        "update_interval": 4,
+        "select_interval": 16,
+        "select_strategy": "step",
+    }
+    return Side(
+        f"upstream ZenFlow, {name}", adam="deepspeed", zenflow=zenflow | {"overlap_step": overlap}
+    )
 
 
 def _predictive(interval: int, publish_dtype: str | None = None) -> Side:
-    zenflow: dict[str, Any] = {"update_rule": "predictive", "update_interval": interval, "overlap_step": True}
-    zenflow["full_warm_up_rounds"] = 1 if interval == 1 else 5 * interval  # the default is for long runs
+    zenflow: dict[str, Any] = {
+        "update_rule": "predictive",
+        "update_interval": interval,
+        "overlap_step": True,
+    }
+    zenflow["full_warm_up_rounds"] = (
+        1 if interval == 1 else 5 * interval
+    )  # the default is for long runs
     name = f"predictive, interval {interval}"
     if publish_dtype is not None:
         zenflow["publish_dtype"] = publish_dtype
@@ -96,17 +114,25 @@ def _predictive(interval: int, publish_dtype: str | None = None) -> Side:
 
 
 def _selective(interval: int, overlap: bool) -> Side:
-    zenflow = {"update_rule": "selective", "update_interval": interval, "topk_ratio": 0.1, "overlap_step": overlap}
+    zenflow = {
+        "update_rule": "selective",
+        "update_interval": interval,
+        "topk_ratio": 0.1,
+        "overlap_step": overlap,
+    }
     zenflow |= {"select_interval": 16, "select_strategy": "step"}
     return Side(
-        f"selective, interval {interval}, {'lag 1' if overlap else 'sequential'}", zenflow=zenflow, extended=True
+        f"selective, interval {interval}, {'lag 1' if overlap else 'sequential'}",
+        zenflow=zenflow,
+        extended=True,
     )
 
 
 ZERO = Side("ZeRO", offload=False, adam="torch fused")
 ADAMW = Side("AdamW")
 NADAM = Side("NAdam", offload=False, adam="torch NAdam")
-"""Adam that takes gradients a little ahead, as ours does with the estimate of the update in flight."""
+"""Adam that takes gradients a little ahead, as ours does with the estimate of the update in
+flight."""
 ACCUMULATION = Side("accumulation 4", accumulation=4)
 OFFLOAD_TORCH = Side("ZeRO-Offload, torch fused AdamW", adam="torch fused")
 OFFLOAD_DEEPSPEED = Side("ZeRO-Offload, DeepSpeedCPUAdam", adam="deepspeed")
@@ -114,7 +140,9 @@ UPSTREAM_SEQUENTIAL = _upstream("sequential", False)
 UPSTREAM_OVERLAPPED = _upstream("overlapped", True)
 PREDICTIVE_1 = _predictive(1)
 PREDICTIVE_4 = _predictive(4)
-PREDICTIVE_1_SLOW = replace(PREDICTIVE_1, name="predictive, interval 1, worker of torch operations", native=False)
+PREDICTIVE_1_SLOW = replace(
+    PREDICTIVE_1, name="predictive, interval 1, worker of torch operations", native=False
+)
 PREDICTIVE_1_FP32 = _predictive(1, "float32")
 PREDICTIVE_4_FP32 = _predictive(4, "float32")
 SELECTIVE_4 = _selective(4, False)
@@ -136,7 +164,9 @@ def engine_of(side: Side, model: torch.nn.Module, **settings: Any) -> Iterator[A
     finally:
         worker = getattr(engine.optimizer, "process", None)
         engine.destroy()
-        if worker is not None and not side.extended:  # upstream leaves its process and its binding behind
+        if (
+            worker is not None and not side.extended
+        ):  # upstream leaves its process and its binding behind
             worker.kill()
             worker.join()
         os.sched_setaffinity(0, affinity)
@@ -159,7 +189,8 @@ def start(model: torch.nn.Module, config: dict[str, Any], extended: bool) -> Any
 
 
 def parameters_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter of the module in full, by name, as a copy; at stage 3 all ranks call this together."""
+    """Every parameter of the module in full, by name, as a copy; at stage 3 all ranks call this
+    together."""
     for name, parameter in engine.module.named_parameters():
         if engine.zero_optimization_stage() == 3:
             with deepspeed.zero.GatheredParameters([parameter]):

@@ -1,8 +1,9 @@
-"""A stand-in for an accelerator's working time on a machine that has none. SIMULATION: it only sleeps.
+"""A stand-in for an accelerator's working time on a machine that has none. SIMULATION: it only
+sleeps.
 
-Whoever sleeps leaves the cores to others, as a trainer does that waits for its accelerator. What the simulation cannot
-show: the link's transfers beside compute, the accelerator's speed at elementwise work (here the CPU does it, on one of
-the optimizer's cores), its memory.
+Whoever sleeps leaves the cores to others, as a trainer does that waits for its accelerator. What
+the simulation cannot show: the link's transfers beside compute, the accelerator's speed at
+elementwise work (here the CPU does it, on one of the optimizer's cores), its memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Where the seconds of a start go, from `import torch` to the end of the first step: ours and upstream's.
+"""Where the seconds of a start go, from `import torch` to the end of the first step: ours and
+upstream's.
 
-    python -m tests.perf.startup_breakdown [--millions 32] [--ranks 2] [--repeats 3] [--only VARIANT ...]
+    python -m tests.perf.startup_breakdown [--millions 32] [--ranks 2] [--repeats 3] [--only VARIANT
+    ...]
 
-Every start has processes of its own, as a training script has; the variants take turns. A phase is counted without the
-phases inside of it, and of the rank that took longest in all. Compiled operators lie ready, as after a first start.
+Every start has processes of its own, as a training script has; the variants take turns. A phase is
+counted without the phases inside of it, and of the rank that took longest in all. Compiled
+operators lie ready, as after a first start.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ VARIANTS = tuple(dict.fromkeys(name for ours, theirs in RIVALS.items() for name 
 
 def variants() -> dict[str, tuple[Side, dict[str, Any]]]:
     """How each trains, and its further fields of ``zero_optimization``."""
-    plain = {f"ours: ZeRO-2, tier {tier}": {"flatten_tier": tier} for tier in ("accelerator", "distributed", "host")}
+    plain = {
+        f"ours: ZeRO-2, tier {tier}": {"flatten_tier": tier}
+        for tier in ("accelerator", "distributed", "host")
+    }
     return {
         "upstream: ZeRO-2": (sides.ZERO, {}),
         **{name: (replace(sides.ZERO, extended=True), fields) for name, fields in plain.items()},
@@ -52,7 +58,11 @@ def one_start(variant: str, ranks: int, millions: float) -> dict[str, float]:
     Raises:
         RuntimeError: a rank failed or did not end.
     """
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DSEXT_LOG_LEVEL": "WARNING"}
+    environment = os.environ | {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "DSEXT_LOG_LEVEL": "WARNING",
+    }
     environment.pop("LOCAL_SIZE", None)  # DeepSpeed would leave buffers in /dev/shm
     with tempfile.TemporaryDirectory(prefix="dsext-start-") as folder:
         command = [sys.executable, "-m", "tests.perf.startup_process", variant]
@@ -75,7 +85,9 @@ def one_start(variant: str, ranks: int, millions: float) -> dict[str, float]:
                 for process in processes:
                     process.kill()
         if any(statuses):
-            raise RuntimeError(f"{variant}: ranks ended with {statuses}\n{log.read_text(errors='replace')[-3000:]}")
+            raise RuntimeError(
+                f"{variant}: ranks ended with {statuses}\n{log.read_text(errors='replace')[-3000:]}"
+            )
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
     return max(found, key=lambda seconds: sum(seconds.values()))
 
@@ -86,7 +98,8 @@ def total(seconds: dict[str, float]) -> float:
 
 
 def within(seconds: dict[str, float]) -> float:
-    """What comes after `init_distributed`: `initialize` and the first step, without the loading of operators."""
+    """What comes after `init_distributed`: `initialize` and the first step, without the loading of
+    operators."""
     return sum(taken for phase, taken in seconds.items() if phase not in (*OUTSIDE, "operators"))
 
 
@@ -98,13 +111,21 @@ def rows_of(turns: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
         for variant, starts in turns.items():
             known = [seconds[phase] for seconds in starts if phase in seconds]
             rows[-1][variant] = report.summary(known) if known else None
-    rows.append({"seconds of": "all", **{name: report.summary(list(map(total, of))) for name, of in turns.items()}})
+    rows.append(
+        {
+            "seconds of": "all",
+            **{name: report.summary(list(map(total, of))) for name, of in turns.items()},
+        }
+    )
     return rows
 
 
 def comparisons_of(turns: dict[str, list[dict[str, float]]]) -> list[report.Comparison]:
     """Ours beside upstream's start with the same optimizer."""
-    quantities = {"seconds of a start": total, "seconds of initialize and first step, without operators": within}
+    quantities = {
+        "seconds of a start": total,
+        "seconds of initialize and first step, without operators": within,
+    }
     return [
         report.compare(
             f"start of {ours.removeprefix('ours: ')}",
@@ -121,8 +142,12 @@ def comparisons_of(turns: dict[str, list[dict[str, float]]]) -> list[report.Comp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", type=float, default=32, help="million parameters (default 32)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--millions", type=float, default=32, help="million parameters (default 32)"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="VARIANT")
@@ -133,7 +158,9 @@ def main() -> None:
         print(f"{variant}: {total(turns[variant][-1]):.1f} s", flush=True)
     rows = rows_of(turns)
     print("\n" + report.table(rows, dict.fromkeys(rows[0], report.shown)))
-    print(f"\nwritten to {report.write('startup_breakdown', vars(args), rows, comparisons_of(turns))}")
+    print(
+        f"\nwritten to {report.write('startup_breakdown', vars(args), rows, comparisons_of(turns))}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""One rank of `tests.perf.startup_breakdown`: starts as a training script does, and says where its seconds went.
+"""One rank of `tests.perf.startup_breakdown`: starts as a training script does, and says where its
+seconds went.
 
-``startup_process VARIANT RANK RANKS MILLIONS FOLDER``; the result is ``FOLDER/<rank>.json``. Nothing is imported here
-before it is timed, so this module needs Python's own library alone.
+``startup_process VARIANT RANK RANKS MILLIONS FOLDER``; the result is ``FOLDER/<rank>.json``.
+Nothing is imported here before it is timed, so this module needs Python's own library alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from unittest.mock import patch
 
 INITIALIZE = "initialize: the rest"
 IMPORTS = "initialize: imports"
-"""Modules that are imported after `import deepspeed`, most of them when the first engine needs them."""
+"""Modules that are imported after `import deepspeed`, most of them when the first engine needs
+them."""
 PHASES = (
     "import torch",
     "import DeepSpeed",
@@ -38,7 +40,8 @@ PHASES = (
     "optimizer process",
     "first step",
 )
-"""In the order of the table. Upstream's ZenFlow starts its process at its first update, ours in `initialize`."""
+"""In the order of the table. Upstream's ZenFlow starts its process at its first update, ours in
+`initialize`."""
 OUTSIDE = PHASES[:4]
 """What comes before `deepspeed.initialize`; "operators" may be loaded before it or within."""
 
@@ -98,7 +101,9 @@ class Spans:
             for owner, attribute, name in watched:
                 timed = self.around(name, getattr(owner, attribute))
                 bound = isinstance(vars(owner).get(attribute), classmethod)
-                stack.enter_context(patch.object(owner, attribute, staticmethod(timed) if bound else timed))
+                stack.enter_context(
+                    patch.object(owner, attribute, staticmethod(timed) if bound else timed)
+                )
             yield
 
 
@@ -148,7 +153,11 @@ def start(variant: str, rank: int, ranks: int, millions: float, folder: Path) ->
     side, fields = variants()[variant]
     with spans.timing(watched()):
         with spans.span("init_distributed"):
-            where = {"init_method": f"file://{folder}/rendezvous", "rank": rank, "world_size": ranks}
+            where = {
+                "init_method": f"file://{folder}/rendezvous",
+                "rank": rank,
+                "world_size": ranks,
+            }
             deepspeed.init_distributed("gloo", auto_mpi_discovery=False, **where)
         model, rows = Linears(millions), torch.randn(4, 1024, dtype=torch.bfloat16)
         settings = {"stage": 2, "micro_batch": 1, "lr": 1e-4, "weight_decay": 0.1, **fields}

@@ -1,4 +1,5 @@
-"""The rank's half of the benchmark of the offloaded step: an engine that is kept between calls, and its meters."""
+"""The rank's half of the benchmark of the offloaded step: an engine that is kept between calls, and
+its meters."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LLAMA_BUCKET_NUMEL = 1 << 27
 
 
 class Linears(nn.Module):
-    """`millions` million parameters in square matrices that all see the same few rows: little work, large updates."""
+    """`millions` million parameters in square matrices that all see the same few rows: little work,
+    large updates."""
 
     def __init__(self, millions: float, width: int = 1024) -> None:
         super().__init__()
@@ -107,16 +109,21 @@ class Bench:
         self.model = SimulatedDevice(workload.build(self.device))
         self.parameters = sum(p.numel() for p in self.model.parameters())
         settings = {"stage": stage, "micro_batch": 1, "lr": 1e-4, "weight_decay": 0.1}
-        self.engine = initialize(side, self.model, **settings, reduce_bucket_size=workload.bucket_numel)
+        self.engine = initialize(
+            side, self.model, **settings, reduce_bucket_size=workload.bucket_numel
+        )
         self.input = workload.batch(self.device)
         self._time_upstreams_wait()
 
     def _use_threads(self, threads: int | None) -> None:
-        """All of this rank's cores where the optimizer runs in turn with the rest, half where it runs beside it."""
+        """All of this rank's cores where the optimizer runs in turn with the rest, half where it
+        runs beside it."""
         _, world_size = rank_and_size()
         cores = max(1, len(os.sched_getaffinity(0)) // world_size)
         threads = threads or (max(1, cores // 2) if self.side.overlapped else cores)
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # read by DeepSpeed's operator when it is loaded
+        os.environ["OMP_NUM_THREADS"] = str(
+            threads
+        )  # read by DeepSpeed's operator when it is loaded
         torch.set_num_threads(threads)
 
     def _time_upstreams_wait(self) -> None:
@@ -150,13 +157,18 @@ class Bench:
         synchronize()
         end = time.perf_counter()
         if self.engine.skipped_steps:
-            raise RuntimeError(f"a step was skipped: the norm of its gradient was {self.engine.get_global_grad_norm()}")
+            raise RuntimeError(
+                f"a step was skipped: the norm of its gradient was "
+                f"{self.engine.get_global_grad_norm()}"
+            )
         wait = worker = None
         if self.side.extended and self.side.zenflow:
             figures = self.engine.optimizer.measurements()
-            # Of the last step that the device had finished when this one ended: after the first there may be none.
+            # Of the last step that the device had finished when this one ended: after the first
+            # there may be none.
             wait, worker = (
-                figures[name] / 1e3 if name in figures else None for name in ("zenflow_wait_ms", "zenflow_worker_ms")
+                figures[name] / 1e3 if name in figures else None
+                for name in ("zenflow_wait_ms", "zenflow_worker_ms")
             )
         elif self.side.overlapped:
             wait = self.waited
@@ -167,36 +179,46 @@ _bench: Bench | None = None
 
 
 def open_bench(side: Side, workload: Workload, stage: int, threads: int | None = None) -> int:
-    """Body of a rank: build the engine, keep it for the next calls, and return its number of parameters."""
+    """Body of a rank: build the engine, keep it for the next calls, and return its number of
+    parameters."""
     global _bench
     _bench = Bench(side, workload, stage, threads)
     return _bench.parameters
 
 
 def steps(count: int, device_seconds: float) -> list[StepFigures]:
-    """Body of a rank: make `count` steps with a simulated device of that length (0: the real one alone)."""
+    """Body of a rank: make `count` steps with a simulated device of that length (0: the real one
+    alone)."""
     assert _bench is not None
     _bench.model.set_step_seconds(device_seconds)
     return [_bench.step() for _ in range(count)]
 
 
 def threads() -> str:
-    """Body of a rank: the trainer's threads, and the cores of the optimizer's process, which has a thread for each."""
+    """Body of a rank: the trainer's threads, and the cores of the optimizer's process, which has a
+    thread for each."""
     assert _bench is not None
     adam = getattr(_bench.engine.optimizer, "host_optimizer", None)
-    process = getattr(_bench.engine.optimizer, "process", None) if adam is None else adam.link.process
+    process = (
+        getattr(_bench.engine.optimizer, "process", None) if adam is None else adam.link.process
+    )
     own = str(torch.get_num_threads())
-    return own if process is None else f"{own} + {len(os.sched_getaffinity(process.pid))} in its process"
+    return (
+        own
+        if process is None
+        else f"{own} + {len(os.sched_getaffinity(process.pid))} in its process"
+    )
 
 
 def bytes_now() -> dict[str, float | None]:
     """Body of a rank: memory that the engine takes between two steps, in bytes.
 
-    ``tree``: by which this process and its children have grown since before the engine, shared pages counted once;
-    ``device``: by the accelerator's allocator at its peak, or where the CPU is the accelerator, the 16-bit weights and
-    what our estimate keeps beside them (without offload: everything); ``host``: the tree, less the device's bytes where
-    they are in it; ``arena``: touched pages of ours; ``pinned``: what torch's allocator has page-locked, which may be
-    in the tree or not.
+    ``tree``: by which this process and its children have grown since before the engine, shared
+    pages counted once; ``device``: by the accelerator's allocator at its peak, or where the CPU is
+    the accelerator, the 16-bit weights and what our estimate keeps beside them (without offload:
+    everything); ``host``: the tree, less the device's bytes where they are in it; ``arena``:
+    touched pages of ours; ``pinned``: what torch's allocator has page-locked, which may be in the
+    tree or not.
     """
     assert _bench is not None
     accelerator = get_accelerator()
@@ -212,7 +234,13 @@ def bytes_now() -> dict[str, float | None]:
         device = sum(storages.values()) if _bench.side.offload else tree
     arena = None if adam is None else resident_bytes(adam.link.arena)
     host = tree - device if on_cpu else tree
-    return {"tree": tree, "device": device, "host": host, "arena": arena, "pinned": host_peak.pinned()}
+    return {
+        "tree": tree,
+        "device": device,
+        "host": host,
+        "arena": arena,
+        "pinned": host_peak.pinned(),
+    }
 
 
 def link_bytes(count: int) -> tuple[float, float] | None:

@@ -1,18 +1,21 @@
-"""All that a machine can show, in parts that cannot harm each other: `make bench`, `make bench-gpu`, `make test-gpu`.
+"""All that a machine can show, in parts that cannot harm each other: `make bench`, `make
+bench-gpu`, `make test-gpu`.
 
-    python -m tests.perf.suite [--on gpu|cpu|gpu-tests] [--parts startup step/1.5b ...] [--budget SECONDS] [--list]
+    python -m tests.perf.suite [--on gpu|cpu|gpu-tests] [--parts startup step/1.5b ...] [--budget
+    SECONDS] [--list]
                               [--jobs N] [--again] [--store] [--device accelerator|cpu] [--toy]
 
-Each part is a benchmark, or tests, in a process of its own with a time limit of its own. Whatever becomes
-of it, the next one runs; parts that time nothing run beside each other. A part that the budget has no room
-for is left out; the end says which. A name picks a part and all below it
-(``step/1.5b``). ``--list`` shows all of that without running anything: the seconds are those of a model (gpu_time.py).
-After every part, everything so far is in one file: outcomes, the ends of outputs and the results, also those of a part
-that failed or ran out of time half-way; what the file held of other parts stays. It is ``gpu.json``, ``gpu-tests.json``
-or ``cpu.json`` beside the parts' own files, in ``outputs/bench`` or in the folder that the variable OUT names. With
-``--on cpu --store`` it is ``benchmarks/cpu.json``, which is tracked, and from which `make bench-report` makes a page.
-What is done in that file at this commit is left out, so that the next call goes on; ``--again`` repeats it. ``--toy``
-runs every part at sizes of no meaning.
+Each part is a benchmark, or tests, in a process of its own with a time limit of its own. Whatever
+becomes of it, the next one runs; parts that time nothing run beside each other. A part that the
+budget has no room for is left out; the end says which. A name picks a part and all below it
+(``step/1.5b``). ``--list`` shows all of that without running anything: the seconds are those of a
+model (gpu_time.py). After every part, everything so far is in one file: outcomes, the ends of
+outputs and the results, also those of a part that failed or ran out of time half-way; what the file
+held of other parts stays. It is ``gpu.json``, ``gpu-tests.json`` or ``cpu.json`` beside the parts'
+own files, in ``outputs/bench`` or in the folder that the variable OUT names. With
+``--on cpu --store`` it is ``benchmarks/cpu.json``, which is tracked, and from which `make
+bench-report` makes a page. What is done in that file at this commit is left out, so that the next
+call goes on; ``--again`` repeats it. ``--toy`` runs every part at sizes of no meaning.
 """
 
 from __future__ import annotations
@@ -56,8 +59,11 @@ class Record:
         outcome = self.outcomes.get(part.name)
         return outcome is not None and (outcome.state, outcome.commit) == ("done", commit)
 
-    def add(self, outcome: Outcome, result: str, settings: dict[str, Any], newer_than: float) -> None:
-        """Keep it with the result that its part has written since `newer_than`, and write everything."""
+    def add(
+        self, outcome: Outcome, result: str, settings: dict[str, Any], newer_than: float
+    ) -> None:
+        """Keep it with the result that its part has written since `newer_than`, and write
+        everything."""
         self.outcomes[outcome.part] = outcome
         self.take(result, newer_than)
         kept = {
@@ -74,7 +80,8 @@ class Record:
             self.results[result] = _read(path)
 
     def take_over(self, parts: Sequence[Part], toy: bool) -> None:
-        """Take over what parts have written after the file: the run that they were in has been killed."""
+        """Take over what parts have written after the file: the run that they were in has been
+        killed."""
         kept_at = self.path.stat().st_mtime if self.path.exists() else 0.0
         for part in parts:
             self.take(part.result_of(toy), kept_at)
@@ -93,35 +100,62 @@ def record_of(args: argparse.Namespace) -> Record:
 
 
 def summary(record: Record, chosen: Sequence[Part], toy: bool) -> str:
-    """Ours beside its rivals, the step tables of an accelerator, and last, what became of each part, in Markdown."""
+    """Ours beside its rivals, the step tables of an accelerator, and last, what became of each
+    part, in Markdown."""
     names = dict.fromkeys(part.result_of(toy) for part in chosen)
     results = {name: record.results[name] for name in names if record.results.get(name)}
     comparisons = [one for result in results.values() for one in result.get("comparisons", [])]
     outcomes = [record.outcomes[part.name] for part in chosen]
     states = [
-        {"part": o.part, "state": o.state, "seconds": o.seconds, "why": o.output if o.state == "left out" else ""}
+        {
+            "part": o.part,
+            "state": o.state,
+            "seconds": o.seconds,
+            "why": o.output if o.state == "left out" else "",
+        }
         for o in outcomes
     ]
     blocks = [report.comparison_table(comparisons), *gpu_parts.step_tables(results)]
     return "\n\n".join(
-        filter(None, [*blocks, report.table(states, {"part": "", "state": "", "seconds": ".0f", "why": ""})])
+        filter(
+            None,
+            [*blocks, report.table(states, {"part": "", "state": "", "seconds": ".0f", "why": ""})],
+        )
     )
 
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on", choices=tuple(PARTS), default="gpu", help="what to run (gpu: measure one)")
-    parser.add_argument("--parts", nargs="*", default=[], help="names or beginnings of names (default: all)")
-    parser.add_argument("--budget", type=float, default=0, help="seconds for everything (default: no limit)")
-    parser.add_argument("--list", action="store_true", help="only list the parts and what would run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--jobs", type=int, help="of --on gpu-tests: how many parts run beside each other (half the cores)"
+        "--on", choices=tuple(PARTS), default="gpu", help="what to run (gpu: measure one)"
+    )
+    parser.add_argument(
+        "--parts", nargs="*", default=[], help="names or beginnings of names (default: all)"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=0, help="seconds for everything (default: no limit)"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="only list the parts and what would run"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        help="of --on gpu-tests: how many parts run beside each other (half the cores)",
     )
     parser.add_argument("--again", action="store_true", help="also run what is done at this commit")
-    parser.add_argument("--store", action="store_true", help="of --on cpu: keep the results in benchmarks/cpu.json")
-    parser.add_argument("--toy", action="store_true", help="sizes of no meaning, to try the suite itself")
-    parser.add_argument("--device", choices=("cpu", "accelerator"), help="of --on gpu (default accelerator)")
+    parser.add_argument(
+        "--store", action="store_true", help="of --on cpu: keep the results in benchmarks/cpu.json"
+    )
+    parser.add_argument(
+        "--toy", action="store_true", help="sizes of no meaning, to try the suite itself"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "accelerator"), help="of --on gpu (default accelerator)"
+    )
     return parser
 
 
@@ -144,20 +178,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(listing(chosen, args))
         return 0
     if args.store and (args.on != "cpu" or args.toy):
-        print("error: --store keeps real measurements of --on cpu; leave --toy out", file=sys.stderr)
+        print(
+            "error: --store keeps real measurements of --on cpu; leave --toy out", file=sys.stderr
+        )
         return 2
     if args.on == "gpu-tests" and not torch.accelerator.is_available():
-        return subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu"], cwd=report.ROOT, check=False).returncode
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", "-m", "gpu"], cwd=report.ROOT, check=False
+        ).returncode
     if args.device == "accelerator" and not torch.accelerator.is_available():
         print(
-            f"error: torch {torch.__version__} of {sys.executable} sees no accelerator, and these are measurements of "
-            "one. Nothing was measured. (PYTHON=... names an interpreter with another torch; --device cpu --toy tries "
+            f"error: torch {torch.__version__} of {sys.executable} sees no accelerator, and these "
+            f"are measurements of "
+            "one. Nothing was measured. (PYTHON=... names an interpreter with another torch; "
+            "--device cpu --toy tries "
             "the suite itself)",
             file=sys.stderr,
         )
         return 1
     if args.on == "gpu" and args.device == "cpu" and not args.toy:
-        print("error: real sizes are for an accelerator: add --toy to --device cpu", file=sys.stderr)
+        print(
+            "error: real sizes are for an accelerator: add --toy to --device cpu", file=sys.stderr
+        )
         return 1
     signal.signal(signal.SIGTERM, _ended)  # so that the part that runs ends as well
     return measure(chosen, args)
@@ -166,11 +208,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def why_not(part: Part, left: float, args: argparse.Namespace) -> str:
     """Why a part is not begun with `left` seconds to go; "" if it is."""
     needed = LEAST_SECONDS if args.toy else max(part.usual, LEAST_SECONDS)
-    return "" if left >= needed else f"takes about {needed:.0f} s, and {max(0, left):.0f} are left of the budget"
+    return (
+        ""
+        if left >= needed
+        else f"takes about {needed:.0f} s, and {max(0, left):.0f} are left of the budget"
+    )
 
 
 def listing(chosen: Sequence[Part], args: argparse.Namespace) -> str:
-    """The parts with their seconds, which of them a run of this budget would begin, and when the last of them ends."""
+    """The parts with their seconds, which of them a run of this budget would begin, and when the
+    last of them ends."""
     now, rows, ends = 0.0, list[dict[str, Any]](), list[tuple[float, Part]]()
     for part in chosen:
         while not _may_start(part, [other for end, other in ends if end > now], args.jobs):
@@ -181,11 +228,15 @@ def listing(chosen: Sequence[Part], args: argparse.Namespace) -> str:
             ends.append((now + part.usual, part))
         rows.append(vars(part) | {"runs": f"no: {reason}" if reason else "yes"})
     total = max((end for end, _ in ends), default=0.0)
-    return f"{report.table(rows, LIST_COLUMNS)}\n\n{len(ends)} of {len(rows)} parts, about {total:.0f} s"
+    return (
+        f"{report.table(rows, LIST_COLUMNS)}\n\n{len(ends)} of {len(rows)} parts, about "
+        f"{total:.0f} s"
+    )
 
 
 def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
-    """Run the parts in their order, those that time nothing beside each other; 0 if all are done."""
+    """Run the parts in their order, those that time nothing beside each other; 0 if all are
+    done."""
     record, deadline = record_of(args), time.monotonic() + (args.budget or float("inf"))
     commit = report.commit()
     record.take_over(chosen, args.toy)
@@ -196,18 +247,29 @@ def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
 
     def keep(outcome: Outcome, part: Part, begin: float) -> None:
         outcome.commit = commit
-        record.add(outcome, "" if outcome.state == "left out" else part.result_of(args.toy), vars(args), begin)
+        record.add(
+            outcome,
+            "" if outcome.state == "left out" else part.result_of(args.toy),
+            vars(args),
+            begin,
+        )
 
     try:
         while waiting or running:
-            while waiting and _may_start(waiting[0], [at_work.part for at_work, *_ in running], args.jobs):
+            while waiting and _may_start(
+                waiting[0], [at_work.part for at_work, *_ in running], args.jobs
+            ):
                 part, left = waiting.pop(0), deadline - time.monotonic()
                 if reason := why_not(part, left, args):
                     print(f"{part.name}: left out: {reason}\n", flush=True)
                     keep(Outcome(part.name, "left out", output=reason), part, time.time())
                 else:
                     number = len(ahead) - len(waiting)
-                    print(f"[{number}/{len(ahead)}] {part.name} ...{_to_go([part, *waiting], args.toy)}", flush=True)
+                    print(
+                        f"[{number}/{len(ahead)}] {part.name} "
+                        f"...{_to_go([part, *waiting], args.toy)}",
+                        flush=True,
+                    )
                     at_work = Running(part, args.device, args.toy, min(part.limit, left))
                     running.append((at_work, time.time(), left < part.limit))
             for entry in list(running):
@@ -218,7 +280,10 @@ def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
                     if outcome.state == "overran" and is_cut:
                         outcome.state = "left out"  # the budget ended it, not its own limit
                     output = report.for_terminal(outcome.output)
-                    print(f"{output}\n{outcome.part}: {outcome.state}, {outcome.seconds:.0f} s\n", flush=True)
+                    print(
+                        f"{output}\n{outcome.part}: {outcome.state}, {outcome.seconds:.0f} s\n",
+                        flush=True,
+                    )
                     if args.on == "cpu" and not outcome.is_bad:
                         outcome.output = ""  # its results say the same, and the file is committed
                     keep(outcome, at_work.part, begin)
@@ -240,7 +305,10 @@ def _to_go(ahead: Sequence[Part], toy: bool) -> str:
     if toy or not all(part.usual for part in ahead):
         return ""
     minutes = sum(part.usual for part in ahead) / 60
-    return f" (usually {ahead[0].usual:.0f} s, at most {ahead[0].limit:.0f}; about {minutes:.0f} min to go)"
+    return (
+        f" (usually {ahead[0].usual:.0f} s, at most {ahead[0].limit:.0f}; about {minutes:.0f} "
+        f"min to go)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What the kernel says of a process's threads: where each may run, how often it was moved or put aside."""
+"""What the kernel says of a process's threads: where each may run, how often it was moved or put
+aside."""
 
 from __future__ import annotations
 
@@ -56,8 +57,11 @@ def read(pids: Iterable[int]) -> Reading:
 
 
 def between(before: Reading, after: Reading) -> Counts:
-    """What happened to all threads together between two readings; threads that ended are left out."""
-    return sum((counts - before.get(thread, Counts()) for thread, counts in after.items()), Counts())
+    """What happened to all threads together between two readings; threads that ended are left
+    out."""
+    return sum(
+        (counts - before.get(thread, Counts()) for thread, counts in after.items()), Counts()
+    )
 
 
 def _counts(task: Path) -> Counts:
@@ -83,7 +87,9 @@ def _number(pattern: str, text: str) -> float:
 
 def by_mask(pid: int) -> dict[str, int]:
     """How many threads of a process have each mask."""
-    return dict(sorted(Counter(format_cpulist(mask) for mask in thread_masks(pid).values()).items()))
+    return dict(
+        sorted(Counter(format_cpulist(mask) for mask in thread_masks(pid).values()).items())
+    )
 
 
 def mask_text(masks: dict[str, int]) -> str:

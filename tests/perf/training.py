@@ -62,13 +62,16 @@ def new_model(start: str | None = None, model: str = "tiny") -> Llama:
 
 
 def train(training: Training) -> dict[str, list[float]]:
-    """Body of a rank: this rank's loss of every step, and the seconds since the first began at which it ended."""
+    """Body of a rank: this rank's loss of every step, and the seconds since the first began at
+    which it ended."""
     rank, world_size = rank_and_size()
     device = get_accelerator().current_device_name()
     losses, seconds = [], []
     settings = {"lr": training.lr, "weight_decay": training.weight_decay, "stage": training.stage}
     shape, model = SHAPES[training.model], new_model(training.start, training.model)
-    with engine_of(training.side, model, micro_batch=shape.batch // world_size, **settings) as engine:
+    with engine_of(
+        training.side, model, micro_batch=shape.batch // world_size, **settings
+    ) as engine:
         begin = time.perf_counter()
         data = batches(training.corpus, training.seed, training.steps, rank, world_size, shape)
         for step, tokens in enumerate(data, start=1):
@@ -79,21 +82,30 @@ def train(training: Training) -> dict[str, list[float]]:
             seconds.append(time.perf_counter() - begin)
             if training.keep is not None and step == training.keep_after:
                 Path(training.keep).parent.mkdir(parents=True, exist_ok=True)
-                torch.save({name: value.float().cpu() for name, value in parameters_of(engine)}, training.keep)
+                torch.save(
+                    {name: value.float().cpu() for name, value in parameters_of(engine)},
+                    training.keep,
+                )
     return {"losses": losses, "seconds": seconds}
 
 
 def prediction_errors(config: dict[str, Any], steps: int) -> list[tuple[float, float]]:
-    """Body of a rank: prediction error and rounding error of every probe of a training, one every 5 steps."""
+    """Body of a rank: prediction error and rounding error of every probe of a training, one every 5
+    steps."""
     found: list[tuple[float, float]] = []
     with probing(every=5, calm=10):
         model = new_model()
-        engine, *_ = deepspeed_ext.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        engine, *_ = deepspeed_ext.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )
         for tokens in batches("standard library", 0, steps):
             engine.backward(engine(tokens.to(get_accelerator().current_device_name())))
             engine.step()
             figures = engine.optimizer.measurements()
-            newest = tuple(figures.get(f"zenflow_{name}_error", math.nan) for name in ("prediction", "rounding"))
+            newest = tuple(
+                figures.get(f"zenflow_{name}_error", math.nan)
+                for name in ("prediction", "rounding")
+            )
             if not math.isnan(newest[0]) and newest not in found[-1:]:
                 found.append(newest)
         engine.destroy()
@@ -101,7 +113,8 @@ def prediction_errors(config: dict[str, Any], steps: int) -> list[tuple[float, f
 
 
 def untrained(corpus: Corpus, seed: int, steps: int, start: str) -> list[float]:
-    """Body of a rank: the loss of every batch under the weights of a file, in bf16 as in training."""
+    """Body of a rank: the loss of every batch under the weights of a file, in bf16 as in
+    training."""
     device = get_accelerator().current_device_name()
     model = new_model(start).bfloat16().to(device)
     with torch.no_grad():
@@ -115,4 +128,7 @@ def changed_by_initialize(side: Side, stage: int) -> int:
         side, new_model(), micro_batch=SHAPES["tiny"].batch, lr=1e-3, weight_decay=0.1, stage=stage
     ) as engine:
         after = {name: value.cpu() for name, value in parameters_of(engine)}
-    return sum(int((after[name].view(torch.int16) != value.view(torch.int16)).sum()) for name, value in before.items())
+    return sum(
+        int((after[name].view(torch.int16) != value.view(torch.int16)).sum())
+        for name, value in before.items()
+    )

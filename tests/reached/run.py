@@ -1,9 +1,10 @@
-"""Do many drawn sequences of what users do to an optimizer's state, and compare with torch's AdamW (`support.reached`).
+"""Do many drawn sequences of what users do to an optimizer's state, and compare with torch's AdamW
+(`support.reached`).
 
     python -m tests.reached.run --sequences 5000 --seed 1
 
-The sequences are divided over stages, rules, dtypes and one or two ranks. Exit status 1 if any failed; its seed, with
-those before it on the same engine, draws it again.
+The sequences are divided over stages, rules, dtypes and one or two ranks. Exit status 1 if any
+failed; its seed, with those before it on the same engine, draws it again.
 """
 
 from __future__ import annotations
@@ -28,11 +29,18 @@ def main() -> int:
     each, failures = -(-arguments.sequences // len(ENGINES)), 0
     for stage, rule, dtype, ranks in ENGINES:
         begin, name = time.monotonic(), f"stage {stage}, {rule}, {dtype}, {ranks} rank(s)"
-        seeds = [f"{arguments.seed}-{stage}{rule[0]}{dtype}{ranks}-{number}" for number in range(each)]
-        found = run_ranks(ranks, sequences, config_of(stage, rule, DTYPES[dtype]), seeds, arguments.length)[0]
+        seeds = [
+            f"{arguments.seed}-{stage}{rule[0]}{dtype}{ranks}-{number}" for number in range(each)
+        ]
+        found = run_ranks(
+            ranks, sequences, config_of(stage, rule, DTYPES[dtype]), seeds, arguments.length
+        )[0]
         failures += len(found)
         seconds = time.monotonic() - begin
-        print("\n".join([f"{name}: {each} sequences, {seconds:.0f} s, {len(found)} failed", *found]), flush=True)
+        print(
+            "\n".join([f"{name}: {each} sequences, {seconds:.0f} s, {len(found)} failed", *found]),
+            flush=True,
+        )
     print(f"{each * len(ENGINES)} sequences, {failures} failed")
     return 1 if failures else 0
 

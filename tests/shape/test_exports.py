@@ -1,4 +1,5 @@
-"""`__all__` of each module names what other modules use of it, and no function or constant that nothing else uses."""
+"""`__all__` of each module names what other modules use of it, and no function or constant that
+nothing else uses."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def parsed(*folders: str) -> dict[str, ast.Module]:
     """Files by the name of their module; those outside the package have paths."""
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     names = {
-        path: f"{PACKAGE.name}.{module_name(path)}".rstrip(".") if PACKAGE in path.parents else str(path)
+        path: f"{PACKAGE.name}.{module_name(path)}".rstrip(".")
+        if PACKAGE in path.parents
+        else str(path)
         for path in files
     }
     return {name: ast.parse(path.read_text()) for path, name in names.items()}
@@ -36,14 +39,20 @@ def defined(tree: ast.Module) -> set[str]:
     targets = [node.targets for node in tree.body if isinstance(node, ast.Assign)]
     targets += [[node.target] for node in tree.body if isinstance(node, ast.AnnAssign)]
     return found | {
-        each.id for several in targets for target in several for each in ast.walk(target) if type(each) is ast.Name
+        each.id
+        for several in targets
+        for target in several
+        for each in ast.walk(target)
+        if type(each) is ast.Name
     }
 
 
 def exported(tree: ast.Module) -> set[str] | None:
     """The names of `__all__`; None: there is none."""
     lists = [
-        node.value for node in tree.body if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node.targets)
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node.targets)
     ]
     return set(ast.literal_eval(lists[0])) if lists else None
 
@@ -60,19 +69,34 @@ def used(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Import):
             aliases |= {name.asname or name.name: name.name for name in node.names}
     for node in nodes:
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in aliases
+        ):
             yield f"{aliases[node.value.id]}.{node.attr}"
 
 
-def differences(inside: dict[str, ast.Module], outside: dict[str, ast.Module]) -> tuple[set[str], set[str]]:
-    """What is used and not exported, and what is exported and not used; a class may be the type of a result."""
-    by_package, by_others = ({name for tree in trees.values() for name in used(tree)} for trees in (inside, outside))
+def differences(
+    inside: dict[str, ast.Module], outside: dict[str, ast.Module]
+) -> tuple[set[str], set[str]]:
+    """What is used and not exported, and what is exported and not used; a class may be the type of
+    a result."""
+    by_package, by_others = (
+        {name for tree in trees.values() for name in used(tree)} for trees in (inside, outside)
+    )
     missing, idle = set(), set()
     for module, tree in inside.items():
         if (names := exported(tree)) is not None:
             own = {name: f"{module}.{name}" for name in defined(tree)}
-            missing |= {full for name, full in own.items() if full in by_package and name not in names}
-            values = {full for name, full in own.items() if name in names and (name.islower() or name.isupper())}
+            missing |= {
+                full for name, full in own.items() if full in by_package and name not in names
+            }
+            values = {
+                full
+                for name, full in own.items()
+                if name in names and (name.islower() or name.isupper())
+            }
             idle |= values - by_package - by_others
     return missing, idle
 
@@ -84,7 +108,9 @@ def test_all_lists_what_others_use() -> None:
 
 
 def test_both_kinds_of_difference_are_found() -> None:
-    module = ast.parse("__all__ = ['idle', 'Type']\ndef idle(): ...\nclass Type: ...\nUSED = 1\ndef taken(): ...")
+    module = ast.parse(
+        "__all__ = ['idle', 'Type']\ndef idle(): ...\nclass Type: ...\nUSED = 1\ndef taken(): ..."
+    )
     other = ast.parse("from package import module\nfrom package.module import taken\nmodule.USED")
     found = differences({"package.module": module, "package.other": other}, {})
     assert found == ({"package.module.USED", "package.module.taken"}, {"package.module.idle"})

@@ -1,4 +1,5 @@
-"""What users may write: names, commands, options, config fields and variables. A change of any is a change here.
+"""What users may write: names, commands, options, config fields and variables. A change of any is a
+change here.
 
 Give it a line in CHANGELOG.md, too.
 """
@@ -18,7 +19,8 @@ from tests.support.paths import ROOT
 
 MODULES = {
     "deepspeed_ext": "__version__ disable enable errors initialize weight_parts weights",
-    "deepspeed_ext.config": "CoreBindingConfig FlattenTier OF_ONE_RULE ReservedCores RuleName ZenFlowConfig ZeroFields"
+    "deepspeed_ext.config": "CoreBindingConfig FlattenTier OF_ONE_RULE ReservedCores RuleName "
+    "ZenFlowConfig ZeroFields"
     " given_of_the_other_rule idle_fields",
     "deepspeed_ext.integrations.safetensors": "save",
     "deepspeed_ext.integrations.shared_memory": "hand_over receive",
@@ -41,28 +43,36 @@ FIELDS = {
     "ZeroFields": "core_binding flatten_reserve_fraction flatten_tier stage3_allgather_single_param"
     " stage3_single_param_min_numel zenflow",
     "CoreBindingConfig": "dry_run enabled optimizer_cores use_tuning_result",
-    "ZenFlowConfig": "async_save auto_ratio block_size full_warm_up_rounds gradients_on_host hide_transfers offload"
+    "ZenFlowConfig": "async_save auto_ratio block_size full_warm_up_rounds gradients_on_host "
+    "hide_transfers offload"
     " offload_reserve_fraction overlap_lag"
     " overlap_step prediction_error_factor pt_reserved_cores pt_reserved_cores_perc publish_dtype"
     " save_predicted_weights select_block_size"
-    " select_interval select_strategy state_dtype topk_ratio update_interval update_rule worker_timeout_seconds",
+    " select_interval select_strategy state_dtype topk_ratio update_interval update_rule "
+    "worker_timeout_seconds",
 }
 COMMANDS = {
     "": "--help --version",
     "config": "--help name",
     "doctor": "--help --json",
-    "plan": "--all --allowed --config --dtype --for --gpu-gb --gpu-node --gpus --gpus-per-host --help --host-gb"
+    "plan": "--all --allowed --config --dtype --for --gpu-gb --gpu-node --gpus --gpus-per-host "
+    "--help --host-gb"
     " --host-gbps --json --largest-param --link-gbps"
-    " --memory --model --on-cpu --optimizer-cores --params --pt-reserved-cores --root --svg --tflops"
+    " --memory --model --on-cpu --optimizer-cores --params --pt-reserved-cores --root --svg "
+    "--tflops"
     " --tokens --write",
     "run": "--help arguments script",
     "completion": "--help shell",
     "report": "--help --svg run",
     "verify": "--config --help --json --ranks --steps --timeout --upstream",
-    "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick --ranks"
+    "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick "
+    "--ranks"
     " --update-interval",
 }
-VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND DSEXT_CACHE_DIR DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
+VARIABLES = (
+    "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND DSEXT_CACHE_DIR DSEXT_LOG_LEVEL "
+    "DSEXT_NATIVE_KERNEL"
+)
 VARIABLES += " DSEXT_VERIFY_MARK DSEXT_VERIFY_PARENT"
 
 
@@ -75,7 +85,9 @@ def test_names_of_modules(name: str) -> None:
 
 def test_names_of_errors() -> None:
     found = {name: getattr(errors, name).__bases__ for name in errors.__all__}
-    assert {name: " ".join(base.__name__ for base in bases) for name, bases in found.items()} == ERRORS
+    assert {
+        name: " ".join(base.__name__ for base in bases) for name, bases in found.items()
+    } == ERRORS
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -88,7 +100,10 @@ def test_names_of_commands_and_options() -> None:
     (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     parsers = {"": parser, **commands.choices}
     found = {
-        command: {action.option_strings[-1] if action.option_strings else action.dest for action in each._actions}
+        command: {
+            action.option_strings[-1] if action.option_strings else action.dest
+            for action in each._actions
+        }
         for command, each in parsers.items()
     }
     found[""].remove(commands.dest)

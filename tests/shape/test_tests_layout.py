@@ -1,4 +1,5 @@
-"""The tests' own structure: folders mirror the package, and what tests share lies in tests/support."""
+"""The tests' own structure: folders mirror the package, and what tests share lies in
+tests/support."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            package = path.relative_to(ROOT).with_suffix("").parts[: -node.level] if node.level else ()
+            package = (
+                path.relative_to(ROOT).with_suffix("").parts[: -node.level] if node.level else ()
+            )
             module = ".".join([*package, *filter(None, [node.module])])
             found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
     return found
@@ -36,7 +39,9 @@ def imports_that_match(folder: Path, pattern: str) -> list[str]:
 
 
 def test_no_test_module_is_imported_by_another() -> None:
-    assert not imports_that_match(UNIT, r"tests\.unit\.(.+\.)?test_\w+$"), "what tests share belongs to tests/support"
+    assert not imports_that_match(UNIT, r"tests\.unit\.(.+\.)?test_\w+$"), (
+        "what tests share belongs to tests/support"
+    )
 
 
 def test_support_imports_no_tests() -> None:
@@ -45,7 +50,10 @@ def test_support_imports_no_tests() -> None:
 
 def test_every_folder_of_tests_is_that_of_a_package() -> None:
     folders = {path.parent.relative_to(UNIT) for path in UNIT.rglob("test_*.py")} - {Path()}
-    packages = {path.parent.relative_to(ROOT / "deepspeed_ext") for path in ROOT.glob("deepspeed_ext/*/**/__init__.py")}
+    packages = {
+        path.parent.relative_to(ROOT / "deepspeed_ext")
+        for path in ROOT.glob("deepspeed_ext/*/**/__init__.py")
+    }
     assert {str(folder) for folder in folders - packages} == WITHOUT_A_PACKAGE
     assert not [folder for folder in folders if not (UNIT / folder / "__init__.py").exists()]
 
@@ -53,8 +61,20 @@ def test_every_folder_of_tests_is_that_of_a_package() -> None:
 def test_an_import_in_any_form_is_found(tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "tests" / "unit" / "zenflow"
     folder.mkdir(parents=True)
-    lines = ["import tests.unit.test_a", "from tests.unit import test_a as a", "from . import test_a"]
+    lines = [
+        "import tests.unit.test_a",
+        "from tests.unit import test_a as a",
+        "from . import test_a",
+    ]
     for number, line in enumerate([*lines, "from .test_a import b"]):
         (folder / f"test_{number}.py").write_text(f"def test() -> None:\n    {line}\n")
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    assert len({line.split()[0] for line in imports_that_match(folder, r"tests\.unit\.(.+\.)?test_\w+$")}) == 4
+    assert (
+        len(
+            {
+                line.split()[0]
+                for line in imports_that_match(folder, r"tests\.unit\.(.+\.)?test_\w+$")
+            }
+        )
+        == 4
+    )

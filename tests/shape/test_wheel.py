@@ -1,4 +1,5 @@
-"""The wheel's name and content, built from a kernel that compiles in no time, and what the real kernel needs.
+"""The wheel's name and content, built from a kernel that compiles in no time, and what the real
+kernel needs.
 
 `make test-package` builds, installs and runs the real wheel.
 """
@@ -34,7 +35,9 @@ def build_wheel(folder: Path, **environment: str) -> zipfile.ZipFile:
     shutil.copytree(ROOT / "configs", folder / "configs")
     ignored = shutil.ignore_patterns("*.so", "__pycache__", "*.cpp")
     shutil.copytree(ROOT / "deepspeed_ext", folder / "deepspeed_ext", ignore=ignored)
-    (folder / "deepspeed_ext/zenflow/worker/kernel/stub.cpp").write_text('extern "C" void stub() {}\n')
+    (folder / "deepspeed_ext/zenflow/worker/kernel/stub.cpp").write_text(
+        'extern "C" void stub() {}\n'
+    )
     command = [sys.executable, "setup.py", "-q", "bdist_wheel"]
     variables = {**os.environ, "PYTHONPATH": "", **environment}
     subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=True)
@@ -55,7 +58,11 @@ def test_one_wheel_of_a_platform_is_for_every_python(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path)
     assert tag(wheel) == f"py3-none-{PLATFORM}"
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    package = {str(path.relative_to(tmp_path)) for path in (tmp_path / "deepspeed_ext").rglob("*") if path.is_file()}
+    package = {
+        str(path.relative_to(tmp_path))
+        for path in (tmp_path / "deepspeed_ext").rglob("*")
+        if path.is_file()
+    }
     configs = {f"deepspeed_ext/configs/{path.name}" for path in (ROOT / "configs").glob("*.json")}
     assert files == {*package, *configs, LIBRARY}
     assert len(configs) > 5
@@ -68,9 +75,18 @@ def test_without_a_compiler_the_wheel_is_for_every_platform(tmp_path: Path) -> N
     assert "deepspeed_ext/zenflow/worker/kernel/stub.cpp" in wheel.namelist()
 
 
-@pytest.mark.skipif(library_path() is None or shutil.which("readelf") is None, reason="no kernel, or no readelf")
+@pytest.mark.skipif(
+    library_path() is None or shutil.which("readelf") is None, reason="no kernel, or no readelf"
+)
 def test_the_kernel_needs_neither_python_nor_openmp_nor_a_new_glibc() -> None:
-    command = ["readelf", "--wide", "--dynamic", "--version-info", "--dyn-syms", str(library_path())]
+    command = [
+        "readelf",
+        "--wide",
+        "--dynamic",
+        "--version-info",
+        "--dyn-syms",
+        str(library_path()),
+    ]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", said)
     assert needed
@@ -83,8 +99,11 @@ def test_the_kernel_needs_neither_python_nor_openmp_nor_a_new_glibc() -> None:
 
 
 def test_every_environment_gets_the_setuptools_that_builds_this_package() -> None:
-    """The environments of old Pythons come with an older one, and not every torch asks for another."""
-    found = re.search(r'^requires = \["(setuptools.*)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    """The environments of old Pythons come with an older one, and not every torch asks for
+    another."""
+    found = re.search(
+        r'^requires = \["(setuptools.*)"\]$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
     assert found
     assert found[1] in BUILDS
     assert f"$(PIP) $(TORCH_SPEC) '{found[1]}' wheel;" in (ROOT / "Makefile").read_text()

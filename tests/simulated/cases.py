@@ -1,4 +1,5 @@
-"""What is trained on the simulated accelerator under many orders; each run must equal the CPU's to the bit."""
+"""What is trained on the simulated accelerator under many orders; each run must equal the CPU's to
+the bit."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ class Case:
     def config(self) -> dict[str, Any]:
         config = zenflow_config(self.stage, lr=1e-2, accumulation=self.accumulation, **self.rule())
         config["gradient_clipping"] = self.clip
-        config["timers"] = {"throughput": {"enabled": False}}  # it waits for the device in every step
+        config["timers"] = {
+            "throughput": {"enabled": False}
+        }  # it waits for the device in every step
         if self.on_host:
             config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
         if self.way == "flatten, gather":
@@ -72,7 +75,10 @@ class Case:
         return {
             "predictive, interval 1": {"update_interval": 1},
             "predictive, interval 1, chunks": {"update_interval": 1},
-            "predictive, interval 1, copies inside": {"update_interval": 1, "hide_transfers": False},
+            "predictive, interval 1, copies inside": {
+                "update_interval": 1,
+                "hide_transfers": False,
+            },
             "predictive, copies inside": RULES["predictive"] | {"hide_transfers": False},
             "predictive, accumulation": {"update_interval": 1},
             "predictive, bf16 moments": RULES["predictive"] | {"state_dtype": "bfloat16"},
@@ -98,11 +104,13 @@ class Case:
         return "offload_param" in self.way
 
     def run(self, order: str | None, seed: int, device: str) -> list[Outcome]:
-        # DeepSpeed's stage 3 replaces torch's linear function for the rest of the process, and its rounding with it.
-        # So each has its own processes, which no other test has used.
+        # DeepSpeed's stage 3 replaces torch's linear function for the rest of the process, and its
+        # rounding with it. So each has its own processes, which no other test has used.
         pool = "simulated, stage 3" if self.stage == 3 else "simulated"
         count, chunk = STEPS * self.accumulation, CHUNK_NUMEL if "chunks" in self.way else None
-        return run_ranks(self.ranks, train_in, order, seed, self.config(), count, chunk, device=device, pool=pool)
+        return run_ranks(
+            self.ranks, train_in, order, seed, self.config(), count, chunk, device=device, pool=pool
+        )
 
     def __str__(self) -> str:
         return f"stage {self.stage}, {self.way}, {self.ranks} ranks, clip {self.clip:g}"
@@ -122,17 +130,29 @@ WAYS = (
     "flatten, gather",
 )
 ON_HOST = ("predictive, offload_param", "accumulation, offload_param", "selective, offload_param")
-EARLY = ("predictive, gradients_on_host", "accumulation, gradients_on_host", "selective, gradients_on_host")
-CASES = [Case(stage, way, ranks, clip) for way, stage, ranks, clip in product(WAYS, (1, 2, 3), (1, 2), (0.0, 1.0))]
+EARLY = (
+    "predictive, gradients_on_host",
+    "accumulation, gradients_on_host",
+    "selective, gradients_on_host",
+)
+CASES = [
+    Case(stage, way, ranks, clip)
+    for way, stage, ranks, clip in product(WAYS, (1, 2, 3), (1, 2), (0.0, 1.0))
+]
 CASES += [Case(3, way, ranks, clip) for way, ranks, clip in product(ON_HOST, (1, 2), (0.0, 1.0))]
-CASES += [Case(stage, way, ranks, clip) for way, stage, ranks, clip in product(EARLY, (2, 3), (1, 2), (0.0, 1.0))]
+CASES += [
+    Case(stage, way, ranks, clip)
+    for way, stage, ranks, clip in product(EARLY, (2, 3), (1, 2), (0.0, 1.0))
+]
 STRIDE = 37
 assert math.gcd(STRIDE, len(CASES)) == 1, "else some cases never have a turn"
 
 
-def train_in(order: str | None, seed: int, config: dict[str, Any], count: int, chunk: int | None) -> Outcome:
-    """One run on this rank; `order` is one of the simulated accelerator's, None on the CPU. With `chunk`, gradients
-    pass through the host in chunks of so many elements."""
+def train_in(
+    order: str | None, seed: int, config: dict[str, Any], count: int, chunk: int | None
+) -> Outcome:
+    """One run on this rank; `order` is one of the simulated accelerator's, None on the CPU. With
+    `chunk`, gradients pass through the host in chunks of so many elements."""
     if order is None:
         return trained(config, count)
     from tests.support.simulated_accelerator import simulation
@@ -147,7 +167,10 @@ def train_in(order: str | None, seed: int, config: dict[str, Any], count: int, c
 
 def trained(config: dict[str, Any], count: int, *, in_chunks: bool = False) -> Outcome:
     engine = make_engine(config)
-    assert not in_chunks or engine.optimizer.host_optimizer.link.transfers.handed_over is Place.IN_TRANSIT
+    assert (
+        not in_chunks
+        or engine.optimizer.host_optimizer.link.transfers.handed_over is Place.IN_TRANSIT
+    )
     losses = train(engine, batches(count, dist.get_rank()))
     saved = saved_tensors(engine) if hasattr(engine.optimizer, "host_optimizer") else []
     outcome = Outcome(losses, weights_of(engine), [*full_masters_of(engine), *saved])
@@ -167,8 +190,9 @@ _expected: dict[Case, list[Outcome]] = {}
 def expected(case: Case) -> list[Outcome]:
     """The outcome on each rank of a run in which nothing is late; trained once.
 
-    Without clipping it is the CPU's. With clipping it is the simulated accelerator's own in eager order, because the
-    norm of gradients that lie in the arena is summed in another order than that of gradients on a device.
+    Without clipping it is the CPU's. With clipping it is the simulated accelerator's own in eager
+    order, because the norm of gradients that lie in the arena is summed in another order than that
+    of gradients on a device.
     """
     if case not in _expected:
         order, device = ("eager", "sim") if case.clip else (None, "cpu")

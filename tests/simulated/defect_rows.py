@@ -1,7 +1,8 @@
-"""One scenario for each defect of device code; each also runs with an older package that still has the defect.
+"""One scenario for each defect of device code; each also runs with an older package that still has
+the defect.
 
-A row trains on the simulated accelerator, through what every version of the package has: the config,
-``deepspeed_ext.initialize``, and DeepSpeed's own names. Numbers of ranks are in `defects`.
+A row trains on the simulated accelerator, through what every version of the package has: the
+config, ``deepspeed_ext.initialize``, and DeepSpeed's own names. Numbers of ranks are in `defects`.
 """
 
 from __future__ import annotations
@@ -52,24 +53,28 @@ class Layers(torch.nn.Module):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
+        self.layers = torch.nn.Sequential(
+            *(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
+        )
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.layers(rows).float().square().mean()
 
 
 def on_device(count: int) -> list[torch.Tensor]:
-    """Batches that are on the device before training starts: copying one there would make the host wait."""
+    """Batches that are on the device before training starts: copying one there would make the host
+    wait."""
     generator = torch.Generator().manual_seed(0)
     device = get_accelerator().current_device_name()
     return [torch.randn(4, WIDTH, generator=generator).bfloat16().to(device) for _ in range(count)]
 
 
-# -- A1 ---------------------------------------------------------------------------------------------------------------
+# -- A1 --------------------------------------------------------------------------------------------
 
 
 def hot_weights_from_the_host() -> Seen:
-    """Selective rule with ``offload``: new weights of hot blocks were read from a copy that was still on its way."""
+    """Selective rule with ``offload``: new weights of hot blocks were read from a copy that was
+    still on its way."""
     config = zenflow_config(2, lr=1e-2, **RULES["selective"], offload=True)
     orders: tuple[simulation.Order, ...] = ("eager", "held")
     found = {}
@@ -78,15 +83,20 @@ def hot_weights_from_the_host() -> Seen:
         found[order] = torch.cat([w.flatten() for w in run(config, 6, rank=0).weights.values()])
     wrong = int((found["held"] != found["eager"]).sum())  # NaN differs from everything
     assert found["eager"].isfinite().all()
-    return Seen(wrong > 0, f"{wrong} of {found['held'].numel():,} weights differ from those of eager order")
+    return Seen(
+        wrong > 0, f"{wrong} of {found['held'].numel():,} weights differ from those of eager order"
+    )
 
 
-# -- A2 ---------------------------------------------------------------------------------------------------------------
+# -- A2 --------------------------------------------------------------------------------------------
 
 
 def streamed_before_overflow() -> Seen:
-    """``predict_clip: "previous"``: pieces of a gradient that overflowed were taken for those of the next step."""
-    engine = make_engine(zenflow_config(2, update_interval=1, predict_clip="previous"), model=Branches)
+    """``predict_clip: "previous"``: pieces of a gradient that overflowed were taken for those of
+    the next step."""
+    engine = make_engine(
+        zenflow_config(2, update_interval=1, predict_clip="previous"), model=Branches
+    )
     overflowed = []
     for first, times in ((1, 1.0), (1, 1.0), (1, float("inf")), (0, 1.0), (1, 1.0)):
         batch = batches(1, 0)[0]
@@ -95,13 +105,15 @@ def streamed_before_overflow() -> Seen:
         overflowed.append(bool(engine.optimizer.overflow))
     assert overflowed[2], "nothing has overflowed"
     engine.optimizer.host_optimizer.drain()
-    masters = torch.cat([p.detach().flatten() for p in engine.optimizer.single_partition_of_fp32_groups])
+    masters = torch.cat(
+        [p.detach().flatten() for p in engine.optimizer.single_partition_of_fp32_groups]
+    )
     engine.destroy()
     lost = int((~masters.isfinite()).sum())
     return Seen(lost > 0, f"{lost} of {masters.numel():,} masters are not finite")
 
 
-# -- A4 ---------------------------------------------------------------------------------------------------------------
+# -- A4 --------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -138,17 +150,26 @@ def is_mapped(address: int) -> bool:
 
 
 def remove_hooks(engine: Any) -> None:
-    """Take away the hooks that keep a forgotten engine alive, as DeepSpeed's own ``destroy`` does."""
+    """Take away the hooks that keep a forgotten engine alive, as DeepSpeed's own ``destroy``
+    does."""
     engine.optimizer.unregister_grad_acc_post_hooks()
     DeepSpeedZeroOptimizer.destroy(engine.optimizer)
 
 
 def overwritten_copy(address: int) -> bool:
-    """Whether a copy from new pageable memory at `address`, where there is none, shows what the host writes later."""
+    """Whether a copy from new pageable memory at `address`, where there is none, shows what the
+    host writes later."""
     page = 4096
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
     begin = address // page * page
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
     if libc.mmap(begin, page, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != begin:
@@ -162,7 +183,8 @@ def overwritten_copy(address: int) -> bool:
 
 
 def forgotten_engine() -> Seen:
-    """An engine that was collected without ``destroy()`` left its memory unmapped and page-locked."""
+    """An engine that was collected without ``destroy()`` left its memory unmapped and
+    page-locked."""
     ranges: dict[int, int] = {}
     left = []
     with page_locking(ranges):
@@ -174,7 +196,8 @@ def forgotten_engine() -> Seen:
             assert count, "nothing was page-locked"
             if is_collected:
                 remove_hooks(engine)
-            # DeepSpeed's finalizer calls `destroy`, and may fail in silence before it reaches us: as if it did.
+            # DeepSpeed's finalizer calls `destroy`, and may fail in silence before it reaches us:
+            # as if it did.
             without_destroy = patch.object(DeepSpeedEngine, "__del__", lambda self: None)
             with without_destroy if is_collected else nullcontext():
                 del engine
@@ -184,12 +207,14 @@ def forgotten_engine() -> Seen:
         wrong = sum(map(overwritten_copy, unmapped))
     return Seen(
         any(left),
-        f"of {count} page-locked ranges {left[0]} are left of a forgotten engine, {left[1]} of one that is collected; "
-        f"{len(unmapped)} of them are unmapped, and copies from other memory at {wrong} of their addresses are wrong",
+        f"of {count} page-locked ranges {left[0]} are left of a forgotten engine, {left[1]} of "
+        f"one that is collected; "
+        f"{len(unmapped)} of them are unmapped, and copies from other memory at {wrong} of their "
+        f"addresses are wrong",
     )
 
 
-# -- A5 ---------------------------------------------------------------------------------------------------------------
+# -- A5 --------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -204,7 +229,8 @@ def page_lock_limit(nbytes: int) -> Iterator[None]:
 
 @contextmanager
 def memory_taken_once_parameters_are_freed() -> Iterator[None]:
-    """Something else takes device memory while parameters are away: the flat buffer fits only without a slice of it."""
+    """Something else takes device memory while parameters are away: the flat buffer fits only
+    without a slice of it."""
     release, flatten = GroupLayout.release, Flattener.flatten
     index = get_accelerator().current_device()
     total = get_accelerator().total_memory()
@@ -224,7 +250,10 @@ def memory_taken_once_parameters_are_freed() -> Iterator[None]:
         finally:
             simulation.library.set_memory_bytes(index, total)
 
-    with patch.object(GroupLayout, "release", releasing), patch.object(Flattener, "flatten", flattening):
+    with (
+        patch.object(GroupLayout, "release", releasing),
+        patch.object(Flattener, "flatten", flattening),
+    ):
         yield
 
 
@@ -233,7 +262,9 @@ def started(module: torch.nn.Module, tier: str) -> str | None:
     config = offload_config(zenflow_config(2))
     config["zero_optimization"] |= {"flatten_tier": tier, "reduce_bucket_size": 100_000}
     try:
-        engine, *_ = deepspeed_ext.initialize(model=module, model_parameters=module.parameters(), config=config)
+        engine, *_ = deepspeed_ext.initialize(
+            model=module, model_parameters=module.parameters(), config=config
+        )
         engine.backward(engine(on_device(1)[0]))
         engine.step()
         engine.destroy()
@@ -243,27 +274,36 @@ def started(module: torch.nn.Module, tier: str) -> str | None:
 
 
 def refused_page_locking() -> Seen:
-    """Flattening: refused page-locking was an error of its rank alone, and in one case all weights were lost."""
+    """Flattening: refused page-locking was an error of its rank alone, and in one case all weights
+    were lost."""
     rank = torch.distributed.get_rank()
     with page_lock_limit(0), memory_taken_once_parameters_are_freed():
         module = Layers(4)
         error = started(module, "distributed")
     lost = sum(parameter.untyped_storage().nbytes() == 0 for parameter in module.parameters())
-    what = f"distributed tier, refused on all ranks: {error or 'trained'}, {lost} of 4 parameters are lost"
+    what = (
+        f"distributed tier, refused on all ranks: {error or 'trained'}, {lost} of 4 parameters "
+        f"are lost"
+    )
     with page_lock_limit(0 if rank == 0 else -1):
         alone = started(Layers(4), "host")
     what += f"; host tier, refused on rank 0: {alone or 'trained'}"
     return Seen(error is not None or alone is not None, what)
 
 
-# -- A6 ---------------------------------------------------------------------------------------------------------------
+# -- A6 --------------------------------------------------------------------------------------------
 
 
 def weights_and_next_gather() -> Seen:
-    """Stage 3, exact steps: the next all-gather read weights that were still on their way from the host."""
+    """Stage 3, exact steps: the next all-gather read weights that were still on their way from the
+    host."""
     config = zenflow_config(3, lr=1e-2, full_warm_up_rounds=10, update_interval=1)
-    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 10000}
-    # Two things would hide it: the timer's wait for the device, and the gather of persistent parameters in the step.
+    config["zero_optimization"] |= {
+        "stage3_param_persistence_threshold": 0,
+        "sub_group_size": 10000,
+    }
+    # Two things would hide it: the timer's wait for the device, and the gather of persistent
+    # parameters in the step.
     config["timers"] = {"throughput": {"enabled": False}}
     data = on_device(4)
     simulation.found_races()
@@ -275,10 +315,12 @@ def weights_and_next_gather() -> Seen:
     races = simulation.found_races()
     engine.destroy()
     first = f"; the first: {races[0].text}" if races else ""
-    return Seen(bool(races), f"{len(races)} races between writing weights and gathering them{first}")
+    return Seen(
+        bool(races), f"{len(races)} races between writing weights and gathering them{first}"
+    )
 
 
-# -- A9 ---------------------------------------------------------------------------------------------------------------
+# -- A9 --------------------------------------------------------------------------------------------
 
 
 def peak_of_steps(config: dict[str, Any], layers: int) -> int:
@@ -297,33 +339,44 @@ def peak_of_steps(config: dict[str, Any], layers: int) -> int:
 
 
 def gradients_of_sub_groups() -> tuple[int, int]:
-    """Stage 3: by how much a step's peak grows from 4 to 16 sub-groups, and the bytes of one flat gradient."""
+    """Stage 3: by how much a step's peak grows from 4 to 16 sub-groups, and the bytes of one flat
+    gradient."""
     config = zenflow_config(3, update_interval=1, full_warm_up_rounds=1)
-    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 2 * WIDTH * WIDTH}
+    config["zero_optimization"] |= {
+        "stage3_param_persistence_threshold": 0,
+        "sub_group_size": 2 * WIDTH * WIDTH,
+    }
     few, many = (peak_of_steps(config, 2 * sub_groups) for sub_groups in (4, 16))
     return many - few, 2 * WIDTH * WIDTH * 2
 
 
 def converted_weights() -> tuple[int, int]:
-    """``publish_dtype: "float32"``: what converting adds to an exact step's peak, and the partition's bytes in fp32."""
+    """``publish_dtype: "float32"``: what converting adds to an exact step's peak, and the
+    partition's bytes in fp32."""
     layers, peaks = 16, []
     with ExitStack() as small_parts:
-        for module in list(sys.modules.values()):  # where the package has a limit: these weights are to be above it
+        for module in list(
+            sys.modules.values()
+        ):  # where the package has a limit: these weights are to be above it
             if hasattr(module, "CONVERTED_NUMEL") and module.__name__.startswith("deepspeed_ext."):
                 small_parts.enter_context(patch.object(module, "CONVERTED_NUMEL", WIDTH * WIDTH))
         for dtype in ("bfloat16", "float32"):
-            config = zenflow_config(2, update_interval=1, full_warm_up_rounds=10, publish_dtype=dtype)
+            config = zenflow_config(
+                2, update_interval=1, full_warm_up_rounds=10, publish_dtype=dtype
+            )
             peaks.append(peak_of_steps(config, layers))
     return peaks[1] - peaks[0], layers * WIDTH * WIDTH * 4
 
 
 def device_memory_of_a_step() -> Seen:
-    """Flat gradients of all sub-groups were there at once, and an fp32 copy of a whole partition."""
+    """Flat gradients of all sub-groups were there at once, and an fp32 copy of a whole
+    partition."""
     growth, flat = gradients_of_sub_groups()
     converted, partition = converted_weights()
     return Seen(
         growth > 2 * flat or 2 * converted > partition,
-        f"12 more sub-groups, each with a flat gradient of {flat:,} bytes, add {growth:,} bytes to a step's peak; "
+        f"12 more sub-groups, each with a flat gradient of {flat:,} bytes, add {growth:,} bytes "
+        f"to a step's peak; "
         f"weights of {partition:,} bytes in fp32 add {converted:,} bytes where they are converted",
     )
 

@@ -30,9 +30,13 @@ OTHERS_SECONDS = 10.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", nargs="*", help=f"among {', '.join(RANKS)}; none: all")
-    parser.add_argument("--package", type=Path, default=ROOT, help="checkout whose deepspeed_ext is used")
+    parser.add_argument(
+        "--package", type=Path, default=ROOT, help="checkout whose deepspeed_ext is used"
+    )
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if unknown := set(arguments.rows) - RANKS.keys():
@@ -40,7 +44,10 @@ def main() -> int:
     if arguments.folder:
         _be_rank(arguments.rows[0], arguments.package, arguments.folder)
         return 0
-    shown = [_shows(name, arguments.package.resolve()) for name in arguments.rows or _rows_of(arguments.package)]
+    shown = [
+        _shows(name, arguments.package.resolve())
+        for name in arguments.rows or _rows_of(arguments.package)
+    ]
     return int(any(shown))
 
 
@@ -51,16 +58,41 @@ def _rows_of(package: Path) -> list[str]:
 def _shows(name: str, package: Path) -> bool:
     """Run a row in processes of its own, one for each rank, and print what they saw."""
     size = str(RANKS[name])
-    sizes = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "LOCAL_SIZE": size, "SIMULATED_DEVICES": size}
+    sizes = {
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "LOCAL_SIZE": size,
+        "SIMULATED_DEVICES": size,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", __spec__.name, name, "--package", str(package), "--folder", folder]
+        command = [
+            sys.executable,
+            "-m",
+            __spec__.name,
+            name,
+            "--package",
+            str(package),
+            "--folder",
+            folder,
+        ]
         ranks = []
         for rank in range(RANKS[name]):
-            environment = {**os.environ, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            environment = {
+                **os.environ,
+                **sizes,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "OMP_NUM_THREADS": "1",
+            }
             with open(Path(folder, f"log{rank}"), "wb") as log:
                 ranks.append(
                     subprocess.Popen(
-                        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
+                        command,
+                        cwd=ROOT,
+                        env=environment,
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
                     )
                 )
         answers = _answers(Path(folder), ranks)
@@ -88,7 +120,9 @@ def _answers(folder: Path, ranks: list[subprocess.Popen[bytes]]) -> list[str]:
                 found[rank] = answer.read_text()
             elif ended:
                 log = (folder / f"log{rank}").read_text(errors="replace").strip().splitlines()
-                found[rank] = f"ended with {process.returncode} without an answer: {log[-1] if log else ''}"
+                found[rank] = (
+                    f"ended with {process.returncode} without an answer: {log[-1] if log else ''}"
+                )
             if rank in found and first is None:
                 first = now
         time.sleep(0.05)
@@ -97,7 +131,9 @@ def _answers(folder: Path, ranks: list[subprocess.Popen[bytes]]) -> list[str]:
 
 def _be_rank(name: str, package: Path, folder: Path) -> None:
     """Run a row as one of its ranks, and leave the answer in `folder`."""
-    sys.path.insert(0, str(package))  # before anything has imported deepspeed_ext; `tests` is imported already
+    sys.path.insert(
+        0, str(package)
+    )  # before anything has imported deepspeed_ext; `tests` is imported already
     import deepspeed_ext
 
     assert Path(deepspeed_ext.__file__).is_relative_to(package), deepspeed_ext.__file__
@@ -111,7 +147,10 @@ def _be_rank(name: str, package: Path, folder: Path) -> None:
     rank = int(os.environ["RANK"])
     get_accelerator().set_device(rank)
     torch.distributed.init_process_group(
-        "sim", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+        "sim",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
     )
     deepspeed.init_distributed(dist_backend="sim")
     seen = importlib.import_module("tests.simulated.defect_rows").ROWS[name]()

@@ -1,9 +1,10 @@
-"""Measure the device memory that training holds in each phase of a step. A simulation counts the bytes, exactly.
+"""Measure the device memory that training holds in each phase of a step. A simulation counts the
+bytes, exactly.
 
     python -m tests.simulated.held
 
-A model of equal layers trains on one simulated accelerator; the table holds what is allocated at the end of a phase and
-the most that was within it, in bytes per parameter.
+A model of equal layers trains on one simulated accelerator; the table holds what is allocated at
+the end of a phase and the most that was within it, in bytes per parameter.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def held_body(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
         accelerator.reset_peak_memory_stats()
         yield
         accelerator.synchronize()
-        found[name] = (accelerator.memory_allocated() - before, accelerator.max_memory_allocated() - before)
+        found[name] = (
+            accelerator.memory_allocated() - before,
+            accelerator.max_memory_allocated() - before,
+        )
 
     def train(rows: torch.Tensor, in_phase: Callable[[str], Any]) -> None:
         with in_phase("forward"):
@@ -77,8 +81,14 @@ def main() -> None:
         for name, rule in rules.items():
             for hidden in (False, True):
                 rows = held(stage, rule, hidden)
-                cells = " | ".join(f"{rows[p][0] / numel:.2f} ({rows[p][1] / numel:.2f})" for p in PHASES)
-                print(f"| {stage} | {name} | {'beside' if hidden else 'inside of'} the step | {cells} |", flush=True)
+                cells = " | ".join(
+                    f"{rows[p][0] / numel:.2f} ({rows[p][1] / numel:.2f})" for p in PHASES
+                )
+                print(
+                    f"| {stage} | {name} | {'beside' if hidden else 'inside of'} the step | "
+                    f"{cells} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Measure in the model of time what a step exposes beside ZeRO-Offload: with weights on the host (``offload_param``),
-and with a share of the optimizer on the accelerator (``offload_optimizer.ratio``). A simulation, not a device.
+"""Measure in the model of time what a step exposes beside ZeRO-Offload: with weights on the host
+(``offload_param``), and with a share of the optimizer on the accelerator
+(``offload_optimizer.ratio``). A simulation, not a device.
 
     python -m tests.simulated.offloaded [--link 0.4] [--worker 0.5] [--picture FILE]
 
-The worker's pass takes `--worker` of a step and moves what `traffic` counts. ZeRO-Offload's AdamW and the estimate on
-the host take as long per byte. A step is calibrated: what plain ZeRO-3 takes on this model without its optimizer.
+The worker's pass takes `--worker` of a step and moves what `traffic` counts. ZeRO-Offload's AdamW
+and the estimate on the host take as long per byte. A step is calibrated: what plain ZeRO-3 takes on
+this model without its optimizer.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ NUMEL = BLOCKS * WIDTH * WIDTH
 
 
 class Blocks(nn.Module):
-    """Equal blocks whose forward takes about half as long as their backward, as in a transformer."""
+    """Equal blocks whose forward takes about half as long as their backward, as in a
+    transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +56,8 @@ class Blocks(nn.Module):
 
 @dataclass(frozen=True)
 class Way:
-    """A way to offload: DeepSpeed's or ours, the share of the optimizer on the host, and where the weights are."""
+    """A way to offload: DeepSpeed's or ours, the share of the optimizer on the host, and where the
+    weights are."""
 
     ours: bool
     share: float = 1.0
@@ -61,12 +65,22 @@ class Way:
     hidden: bool = True
 
     def config(self) -> dict[str, Any]:
-        config = zenflow_config(STAGE, update_interval=1, hide_transfers=self.hidden and not self.weights_on_host)
+        config = zenflow_config(
+            STAGE, update_interval=1, hide_transfers=self.hidden and not self.weights_on_host
+        )
         config["gradient_clipping"] = 0.0  # the simulated accelerator has no fused norm
         zero = config["zero_optimization"]
-        zero |= {"sub_group_size": 10**9, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": NUMEL // 16}
-        # As much of the model at a time as in one that is worth offloading; by default all of so small a one.
-        zero |= {"stage3_prefetch_bucket_size": NUMEL // 32, "stage3_max_live_parameters": NUMEL // 8}
+        zero |= {
+            "sub_group_size": 10**9,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": NUMEL // 16,
+        }
+        # As much of the model at a time as in one that is worth offloading; by default all of so
+        # small a one.
+        zero |= {
+            "stage3_prefetch_bucket_size": NUMEL // 32,
+            "stage3_max_live_parameters": NUMEL // 8,
+        }
         zero["stage3_max_reuse_distance"] = NUMEL // 8
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, "ratio": self.share}
         if self.weights_on_host:
@@ -93,7 +107,8 @@ WAYS = (
 
 @contextmanager
 def host_time(us_per_byte: float) -> Iterator[Any]:
-    """Give the estimate on the host its time; yields a hook for an optimizer that steps on the host."""
+    """Give the estimate on the host its time; yields a hook for an optimizer that steps on the
+    host."""
     from deepspeed_ext.zenflow.kernels import definition, host
     from tests.support.simulated_accelerator.device import library
 
@@ -123,7 +138,8 @@ def host_time(us_per_byte: float) -> Iterator[Any]:
 
 
 def body(way: tuple[Any, ...], link: float, worker: float) -> dict[str, float]:
-    """Times of a step and of one alone, in microseconds, and bytes of the accelerator per parameter between steps."""
+    """Times of a step and of one alone, in microseconds, and bytes of the accelerator per parameter
+    between steps."""
     from deepspeed.accelerator import get_accelerator
 
     from deepspeed_ext.zenflow.plan import chunks
@@ -135,7 +151,12 @@ def body(way: tuple[Any, ...], link: float, worker: float) -> dict[str, float]:
     passed = traffic(Model(NUMEL, WIDTH * WIDTH, "bfloat16"), exact).passed
 
     def run(link_gb_per_s: float, ns_per_element: float) -> tuple[list[Any], dict[str, float]]:
-        speeds = {"operator_us": 10.0, "memory_gb_per_s": 1e6, "collective_us": 0.0, "network_gb_per_s": 1e6}
+        speeds = {
+            "operator_us": 10.0,
+            "memory_gb_per_s": 1e6,
+            "collective_us": 0.0,
+            "network_gb_per_s": 1e6,
+        }
         with (
             patch.object(chunks, "CHUNK_NUMEL", NUMEL // LONG_CHUNKS),
             worker_time(ns_per_element),
@@ -165,19 +186,44 @@ def body(way: tuple[Any, ...], link: float, worker: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--link", type=float, default=0.4, help="of a step, for 2 bytes per parameter each way")
-    parser.add_argument("--worker", type=float, default=0.5, help="of a step, for the pass of all parameters")
-    parser.add_argument("--picture", type=Path, help="SVG file to draw; needs matplotlib (the extra plots)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--link", type=float, default=0.4, help="of a step, for 2 bytes per parameter each way"
+    )
+    parser.add_argument(
+        "--worker", type=float, default=0.5, help="of a step, for the pass of all parameters"
+    )
+    parser.add_argument(
+        "--picture", type=Path, help="SVG file to draw; needs matplotlib (the extra plots)"
+    )
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for number, way in enumerate(WAYS):
         (found,) = run_ranks(
-            1, body, astuple(way), arguments.link, arguments.worker, device="sim", pool=f"offloaded {number}"
+            1,
+            body,
+            astuple(way),
+            arguments.link,
+            arguments.worker,
+            device="sim",
+            pool=f"offloaded {number}",
         )
         step = found["us"] / found["alone"]
-        rows.append({"way": str(way), "step / step alone": step, "exposed": step - 1, "device": found["between"]})
-    print(report.table(rows, {"way": str, "step / step alone": ".3f", "exposed": ".3f", "device": ".2f"}))
+        rows.append(
+            {
+                "way": str(way),
+                "step / step alone": step,
+                "exposed": step - 1,
+                "device": found["between"],
+            }
+        )
+    print(
+        report.table(
+            rows, {"way": str, "step / step alone": ".3f", "exposed": ".3f", "device": ".2f"}
+        )
+    )
     if arguments.picture is not None:
         draw(rows, arguments.picture)
 
@@ -196,7 +242,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axis.plot(row["device"], row["step / step alone"], marker="o", color=color)
         place = (row["device"], row["step / step alone"])
         axis.annotate(row["way"], place, xytext=(5, 5), textcoords="offset points", fontsize=8)
-    axis.set(xlabel="bytes of the device per parameter between steps", ylabel="step, in steps without an optimizer")
+    axis.set(
+        xlabel="bytes of the device per parameter between steps",
+        ylabel="step, in steps without an optimizer",
+    )
     axis.set(xlim=(0, 18), ylim=(0.8, 3.2))
     axis.set_title("a simulation", fontsize=9, loc="left")
     figure.tight_layout()

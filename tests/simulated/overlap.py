@@ -1,13 +1,14 @@
-"""Measure in the model of time how much of the optimizer's transfers a step hides. A simulation, not a device.
+"""Measure in the model of time how much of the optimizer's transfers a step hides. A simulation,
+not a device.
 
     python -m tests.simulated.overlap [--traces FOLDER] [--quick]
     python -m tests.simulated.overlap --device-waits
     python -m tests.simulated.overlap --shares
     python -m tests.simulated.overlap --slots
 
-Copies take `LINK` of a step each way and the worker's pass `WORKER` of one, for transfers inside of the step and beside
-the next. Then the link slows down from 0.1 to 2 of a step. A step is calibrated: what the same training takes with an
-infinitely fast link and worker.
+Copies take `LINK` of a step each way and the worker's pass `WORKER` of one, for transfers inside of
+the step and beside the next. Then the link slows down from 0.1 to 2 of a step. A step is
+calibrated: what the same training takes with an infinitely fast link and worker.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ LINK, WORKER = 0.4, 0.5
 WARM_UP_STEPS, STEPS = 4, 8
 WIDTH = 64
 LONG_LAYERS, LONG_CHUNKS = 192, 64
-"""So that the optimizer's own operators are a small part of a step, as they are in a model that is worth offloading."""
+"""So that the optimizer's own operators are a small part of a step, as they are in a model that is
+worth offloading."""
 UP_OVER_DOWN = 1 + 4 / 32 / 2
 """Block means, 4 bytes per block of 32, come up beside 2 bytes per parameter."""
 HOST_SHARES = (1.0, 0.75, 0.5, 0.25)
 SLOW = (1.0, 1.8)
-"""Of a step: the link each way and the worker, where only a share of the optimizer on the host is hidden."""
+"""Of a step: the link each way and the worker, where only a share of the optimizer on the host is
+hidden."""
 SLOTS = (2, 3, 4, 6, 8)
 """Places for chunks on the host."""
 NEARLY_FULL = ((0.4, 0.5), (0.9, 0.5), (0.5, 0.9), (0.9, 0.9))
@@ -52,7 +55,8 @@ SLOWER = (0.1, 0.25, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0)
 
 @dataclass(frozen=True)
 class Way:
-    """What is trained, and how. `hidden` is None for plain ZeRO, with torch's AdamW on the accelerator."""
+    """What is trained, and how. `hidden` is None for plain ZeRO, with torch's AdamW on the
+    accelerator."""
 
     stage: int
     ranks: int
@@ -66,9 +70,13 @@ class Way:
 
     def config(self) -> dict[str, Any]:
         config = zenflow_config(
-            self.stage, accumulation=self.accumulation, update_interval=1, hide_transfers=self.hidden
+            self.stage,
+            accumulation=self.accumulation,
+            update_interval=1,
+            hide_transfers=self.hidden,
         )
-        # The simulated accelerator has no fused norm, so the norm alone would take a tenth of a step.
+        # The simulated accelerator has no fused norm, so the norm alone would take a tenth of a
+        # step.
         config["gradient_clipping"] = 0.0
         zero = config["zero_optimization"]
         if self.host_share < 1.0:
@@ -79,7 +87,8 @@ class Way:
             zero |= {"sub_group_size": 10**9, "stage3_param_persistence_threshold": 0}
         if self.hidden is None:
             del zero["zenflow"]
-            # At stages 1 and 2 it is a dozen operators per gradient, and each takes as long as a layer here.
+            # At stages 1 and 2 it is a dozen operators per gradient, and each takes as long as a
+            # layer here.
             config["bf16"]["check_grad_overflow"] = False
         return config
 
@@ -100,8 +109,9 @@ class Layers(nn.Module):
 
 
 def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[Any], float]]:
-    """The spans of some steps for each share of a step that copies each way and the worker's pass take, on this rank,
-    and what the engine says of its last step's waits, in microseconds. The first is calibrated without both."""
+    """The spans of some steps for each share of a step that copies each way and the worker's pass
+    take, on this rank, and what the engine says of its last step's waits, in microseconds. The
+    first is calibrated without both."""
     from tests.support.simulated_accelerator import simulation
     from tests.support.simulated_accelerator.worker_time import worker_time
 
@@ -109,7 +119,12 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
     rows = on_device(torch.randn(4, WIDTH).bfloat16())
 
     def run(link_gb_per_s: float, ns_per_element: float) -> tuple[list[Any], float]:
-        speeds = {"operator_us": 10.0, "memory_gb_per_s": 1e6, "collective_us": 0.0, "network_gb_per_s": 1e6}
+        speeds = {
+            "operator_us": 10.0,
+            "memory_gb_per_s": 1e6,
+            "collective_us": 0.0,
+            "network_gb_per_s": 1e6,
+        }
         with (
             patch.object(chunks, "CHUNK_NUMEL", numel // way.chunks),
             patch.object(chunks, "SLOTS_OF_CHUNKS", way.slots),
@@ -119,7 +134,11 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
             steps(engine, WARM_UP_STEPS)
             with simulation.timeline(**speeds, link_gb_per_s=link_gb_per_s, copy_us=0.0) as spans:
                 steps(engine, STEPS)
-            waited_us = 0.0 if way.hidden is None else engine.optimizer.measurements()["zenflow_wait_ms"] * 1e3
+            waited_us = (
+                0.0
+                if way.hidden is None
+                else engine.optimizer.measurements()["zenflow_wait_ms"] * 1e3
+            )
             engine.destroy()
         return [tuple(vars(span).values()) for span in spans], waited_us
 
@@ -131,13 +150,16 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
     calibration = run(1e9, 0.0)
     spans = [simulation.Span(*span) for span in calibration[0]]
     step_us = (max(span.end_us for span in spans) - min(span.begin_us for span in spans)) / STEPS
-    ways = [(2 * numel / (link * step_us) / 1e3, worker * step_us / numel * 1e3) for link, worker in shares]
+    ways = [
+        (2 * numel / (link * step_us) / 1e3, worker * step_us / numel * 1e3)
+        for link, worker in shares
+    ]
     return [calibration, *(run(*way) for way in ways)]
 
 
 def figures(way: Way, shares: list[tuple[float, float]]) -> list[dict[str, Any]]:
-    """For each share, on the first rank: the step's time over the calibrated one, the idle share of the compute lane,
-    exposed copies, and what the engine says of its waits."""
+    """For each share, on the first rank: the step's time over the calibrated one, the idle share of
+    the compute lane, exposed copies, and what the engine says of its waits."""
     pool = f"overlap, stage {way.stage}"
     return run_ranks(way.ranks, figures_body, astuple(way), shares, device="sim", pool=pool)[0]
 
@@ -179,17 +201,21 @@ def inside_and_beside(quick: bool, traces: Path | None) -> list[dict[str, Any]]:
         rows.append({"way": str(way), "step / step alone": found["step"], "idle": found["idle"]})
         rows[-1]["exposed copies / step"] = found["exposed"]
         if traces:
-            _write_trace(found["spans"], traces / f"{str(way).replace(', ', '_').replace(' ', '-')}.json")
+            _write_trace(
+                found["spans"], traces / f"{str(way).replace(', ', '_').replace(' ', '-')}.json"
+            )
     return rows
 
 
 def device_waits(links: Sequence[float]) -> list[dict[str, Any]]:
-    """A row for each share of a step that copies take: steps with ``overlap_comm``, with which DeepSpeed waits for the
-    device after every backward at stages 1 and 2, and without, over a step alone."""
+    """A row for each share of a step that copies take: steps with ``overlap_comm``, with which
+    DeepSpeed waits for the device after every backward at stages 1 and 2, and without, over a step
+    alone."""
     rows = []
     for accumulation, link in product((1, 4), links):
         without, with_ = (
-            figures(Way(2, 1, accumulation, True, overlap_comm=waits), [(link, WORKER)])[0] for waits in (False, True)
+            figures(Way(2, 1, accumulation, True, overlap_comm=waits), [(link, WORKER)])[0]
+            for waits in (False, True)
         )
         row = {"accumulation": accumulation, "link": link, "step / step alone": without["step"]}
         rows.append({**row, "with overlap_comm": with_["step"], "idle": with_["idle"]})
@@ -200,39 +226,55 @@ def beside_zero() -> list[dict[str, Any]]:
     """A row for each stage: how long a step of plain ZeRO takes, over one with hidden transfers."""
     rows = []
     for stage in (2, 3):
-        zero, ours = (figures(Way(stage, 1, 1, hidden), [(LINK, WORKER)])[0]["us"] for hidden in (None, True))
+        zero, ours = (
+            figures(Way(stage, 1, 1, hidden), [(LINK, WORKER)])[0]["us"] for hidden in (None, True)
+        )
         rows.append({"stage": stage, "step of ZeRO / step with hidden transfers": zero / ours})
     return rows
 
 
 def slower_links(links: Sequence[float]) -> list[dict[str, Any]]:
-    """A row for each share of a step that copies take each way: steps over a step alone, and what the engine says."""
+    """A row for each share of a step that copies take each way: steps over a step alone, and what
+    the engine says."""
     rows = []
     for link in links:
         inside, beside = (
-            figures(Way(2, 1, 1, hidden, LONG_LAYERS, LONG_CHUNKS), [(link, WORKER)])[0] for hidden in (False, True)
+            figures(Way(2, 1, 1, hidden, LONG_LAYERS, LONG_CHUNKS), [(link, WORKER)])[0]
+            for hidden in (False, True)
         )
         expected = max(1.0, link * UP_OVER_DOWN + (link + WORKER) / LONG_CHUNKS)
-        row = {"link": link, "inside": inside["step"], "beside": beside["step"], "expected": expected}
+        row = {
+            "link": link,
+            "inside": inside["step"],
+            "beside": beside["step"],
+            "expected": expected,
+        }
         rows.append({**row, "waits, by metrics": beside["said"]})
     return rows
 
 
 def shares(link: float, worker: float) -> list[dict[str, Any]]:
-    """A row for each share of the optimizer on the host, where all of it takes longer than a step: steps over a step
-    alone. ZeRO-Offload at best is arithmetic: its gradients go down during backward, and nothing else is hidden."""
+    """A row for each share of the optimizer on the host, where all of it takes longer than a step:
+    steps over a step alone. ZeRO-Offload at best is arithmetic: its gradients go down during
+    backward, and nothing else is hidden."""
     rows = []
     for stage, share in product((2, 3), HOST_SHARES):
         way = Way(stage, 1, 1, True, LONG_LAYERS, LONG_CHUNKS, host_share=share)
         (found,) = figures(way, [(link, worker)])
-        row = {"stage": stage, "on the host": share, "step / step alone": found["step"], "idle": found["idle"]}
+        row = {
+            "stage": stage,
+            "on the host": share,
+            "step / step alone": found["step"],
+            "idle": found["idle"],
+        }
         rows.append({**row, "ZeRO-Offload at best": 1.0 + link + worker})
     return rows
 
 
 def places(loads: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
-    """A row for each number of places for chunks on the host: the idle share of the compute lane, for each share of a
-    step that the link takes each way and the worker. As many places as chunks are whole gradients."""
+    """A row for each number of places for chunks on the host: the idle share of the compute lane,
+    for each share of a step that the link takes each way and the worker. As many places as chunks
+    are whole gradients."""
     rows = []
     for slots in (*SLOTS, LONG_CHUNKS):
         way = Way(2, 1, 1, True, LONG_LAYERS, LONG_CHUNKS, slots=slots)
@@ -244,39 +286,72 @@ def places(loads: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
 
 
 def comparisons_of(tables: Sequence[Sequence[dict[str, Any]]]) -> list[report.Comparison]:
-    """Transfers beside the next step, against those inside of it and against plain ZeRO. Nothing varies in it."""
+    """Transfers beside the next step, against those inside of it and against plain ZeRO. Nothing
+    varies in it."""
     ways, zero, links = tables
     threads, quantity = ("a model of time", "a model of time"), "step / step without optimizer"
     simulation = "accelerator, link and worker have a model of time"
     found = []
     for inside, beside in zip(ways[::2], ways[1::2], strict=True):
-        what = f"hidden transfers, {beside['way'].removesuffix(', beside the next step')}, link {LINK} of a step"
+        what = (
+            f"hidden transfers, {beside['way'].removesuffix(', beside the next step')}, link "
+            f"{LINK} of a step"
+        )
         values = [beside["step / step alone"]], [inside["step / step alone"]]
-        found.append(report.compare(what, "transfers inside of the step", quantity, *values, threads, simulation))
+        found.append(
+            report.compare(
+                what, "transfers inside of the step", quantity, *values, threads, simulation
+            )
+        )
     for row in links:
         what = f"hidden transfers, link {row['link']} of a step"
         values = [row["beside"]], [row["inside"]]
-        found.append(report.compare(what, "transfers inside of the step", quantity, *values, threads, simulation))
+        found.append(
+            report.compare(
+                what, "transfers inside of the step", quantity, *values, threads, simulation
+            )
+        )
     for row in zero:
         ratio = row["step of ZeRO / step with hidden transfers"]
         what = f"hidden transfers, stage {row['stage']}, link {LINK} of a step"
-        found.append(report.compare(what, "plain ZeRO", "step / step of ZeRO", [1 / ratio], [1.0], threads, simulation))
+        found.append(
+            report.compare(
+                what, "plain ZeRO", "step / step of ZeRO", [1 / ratio], [1.0], threads, simulation
+            )
+        )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--traces", type=Path, help="folder for Chrome traces of both ways")
-    parser.add_argument("--quick", action="store_true", help="of the first table, stage 2 and one rank only")
-    parser.add_argument("--links", type=float, nargs="+", default=list(SLOWER), help="of the last table")
-    parser.add_argument("--device-waits", action="store_true", help="only what waits for the whole device expose")
-    parser.add_argument("--shares", action="store_true", help="only steps with a share of the optimizer on the device")
-    parser.add_argument("--slots", action="store_true", help="only how many places chunks need on the host")
+    parser.add_argument(
+        "--quick", action="store_true", help="of the first table, stage 2 and one rank only"
+    )
+    parser.add_argument(
+        "--links", type=float, nargs="+", default=list(SLOWER), help="of the last table"
+    )
+    parser.add_argument(
+        "--device-waits", action="store_true", help="only what waits for the whole device expose"
+    )
+    parser.add_argument(
+        "--shares",
+        action="store_true",
+        help="only steps with a share of the optimizer on the device",
+    )
+    parser.add_argument(
+        "--slots", action="store_true", help="only how many places chunks need on the host"
+    )
     arguments = parser.parse_args()
     print(f"link {LINK} of a step each way, worker {WORKER} of a step (a simulation)")
     if arguments.shares:
         rows = shares(*SLOW)
-        print(f"link {SLOW[0]}, worker {SLOW[1]}\n\n{report.table(rows, dict.fromkeys(rows[0], _cell))}")
+        print(
+            f"link {SLOW[0]}, worker "
+            f"{SLOW[1]}\n\n{report.table(rows, dict.fromkeys(rows[0], _cell))}"
+        )
         return
     if arguments.slots:
         rows = places(NEARLY_FULL)
@@ -303,7 +378,9 @@ def _cell(value: Any) -> str:
 
 
 def _write_trace(spans: list[Any], path: Path) -> None:
-    lanes = {lane: number for number, lane in enumerate(dict.fromkeys(lane for _, lane, *_ in spans))}
+    lanes = {
+        lane: number for number, lane in enumerate(dict.fromkeys(lane for _, lane, *_ in spans))
+    }
     events = [
         {
             "ph": "X",

@@ -1,4 +1,5 @@
-"""Draw what `tests.simulated.overlap --traces FOLDER` has written. Needs matplotlib (the extra `plots`).
+"""Draw what `tests.simulated.overlap --traces FOLDER` has written. Needs matplotlib (the extra
+`plots`).
 
 python -m tests.simulated.overlap_pictures FOLDER OUTPUT_FOLDER
 """
@@ -32,7 +33,11 @@ def draw_timelines(traces: Path, path: Path) -> None:
     figure, axes = plt.subplots(len(WAYS), 1, figsize=(10, 4.2), sharex=True)
     for axis, (title, name) in zip(axes, WAYS.items(), strict=True):
         spans = lanes_of(traces / f"stage-2_1-ranks_accumulation-1_{name}.json")
-        end = max(begin + us for found in spans.values() for begin, us in found) * SHOWN_STEPS / ALL_STEPS
+        end = (
+            max(begin + us for found in spans.values() for begin, us in found)
+            * SHOWN_STEPS
+            / ALL_STEPS
+        )
         for row, (lane, color) in enumerate(LANES.items()):
             shown = [(begin, us) for begin, us in spans.get(lane, []) if begin < end]
             axis.broken_barh(shown, (-row - 0.4, 0.8), color=color, linewidth=0)
@@ -61,7 +66,9 @@ def draw_slower_links(traces: Path, path: Path) -> None:
     }
     for name, style in styles.items():
         axis.plot([row["link"] for row in rows], [row[name] for row in rows], **style)
-    axis.set(xlabel="copies each way, in steps", ylabel="step, in steps without copies", ylim=(0, None))
+    axis.set(
+        xlabel="copies each way, in steps", ylabel="step, in steps without copies", ylim=(0, None)
+    )
     axis.legend(fontsize=8)
     axis.set_title("a simulation", fontsize=9, loc="left")
     save(figure, path)

@@ -1,10 +1,12 @@
-"""Train on the simulated accelerator in seeded orders, and compare each run with the CPU's to the bit.
+"""Train on the simulated accelerator in seeded orders, and compare each run with the CPU's to the
+bit.
 
     python -m tests.simulated.run --seeds 1000 [--first 0]
 
-The cases take turns: stages 1 to 3, both rules, intervals 1 and 2, accumulation, copies beside and inside of the step,
-flatten tiers and the single-parameter gather, one and two ranks. A seed that fails is printed with what failed: a
-difference, a race with its trace, an error. The same seed fails again.
+The cases take turns: stages 1 to 3, both rules, intervals 1 and 2, accumulation, copies beside and
+inside of the step, flatten tiers and the single-parameter gather, one and two ranks. A seed that
+fails is printed with what failed: a difference, a race with its trace, an error. The same seed
+fails again.
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ MOST_FAILURES = 10
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     arguments = parser.parse_args()
     begin, failures = time.monotonic(), 0
     for case in CASES:
         check(case, "held")
-    print(f"{len(CASES)} cases in held order: equal to the CPU ({time.monotonic() - begin:.0f} s)", flush=True)
+    print(
+        f"{len(CASES)} cases in held order: equal to the CPU ({time.monotonic() - begin:.0f} s)",
+        flush=True,
+    )
     done = 0
     for case, seed in seeded(arguments.first, arguments.seeds):
         try:
@@ -38,7 +45,9 @@ def main() -> int:
         if failures >= MOST_FAILURES:
             break
         if done % 100 == 0:
-            print(f"{done} seeds, {failures} failures, {time.monotonic() - begin:.0f} s", flush=True)
+            print(
+                f"{done} seeds, {failures} failures, {time.monotonic() - begin:.0f} s", flush=True
+            )
     print(f"{done} seeds, {failures} failures, {time.monotonic() - begin:.0f} s")
     return 1 if failures else 0
 

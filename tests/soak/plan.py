@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 __all__ = ["FORMS", "Fault", "Kind", "Round", "plan_round"]
 
-FORMS = ("8-bit moments", "on the host", "half on the host", "Lion", "plain", "bf16 moments", "selective")
+FORMS = (
+    "8-bit moments",
+    "on the host",
+    "half on the host",
+    "Lion",
+    "plain",
+    "bf16 moments",
+    "selective",
+)
 """What is trained, by name (`trainer.settings_of`), in the order in which a stage takes them."""
 
 
@@ -34,7 +42,8 @@ class Kind(str, enum.Enum):
 
     @property
     def touches_checkpoints(self) -> bool:
-        """Whether it needs checkpoints, and what it did to them shows when they are read and written again."""
+        """Whether it needs checkpoints, and what it did to them shows when they are read and
+        written again."""
         return self in (Kind.KILL_IN_SAVE, Kind.TRUNCATE, Kind.DROP_ENGINE, Kind.DISK_FULL)
 
 
@@ -45,7 +54,8 @@ class Fault:
     kind: Kind
     rank: int
     starting: bool
-    """Whether `delay_seconds` counts from the launch of the ranks, else from the first step after it."""
+    """Whether `delay_seconds` counts from the launch of the ranks, else from the first step after
+    it."""
     delay_seconds: float
     moment: float
     """In [0, 1): where in a save a rank is killed."""
@@ -71,8 +81,8 @@ _START_SECONDS = 5.0
 def plan_round(seed: int, number: int, longest_delay_seconds: float) -> Round:
     """Round `number` (from 0): every kind once, in random order, on random ranks, at random times.
 
-    Stages, intervals and numbers of ranks take turns: twelve rounds see each combination. Each stage sees another form
-    with each of its rounds, from one on that the seed chooses.
+    Stages, intervals and numbers of ranks take turns: twelve rounds see each combination. Each
+    stage sees another form with each of its rounds, from one on that the seed chooses.
     """
     draw = random.Random(seed * 1_000_003 + number)
     kinds = list(Kind)
@@ -81,7 +91,9 @@ def plan_round(seed: int, number: int, longest_delay_seconds: float) -> Round:
     faults: list[Fault] = []
     for kind in kinds:
         # The first step after some faults is awaited, because only it shows what they did.
-        can_start = not kind.touches_checkpoints and not (faults and faults[-1].kind.touches_checkpoints)
+        can_start = not kind.touches_checkpoints and not (
+            faults and faults[-1].kind.touches_checkpoints
+        )
         starting = draw.random() < _STARTING_FRACTION and can_start
         delay = draw.uniform(0.0, _START_SECONDS if starting else longest_delay_seconds)
         faults.append(Fault(kind, draw.randrange(ranks), starting, delay, draw.random()))

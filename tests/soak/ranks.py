@@ -45,7 +45,9 @@ class Ranks:
         self.start_seconds = start_seconds
         self.all = range(count)
         self._steps_before = [len(self.curve(rank)) for rank in self.all]
-        self._events_before = [len(read_lines(folder / f"events-{rank}.jsonl")) for rank in self.all]
+        self._events_before = [
+            len(read_lines(folder / f"events-{rank}.jsonl")) for rank in self.all
+        ]
         self.processes = [self._launch(rank, flags) for rank in self.all]
 
     def _launch(self, rank: int, flags: list[str]) -> subprocess.Popen[bytes]:
@@ -61,7 +63,12 @@ class Ranks:
         command = [sys.executable, "-m", "tests.soak.trainer", "--folder", str(self.folder), *flags]
         with self._log(rank).open("wb") as log:
             return subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
     def _log(self, rank: int) -> Path:
@@ -96,7 +103,9 @@ class Ranks:
         if not (self.folder / "latest").exists():
             return []
         latest = int((self.folder / "latest").read_text() or -1)
-        return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) <= latest)
+        return sorted(
+            int(p.name) for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) <= latest
+        )
 
     def last_step(self) -> int:
         """The last step that any launch has made."""
@@ -112,7 +121,9 @@ class Ranks:
         while not happened():
             ended = all(process.poll() is not None for process in self.processes)
             if time.monotonic() - begin > seconds or (ended and not happened()):
-                tails = "; ".join(f"rank {rank} said: {self.said(rank)[-1500:]}" for rank in self.all)
+                tails = "; ".join(
+                    f"rank {rank} said: {self.said(rank)[-1500:]}" for rank in self.all
+                )
                 why = "the ranks ended before" if ended else f"not within {seconds:g} s"
                 raise SoakError(f"{what}: {why}; {tails}")
             time.sleep(0.02)
@@ -125,7 +136,9 @@ class Ranks:
 
     def wait_for_error(self, seconds: float) -> float:
         """Until every rank has printed an exception, or has ended; returns the seconds it took."""
-        return self.wait_until(lambda: all(map(self.failed, self.all)), seconds, "an error on every rank")
+        return self.wait_until(
+            lambda: all(map(self.failed, self.all)), seconds, "an error on every rank"
+        )
 
     def failed(self, rank: int) -> bool:
         """Whether the rank has printed an exception, or has ended."""
@@ -134,7 +147,9 @@ class Ranks:
     def wait_for_end(self, seconds: float) -> float:
         """Until every rank has ended; returns the seconds it took."""
         every = self.processes
-        return self.wait_until(lambda: all(p.poll() is not None for p in every), seconds, "the end of every rank")
+        return self.wait_until(
+            lambda: all(p.poll() is not None for p in every), seconds, "the end of every rank"
+        )
 
     def finish(self, last_step: int) -> None:
         """Let the run end after `last_step`."""
@@ -150,7 +165,11 @@ class Ranks:
         def found() -> list[int]:
             try:
                 children = psutil.Process(self.processes[rank].pid).children()
-                return [child.pid for child in children if "zenflow.worker.main" in " ".join(child.cmdline())]
+                return [
+                    child.pid
+                    for child in children
+                    if "zenflow.worker.main" in " ".join(child.cmdline())
+                ]
             except psutil.Error:
                 return []
 
@@ -163,7 +182,10 @@ class Ranks:
         send(signal.SIGSTOP, set(self._alive()) - set(ranks))
         time.sleep(LEAD_SECONDS)
         send(signal.SIGSTOP, ranks)
-        while any(psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) for pid in ranks):
+        while any(
+            psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+            for pid in ranks
+        ):
             time.sleep(0.01)
         send(signal.SIGSTOP, self._alive())  # workers that have only just been started
 

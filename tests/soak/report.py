@@ -28,7 +28,8 @@ class Settings:
     longest_delay_seconds: float = 6.0
     """Of a fault after the first step."""
     error_seconds: float = 5.0
-    """From a fault until every rank has an error, beside the timeout that has to pass first for some kinds."""
+    """From a fault until every rank has an error, beside the timeout that has to pass first for
+    some kinds."""
     exit_seconds: float = 30.0
     """For the interpreters of the ranks to end then, on a machine that does other work too."""
     start_seconds: float = 120.0
@@ -38,7 +39,8 @@ class Settings:
 
     @property
     def suspended_seconds(self) -> float:
-        """How long all processes are suspended: longer than the worker's timeout, shorter than the group's."""
+        """How long all processes are suspended: longer than the worker's timeout, shorter than the
+        group's."""
         return self.worker_timeout_seconds + 2.0
 
 
@@ -61,7 +63,8 @@ class FaultRecord:
     truncated: str | None = None
     """Tag of the checkpoint that was cut."""
     seconds_to_resume: float | None = None
-    """From the launch, or what comes in its place, to the first step; None: the next fault came before it."""
+    """From the launch, or what comes in its place, to the first step; None: the next fault came
+    before it."""
     resumed_from: int | None = None
     resumed_tag: str | None = None
     rolling: int | None = None
@@ -86,7 +89,9 @@ class RoundRecord:
     failure: str | None = None
 
 
-def write_report(records: list[RoundRecord], settings: Settings, seconds: float, folder: Path) -> str:
+def write_report(
+    records: list[RoundRecord], settings: Settings, seconds: float, folder: Path
+) -> str:
     """Write ``soak.json`` and ``soak.md`` to `folder`; returns the latter's text."""
     folder.mkdir(parents=True, exist_ok=True)
     text = as_markdown(records, settings, seconds)
@@ -109,15 +114,22 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
         "",
         f"**{verdict}**: {seconds / 60:.0f} minutes, {len(records)} rounds, {len(faults)} faults, "
         f"{sum(record.steps for record in records):,} steps, "
-        f"{sum(record.losses_compared for record in records):,} losses compared with an undisturbed run, to the bit.",
+        f"{sum(record.losses_compared for record in records):,} losses compared with an "
+        f"undisturbed run, to the bit.",
         "",
-        "Two or three ranks train with ZenFlow overlapped. A round is one run with each kind of fault once, in random",
-        "order, on a random rank, after a random time, some of them while the ranks start; all drawn from the seed.",
-        "Ranks that ended are started again and resume from the newest checkpoint that can be read. Every recorded",
-        "loss, including replayed steps, and the final weights and masters must match an uninterrupted run without",
+        "Two or three ranks train with ZenFlow overlapped. A round is one run with each kind of "
+        "fault once, in random",
+        "order, on a random rank, after a random time, some of them while the ranks start; all "
+        "drawn from the seed.",
+        "Ranks that ended are started again and resume from the newest checkpoint that can be "
+        "read. Every recorded",
+        "loss, including replayed steps, and the final weights and masters must match an "
+        "uninterrupted run without",
         f"checkpoints bitwise. Every {settings.save_every} steps the run saves twice: a",
-        "checkpoint with a number as its tag, and half-way to the next one a checkpoint with the tag `rolling`, which",
-        f"replaces the one before. A pause of {1e3 * settings.pace_seconds:.0f} ms per step stands in for a device",
+        "checkpoint with a number as its tag, and half-way to the next one a checkpoint with the "
+        "tag `rolling`, which",
+        f"replaces the one before. A pause of {1e3 * settings.pace_seconds:.0f} ms per step "
+        f"stands in for a device",
         "(a simulation).",
         *([f"Left out: {', '.join(settings.without)}."] if settings.without else []),
         "",
@@ -125,27 +137,35 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
         origin["command"],
         "```",
         "",
-        f"Seed {settings.seed}. {origin['cpu']}, {origin['cores']} cores shared with other work, no accelerator;",
+        f"Seed {settings.seed}. {origin['cpu']}, {origin['cores']} cores shared with other work, "
+        f"no accelerator;",
         f"{versions}; commit {origin['commit']}, {origin['date']}.",
         "",
-        "| fault | number | of these while starting | until every rank had an error, s | until every rank had ended, s "
+        "| fault | number | of these while starting | until every rank had an error, s | until "
+        "every rank had ended, s "
         "| until the first step again, s |",
         "|---|---|---|---|---|---|",
-        *(_kind_line(kind, [fault for fault in faults if fault.kind == kind.value]) for kind in Kind),
+        *(
+            _kind_line(kind, [fault for fault in faults if fault.kind == kind.value])
+            for kind in Kind
+        ),
         "",
         "Seconds: median (longest).",
         "",
         *_notes(faults, settings),
         "",
-        "| round | stage | interval | ranks | form | steps | faults | losses compared | equal to the bit |",
+        "| round | stage | interval | ranks | form | steps | faults | losses compared | equal to "
+        "the bit |",
         "|---|---|---|---|---|---|---|---|---|",
         *(
-            f"| {r.number} | {r.stage} | {r.interval} | {r.ranks} | {r.form} | {r.steps:,} | {len(r.faults)} | "
+            f"| {r.number} | {r.stage} | {r.interval} | {r.ranks} | {r.form} | {r.steps:,} | "
+            f"{len(r.faults)} | "
             f"{r.losses_compared:,} | {'no' if r.failure else 'yes'} |"
             for r in records
         ),
         "",
-        "*On the host*: parameters at stage 3, sums of gradients at stage 2, transfers inside of the step at stage 1.",
+        "*On the host*: parameters at stage 3, sums of gradients at stage 2, transfers inside of "
+        "the step at stage 1.",
         "*Half on the host*: `offload_optimizer.ratio` 0.5.",
         *(f"\nRound {record.number}: {record.failure}" for record in failed),
     ]
@@ -158,19 +178,30 @@ def _notes(faults: list[FaultRecord], settings: Settings) -> list[str]:
     in_save = [fault for fault in faults if fault.kind == Kind.KILL_IN_SAVE.value]
     refused = sum("rolling" in fault.refused for fault in in_save)
     return [
-        f"- *{Kind.SUSPEND.value}*: for {settings.suspended_seconds:g} s; then the same processes train on, without an",
-        f"  error. The optimizer process's timeout is {settings.worker_timeout_seconds:g} s, which is also how long it",
-        f"  takes to notice a stopped one. The process group's timeout is {settings.group_timeout_seconds:g} s.",
-        f"- *{Kind.DISK_FULL.value}*: the save fails on every rank, and the same processes train on.",
-        f"- *{Kind.DROP_ENGINE.value}*: every rank forgets its engine without `destroy()`, builds another in the same",
-        "  process and resumes. Afterwards it holds as many children, descriptors and shared memory as before; except",
-        "  at stage 3, where DeepSpeed keeps every optimizer, and so its masters, until the process ends.",
-        f"- *{Kind.KILL_IN_SAVE.value}*: at a random file operation of a save that replaces `rolling`. In {refused}",
-        f"  of {len(in_save)} cases `rolling` was then refused as not whole; otherwise it was the old or the new one.",
+        f"- *{Kind.SUSPEND.value}*: for {settings.suspended_seconds:g} s; then the same processes "
+        f"train on, without an",
+        f"  error. The optimizer process's timeout is {settings.worker_timeout_seconds:g} s, "
+        f"which is also how long it",
+        f"  takes to notice a stopped one. The process group's timeout is "
+        f"{settings.group_timeout_seconds:g} s.",
+        f"- *{Kind.DISK_FULL.value}*: the save fails on every rank, and the same processes train "
+        f"on.",
+        f"- *{Kind.DROP_ENGINE.value}*: every rank forgets its engine without `destroy()`, builds "
+        f"another in the same",
+        "  process and resumes. Afterwards it holds as many children, descriptors and shared "
+        "memory as before; except",
+        "  at stage 3, where DeepSpeed keeps every optimizer, and so its masters, until the "
+        "process ends.",
+        f"- *{Kind.KILL_IN_SAVE.value}*: at a random file operation of a save that replaces "
+        f"`rolling`. In {refused}",
+        f"  of {len(in_save)} cases `rolling` was then refused as not whole; otherwise it was the "
+        f"old or the new one.",
         "  The next save under that tag worked.",
-        "- Between error and end Python takes down an interpreter, beside other work on the machine. 2 s after an end",
+        "- Between error and end Python takes down an interpreter, beside other work on the "
+        "machine. 2 s after an end",
         "  no process was left.",
-        f"- A launcher ends all ranks if one dies. The soak had to do so {by_launcher} times, because torch waits for",
+        f"- A launcher ends all ranks if one dies. The soak had to do so {by_launcher} times, "
+        f"because torch waits for",
         "  a rank that died while it started.",
     ]
 

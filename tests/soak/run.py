@@ -1,11 +1,13 @@
-"""Train for long with faults at random times, resume after each, and compare with an undisturbed run to the bit.
+"""Train for long with faults at random times, resume after each, and compare with an undisturbed
+run to the bit.
 
     python -m tests.soak.run --minutes 30 --seed 1
 
-A round is a training run of two or three ranks: one fault of each kind, then it goes on for a while to its end; after
-it the same steps are trained undisturbed. Stages, intervals, numbers of ranks and forms (moments of 8 bits, Lion, ...)
-take turns from round to round until the time is up. After each fault: do all ranks end in time, with the error that
-they should have, and does no process stay? Or, if the run must survive the fault: does it?
+A round is a training run of two or three ranks: one fault of each kind, then it goes on for a while
+to its end; after it the same steps are trained undisturbed. Stages, intervals, numbers of ranks and
+forms (moments of 8 bits, Lion, ...) take turns from round to round until the time is up. After each
+fault: do all ranks end in time, with the error that they should have, and does no process stay? Or,
+if the run must survive the fault: does it?
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ def disturbed_run(plan: Round, settings: Settings, folder: Path, record: RoundRe
     """All faults, each with a new launch behind it if it ended the ranks, and then the end."""
     draw = random.Random(f"{settings.seed} {plan.number}")
     flags = [*common_flags(plan, settings), f"--save-every={settings.save_every}"]
-    flags += [f"--pace-seconds={settings.pace_seconds}", f"--worker-timeout-seconds={settings.worker_timeout_seconds}"]
+    flags += [
+        f"--pace-seconds={settings.pace_seconds}",
+        f"--worker-timeout-seconds={settings.worker_timeout_seconds}",
+    ]
 
     def launch() -> Ranks:
         return Ranks(folder, plan.ranks, flags, settings.start_seconds)
@@ -67,12 +72,17 @@ def undisturbed_run(plan: Round, settings: Settings, folder: Path, steps: int) -
 
 def common_flags(plan: Round, settings: Settings) -> list[str]:
     """What both runs are given."""
-    flags = [f"--stage={plan.stage}", f"--interval={plan.interval}", f"--form={settings.form or plan.form}"]
+    flags = [
+        f"--stage={plan.stage}",
+        f"--interval={plan.interval}",
+        f"--form={settings.form or plan.form}",
+    ]
     return [*flags, f"--group-timeout-seconds={settings.group_timeout_seconds}"]
 
 
 def compare(disturbed: Path, undisturbed: Path, record: RoundRecord) -> None:
-    """Every recorded loss, those of steps done again included, and the final weights and masters: equal to the bit.
+    """Every recorded loss, those of steps done again included, and the final weights and masters:
+    equal to the bit.
 
     Raises:
         SoakError: naming the first step that differs.
@@ -82,7 +92,9 @@ def compare(disturbed: Path, undisturbed: Path, record: RoundRecord) -> None:
         recorded = read_lines(disturbed / f"curve-{rank}.jsonl")
         record.losses_compared += len(recorded)
         if wrong := [step for step, bits in recorded if expected.get(step) != bits]:
-            raise SoakError(f"rank {rank}: the loss differs from step {min(wrong)} on, at {len(wrong)} places")
+            raise SoakError(
+                f"rank {rank}: the loss differs from step {min(wrong)} on, at {len(wrong)} places"
+            )
         if missing := set(range(1, record.steps + 1)) - {step for step, _ in recorded}:
             raise SoakError(f"rank {rank}: steps {sorted(missing)} were not recorded")
         name = f"final-{rank}.json"
@@ -92,7 +104,9 @@ def compare(disturbed: Path, undisturbed: Path, record: RoundRecord) -> None:
 
 def run_round(plan: Round, settings: Settings, folder: Path) -> RoundRecord:
     """One round; what goes wrong is in the record."""
-    record = RoundRecord(plan.number, plan.stage, plan.interval, plan.ranks, settings.form or plan.form)
+    record = RoundRecord(
+        plan.number, plan.stage, plan.interval, plan.ranks, settings.form or plan.form
+    )
     disturbed, undisturbed = folder / "disturbed", folder / "undisturbed"
     try:
         disturbed_run(plan, settings, disturbed, record)
@@ -105,13 +119,20 @@ def run_round(plan: Round, settings: Settings, folder: Path) -> RoundRecord:
     return record
 
 
-def soak(settings: Settings, minutes: float, output: Path, only: int | None = None) -> list[RoundRecord]:
-    """Rounds until the time is up, at least one; or the round `only`. What failed stays in `output`."""
+def soak(
+    settings: Settings, minutes: float, output: Path, only: int | None = None
+) -> list[RoundRecord]:
+    """Rounds until the time is up, at least one; or the round `only`. What failed stays in
+    `output`."""
     records: list[RoundRecord] = []
     deadline = time.monotonic() + 60 * minutes
     while not records or (only is None and time.monotonic() < deadline):
-        plan = plan_round(settings.seed, len(records) if only is None else only, settings.longest_delay_seconds)
-        plan = replace(plan, faults=tuple(f for f in plan.faults if f.kind.value not in settings.without))
+        plan = plan_round(
+            settings.seed, len(records) if only is None else only, settings.longest_delay_seconds
+        )
+        plan = replace(
+            plan, faults=tuple(f for f in plan.faults if f.kind.value not in settings.without)
+        )
         folder = output / f"round-{plan.number}"
         shutil.rmtree(folder, ignore_errors=True)
         records.append(run_round(plan, settings, folder))
@@ -120,17 +141,31 @@ def soak(settings: Settings, minutes: float, output: Path, only: int | None = No
 
 
 def parse_args() -> tuple[argparse.Namespace, Settings]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0, help="begin no new round after this time")
-    parser.add_argument("--round", type=int, help="only this round of the seed, to repeat what failed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="begin no new round after this time"
+    )
+    parser.add_argument(
+        "--round", type=int, help="only this round of the seed, to repeat what failed"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the report")
-    parser.add_argument("--write-docs", action="store_true", help="write docs/lab/archive/soak.md too")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="default: any")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="write docs/lab/archive/soak.md too"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="default: any"
+    )
     parser.add_argument("--form", choices=FORMS, help="of every round; default: each in turn")
-    parser.add_argument("--without", nargs="*", default=(), choices=[kind.value for kind in Kind], help="left out")
+    parser.add_argument(
+        "--without", nargs="*", default=(), choices=[kind.value for kind in Kind], help="left out"
+    )
     parser.add_argument("--save-every", type=int, default=Settings.save_every, help="steps")
     for name in (field.name for field in fields(Settings) if field.name.endswith("_seconds")):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(Settings, name))
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=float, default=getattr(Settings, name)
+        )
     args = parser.parse_args()
     values = {field.name: getattr(args, field.name) for field in fields(Settings)}
     return args, Settings(**{**values, "without": tuple(args.without)})
@@ -138,7 +173,9 @@ def parse_args() -> tuple[argparse.Namespace, Settings]:
 
 def main() -> int:
     args, settings = parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background job it is ignored, by the ranks too then
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # in a background job it is ignored, by the ranks too then
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # by way of `Ranks.kill`
     print(f"seed {settings.seed}", flush=True)
     begin = time.monotonic()

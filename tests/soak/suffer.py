@@ -1,4 +1,5 @@
-"""One fault of a soak: bring it about at its time, and see to it that the run takes it as it must."""
+"""One fault of a soak: bring it about at its time, and see to it that the run takes it as it
+must."""
 
 from __future__ import annotations
 
@@ -27,9 +28,16 @@ def suffer(fault: Fault, ranks: Ranks, settings: Settings) -> FaultRecord:
     Raises:
         SoakError: it does not.
     """
-    time.sleep(max(0.0, fault.delay_seconds - (time.monotonic() - ranks.launched if fault.starting else 0.0)))
+    time.sleep(
+        max(
+            0.0,
+            fault.delay_seconds - (time.monotonic() - ranks.launched if fault.starting else 0.0),
+        )
+    )
     if fault.kind is Kind.TRUNCATE:  # there must be another to fall back on
-        ranks.wait_until(lambda: len(ranks.checkpoints()) > 1, settings.start_seconds, "a second checkpoint")
+        ranks.wait_until(
+            lambda: len(ranks.checkpoints()) > 1, settings.start_seconds, "a second checkpoint"
+        )
     record = FaultRecord(fault.kind.value, fault.rank, not ranks.steps(), ranks.last_step())
     if fault.kind is Kind.SUSPEND:
         suspend(record, ranks, settings)
@@ -52,8 +60,12 @@ def suspend(record: FaultRecord, ranks: Ranks, settings: Settings) -> None:
     def happened(steps: int) -> bool:
         return ranks.steps() >= before + steps or any(map(ranks.failed, ranks.all))
 
-    record.seconds_to_resume = ranks.wait_until(lambda: happened(1), settings.start_seconds, "a step after suspension")
-    ranks.wait_until(lambda: happened(SETTLED_STEPS), settings.start_seconds, "steps after suspension")
+    record.seconds_to_resume = ranks.wait_until(
+        lambda: happened(1), settings.start_seconds, "a step after suspension"
+    )
+    ranks.wait_until(
+        lambda: happened(SETTLED_STEPS), settings.start_seconds, "steps after suspension"
+    )
     for rank in filter(ranks.failed, ranks.all):
         raise SoakError(f"after a suspension rank {rank} failed: {ranks.said(rank)[-1500:]}")
 
@@ -92,19 +104,27 @@ def drop_engine(record: FaultRecord, ranks: Ranks, settings: Settings) -> None:
 def end_ranks(fault: Fault, record: FaultRecord, ranks: Ranks, settings: Settings) -> None:
     """A fault that ends every rank in time, with an error, and leaves no process."""
     inject(fault, ranks, settings)
-    waits = {Kind.STOP_WORKER: 2 * settings.worker_timeout_seconds}  # twice: the run might have been suspended
-    waits |= dict.fromkeys((Kind.KILL_RANK, Kind.KILL_IN_SAVE, Kind.INTERRUPT), settings.group_timeout_seconds)
+    waits = {
+        Kind.STOP_WORKER: 2 * settings.worker_timeout_seconds
+    }  # twice: the run might have been suspended
+    waits |= dict.fromkeys(
+        (Kind.KILL_RANK, Kind.KILL_IN_SAVE, Kind.INTERRUPT), settings.group_timeout_seconds
+    )
     try:
-        record.seconds_to_error = ranks.wait_for_error(settings.error_seconds + waits.get(fault.kind, 0.0))
+        record.seconds_to_error = ranks.wait_for_error(
+            settings.error_seconds + waits.get(fault.kind, 0.0)
+        )
     except SoakError:
         if fault.kind is not Kind.KILL_RANK or not record.while_starting:
             raise
-        # torch.distributed.new_group waits for a dead rank, whatever the timeout of the group. A launcher, which
-        # has seen a rank die, ends the others here.
+        # torch.distributed.new_group waits for a dead rank, whatever the timeout of the group. A
+        # launcher, which has seen a rank die, ends the others here.
         record.ended_by_launcher = True
         begin = time.monotonic()
         send(signal.SIGKILL, [process.pid for process in ranks.processes if process.poll() is None])
-        record.seconds_to_error = settings.error_seconds + waits[fault.kind] + time.monotonic() - begin
+        record.seconds_to_error = (
+            settings.error_seconds + waits[fault.kind] + time.monotonic() - begin
+        )
     record.seconds_to_end = record.seconds_to_error + ranks.wait_for_end(settings.exit_seconds)
     ranks.require_nothing_left()
     record.error = require_error(fault, ranks)
@@ -122,23 +142,40 @@ def inject(fault: Fault, ranks: Ranks, settings: Settings) -> None:
     elif fault.kind is Kind.KILL_IN_SAVE:
         ranks.ask(fault.rank, "kill-in-save", fault.moment)
         ended = ranks.processes[fault.rank].poll
-        ranks.wait_until(lambda: ended() is not None, settings.start_seconds, "the death of a rank in a save")
+        ranks.wait_until(
+            lambda: ended() is not None, settings.start_seconds, "the death of a rank in a save"
+        )
     else:
         for process in ranks.processes:
             process.send_signal(signals.get(fault.kind, signal.SIGKILL))
 
 
 def require_error(fault: Fault, ranks: Ranks) -> str:
-    """Every rank must have failed, with a `WorkerError` if the worker did; returns what another rank says."""
+    """Every rank must have failed, with a `WorkerError` if the worker did; returns what another
+    rank says."""
     for rank in ranks.all:
         if ranks.processes[rank].returncode == 0:
-            raise SoakError(f"after {fault.kind.value}, rank {rank} ended as if nothing had happened")
-        if fault.kind in (Kind.KILL_WORKER, Kind.STOP_WORKER) and "WorkerError: " not in ranks.said(rank):
-            raise SoakError(f"after {fault.kind.value}, rank {rank} does not know why: {ranks.said(rank)[-1500:]}")
-    if fault.kind is Kind.KILL_IN_SAVE and ranks.processes[fault.rank].returncode not in ENDED_IN_SAVE:
-        raise SoakError(f"rank {fault.rank} was not killed but said {ranks.said(fault.rank)[-1500:]}")
+            raise SoakError(
+                f"after {fault.kind.value}, rank {rank} ended as if nothing had happened"
+            )
+        if fault.kind in (Kind.KILL_WORKER, Kind.STOP_WORKER) and "WorkerError: " not in ranks.said(
+            rank
+        ):
+            raise SoakError(
+                f"after {fault.kind.value}, rank {rank} does not know why: "
+                f"{ranks.said(rank)[-1500:]}"
+            )
+    if (
+        fault.kind is Kind.KILL_IN_SAVE
+        and ranks.processes[fault.rank].returncode not in ENDED_IN_SAVE
+    ):
+        raise SoakError(
+            f"rank {fault.rank} was not killed but said {ranks.said(fault.rank)[-1500:]}"
+        )
     lines = ranks.said(other_than(fault.rank)).splitlines()
-    return next((line for line in reversed(lines) if "Error: " in line or "KeyboardInterrupt" in line), "")
+    return next(
+        (line for line in reversed(lines) if "Error: " in line or "KeyboardInterrupt" in line), ""
+    )
 
 
 def other_than(rank: int) -> int:
@@ -148,14 +185,20 @@ def other_than(rank: int) -> int:
 
 def truncate_newest(ranks: Ranks, draw: random.Random) -> str:
     """Cut a file of ``rolling`` or of the newest numbered checkpoint; returns its tag."""
-    tag = draw.choice([str(ranks.checkpoints()[-1]), *(["rolling"] if (ranks.folder / "rolling").exists() else [])])
+    tag = draw.choice(
+        [
+            str(ranks.checkpoints()[-1]),
+            *(["rolling"] if (ranks.folder / "rolling").exists() else []),
+        ]
+    )
     path = draw.choice(sorted((ranks.folder / tag).glob("*.pt")))
     os.truncate(path, draw.randrange(path.stat().st_size))
     return tag
 
 
 def note_resume(record: FaultRecord, ranks: Ranks) -> None:
-    """Wait until training goes on after the fault; what it did to checkpoints must have been noticed."""
+    """Wait until training goes on after the fault; what it did to checkpoints must have been
+    noticed."""
     seconds = ranks.wait_for_first_step()
     if not Kind(record.kind).ends_ranks:
         return
@@ -164,7 +207,9 @@ def note_resume(record: FaultRecord, ranks: Ranks) -> None:
     if record.truncated is not None and record.truncated not in record.refused:
         newer = record.truncated.isdigit() and (record.resumed_from or 0) > int(record.truncated)
         if not newer:
-            raise SoakError(f"resumed from {record.resumed_tag!r}, but {record.truncated!r} was truncated")
+            raise SoakError(
+                f"resumed from {record.resumed_tag!r}, but {record.truncated!r} was truncated"
+            )
     if record.kind == Kind.KILL_IN_SAVE.value:
 
         def saved(rank: int) -> bool:

@@ -1,14 +1,17 @@
-"""One rank of a soak run: resumes from the newest checkpoint that can be read, trains, saves now and then.
+"""One rank of a soak run: resumes from the newest checkpoint that can be read, trains, saves now
+and then.
 
-It saves under two kinds of tags in turn: a number, which is the step, and ``rolling``, which is used again each time.
+It saves under two kinds of tags in turn: a number, which is the step, and ``rolling``, which is
+used again each time.
 
-Writes to its folder, where RANK is its number: ``curve-RANK.jsonl``, a line [step, loss as bits] for every step, those
-done again after a resume included; ``events-RANK.jsonl``; and at the end ``final-RANK.json``, a digest of weights and
-masters. The run ends at the step that the file ``last-step`` names, which may be written while it trains.
+Writes to its folder, where RANK is its number: ``curve-RANK.jsonl``, a line [step, loss as bits]
+for every step, those done again after a resume included; ``events-RANK.jsonl``; and at the end
+``final-RANK.json``, a digest of weights and masters. The run ends at the step that the file
+``last-step`` names, which may be written while it trains.
 
-Faults that a rank has to bring upon itself are asked for by files, too: ``disk-full-RANK`` for its next save,
-``kill-in-save-RANK`` for its next ``rolling`` save, at the moment in the file, and ``drop-engine-RANK`` after the step
-in the file.
+Faults that a rank has to bring upon itself are asked for by files, too: ``disk-full-RANK`` for its
+next save, ``kill-in-save-RANK`` for its next ``rolling`` save, at the moment in the file, and
+``drop-engine-RANK`` after the step in the file.
 """
 
 from __future__ import annotations
@@ -51,21 +54,33 @@ ROLLING = "rolling"
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--interval", type=int, required=True)
     parser.add_argument("--form", choices=FORMS, default="plain")
-    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: none")
-    parser.add_argument("--pace-seconds", type=float, default=0.0, help="sleep in each step, in place of a device")
+    parser.add_argument(
+        "--save-every", type=int, default=0, help="steps between checkpoints; 0: none"
+    )
+    parser.add_argument(
+        "--pace-seconds", type=float, default=0.0, help="sleep in each step, in place of a device"
+    )
     parser.add_argument("--worker-timeout-seconds", type=float, default=15.0)
     parser.add_argument("--group-timeout-seconds", type=float, default=20.0)
     return parser.parse_args()
 
 
 def settings_of(form: str, stage: int) -> dict[str, dict[str, Any]]:
-    """What one of `FORMS` adds to sections of the config; "on the host" is what the stage can keep there."""
-    selective = {"topk_ratio": 0.1, "select_block_size": 32, "select_interval": 16, "overlap_step": True}
+    """What one of `FORMS` adds to sections of the config; "on the host" is what the stage can keep
+    there."""
+    selective = {
+        "topk_ratio": 0.1,
+        "select_block_size": 32,
+        "select_interval": 16,
+        "overlap_step": True,
+    }
     on_host: dict[int, dict[str, dict[str, Any]]] = {
         1: {"zenflow": {"hide_transfers": False}},
         2: {"zenflow": {"gradients_on_host": True}},
@@ -76,7 +91,9 @@ def settings_of(form: str, stage: int) -> dict[str, dict[str, Any]]:
         "bf16 moments": {"zenflow": {"state_dtype": "bfloat16"}},
         "8-bit moments": {"zenflow": {"state_dtype": "int8"}},
         "on the host": on_host[stage],
-        "half on the host": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        "half on the host": {
+            "zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+        },
         "Lion": {"optimizer": {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}},
         "selective": {"zenflow": selective},
     }[form]
@@ -95,7 +112,8 @@ def full_disk(wanted: bool) -> Iterator[None]:
 
 
 def holdings(counts_arenas: bool) -> dict[str, Any]:
-    """What this process holds of the machine: its children, its open files by kind, and shared memory that it maps."""
+    """What this process holds of the machine: its children, its open files by kind, and shared
+    memory that it maps."""
     kinds = "/dev/shm/|/memfd:" if counts_arenas else "/dev/shm/"
     targets = []
     for number in os.listdir("/proc/self/fd"):
@@ -132,9 +150,14 @@ class Trainer:
         )
         config["zero_optimization"] |= form.get("zero_optimization", {})
         config["optimizer"] = form.get("optimizer", config["optimizer"])
-        config["scheduler"] = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10**5, "warmup_num_steps": 50}}
+        config["scheduler"] = {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": 10**5, "warmup_num_steps": 50},
+        }
         model = OddModel(width=299)
-        engine, *_ = deepspeed_ext.initialize(model=model, model_parameters=two_groups(model), config=config)
+        engine, *_ = deepspeed_ext.initialize(
+            model=model, model_parameters=two_groups(model), config=config
+        )
         return engine
 
     def resume(self) -> int:
@@ -144,7 +167,9 @@ class Trainer:
         """
         refused: list[dict[str, str]] = []
         steps = {str(step): step for step in self.saved_steps()}
-        rolled = any(self.args.folder.glob(f"{ROLLING}*"))  # a save that was interrupted may be under another name
+        rolled = any(
+            self.args.folder.glob(f"{ROLLING}*")
+        )  # a save that was interrupted may be under another name
         torch.distributed.barrier()  # loading may rename folders
         rolling = self.load(ROLLING, refused) if rolled else None
         if rolling is not None:
@@ -175,11 +200,14 @@ class Trainer:
         steps = [mine] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(steps, mine)
         if len({step for pair in steps for step in pair}) > 1:
-            raise AssertionError(f"checkpoint {tag!r} is a mixture: steps of engine and optimizer by rank: {steps}")
+            raise AssertionError(
+                f"checkpoint {tag!r} is a mixture: steps of engine and optimizer by rank: {steps}"
+            )
         return mine[0]
 
     def saved_steps(self) -> list[int]:
-        """Steps of the numbered checkpoints, newest first; what is newer than ``latest`` was never finished."""
+        """Steps of the numbered checkpoints, newest first; what is newer than ``latest`` was never
+        finished."""
         latest = self.args.folder / "latest"
         if not latest.exists():
             return []
@@ -208,7 +236,8 @@ class Trainer:
         return int(path.read_text()) if path.exists() else math.inf
 
     def save(self, step: int) -> None:
-        """Save if it is time, and forget old checkpoints; a save that fails is noted, and training goes on."""
+        """Save if it is time, and forget old checkpoints; a save that fails is noted, and training
+        goes on."""
         every = self.args.save_every
         if not every or step % every not in (0, every // 2):
             return
@@ -222,7 +251,9 @@ class Trainer:
         watching = self.operations.watch(moment) if tag == ROLLING else nullcontext()
         try:
             with full_disk(disk_is_full), watching:
-                self.engine.save_checkpoint(str(self.args.folder), tag=tag, save_latest=tag != ROLLING)
+                self.engine.save_checkpoint(
+                    str(self.args.folder), tag=tag, save_latest=tag != ROLLING
+                )
         except CheckpointError as error:
             self.note("save failed", step=step, error=str(error))
             return
@@ -231,8 +262,10 @@ class Trainer:
             shutil.rmtree(self.args.folder / str(old))
 
     def drop_engine(self) -> int:
-        """Forget the engine without `destroy`, build another and resume; returns the step that it resumed from."""
-        # DeepSpeed never frees a stage 3 optimizer, not even after `destroy`, so its masters stay in their arena.
+        """Forget the engine without `destroy`, build another and resume; returns the step that it
+        resumed from."""
+        # DeepSpeed never frees a stage 3 optimizer, not even after `destroy`, so its masters stay
+        # in their arena.
         counts_arenas = self.args.stage < 3
         before, begin = holdings(counts_arenas), time.monotonic()
         del self.engine
@@ -242,7 +275,9 @@ class Trainer:
         self.engine = self.build()
         step = self.resume()
         after = holdings(counts_arenas)
-        self.note("dropped", before=before, between=between, after=after, seconds=time.monotonic() - begin)
+        self.note(
+            "dropped", before=before, between=between, after=after, seconds=time.monotonic() - begin
+        )
         return step
 
     def asked(self, what: str) -> float | None:

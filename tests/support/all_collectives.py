@@ -1,4 +1,5 @@
-"""Every collective that the package calls, called as it does, on the device and backend of any number of ranks.
+"""Every collective that the package calls, called as it does, on the device and backend of any
+number of ranks.
 
 With one rank, the package skips them. `ranks_that_communicate` gives a group of one that does not.
 
@@ -47,7 +48,9 @@ from tests.support.same import first_difference
 PACKAGE = ROOT / "deepspeed_ext"
 PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- begin: written by `make docs` -->\n", "<!-- end: written by `make docs` -->"
-COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor", "all_gather_single", "allgather_fn", "broadcast"})
+COLLECTIVES = frozenset(
+    {"all_reduce", "all_gather_into_tensor", "all_gather_single", "allgather_fn", "broadcast"}
+)
 OBJECTS = "broadcast_object_list"
 NOT_HERE = ("commands", "verify")
 """A command with ranks of its own, which has its own tests."""
@@ -55,7 +58,8 @@ DTYPES = (torch.bfloat16, torch.float32, torch.int8)
 
 
 class _One(int):
-    """1 for arithmetic, but never equal to 1: nothing takes it for a group that has nobody to talk to."""
+    """1 for arithmetic, but never equal to 1: nothing takes it for a group that has nobody to talk
+    to."""
 
     def __eq__(self, other: object) -> bool:
         return False
@@ -88,7 +92,7 @@ def same(expected: Any, actual: Any, what: str) -> None:
     assert not found, found
 
 
-# -- one function for each way to communicate -----------------------------------------------------------------------
+# -- one function for each way to communicate ------------------------------------------------------
 
 
 def agreement(ranks: RankGroup) -> None:
@@ -113,7 +117,9 @@ def objects(ranks: RankGroup) -> None:
     found = ranks_that_communicate(_Divided).distinct(f"value {ranks.rank}")
     assert found == [(f"value {rank}", [rank]) for rank in range(ranks.size)]
     # Of a number of bytes that no word divides.
-    assert ranks.gather_among("host", "x" * (5 + ranks.rank)) == {r: "x" * (5 + r) for r in range(ranks.size)}
+    assert ranks.gather_among("host", "x" * (5 + ranks.rank)) == {
+        r: "x" * (5 + r) for r in range(ranks.size)
+    }
 
 
 def errors(ranks: RankGroup) -> None:
@@ -137,12 +143,15 @@ def partitioned(values: torch.Tensor, ranks: RankGroup) -> FetchedParameter:
     length = -(-values.numel() // ranks.size)
     padded = torch.nn.functional.pad(values, (0, length * ranks.size - values.numel()))
     part = padded[ranks.rank * length : (ranks.rank + 1) * length].to(ranks.device)
-    parameter: Any = SimpleNamespace(ds_numel=values.numel(), ds_shape=values.shape, ds_tensor=part, ds_id=0)
+    parameter: Any = SimpleNamespace(
+        ds_numel=values.numel(), ds_shape=values.shape, ds_tensor=part, ds_id=0
+    )
     return FetchedParameter(values.numel(), part, values.dtype, parameter=parameter)
 
 
 def single_parameters(ranks: RankGroup) -> None:
-    """Each to its own storage: in one launch of bytes if the backend can, and one after the other."""
+    """Each to its own storage: in one launch of bytes if the backend can, and one after the
+    other."""
     values = [(torch.arange(numel) % 100).to(dtype) for dtype in DTYPES for numel in (1, 37, 1024)]
     for grouped in {False, can_group(ranks)}:
         pending = [partitioned(value, ranks) for value in values]
@@ -159,12 +168,18 @@ def shared_bucket(ranks: RankGroup) -> None:
     GatherHandle([gather_together(pending, ranks)], pending).wait()
     for value, each in zip(values, pending, strict=True):
         raw = value.view(torch.uint8)
-        same(raw, each.parameter.data.cpu().view(torch.uint8), f"{value.dtype} in a bucket, as bytes")
+        same(
+            raw, each.parameter.data.cpu().view(torch.uint8), f"{value.dtype} in a bucket, as bytes"
+        )
 
 
 def flat_buffer(ranks: RankGroup) -> None:
     """Slices of a flat buffer, in place: as suits the backend, and as suits others."""
-    for way in (flat_exchange.exchange_of(ranks), flat_exchange.broadcasts, flat_exchange.all_gather):
+    for way in (
+        flat_exchange.exchange_of(ranks),
+        flat_exchange.broadcasts,
+        flat_exchange.all_gather,
+    ):
         for numel in (1, 1000):
             expected = torch.arange(ranks.size * numel, dtype=torch.float32)
             flat = torch.full_like(expected, torch.nan).to(ranks.device)
@@ -186,7 +201,9 @@ def flattened(ranks: RankGroup) -> None:
         own = flat.numel() // ranks.size
         for parameter in parameters:
             parameter.data = torch.empty(0, device=ranks.device)
-        rollback.restore_parameters(layout, ranks, flat[ranks.rank * own : (ranks.rank + 1) * own].clone())
+        rollback.restore_parameters(
+            layout, ranks, flat[ranks.rank * own : (ranks.rank + 1) * own].clone()
+        )
         for value, parameter in zip(values, parameters, strict=True):
             same(value, parameter.detach(), f"restored after {tier.__name__}")
 
@@ -197,7 +214,9 @@ def hot_blocks(ranks: RankGroup) -> None:
     ids = select(scores, 0.25, ranks)
     blocks = BlockSet(ids, 64 * 4, 4)
     rule = SimpleNamespace(changed_blocks=lambda plan, partition: blocks)
-    host: Any = SimpleNamespace(partitions=[SimpleNamespace(ranks=ranks)], share=None, plan=object(), rule=rule)
+    host: Any = SimpleNamespace(
+        partitions=[SimpleNamespace(ranks=ranks)], share=None, plan=object(), rule=rule
+    )
     upstream: Any = None
     flat = torch.zeros(int(ranks.size) * 256, device=ranks.device)
     own = flat.view(int(ranks.size), -1)[ranks.rank]
@@ -209,11 +228,14 @@ def hot_blocks(ranks: RankGroup) -> None:
         received.append(exchange.bytes_received)
     most = -ranks.minimum(-len(blocks))[0]
     assert received == [0, *[(int(ranks.size) - 1) * most * 4 * 4] * 2]
-    assert flat.sum().item() == flat.numel() // 4, "of a quarter of the blocks of all ranks, each element is 1"
+    assert flat.sum().item() == flat.numel() // 4, (
+        "of a quarter of the blocks of all ranks, each element is 1"
+    )
 
 
 def weights_from_the_host(ranks: RankGroup) -> None:
-    """Whole tensors of which each rank holds a part, on all ranks and on one, in a group of the host."""
+    """Whole tensors of which each rank holds a part, on all ranks and on one, in a group of the
+    host."""
     host = communicating_on_host(ranks.group)
     if host.size == 1:
         host = replace(host, size=_One(1))
@@ -259,7 +281,7 @@ def communicate(way: str) -> str:
     return flat_exchange.backend_of(ranks)
 
 
-# -- which collectives that reaches ---------------------------------------------------------------------------------
+# -- which collectives that reaches ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -328,7 +350,8 @@ def reached() -> dict[str, set[str]]:
 
 
 def page_section(calls: list[Call], lines: dict[str, set[str]]) -> str:
-    """The list of collectives for the page, in Markdown: what is called, where, and the cases that reach it."""
+    """The list of collectives for the page, in Markdown: what is called, where, and the cases that
+    reach it."""
     rows = dict[tuple[str, str, str], set[str]]()
     for call in calls:
         ways = rows.setdefault((call.collective, call.file, call.function), set())
@@ -361,7 +384,9 @@ def _lines() -> Iterator[set[str]]:
 
 
 def main() -> None:
-    from tests.support.all_collectives import reached as body  # found by its module's name in the rank
+    from tests.support.all_collectives import (
+        reached as body,
+    )  # found by its module's name in the rank
     from tests.support.ranks import run_ranks
 
     (found,) = run_ranks(1, body, device="sim")

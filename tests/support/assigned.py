@@ -28,25 +28,37 @@ def unassigned() -> list[str]:
 
 
 def assigned_by(owner: Any, wanted: set[str]) -> set[str]:
-    """Return those of `wanted` that the class's methods assign to ``self``, or the module's functions to any object."""
+    """Return those of `wanted` that the class's methods assign to ``self``, or the module's
+    functions to any object."""
     if inspect.isclass(owner):
         classes = [each for each in owner.__mro__ if each.__module__.startswith("deepspeed.")]
         functions = []
     else:
-        inside = [each for each in vars(owner).values() if getattr(each, "__module__", "") == owner.__name__]
+        inside = [
+            each
+            for each in vars(owner).values()
+            if getattr(each, "__module__", "") == owner.__name__
+        ]
         classes = [each for each in inside if inspect.isclass(each)]
         functions = [each for each in inside if inspect.isfunction(each)]
-    functions += [each for a_class in classes for each in vars(a_class).values() if inspect.isfunction(each)]
+    functions += [
+        each for a_class in classes for each in vars(a_class).values() if inspect.isfunction(each)
+    ]
     found: set[str] = set()
     for function in functions:
         if found == wanted:
             break
-        found.update(stored_by(undecorated(function).__code__, wanted - found, to_self=inspect.isclass(owner)))
+        found.update(
+            stored_by(
+                undecorated(function).__code__, wanted - found, to_self=inspect.isclass(owner)
+            )
+        )
     return found
 
 
 def stored_by(code: CodeType, wanted: set[str], to_self: bool) -> Iterator[str]:
-    """Yield those of `wanted` that a function, or one inside it, assigns: to ``self``, or to any object."""
+    """Yield those of `wanted` that a function, or one inside it, assigns: to ``self``, or to any
+    object."""
     if not wanted.isdisjoint(code.co_names):
         before: Any = None
         for instruction in dis.get_instructions(code):

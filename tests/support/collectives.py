@@ -12,7 +12,8 @@ class Collectives(TorchDispatchMode):
     """Records the name of every collective that is called while it is active, whatever the backend.
 
     Attributes:
-        names: c10d operations in the order of their calls, such as ``_allgather_base_``; a grouped launch is one.
+        names: c10d operations in the order of their calls, such as ``_allgather_base_``; a grouped
+            launch is one.
     """
 
     def __init__(self) -> None:

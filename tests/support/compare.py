@@ -1,7 +1,8 @@
-"""Train the same thing with stock DeepSpeed and with the extension, and compare everything to the bit.
+"""Train the same thing with stock DeepSpeed and with the extension, and compare everything to the
+bit.
 
-`train` runs inside a rank of `tests.support.ranks`. `compare_with_upstream` runs it twice, upstream first, and fails
-with the name of the first thing that differs.
+`train` runs inside a rank of `tests.support.ranks`. `compare_with_upstream` runs it twice, upstream
+first, and fails with the name of the first thing that differs.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ def allow_fp16() -> None:
     get_accelerator().is_fp16_supported = lambda: True
 
 
-def base_config(stage: int, dtype: torch.dtype, micro_batch: int = 4, accumulation: int = 1) -> dict[str, Any]:
-    """A DeepSpeed config with AdamW and clipping; torch's own AdamW, so that nothing has to be compiled."""
+def base_config(
+    stage: int, dtype: torch.dtype, micro_batch: int = 4, accumulation: int = 1
+) -> dict[str, Any]:
+    """A DeepSpeed config with AdamW and clipping; torch's own AdamW, so that nothing has to be
+    compiled."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -49,7 +53,10 @@ def base_config(stage: int, dtype: torch.dtype, micro_batch: int = 4, accumulati
         "steps_per_print": 10**9,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "fp16": {"enabled": dtype == torch.float16},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
+        },
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage},
@@ -66,7 +73,8 @@ def train(
     probe: Callable[[Any], Any] | None = None,
     checkpoint: bool = True,
 ) -> Record:
-    """Train over `data`, one batch a micro-step, and record losses, weights and (if asked for) the checkpoint."""
+    """Train over `data`, one batch a micro-step, and record losses, weights and (if asked for) the
+    checkpoint."""
     torch.manual_seed(1234)
     model = make_model()
     initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
@@ -89,7 +97,8 @@ def train(
 
 
 def _state(engine: Any, when: str) -> dict[str, torch.Tensor]:
-    """Every flat buffer and master partition of a stage 1/2 optimizer, and the module's parameters."""
+    """Every flat buffer and master partition of a stage 1/2 optimizer, and the module's
+    parameters."""
     found = {}
     for name in ("bit16_groups_flat", "single_partition_of_fp32_groups"):
         for index, tensor in enumerate(getattr(engine.optimizer, name, [])):
@@ -101,7 +110,8 @@ def _state(engine: Any, when: str) -> dict[str, torch.Tensor]:
 
 
 def _checkpoint(engine: Any) -> dict[str, torch.Tensor]:
-    """All tensors in all files of a checkpoint, by file and path; rank 0 picks a folder that every rank sees."""
+    """All tensors in all files of a checkpoint, by file and path; rank 0 picks a folder that every
+    rank sees."""
     folder = [tempfile.mkdtemp(prefix="dsext-checkpoint-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
     engine.save_checkpoint(folder[0], tag="saved")
@@ -122,7 +132,9 @@ def _tensors(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
     if isinstance(value, dict):
         return [leaf for key, item in value.items() for leaf in _tensors(item, f"{path}/{key}")]
     if isinstance(value, (list, tuple)):
-        return [leaf for index, item in enumerate(value) for leaf in _tensors(item, f"{path}/{index}")]
+        return [
+            leaf for index, item in enumerate(value) for leaf in _tensors(item, f"{path}/{index}")
+        ]
     return []
 
 
@@ -133,7 +145,8 @@ def compare_with_upstream(
     data: list[torch.Tensor],
     **how: Any,
 ) -> Record:
-    """Train with stock DeepSpeed on `upstream`, with the extension on `extension`; return the latter's record.
+    """Train with stock DeepSpeed on `upstream`, with the extension on `extension`; return the
+    latter's record.
 
     Raises:
         AssertionError: naming the first loss, weight, flat buffer or checkpoint entry that differs.

@@ -36,7 +36,14 @@ _ARRAYS = {  # of the model's size, and how often each is loaded and stored
     "sums_of_squares": {"like": (1, 0)},
 }
 
-_TYPES = {"addresses": "i64", "lengths": "i64", "firsts": "i64", "sums": "fp64", "found": "fp64", "known": "i32"}
+_TYPES = {
+    "addresses": "i64",
+    "lengths": "i64",
+    "firsts": "i64",
+    "sums": "fp64",
+    "found": "fp64",
+    "known": "i32",
+}
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,11 @@ class Variant:
     constants: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, kernel: str, dtypes: dict[str, str], block: int = 32, aligned: bool = True) -> Variant:
-        """The variant that `launch` takes: dtypes by array, such as ``{"weights": "bf16"}``; others are fp32."""
+    def of(
+        cls, kernel: str, dtypes: dict[str, str], block: int = 32, aligned: bool = True
+    ) -> Variant:
+        """The variant that `launch` takes: dtypes by array, such as ``{"weights": "bf16"}``; others
+        are fp32."""
         if kernel == "sums_of_squares":
             constants: dict[str, Any] = dict(launch.NORM_PART)
         elif kernel == "norms":
@@ -67,12 +77,18 @@ class Variant:
         if self.kernel == "predict" and "drift" not in dtypes:
             arrays = {name: times for name, times in arrays.items() if name != "drift"}
         size = {name: ELEMENT_BYTES[dtypes.get(name, "fp32")] for name in arrays}
-        loaded, stored = (sum(size[name] * times[way] for name, times in arrays.items()) for way in (0, 1))
+        loaded, stored = (
+            sum(size[name] * times[way] for name, times in arrays.items()) for way in (0, 1)
+        )
         return loaded, stored
 
     def source(self) -> ASTSource:
         """What Triton compiles if nothing is specialized."""
-        function, dtypes, constants = getattr(device, self.kernel), dict(self.dtypes), dict(self.constants)
+        function, dtypes, constants = (
+            getattr(device, self.kernel),
+            dict(self.dtypes),
+            dict(self.constants),
+        )
         signature: dict[str, str] = {}
         for parameter in function.params:
             if parameter.name in constants:
@@ -110,10 +126,13 @@ class Compiled:
 
     @property
     def fused(self) -> list[str]:
-        """What rounds a product and a sum of fp32 once, or lets the assembler do so. AMD divides and takes roots with
-        such instructions, so there LLVM's code is looked at, which has divisions as they are."""
+        """What rounds a product and a sum of fp32 once, or lets the assembler do so. AMD divides
+        and takes roots with such instructions, so there LLVM's code is looked at, which has
+        divisions as they are."""
         if "amdhsa" in self.ir:
-            return re.findall(r"llvm\.fma\S*|llvm\.fmuladd\S*|f(?:mul|add|sub) (?:contract|fast|reassoc)", self.ir)
+            return re.findall(
+                r"llvm\.fma\S*|llvm\.fmuladd\S*|f(?:mul|add|sub) (?:contract|fast|reassoc)", self.ir
+            )
         return re.findall(r"\bfma\.\S*f32\S*|\b(?:mul|add|sub)\.(?:ftz\.)?f32\b", self.assembly)
 
 
@@ -121,11 +140,20 @@ def compiled(variant: Variant, target: str) -> Compiled:
     """Compile a variant for a target, as `launch` would on such a device."""
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, TRITON_CACHE_DIR=cache):
-        made = triton.compile(variant.source(), target=TARGETS[target], options=dict(launch.OPTIONS))
+        made = triton.compile(
+            variant.source(), target=TARGETS[target], options=dict(launch.OPTIONS)
+        )
     seconds = time.perf_counter() - begin
     if "ptx" in made.asm:
         registers, spilled = _ptxas(made.asm["ptx"], TARGETS[target].arch)
-        return Compiled(made.asm["ptx"], made.asm["llir"], seconds, registers, spilled, *_ptx_accesses(made.asm["ptx"]))
+        return Compiled(
+            made.asm["ptx"],
+            made.asm["llir"],
+            seconds,
+            registers,
+            spilled,
+            *_ptx_accesses(made.asm["ptx"]),
+        )
     text = made.asm["amdgcn"]
     registers, spilled = (
         int(re.search(rf"\.{name}:\s+(\d+)", text)[1])  # type: ignore[index]
@@ -142,7 +170,14 @@ def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
         source = os.path.join(folder, "kernel.ptx")
         with open(source, "w") as file:
             file.write(ptx)
-        command = [ptxas, "-v", f"--gpu-name={name}", source, "-o", os.path.join(folder, "kernel.cubin")]
+        command = [
+            ptxas,
+            "-v",
+            f"--gpu-name={name}",
+            source,
+            "-o",
+            os.path.join(folder, "kernel.cubin"),
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
     return int(re.search(r"Used (\d+) registers", said)[1]), spills  # type: ignore[index]

@@ -18,14 +18,26 @@ from tests.support.compare import allow_fp16
 from tests.support.drop_in import ACCEPTED, REFUSED_UNTRIED, Row, merged
 from tests.support.models import OddModel, batches
 from tests.support.same import first_difference
-from tests.support.zenflow import full_masters_of, make_engine, offload_config, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    full_masters_of,
+    make_engine,
+    offload_config,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 __all__ = ["RULES", "RunError", "apart", "config_of", "tried"]
 
 STEPS = 6
 RULES = {
     "predictive": {},
-    "selective": {"topk_ratio": 0.2, "select_block_size": 32, "update_interval": 1, "select_interval": 4},
+    "selective": {
+        "topk_ratio": 0.2,
+        "select_block_size": 32,
+        "update_interval": 1,
+        "select_interval": 4,
+    },
 }
 """Fields with which a rule defers nothing if ``overlap_step`` is false."""
 
@@ -59,13 +71,17 @@ class Quantizer:
     Symmetric = 0
 
     @staticmethod
-    def quantize(values: torch.Tensor, groups: int, bits: int, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(
+        values: torch.Tensor, groups: int, bits: int, kind: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = values.float().view(groups, -1)
         scales = rows.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
         return (rows / scales).round().to(torch.int8).view(values.shape), scales.view(-1)
 
     @staticmethod
-    def dequantize(values: torch.Tensor, scales: torch.Tensor, groups: int, bits: int, kind: int) -> torch.Tensor:
+    def dequantize(
+        values: torch.Tensor, scales: torch.Tensor, groups: int, bits: int, kind: int
+    ) -> torch.Tensor:
         return (values.view(groups, -1).float() * scales.view(groups, 1)).half().view(values.shape)
 
 
@@ -75,11 +91,16 @@ def optimizer_of(name: str) -> Any:
         "DeepSpeedCPUAdam": {},
         "DeepSpeedCPUAdam with 16-bit states": {"fp32_optimizer_states": False},
     }
-    return (lambda params: DeepSpeedCPUAdam(params, lr=1e-3, weight_decay=0.1, **kinds[name])) if name else None
+    return (
+        (lambda params: DeepSpeedCPUAdam(params, lr=1e-3, weight_decay=0.1, **kinds[name]))
+        if name
+        else None
+    )
 
 
 def config_of(row: Row, stage: int, rule: str | None, **zenflow: Any) -> dict[str, Any]:
-    """The config of ZeRO-Offload with the row's changes; with `rule`, a ``zenflow`` section is added."""
+    """The config of ZeRO-Offload with the row's changes; with `rule`, a ``zenflow`` section is
+    added."""
     base = zenflow_config(stage, torch.float32)
     cores = base["zero_optimization"]["core_binding"]
     config = merged(offload_config(base), row.changes)
@@ -92,7 +113,8 @@ def config_of(row: Row, stage: int, rule: str | None, **zenflow: Any) -> dict[st
 
 
 def trained(row: Row, config: dict[str, Any], folder: str = "") -> dict[str, Any]:
-    """Train, and with a `folder` save after half of the steps and go on in a new engine; the final state.
+    """Train, and with a `folder` save after half of the steps and go on in a new engine; the final
+    state.
 
     Raises:
         RunError: with the error's type and text.
@@ -123,7 +145,11 @@ def trained(row: Row, config: dict[str, Any], folder: str = "") -> dict[str, Any
 
 
 def _engine(row: Row, config: dict[str, Any], extended: bool) -> Any:
-    how = {"extended": extended, "model": MODELS[row.model], "optimizer": optimizer_of(row.optimizer)}
+    how = {
+        "extended": extended,
+        "model": MODELS[row.model],
+        "optimizer": optimizer_of(row.optimizer),
+    }
     engine = make_engine(copy.deepcopy(config), **how)
     if row.before == "compile":
         engine.compile()
@@ -131,13 +157,16 @@ def _engine(row: Row, config: dict[str, Any], extended: bool) -> Any:
 
 
 def tried(row: Row, stage: int, folder: str) -> dict[str, Any]:
-    """What becomes of a row's setting: for ZeRO-Offload (None) and each rule, the final state, or the error.
+    """What becomes of a row's setting: for ZeRO-Offload (None) and each rule, the final state, or
+    the error.
 
-    With `row.resumes`, ZenFlow's resumed run is compared to the bit with one that is not resumed; what differs is kept
-    under "resumed".
+    With `row.resumes`, ZenFlow's resumed run is compared to the bit with one that is not resumed;
+    what differs is kept under "resumed".
     """
     allow_fp16()
-    with patch.object(CUDAQuantizer, "quantizer_cuda_module", Quantizer() if row.before == "quantizer" else None):
+    with patch.object(
+        CUDAQuantizer, "quantizer_cuda_module", Quantizer() if row.before == "quantizer" else None
+    ):
         found: dict[str, Any] = {}
         without = replace(row, changes=row.changes if row.instead is None else row.instead)
         for rule in (None, *row.rules):
@@ -152,7 +181,9 @@ def tried(row: Row, stage: int, folder: str) -> dict[str, Any]:
             else:
                 if rule and row.resumes:
                     resumed = trained(row, config, f"{folder}/{rule}")
-                    found["resumed"] = found.get("resumed", "") + first_difference(found[rule], resumed, rule)
+                    found["resumed"] = found.get("resumed", "") + first_difference(
+                        found[rule], resumed, rule
+                    )
     return found | {"start": _start(row)}
 
 
@@ -162,11 +193,20 @@ def _start(row: Row) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in MODELS[row.model]().named_parameters()}
 
 
-def apart(expected: dict[str, Any], actual: dict[str, Any], start: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """Two runs' largest relative distance of a loss, and the distance of their weights over that moved (L2)."""
-    losses = max(abs(one - other) / abs(one) for one, other in zip(expected["losses"], actual["losses"], strict=True))
+def apart(
+    expected: dict[str, Any], actual: dict[str, Any], start: dict[str, torch.Tensor]
+) -> tuple[float, float]:
+    """Two runs' largest relative distance of a loss, and the distance of their weights over that
+    moved (L2)."""
+    losses = max(
+        abs(one - other) / abs(one)
+        for one, other in zip(expected["losses"], actual["losses"], strict=True)
+    )
     squares = [
-        (float((actual["weights"][name] - value).square().sum()), float((value - start[name]).square().sum()))
+        (
+            float((actual["weights"][name] - value).square().sum()),
+            float((value - start[name]).square().sum()),
+        )
         for name, value in expected["weights"].items()
     ]
     moved = sum(way for _, way in squares)

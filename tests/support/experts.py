@@ -25,9 +25,20 @@ class ExpertModel(nn.Module):
     def __init__(self, ep_size: int, experts: int = 2, width: int = 20) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, width)
-        expert = nn.Sequential(nn.Linear(width, 2 * width + 1), nn.ReLU(), nn.Linear(2 * width + 1, width))
-        # every token reaches its expert, so that no draw and no rounding decides which tokens are dropped
-        self.experts = MoE(width, expert, num_experts=experts, ep_size=ep_size, use_rts=False, drop_tokens=False, k=1)
+        expert = nn.Sequential(
+            nn.Linear(width, 2 * width + 1), nn.ReLU(), nn.Linear(2 * width + 1, width)
+        )
+        # every token reaches its expert, so that no draw and no rounding decides which tokens are
+        # dropped
+        self.experts = MoE(
+            width,
+            expert,
+            num_experts=experts,
+            ep_size=ep_size,
+            use_rts=False,
+            drop_tokens=False,
+            k=1,
+        )
         self.head = nn.Linear(width, 64)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -39,14 +50,20 @@ class ExpertModel(nn.Module):
 
 def expert_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Optimizer groups as DeepSpeed's documentation makes them."""
-    return split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+    return split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(model.parameters()), "name": "all"}
+    )
 
 
 def replicas_differ(engine: Any) -> list[str]:
     """Names of parameters whose replicas are not equal to the bit. A collective."""
     found = []
     for name, param in engine.module.named_parameters():
-        group = engine.expert_data_parallel_group[param.group_name] if not getattr(param, "allreduce", True) else None
+        group = (
+            engine.expert_data_parallel_group[param.group_name]
+            if not getattr(param, "allreduce", True)
+            else None
+        )
         rows = [torch.empty_like(param.data) for _ in range(dist.get_world_size(group=group))]
         dist.all_gather(rows, param.data.contiguous(), group=group)
         if any(not torch.equal(rows[0], row) for row in rows[1:]):

@@ -18,7 +18,8 @@ STEPS = 20
 
 
 def compare_tier(tier: str, stage: int, dtype: str, way: str) -> tuple[list[str], list[float]]:
-    """Train with DeepSpeed and with a tier, and compare to the bit; returns the tiers of the groups and the losses."""
+    """Train with DeepSpeed and with a tier, and compare to the bit; returns the tiers of the groups
+    and the losses."""
     upstream = base_config(stage, {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     zero: dict[str, Any] = upstream["zero_optimization"]
     if way == "offload":

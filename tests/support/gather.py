@@ -56,7 +56,11 @@ def way_config(way: str, dtype: str, accumulation: int) -> dict[str, Any]:
 
 
 def make_model(way: str, config: dict[str, Any]) -> torch.nn.Module:
-    context = deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(config)) if way == "zero_init" else nullcontext()
+    context = (
+        deepspeed.zero.Init(config_dict_or_path=copy.deepcopy(config))
+        if way == "zero_init"
+        else nullcontext()
+    )
     with context:
         model = ZooModel()
     if way == "leaf":
@@ -70,7 +74,9 @@ def after_training(engine: Any) -> tuple[dict[str, torch.Tensor], Any]:
     found = {f"gathered {name}": tensor for name, tensor in gathered(engine).items()}
     engine.eval()
     with torch.no_grad():
-        found["eval"] = torch.stack([engine(batch.to(device)) for batch in batches(3, dist.get_rank(), seed=1)]).cpu()
+        found["eval"] = torch.stack(
+            [engine(batch.to(device)) for batch in batches(3, dist.get_rank(), seed=1)]
+        ).cpu()
     engine.train()
     folder = [tempfile.mkdtemp(prefix="dsext-16bit-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, src=0)
@@ -89,11 +95,15 @@ def after_training(engine: Any) -> tuple[dict[str, torch.Tensor], Any]:
     return found, getattr(engine, "parameter_gather", None)
 
 
-def train_one_way(way: str, config: dict[str, Any], extended: bool, data: list[torch.Tensor]) -> tuple[Record, Any]:
+def train_one_way(
+    way: str, config: dict[str, Any], extended: bool, data: list[torch.Tensor]
+) -> tuple[Record, Any]:
     if extended and way == "zero_init":
         deepspeed_ext.enable()
     try:
-        record = train(config, lambda: make_model(way, config), data, extended=extended, probe=after_training)
+        record = train(
+            config, lambda: make_model(way, config), data, extended=extended, probe=after_training
+        )
     finally:
         deepspeed_ext.disable()
     tensors, gather = record.probe
@@ -101,7 +111,9 @@ def train_one_way(way: str, config: dict[str, Any], extended: bool, data: list[t
     return record, gather
 
 
-def compare_gathers(dtype: str, accumulation: int, min_numel: int | None, way: str) -> tuple[list[float], Any, int]:
+def compare_gathers(
+    dtype: str, accumulation: int, min_numel: int | None, way: str
+) -> tuple[list[float], Any, int]:
     upstream = way_config(way, dtype, accumulation)
     extension = copy.deepcopy(upstream)
     extension["zero_optimization"]["stage3_allgather_single_param"] = True
@@ -116,11 +128,17 @@ def compare_gathers(dtype: str, accumulation: int, min_numel: int | None, way: s
     return actual.losses, gather.plan if gather else None, gather.num_collectives if gather else 0
 
 
-def engine_for(zero: dict[str, Any], model: torch.nn.Module | None = None, through: Any = None) -> Any:
+def engine_for(
+    zero: dict[str, Any], model: torch.nn.Module | None = None, through: Any = None
+) -> Any:
     """A ZeRO-3 engine with other fields of ``zero_optimization``."""
     config = way_config("plain", "fp32", 1)
     config["zero_optimization"] |= zero
     torch.manual_seed(0)
     model = model or ZooModel()
     through = through or deepspeed_ext.initialize
-    return through(model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config)[0]
+    return through(
+        model=model,
+        model_parameters=[p for p in model.parameters() if p.requires_grad],
+        config=config,
+    )[0]

@@ -1,4 +1,5 @@
-"""Runs with ZenFlow's guard: probed often, listened to, and on a task that the prediction fails on."""
+"""Runs with ZenFlow's guard: probed often, listened to, and on a task that the prediction fails
+on."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class Steep:
 
 
 def steep_config(stage: int, lr: float = 0.1, **zenflow: Any) -> dict[str, Any]:
-    """A config for `SteepRegression`, with a learning rate at which only synchronous steps are stable."""
+    """A config for `SteepRegression`, with a learning rate at which only synchronous steps are
+    stable."""
     zenflow = {"update_interval": 4, "full_warm_up_rounds": 4, **zenflow}
     config = zenflow_config(stage, torch.float32, lr=lr, **zenflow)
     config["optimizer"]["params"] |= {"betas": [0.9, 0.95], "weight_decay": 0.0}
@@ -77,10 +79,14 @@ def train_steeply(config: dict[str, Any], steps: int, every: int = 4, calm: int 
             figures = engine.optimizer.host_optimizer.measurements()
             errors.append(figures.get("zenflow_prediction_error", math.nan))
         engine.destroy()
-    return Steep(losses, errors, figures["zenflow_guard_trips"], figures["zenflow_guard_synchronous"], log)
+    return Steep(
+        losses, errors, figures["zenflow_guard_trips"], figures["zenflow_guard_synchronous"], log
+    )
 
 
-def large_errors(last_update: int, prediction: float, rank: int | None) -> Callable[[Sample], PredictionErrors]:
+def large_errors(
+    last_update: int, prediction: float, rank: int | None
+) -> Callable[[Sample], PredictionErrors]:
     """Instead of `Sample.errors`: large up to an update, on one rank (None: on all), then small."""
 
     def errors(sample: Sample) -> PredictionErrors:
@@ -116,8 +122,11 @@ class Run:
         return [(source, waits, trips) for left_out, source, waits, trips in steps if not left_out]
 
 
-def guarded_config(stage: int, dtype: torch.dtype, accumulation: int = 1, **zenflow: Any) -> dict[str, Any]:
-    """A config in which steps are handed over two at a time; in fp16 the loss scale changes on the way."""
+def guarded_config(
+    stage: int, dtype: torch.dtype, accumulation: int = 1, **zenflow: Any
+) -> dict[str, Any]:
+    """A config in which steps are handed over two at a time; in fp16 the loss scale changes on the
+    way."""
     zenflow = {"update_interval": 2, "full_warm_up_rounds": 2, **zenflow}
     config = zenflow_config(stage, dtype, accumulation, **zenflow)
     if dtype == torch.float16:
@@ -135,11 +144,13 @@ def run_guarded(
     save: str = "",
     probe: tuple[int, int] = (1, 2),
 ) -> Run:
-    """Body of a rank: optimizer steps `first` to `last` (exclusive, from 0) of a run whose errors are made up.
+    """Body of a rank: optimizer steps `first` to `last` (exclusive, from 0) of a run whose errors
+    are made up.
 
     Args:
         overflowing: steps in which the loss of the last rank is infinite.
-        large_until: the update up to which the last rank's errors are large; 0: errors are what they are.
+        large_until: the update up to which the last rank's errors are large; 0: errors are what
+            they are.
         load: folder of the checkpoint to begin from.
         save: folder of the checkpoint to write at the end.
         probe: arguments of `probing`.
@@ -157,17 +168,26 @@ def run_guarded(
         advance_as_usual(schedule, plan)
 
     advance_as_usual = PredictiveSchedule.advance
-    with probing(*probe), patch.object(Sample, "errors", counted), patch.object(PredictiveSchedule, "advance", advance):
+    with (
+        probing(*probe),
+        patch.object(Sample, "errors", counted),
+        patch.object(PredictiveSchedule, "advance", advance),
+    ):
         engine = make_engine(config)
         if load:
             engine.load_checkpoint(load, tag="t")
-        schedule, each = engine.optimizer.host_optimizer.rule.schedule, engine.gradient_accumulation_steps()
+        schedule, each = (
+            engine.optimizer.host_optimizer.rule.schedule,
+            engine.gradient_accumulation_steps(),
+        )
         data = batches(last * each, dist.get_rank())
         for step in range(first, last):
             times = float("inf") if step in overflowing and dist.get_rank() == owner else 1.0
             run.losses += train(engine, data[step * each : (step + 1) * each], times)
             guard_state = schedule.state.guard
-            run.overflowed.append(bool(engine.optimizer.overflow) if config["fp16"]["enabled"] else False)
+            run.overflowed.append(
+                bool(engine.optimizer.overflow) if config["fp16"]["enabled"] else False
+            )
             run.sources += [""] if run.overflowed[-1] else []
             run.synchronous.append(guard_state.synchronous)
             run.trips.append(guard_state.trips)

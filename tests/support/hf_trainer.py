@@ -1,4 +1,5 @@
-"""The example of the Hugging Face Trainer at a small size: runs, their logs, and configs for them."""
+"""The example of the Hugging Face Trainer at a small size: runs, their logs, and configs for
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ SMALL = [*MODEL, "--batch-size", "2", "--grad-accum", "2", "--steps", "6", "--lo
 
 
 def train(folder: str, *flags: str) -> list[dict[str, float]]:
-    """Run the example on this rank, with the extension unless --upstream; returns the Trainer's log."""
+    """Run the example on this rank, with the extension unless --upstream; returns the Trainer's
+    log."""
     if str(ROOT / "examples") not in sys.path:
         sys.path.insert(0, str(ROOT / "examples"))
     import hf_trainer as example
@@ -31,7 +33,11 @@ def train(folder: str, *flags: str) -> list[dict[str, float]]:
 
 def curve(history: list[dict[str, float]]) -> list[tuple[float, float, float, float]]:
     """Step, loss, gradient norm and learning rate of each log of a step."""
-    return [(log["step"], log["loss"], log["grad_norm"], log["learning_rate"]) for log in history if "loss" in log]
+    return [
+        (log["step"], log["loss"], log["grad_norm"], log["learning_rate"])
+        for log in history
+        if "loss" in log
+    ]
 
 
 def config_file(folder: Path, **zero_fields: Any) -> str:

@@ -1,4 +1,5 @@
-"""Which functions of the package a piece of code calls, and the same code with one of them failing."""
+"""Which functions of the package a piece of code calls, and the same code with one of them
+failing."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from typing import Any
 
 import deepspeed_ext
 
-__all__ = ["STRIKES", "InjectedError", "Interruption", "PreemptedError", "called_functions", "failing"]
+__all__ = [
+    "STRIKES",
+    "InjectedError",
+    "Interruption",
+    "PreemptedError",
+    "called_functions",
+    "failing",
+]
 
 _WITH_LOCKS = (logging.__file__, threading.__file__)
 _PACKAGE = os.path.dirname(os.path.abspath(deepspeed_ext.__file__)) + os.sep
@@ -41,7 +49,9 @@ def _by_handler(kind: type[Exception]) -> Callable[[], None]:
         try:
             signal.raise_signal(signal.SIGUSR1)
         finally:
-            _KEPT.append(before)  # the handler stays, as in a script, while its exception is on its way
+            _KEPT.append(
+                before
+            )  # the handler stays, as in a script, while its exception is on its way
 
     return strike
 
@@ -60,8 +70,9 @@ def _is_ours(code: CodeType) -> bool:
 
 
 def _name(frame: FrameType) -> str | None:
-    """``zenflow/link.py:WorkerLink.send`` for a function of the package that the package calls; None for others: where
-    DeepSpeed or a user calls us, failing at once is the same as if they had failed."""
+    """``zenflow/link.py:WorkerLink.send`` for a function of the package that the package calls;
+    None for others: where DeepSpeed or a user calls us, failing at once is the same as if they had
+    failed."""
     code, caller = frame.f_code, frame.f_back
     if not _is_ours(code) or "<" in code.co_name or caller is None or not _is_ours(caller.f_code):
         return None
@@ -78,7 +89,8 @@ def _profiled(hook: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
 
 
 def called_functions(action: Callable[[], Any]) -> list[str]:
-    """The package's functions that `action` calls on this thread, in the order of their first calls."""
+    """The package's functions that `action` calls on this thread, in the order of their first
+    calls."""
     names: dict[str, None] = {}
 
     def hook(frame: FrameType, event: str, argument: Any) -> None:
@@ -92,7 +104,8 @@ def called_functions(action: Callable[[], Any]) -> list[str]:
 
 @contextmanager
 def failing(name: str | None) -> Iterator[None]:
-    """Inside the block the first call of the function `name` raises `InjectedError`; None: nothing is changed."""
+    """Inside the block the first call of the function `name` raises `InjectedError`; None: nothing
+    is changed."""
     if name is None:
         yield
         return
@@ -109,8 +122,9 @@ def failing(name: str | None) -> Iterator[None]:
 
 
 class Interruption:
-    """Raises at a line that this thread executes inside the block, whosever code it is, as a signal may. Lines of
-    `logging` and `threading` are left out: they could leave a lock of the whole process locked.
+    """Raises at a line that this thread executes inside the block, whosever code it is, as a signal
+    may. Lines of `logging` and `threading` are left out: they could leave a lock of the whole
+    process locked.
 
     Args:
         at: number of the line, from 0; None: count the lines only.
@@ -127,7 +141,10 @@ class Interruption:
         self._before: Any = None
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        is_left_out = frame.f_code is Interruption.__exit__.__code__ or frame.f_code.co_filename in _WITH_LOCKS
+        is_left_out = (
+            frame.f_code is Interruption.__exit__.__code__
+            or frame.f_code.co_filename in _WITH_LOCKS
+        )
         return None if is_left_out else self._line
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:

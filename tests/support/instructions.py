@@ -11,7 +11,8 @@ __all__ = ["instructions"]
 
 
 def instructions(action: Callable[[], Any]) -> int:
-    """Bytecode instructions that `action` executes on this thread. Work inside of libraries counts as one call."""
+    """Bytecode instructions that `action` executes on this thread. Work inside of libraries counts
+    as one call."""
     count = 0
 
     def step(frame: FrameType, event: str, argument: Any) -> Any:

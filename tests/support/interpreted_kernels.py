@@ -1,11 +1,13 @@
-"""Runs the device kernels in Triton's interpreter beside their definition, on invented arrays: same bits or exit 1.
+"""Runs the device kernels in Triton's interpreter beside their definition, on invented arrays: same
+bits or exit 1.
 
     TRITON_INTERPRET=1 python -m tests.support.interpreted_kernels CASES SEED
 
-Triton reads that variable when it is imported, so this is a process of its own. The interpreter truncates what it
-stores in bf16, which no device does; so in bf16 only dithered numbers are compared, of which nothing is left to cut.
-Nor does a device read a subnormal number of bf16 as zero, as the interpreter does; so there is none. Square roots of
-the definition are rounded correctly here, as they are on a device: on a CPU torch's may be off by the last bit (MKL).
+Triton reads that variable when it is imported, so this is a process of its own. The interpreter
+truncates what it stores in bf16, which no device does; so in bf16 only dithered numbers are
+compared, of which nothing is left to cut. Nor does a device read a subnormal number of bf16 as
+zero, as the interpreter does; so there is none. Square roots of the definition are rounded
+correctly here, as they are on a device: on a CPU torch's may be off by the last bit (MKL).
 """
 
 from __future__ import annotations
@@ -46,11 +48,16 @@ class Case:
         return cls(rng, block, n, rng.random() < 0.5)
 
     def array(self, dtype: torch.dtype, n: int | None = None, scale: float = 1.0) -> torch.Tensor:
-        """Numbers of many magnitudes, some of them special, at an odd offset unless all are aligned."""
+        """Numbers of many magnitudes, some of them special, at an odd offset unless all are
+        aligned."""
         n = self.n if n is None else n
         generator = torch.Generator().manual_seed(self.random.getrandbits(32))
         first = 0 if self.aligned else self.random.randint(0, 9)
-        values = torch.randn(n, generator=generator) * scale * 10 ** (torch.randn(n, generator=generator) * 2)
+        values = (
+            torch.randn(n, generator=generator)
+            * scale
+            * 10 ** (torch.randn(n, generator=generator) * 2)
+        )
         for _ in range(min(n, 8)):
             values[self.random.randrange(n)] = self.random.choice(SPECIAL)
         if dtype == torch.bfloat16:
@@ -60,15 +67,22 @@ class Case:
         return whole[first:]
 
     def number(self) -> float:
-        return self.random.choice([1.0, 0.0, self.random.uniform(-2, 2), 10 ** self.random.uniform(-9, 1)])
+        return self.random.choice(
+            [1.0, 0.0, self.random.uniform(-2, 2), 10 ** self.random.uniform(-9, 1)]
+        )
 
-    def both(self, run: Callable[..., None], arrays: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def both(
+        self, run: Callable[..., None], arrays: list[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What the kernel and the definition make of `arrays`, which `run` writes."""
         wanted = [array.clone() for array in arrays]
         before = len(launch.variants())
         run(*arrays)
         assert launch.variants() or before, "no kernel ran"
-        with patch.object(launch, "serves", lambda *_: False), patch.object(host, "serves", lambda *_: False):
+        with (
+            patch.object(launch, "serves", lambda *_: False),
+            patch.object(host, "serves", lambda *_: False),
+        ):
             run(*wanted)
         return list(zip(arrays, wanted, strict=True))
 
@@ -79,45 +93,73 @@ class Case:
         scale, coefficient = self.number(), self.number()
         weights = self.array(self.random.choice(READ))
         return self.both(
-            lambda w: launch.predict(w, published, drift, grad, inverse, scale, coefficient, self.block), [weights]
+            lambda w: launch.predict(
+                w, published, drift, grad, inverse, scale, coefficient, self.block
+            ),
+            [weights],
         )
 
     def move(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        grad, inverse = self.array(self.random.choice(READ)), self.array(torch.float32, -(-self.n // self.block), 10.0)
+        grad, inverse = (
+            self.array(self.random.choice(READ)),
+            self.array(torch.float32, -(-self.n // self.block), 10.0),
+        )
         scale, by_weights, by_drift = (self.number() for _ in range(3))
         arrays = [self.array(self.random.choice(READ)) for _ in range(2)]
-        return self.both(lambda w, d: launch.move(w, d, grad, inverse, scale, by_weights, by_drift, self.block), arrays)
+        return self.both(
+            lambda w, d: launch.move(w, d, grad, inverse, scale, by_weights, by_drift, self.block),
+            arrays,
+        )
 
     def hot_step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         rows = max(1, self.n // self.block)
         p, m, v = (self.array(torch.float32, rows * self.block).view(rows, -1) for _ in range(3))
         grad = self.array(self.random.choice(READ), rows * self.block).view(rows, -1)
-        updates = torch.tensor([self.random.randint(1, 10**6) for _ in range(rows)], dtype=torch.int32)
-        beta1, beta2, decay = self.random.choice([0.0, 0.9]), self.random.choice([0.0, 0.95, 0.999]), self.number()
+        updates = torch.tensor(
+            [self.random.randint(1, 10**6) for _ in range(rows)], dtype=torch.int32
+        )
+        beta1, beta2, decay = (
+            self.random.choice([0.0, 0.9]),
+            self.random.choice([0.0, 0.95, 0.999]),
+            self.number(),
+        )
         l2, decay = self.random.choice([(0.0, 1.0), (decay, 1.0), (0.0, decay)])
         constants = definition.HotConstants(
             *(self.number(), 1e-3, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1e-8, l2, decay),
             *self.random.choice([(beta1, beta2), (0.0, 0.0)]),
         )
-        return self.both(lambda p, m, v: launch.hot_step(p, m, v, grad, updates, constants), [p, m, v.abs_()])
+        return self.both(
+            lambda p, m, v: launch.hot_step(p, m, v, grad, updates, constants), [p, m, v.abs_()]
+        )
 
     def predict_lion(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         published, grad = (self.array(self.random.choice(READ)) for _ in range(2))
         rows, width = -(-self.n // self.block), LION_STATE.per_block_width(self.block)
         generator = torch.Generator().manual_seed(self.random.getrandbits(32))
-        known = torch.randint(-(1 << 31), 1 << 31, (rows, width), dtype=torch.int32, generator=generator)
+        known = torch.randint(
+            -(1 << 31), 1 << 31, (rows, width), dtype=torch.int32, generator=generator
+        )
         known[:, 0] = self.array(torch.float32, rows).abs().view(torch.int32)
         weight, beta1, lr = self.number(), self.random.choice([0.0, 0.9]), self.number()
         weights = self.array(self.random.choice(STORED))
         return self.both(
-            lambda w: lion.predict_lion(w, published, grad, known.view(-1), weight, beta1, lr, self.block), [weights]
+            lambda w: lion.predict_lion(
+                w, published, grad, known.view(-1), weight, beta1, lr, self.block
+            ),
+            [weights],
         )
 
     def norms(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Sums in another order: equal but for the last bits of fp64."""
-        dtype, sizes = self.random.choice(READ), [self.n, 1, 1 << 15, (1 << 15) + self.random.randint(1, 99)]
+        dtype, sizes = (
+            self.random.choice(READ),
+            [self.n, 1, 1 << 15, (1 << 15) + self.random.randint(1, 99)],
+        )
         tensors = [self.array(dtype, size).nan_to_num_(1.0, 2.0, 3.0) for size in sizes]
-        found, wanted = launch.norms(tensors), torch.stack([tensor.double().norm() for tensor in tensors])
+        found, wanted = (
+            launch.norms(tensors),
+            torch.stack([tensor.double().norm() for tensor in tensors]),
+        )
         assert torch.allclose(found, wanted, rtol=1e-13, atol=0), (found, wanted)
         tensors[-1][-1] = math.nan
         assert launch.norms(tensors).isfinite().tolist() == [True, True, True, False]
@@ -130,7 +172,9 @@ def rounded_sqrt(array: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
 
 
 def main(cases: int, seed: int) -> None:
-    accelerator = SimpleNamespace(device=lambda index: nullcontext(), pin_memory=lambda tensor: tensor)
+    accelerator = SimpleNamespace(
+        device=lambda index: nullcontext(), pin_memory=lambda tensor: tensor
+    )
     patch.object(launch, "_found", lambda device_type: device).start()
     patch.object(launch, "get_accelerator", lambda: accelerator).start()
     patch.object(torch, "sqrt", rounded_sqrt).start()
@@ -144,7 +188,9 @@ def main(cases: int, seed: int) -> None:
             *([case.norms] if number % 8 == 0 else []),
         ):
             for found, wanted in kernel():
-                if not torch.equal(found.nan_to_num(7e3), wanted.nan_to_num(7e3)) or not torch.equal(
+                if not torch.equal(
+                    found.nan_to_num(7e3), wanted.nan_to_num(7e3)
+                ) or not torch.equal(
                     found.signbit() & ~found.isnan(), wanted.signbit() & ~wanted.isnan()
                 ):
                     where = (found != wanted).nonzero()[:3].tolist()

@@ -1,4 +1,5 @@
-"""What tests of the kernel share: the kernels that run here, and tensors as the kernel sees them."""
+"""What tests of the kernel share: the kernels that run here, and tensors as the kernel sees
+them."""
 
 import pytest
 import torch
@@ -7,7 +8,9 @@ from deepspeed_ext.zenflow.worker.kernel import Array, Kernel, library_path, loa
 
 LIBRARY = library_path()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-needs_native = pytest.mark.skipif(LIBRARY is None, reason="no native kernel and no C++ compiler here")
+needs_native = pytest.mark.skipif(
+    LIBRARY is None, reason="no native kernel and no C++ compiler here"
+)
 KERNELS = [pytest.param("native", marks=needs_native), "reference"]
 
 

@@ -1,4 +1,5 @@
-"""Lightning's DeepSpeedStrategy on ranks of the CPU, which it refuses, and runs of its example there."""
+"""Lightning's DeepSpeedStrategy on ranks of the CPU, which it refuses, and runs of its example
+there."""
 
 from __future__ import annotations
 
@@ -62,7 +63,13 @@ def lightning_run(
     if zenflow is not None:
         zero["zenflow"] = zenflow
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-    how = {"accelerator": "cpu", "devices": 2, "max_epochs": epochs, "precision": precision, **quiet}
+    how = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_epochs": epochs,
+        "precision": precision,
+        **quiet,
+    }
     strategy = CpuStrategy(config={"zero_optimization": zero})
     with example("lightning_trainer") as module:
         trainer = module.train(folder, strategy, resume, **how)

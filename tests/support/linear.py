@@ -1,5 +1,6 @@
-"""A model whose outputs are linear in its weights: gradients do not depend on them, so plain autograd and torch's AdamW
-in fp32 are an exact reference for the masters, whatever the rule predicts."""
+"""A model whose outputs are linear in its weights: gradients do not depend on them, so plain
+autograd and torch's AdamW in fp32 are an exact reference for the masters, whatever the rule
+predicts."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Layer(torch.nn.Module):
 
 
 class LinearNet(torch.nn.Module):
-    """Four layers; an input of shape [1] passes through all of them, and `seed` draws the gradients."""
+    """Four layers; an input of shape [1] passes through all of them, and `seed` draws the
+    gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,13 +59,15 @@ class LinearNet(torch.nn.Module):
 
 
 class Plain:
-    """The calls of an engine around plain autograd. A parameter without gradient counts as one whose gradient is zero,
-    as in DeepSpeed."""
+    """The calls of an engine around plain autograd. A parameter without gradient counts as one
+    whose gradient is zero, as in DeepSpeed."""
 
     def __init__(self, lr: float, weight_decay: float, accumulation: int = 1) -> None:
         torch.manual_seed(1234)
         self.module, self._accumulation, self._micro_steps = LinearNet(), accumulation, 0
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=lr, weight_decay=weight_decay)
+        self.optimizer = torch.optim.AdamW(
+            self.module.parameters(), lr=lr, weight_decay=weight_decay
+        )
         self._zero()
 
     def _zero(self) -> None:

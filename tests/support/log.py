@@ -13,7 +13,8 @@ __all__ = ["heard"]
 
 @contextmanager
 def heard(about: str = "") -> Iterator[list[tuple[str, str]]]:
-    """Level and message of what is logged meanwhile on this rank, if the message has the text `about`."""
+    """Level and message of what is logged meanwhile on this rank, if the message has the text
+    `about`."""
     found: list[tuple[str, str]] = []
 
     class Ear(logging.Handler):

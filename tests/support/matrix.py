@@ -12,12 +12,16 @@ import pytest
 
 
 def cover(cases: list[tuple], strength: int = 2) -> list[tuple]:
-    """A small subset of `cases` in which every pair (triple, ...) of settings that occurs in them occurs (greedy)."""
+    """A small subset of `cases` in which every pair (triple, ...) of settings that occurs in them
+    occurs (greedy)."""
     places = list(itertools.combinations(range(len(cases[0])), strength))
     numbers: dict[tuple, int] = {}
     table = np.array(
         [
-            [numbers.setdefault((place, tuple(case[axis] for axis in place)), len(numbers)) for place in places]
+            [
+                numbers.setdefault((place, tuple(case[axis] for axis in place)), len(numbers))
+                for place in places
+            ]
             for case in cases
         ]
     )
@@ -33,13 +37,16 @@ def cover(cases: list[tuple], strength: int = 2) -> list[tuple]:
 def some(cases: list[tuple], strength: int = 2) -> list[Any]:
     """`cases`, of which those that a cover of pairs can spare are only run by ``--full``."""
     needed = cover(cases, strength)
-    return [case if case in needed else pytest.param(*case, marks=pytest.mark.full) for case in cases]
+    return [
+        case if case in needed else pytest.param(*case, marks=pytest.mark.full) for case in cases
+    ]
 
 
 def beyond_the_sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Of each test function marked ``sampled(n)``, all but one case in n, rounded up.
 
-    The hash of its name chooses a case, so that no value of a setting is left out because of its place in a list.
+    The hash of its name chooses a case, so that no value of a setting is left out because of its
+    place in a list.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -55,8 +62,9 @@ def beyond_the_sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def beyond_one_in(number: int, items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """All but about one in `number`, chosen by the hash of their names: where a test stands chooses nothing, so that no
-    other test's coming or going changes what runs, and no setting is always left out."""
+    """All but about one in `number`, chosen by the hash of their names: where a test stands chooses
+    nothing, so that no other test's coming or going changes what runs, and no setting is always
+    left out."""
     return {item for item in items if int.from_bytes(_hash(item), "big") % number}
 
 

@@ -1,7 +1,9 @@
-"""Train a stack of equal layers, and compare the bytes that ranks hold with the plan, phase by phase.
+"""Train a stack of equal layers, and compare the bytes that ranks hold with the plan, phase by
+phase.
 
-`measure` is a body of ranks: the device's allocator counts its own bytes exactly, `HostBytes` the storages of host
-tensors, and the arena its touched pages. `planned` reads the same config as ``deepspeed-ext plan --memory`` does.
+`measure` is a body of ranks: the device's allocator counts its own bytes exactly, `HostBytes` the
+storages of host tensors, and the arena its touched pages. `planned` reads the same config as
+``deepspeed-ext plan --memory`` does.
 """
 
 from __future__ import annotations
@@ -94,7 +96,9 @@ WAYS: dict[str, dict[str, Any]] = {
         "offload_optimizer": CPU,
         "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3, "gradients_on_host": True},
     },
-    "selective, interval 2, gradients_on_host": {"zenflow": {**SELECTIVE, "gradients_on_host": True}},
+    "selective, interval 2, gradients_on_host": {
+        "zenflow": {**SELECTIVE, "gradients_on_host": True}
+    },
     "selective, interval 2": {"zenflow": SELECTIVE},
     "selective, interval 2, offload": {"zenflow": {**SELECTIVE, "offload": True}},
 }
@@ -102,7 +106,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Layers(nn.Module):
-    """Residual linear layers of one width, whose gradients are about equally large, so that hot blocks are spread."""
+    """Residual linear layers of one width, whose gradients are about equally large, so that hot
+    blocks are spread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,14 +120,16 @@ class Layers(nn.Module):
 
 
 class HostBytes(LiveBytes):
-    """Counts the storages of host tensors alone, without those of a module, and the arena's touched pages once they
-    are mapped; see ``live["host"]``."""
+    """Counts the storages of host tensors alone, without those of a module, and the arena's touched
+    pages once they are mapped; see ``live["host"]``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._arenas: dict[Arena, int] = {}
         self._left_out = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-        self._kept: list[Any] = [parameter.data for parameter in module.parameters()]  # so that no address is reused
+        self._kept: list[Any] = [
+            parameter.data for parameter in module.parameters()
+        ]  # so that no address is reused
 
     @contextmanager
     def counting(self) -> Iterator[HostBytes]:
@@ -189,7 +196,8 @@ class Measured:
         arena: touched bytes of the arena after the last step; 0 without ZenFlow.
         kept: bytes that the rule keeps beside the weights.
         numels: elements of this rank's partitions, with ZenFlow.
-        untouched: bytes of DeepSpeed's buffer of gradients, if nothing touches it, so it takes no memory.
+        untouched: bytes of DeepSpeed's buffer of gradients, if nothing touches it, so it takes no
+            memory.
         before_untouched: the most bytes of the host before that buffer was made.
     """
 
@@ -237,7 +245,8 @@ def measure(config: dict[str, Any], model: str | None = None) -> Measured:
 
 
 def in_proportion() -> AbstractContextManager[Any]:
-    """Context in which the chunks that travel beside a step are as small as a part of the model as in a large one."""
+    """Context in which the chunks that travel beside a step are as small as a part of the model as
+    in a large one."""
     return patch.object(chunks, "CHUNK_NUMEL", 1 << 12)
 
 
@@ -285,7 +294,9 @@ def _measure(config: dict[str, Any], model: str | None) -> Measured:
         note(Phase.START)
         rows = on_device(torch.randn(1, WIDTH).bfloat16())
         for step in range(STEPS):
-            _step(engine, rows, note if step else (lambda _: note(None)))  # the first makes the state of later ones
+            _step(
+                engine, rows, note if step else (lambda _: note(None))
+            )  # the first makes the state of later ones
         found.accelerator[Phase.BETWEEN.value] = accelerator.memory_allocated() - start
         found.host[Phase.BETWEEN.value] = meter.live["host"]
         _note_state(engine, found)
@@ -313,10 +324,12 @@ def _step(engine: Any, rows: torch.Tensor, note: Callable[[Phase], None]) -> Non
 
 
 def _falls_asleep(engine: Any) -> bool:
-    """Move the engine's states away, if DeepSpeed does that: not weights that are on the host, and at stage 3 only
-    states of its own optimizers."""
+    """Move the engine's states away, if DeepSpeed does that: not weights that are on the host, and
+    at stage 3 only states of its own optimizers."""
     is_zenflow = hasattr(engine.optimizer, "zenflow_adam")
-    if engine.zero_offload_param() is not None or (engine.zero_optimization_stage() == 3 and not is_zenflow):
+    if engine.zero_offload_param() is not None or (
+        engine.zero_optimization_stage() == 3 and not is_zenflow
+    ):
         return False
     engine.offload_states()
     return True
@@ -329,7 +342,11 @@ def _note_state(engine: Any, found: Measured) -> None:
     adam.drain(shows_moments=False)
     found.arena = resident_bytes(adam.link.arena)
     idle = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)
-    if idle is not None and adam.decided.arrival is Arrival.IN_BACKWARD and not engine.optimizer._sums_apart:
+    if (
+        idle is not None
+        and adam.decided.arrival is Arrival.IN_BACKWARD
+        and not engine.optimizer._sums_apart
+    ):
         found.untouched = idle.nbytes
     found.numels = [partition.master.numel() for partition in adam.partitions]
     for partition in adam.partitions:
@@ -373,7 +390,9 @@ def planned(config: dict[str, Any], ranks: int, model: str | None = None) -> Mem
         path.write_text(json.dumps(config))
         found = read_config(str(path), ranks)
     with in_proportion():
-        setup = replace(found.setup, rounds_pinned=False)  # the simulated accelerator allocates what is asked for
+        setup = replace(
+            found.setup, rounds_pinned=False
+        )  # the simulated accelerator allocates what is asked for
         return plan_memory(Model(params, most, found.dtype), Ranks(ranks, ranks), setup)
 
 
@@ -382,7 +401,9 @@ def compared(
 ) -> dict[tuple[Place, Phase], tuple[int, int]]:
     """Planned and measured bytes of the rank that holds the most, on the simulated accelerator."""
     plan = planned(config, ranks, model)
-    measured: list[Measured] = run_ranks(ranks, measure, config, model, device="sim", pool=f"memory plan {ranks}")
+    measured: list[Measured] = run_ranks(
+        ranks, measure, config, model, device="sim", pool=f"memory plan {ranks}"
+    )
     found = {}
     for phase in Phase:
         if phase.value not in measured[0].host:

@@ -1,8 +1,9 @@
 """A byte-exact meter of live tensor storage.
 
-Every operation under the meter is seen by a dispatch mode; each new storage is counted once, by its bytes, and
-dropped when the storage dies. On a machine whose accelerator is the CPU, host buffers are those that
-`deepspeed_ext.runtime.memory.host_empty` makes under the meter, so that it can speak of accelerator bytes there too.
+Every operation under the meter is seen by a dispatch mode; each new storage is counted once, by its
+bytes, and dropped when the storage dies. On a machine whose accelerator is the CPU, host buffers
+are those that `deepspeed_ext.runtime.memory.host_empty` makes under the meter, so that it can speak
+of accelerator bytes there too.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from deepspeed_ext.runtime import memory as allocation
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that are created while it is active, and of those given to `watch`.
+    """Counts the bytes of all storages that are created while it is active, and of those given to
+    `watch`.
 
     Attributes:
         live: bytes alive now, by kind ("accelerator" or "host").
-        peak: largest value of each, and of their sum ("total"), since the meter started or since `reset_peak`.
+        peak: largest value of each, and of their sum ("total"), since the meter started or since
+            `reset_peak`.
     """
 
     def __init__(self) -> None:
@@ -34,7 +37,9 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, tuple[str, int]] = {}
         self._fresh: list[tuple[int, weakref.ref]] = []
         self._host_storages: set[int] = set()
-        self._recording = patch.object(allocation, "host_empty", self._recorded(allocation.host_empty))
+        self._recording = patch.object(
+            allocation, "host_empty", self._recorded(allocation.host_empty)
+        )
 
     def watch(self, *tensors: torch.Tensor) -> None:
         """Count the storages of tensors that exist already."""
@@ -75,7 +80,9 @@ class LiveBytes(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage.device.type == "meta":  # also behind a fake tensor, which says that it is on another device
+        if (
+            storage.device.type == "meta"
+        ):  # also behind a fake tensor, which says that it is on another device
             return
         key = storage._cdata
         kind = "host" if storage._cdata in self._host_storages else "accelerator"
@@ -88,7 +95,8 @@ class LiveBytes(TorchDispatchMode):
         self.live[kind] += storage.nbytes()
 
     def _settle(self) -> None:
-        """Take the peak; a new buffer is declared a host buffer only after the operation that made it."""
+        """Take the peak; a new buffer is declared a host buffer only after the operation that made
+        it."""
         for key, storage in self._fresh:
             kind, nbytes = self._sizes.get(key, ("host", 0))
             alive = storage()
@@ -101,7 +109,9 @@ class LiveBytes(TorchDispatchMode):
             self.peak[kind] = max(self.peak[kind], nbytes)
 
     def _forget(self, key: int) -> None:
-        if self._sizes[key][1]:  # an empty template may die while the buffer made from it is not yet declared
+        if self._sizes[key][
+            1
+        ]:  # an empty template may die while the buffer made from it is not yet declared
             self._settle()
         kind, nbytes = self._sizes.pop(key)
         self.live[kind] -= nbytes

@@ -1,4 +1,5 @@
-"""Small models for tests, with the shapes that break flattening: odd sizes, a frozen and a zero-size parameter."""
+"""Small models for tests, with the shapes that break flattening: odd sizes, a frozen and a
+zero-size parameter."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class OddModel(nn.Module):
         if hasattr(self, "scale"):
             hidden = hidden * self.scale
         logits = self.head(hidden)
-        return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
 
 class Branches(nn.Module):
@@ -54,8 +57,8 @@ class Branches(nn.Module):
 class SteepRegression(nn.Module):
     """A linear regression on 256 features whose scales lie four decades apart, in any order.
 
-    At a high learning rate Adam is stable if each gradient is taken at weights that have all earlier updates. If not,
-    the weights swing.
+    At a high learning rate Adam is stable if each gradient is taken at weights that have all
+    earlier updates. If not, the weights swing.
     """
 
     ROWS = 64

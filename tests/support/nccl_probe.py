@@ -1,14 +1,16 @@
-"""Do several NCCL ranks run on one device here? Torch alone is needed, and at most the seconds that are given.
+"""Do several NCCL ranks run on one device here? Torch alone is needed, and at most the seconds that
+are given.
 
     python -m tests.support.nccl_probe [--ranks 2 3] [--seconds 40] [--device cpu|accelerator]
 
-NCCL refuses two ranks on one device by comparing a hash of the host and the device's address. The environment of
-`environment` gives each rank a host of its own, so that they talk through sockets over loopback: NCCL's own kernels,
-streams, order and aborts, and no speed that means anything. NVIDIA calls that unsupported. So a case that hangs says
-nothing of the package, and one that passes is evidence. ``--device cpu`` tries the probe itself with gloo.
+NCCL refuses two ranks on one device by comparing a hash of the host and the device's address. The
+environment of `environment` gives each rank a host of its own, so that they talk through sockets
+over loopback: NCCL's own kernels, streams, order and aborts, and no speed that means anything.
+NVIDIA calls that unsupported. So a case that hangs says nothing of the package, and one that passes
+is evidence. ``--device cpu`` tries the probe itself with gloo.
 
-Prints a line for each case and, last, all verdicts as JSON. Exit status 1: a case failed with one of the numbers of
-ranks.
+Prints a line for each case and, last, all verdicts as JSON. Exit status 1: a case failed with one
+of the numbers of ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(rank: int) -> dict[str, str]:
-    """What a rank's environment must hold before it makes its process group, to share a device with others."""
+    """What a rank's environment must hold before it makes its process group, to share a device with
+    others."""
     return {
         "NCCL_HOSTID": f"rank{rank}",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -118,7 +121,8 @@ def _broadcast(peers: Peers) -> bool:
 def _coalesced_gather(peers: Peers) -> bool:
     """Several all-gathers of bytes in one launch, as those of single parameters are."""
     targets = [
-        torch.empty(peers.ranks * numel, device=peers.device, dtype=torch.uint8) for numel in (64, 4096, 1 << 18)
+        torch.empty(peers.ranks * numel, device=peers.device, dtype=torch.uint8)
+        for numel in (64, 4096, 1 << 18)
     ]
     own = [torch.full_like(each[: each.numel() // peers.ranks], peers.rank) for each in targets]
     with dist._coalescing_manager(group=peers.other, device=peers.device, async_ops=True) as work:
@@ -186,7 +190,14 @@ def _be_a_rank(rank: int, ranks: int, store: str, device: str) -> None:
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     numbers = torch.arange(1, ranks + 1, dtype=torch.float32, device=where)
     mine = torch.full((NUMEL,), rank + 1.0, device=where)
-    peers = Peers(rank, ranks, where, dist.new_group(list(range(ranks))), mine, numbers.repeat_interleave(NUMEL))
+    peers = Peers(
+        rank,
+        ranks,
+        where,
+        dist.new_group(list(range(ranks))),
+        mine,
+        numbers.repeat_interleave(NUMEL),
+    )
     for name in cases(device):
         begin = time.perf_counter()
         try:
@@ -223,7 +234,10 @@ class Probed:
     def says(self) -> str:
         """In a line."""
         if not self.failed:
-            return f"{len(self.passed)} of {len(self.passed)} collectives passed in {self.seconds:.0f} s"
+            return (
+                f"{len(self.passed)} of {len(self.passed)} collectives passed in "
+                f"{self.seconds:.0f} s"
+            )
         return "; ".join(f"{case}: {what}" for case, what in self.failed.items())
 
 
@@ -236,9 +250,18 @@ def probe(ranks: int, seconds: float = SECONDS, device: str = "accelerator") -> 
         processes = []
         for rank in range(ranks):
             words = ["--rank", str(rank), "--ranks", str(ranks), "--device", device]
-            command = [sys.executable, "-m", "tests.support.nccl_probe", *words, "--store", f"{folder}/store"]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.support.nccl_probe",
+                *words,
+                "--store",
+                f"{folder}/store",
+            ]
             settings, told = os.environ | environment(rank), out if rank == 0 else log
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=settings, stdout=told, stderr=log))
+            processes.append(
+                subprocess.Popen(command, cwd=ROOT, env=settings, stdout=told, stderr=log)
+            )
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)
         while time.monotonic() - begin < seconds and any(each.poll() is None for each in processes):
@@ -248,11 +271,17 @@ def probe(ranks: int, seconds: float = SECONDS, device: str = "accelerator") -> 
         hung = all(not each.poll() for each in processes)
         out.seek(0)
         log.seek(0)
-        lines = [json.loads(line) for line in out.read().decode().splitlines() if line.startswith("{")]
+        lines = [
+            json.loads(line) for line in out.read().decode().splitlines() if line.startswith("{")
+        ]
         words = log.read().decode(errors="replace").strip().splitlines()
     passed = {line["case"]: line["ms"] for line in lines if line["found"] == "ok"}
     failed = {line["case"]: line["found"] for line in lines if line["found"] != "ok"}
-    why = f"had not ended after {seconds:.0f} s" if hung else f"a rank ended: {words[-1][:200] if words else ''}"
+    why = (
+        f"had not ended after {seconds:.0f} s"
+        if hung
+        else f"a rank ended: {words[-1][:200] if words else ''}"
+    )
     missing = [name for name in cases(device) if name not in passed and name not in failed]
     failed |= {name: why if index == 0 else "not tried" for index, name in enumerate(missing)}
     return Probed(ranks, passed, failed, time.monotonic() - begin)
@@ -265,7 +294,9 @@ def _say(line: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Probe, or be one of the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each number of ranks")
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="accelerator")

@@ -1,4 +1,5 @@
-"""Device memory before, while and after `engine.offload_states` has moved everything to the host."""
+"""Device memory before, while and after `engine.offload_states` has moved everything to the
+host."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ class Adapted(OddModel):
 
 
 def first_products() -> None:
-    """Multiply matrices in the threads of forward and backward: a device's library allocates workspaces then, which
-    stay and would count as something of the engine's."""
+    """Multiply matrices in the threads of forward and backward: a device's library allocates
+    workspaces then, which stay and would count as something of the engine's."""
     device = get_accelerator().current_device_name()
     for dtype in (torch.float32, torch.bfloat16):
         linear = torch.nn.Linear(8, 8, device=device, dtype=dtype)
@@ -32,8 +33,8 @@ BUCKET_NUMEL = 4_000_000
 
 
 def held(stage: int, rule: str, hidden: bool, micro_steps: int = 1) -> dict[str, int]:
-    """Bytes on the accelerator: before the engine, between steps, while everything is away, and back
-    again; with several micro-steps a step, also after one of them."""
+    """Bytes on the accelerator: before the engine, between steps, while everything is away, and
+    back again; with several micro-steps a step, also after one of them."""
     accelerator, found = get_accelerator(), {}
 
     def note(name: str) -> None:

@@ -29,7 +29,9 @@ def make_plan(numel: int = NUMEL, **changes) -> WorkerPlan:
 
 
 @contextmanager
-def running(numel: int = NUMEL, timeout_seconds: float = 60.0, **changes) -> Iterator[tuple[Arena, OptimizerProcess]]:
+def running(
+    numel: int = NUMEL, timeout_seconds: float = 60.0, **changes
+) -> Iterator[tuple[Arena, OptimizerProcess]]:
     """An arena and its process, which is closed at the end; `changes` are fields of the plan."""
     plan = make_plan(numel, **changes)
     arena = Arena.create(plan.layout)

@@ -1,4 +1,5 @@
-"""Runs the Python blocks of a page on a rank, in order, with the names that a reader's script has."""
+"""Runs the Python blocks of a page on a rank, in order, with the names that a reader's script
+has."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Windows(Dataset):
 
 
 def run_page(page: str, texts: list[str], folder: str) -> int:
-    """Run the blocks of a page, train after each that has made an engine; returns how many engines were made."""
+    """Run the blocks of a page, train after each that has made an engine; returns how many engines
+    were made."""
     with contextlib.ExitStack() as around:
         tiny = around.enter_context(example("tiny"))
         around.enter_context(_in_readers_folder(Path(folder)))
@@ -52,7 +54,9 @@ def run_page(page: str, texts: list[str], folder: str) -> int:
             given = names["model"]
             exec(compile(text, page, "exec"), names)
             made += "initialize(" in text
-            if names.get("engine") is not None and names["engine"].module is given:  # else the block trains its own
+            if (
+                names.get("engine") is not None and names["engine"].module is given
+            ):  # else the block trains its own
                 _train(names["engine"])
         _end_engine(names)
         return made + ("trainer" in names)
@@ -60,7 +64,11 @@ def run_page(page: str, texts: list[str], folder: str) -> int:
 
 def refusal_without_extension(zero: dict[str, Any]) -> str:
     """What stock DeepSpeed says to a config with this ``zero_optimization`` section."""
-    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+    }
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     deepspeed_ext.disable()
     try:
@@ -72,7 +80,8 @@ def refusal_without_extension(zero: dict[str, Any]) -> str:
 
 
 def refusals_without_extension(sections: list[dict[str, Any]]) -> list[str]:
-    """What stock DeepSpeed says to each ``zenflow`` section, beside ``offload_optimizer``, which its ZenFlow wants."""
+    """What stock DeepSpeed says to each ``zenflow`` section, beside ``offload_optimizer``, which
+    its ZenFlow wants."""
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     return [refusal_of_config({**zero, "zenflow": section}) for section in sections]
 
@@ -94,7 +103,8 @@ def _model_names(tiny: Any) -> dict[str, Any]:
 
 
 def _first_names(page: str, tiny: Any) -> dict[str, Any]:
-    """What stands before the first block: a config, data, and on some pages an engine or a checkpoint."""
+    """What stands before the first block: a config, data, and on some pages an engine or a
+    checkpoint."""
     names: dict[str, Any] = {
         **_model_names(tiny),
         "config": base_config(LOADED_STAGE if page == "docs/resuming.md" else 2, torch.bfloat16),
@@ -128,7 +138,9 @@ def _save_model(model: Any, folder: str) -> None:
 
 
 def _train(engine: Any) -> None:
-    batches = torch.utils.data.DataLoader(Windows(), batch_size=engine.train_micro_batch_size_per_gpu())
+    batches = torch.utils.data.DataLoader(
+        Windows(), batch_size=engine.train_micro_batch_size_per_gpu()
+    )
     for _, batch in zip(range(STEPS), batches, strict=False):
         loss = engine(**batch).loss
         engine.backward(loss)

@@ -21,9 +21,18 @@ from deepspeed_ext.commands import main as cli
 from deepspeed_ext.config import ZeroFields
 from tests.support.paths import ROOT
 
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "configs/README.md", *ROOT.glob("docs/**/*.md")])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "configs/README.md",
+        *ROOT.glob("docs/**/*.md"),
+    ]
+)
 
-_BLOCK = re.compile(r"^(<!-- (?:recipe|file): .+ -->\n)?( *)```(\w*)\n(.*?)^\2```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^(<!-- (?:recipe|file): .+ -->\n)?( *)```(\w*)\n(.*?)^\2```$", re.MULTILINE | re.DOTALL
+)
 _MAKE_ARGUMENTS = {
     "train": "examples/train.py",
     "soak": "tests.soak.run",
@@ -35,7 +44,8 @@ _MAKE_ARGUMENTS = {
 """Targets of the Makefile that hand ARGS to a program, some also MODE or PARTS."""
 
 REPRODUCED = "deepspeed-ext plan --memory"
-"""Commands of console blocks whose output depends on nothing but their arguments begin with this."""
+"""Commands of console blocks whose output depends on nothing but their arguments begin with
+this."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,9 @@ def blocks() -> list[Block]:
         text = path.read_text()
         for match in _BLOCK.finditer(text):
             line = text[: match.start(3)].count("\n") + 1
-            found.append(Block(str(path.relative_to(ROOT)), line, match[3], match[4], match[1] is not None))
+            found.append(
+                Block(str(path.relative_to(ROOT)), line, match[3], match[4], match[1] is not None)
+            )
     return found
 
 
@@ -84,7 +96,8 @@ def objects_after(key: str, text: str) -> list[dict[str, Any]]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The commands of a block for bash, as words, without environment variables and `nice` before them."""
+    """The commands of a block for bash, as words, without environment variables and `nice` before
+    them."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
@@ -96,7 +109,8 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def check(block: Block) -> None:
-    """Execute what can be executed of a block anywhere; of commands, check program, target and arguments.
+    """Execute what can be executed of a block anywhere; of commands, check program, target and
+    arguments.
 
     Raises:
         ValueError: the block is wrong, or there is no rule for it.
@@ -110,7 +124,10 @@ def check(block: Block) -> None:
         "text": lambda text: None,  # a picture or an output
     }
     if block.language not in checks:
-        raise ValueError(f"no rule for language {block.language!r}; one of {', '.join(checks)}, or a row of NOT_RUN")
+        raise ValueError(
+            f"no rule for language {block.language!r}; one of {', '.join(checks)}, or a row of "
+            f"NOT_RUN"
+        )
     checks[block.language](block.text)
 
 
@@ -140,7 +157,9 @@ def check_command(words: Sequence[str]) -> None:
     elif (ROOT / program).is_file():
         subprocess.run(["bash", "-n", str(ROOT / program)], check=True, timeout=30)
     else:
-        raise ValueError(f"no rule for the program {program!r}: write one, or a row of NOT_RUN with the reason")
+        raise ValueError(
+            f"no rule for the program {program!r}: write one, or a row of NOT_RUN with the reason"
+        )
 
 
 def _check_make(arguments: Sequence[str]) -> None:
@@ -151,7 +170,11 @@ def _check_make(arguments: Sequence[str]) -> None:
         if not re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE):
             raise ValueError(f"the Makefile has no target {target}")
     for name in values:
-        if f"$({name})" not in makefile and name not in os.environ and not re.search(rf"^{name}\b", makefile, re.M):
+        if (
+            f"$({name})" not in makefile
+            and name not in os.environ
+            and not re.search(rf"^{name}\b", makefile, re.M)
+        ):
             raise ValueError(f"the Makefile does not read {name}")
     for target in targets:
         if target in _MAKE_ARGUMENTS:
@@ -161,7 +184,8 @@ def _check_make(arguments: Sequence[str]) -> None:
 
 
 def _check_pytest(arguments: Sequence[str]) -> None:
-    """Files and folders exist; options without a value are pytest's, or those of tests/conftest.py."""
+    """Files and folders exist; options without a value are pytest's, or those of
+    tests/conftest.py."""
     options = (ROOT / "tests" / "conftest.py").read_text()
     for word in arguments:
         if word.startswith("--") and f'"{word}"' not in options:
@@ -206,7 +230,10 @@ def _parse_program(name: str, arguments: Sequence[str]) -> None:
         return
     if "argparse" not in text:
         raise ValueError(f"{path.relative_to(ROOT)} takes no arguments, got {arguments}")
-    with patch.object(sys, "argv", [str(path), *arguments]), patch.object(sys, "path", [str(path.parent), *sys.path]):
+    with (
+        patch.object(sys, "argv", [str(path), *arguments]),
+        patch.object(sys, "path", [str(path.parent), *sys.path]),
+    ):
         _parse(lambda: runpy.run_path(str(path), run_name="__main__"))
 
 
@@ -232,7 +259,10 @@ def _parse(program: Callable[[], Any]) -> None:
         raise _Parsed
 
     said = io.StringIO()
-    with patch.object(argparse.ArgumentParser, "parse_known_args", parse_known_args), contextlib.redirect_stderr(said):
+    with (
+        patch.object(argparse.ArgumentParser, "parse_known_args", parse_known_args),
+        contextlib.redirect_stderr(said),
+    ):
         try:
             program()
         except _Parsed:
@@ -243,7 +273,8 @@ def _parse(program: Callable[[], Any]) -> None:
 
 
 def _check_console(text: str) -> None:
-    """Commands begin with ``$ ``; below each stands its output, which must be what it prints now, if `REPRODUCED`."""
+    """Commands begin with ``$ ``; below each stands its output, which must be what it prints now,
+    if `REPRODUCED`."""
     for session in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command, _, output = session.partition("\n")
         words = shlex.split(command)
@@ -269,7 +300,8 @@ def _check_yaml(text: str) -> None:
 
 
 def _check_config(text: str) -> None:
-    """A DeepSpeed config, or a part: ``"zero_optimization": {...}`` or a field below it. DeepSpeed reads it."""
+    """A DeepSpeed config, or a part: ``"zero_optimization": {...}`` or a field below it. DeepSpeed
+    reads it."""
     import deepspeed
 
     import deepspeed_ext
@@ -288,12 +320,16 @@ def _check_config(text: str) -> None:
 
 def _without_auto(config: dict[str, Any]) -> dict[str, Any]:
     """A config without the values that a trainer fills in."""
-    parts = {name: _without_auto(value) if isinstance(value, dict) else value for name, value in config.items()}
+    parts = {
+        name: _without_auto(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+    }
     return {name: value for name, value in parts.items() if value != "auto"}
 
 
 def failures(chosen: Sequence[Block]) -> list[str]:
-    """What is wrong with each of the blocks; for a rank, because programs change the process that imports them."""
+    """What is wrong with each of the blocks; for a rank, because programs change the process that
+    imports them."""
     found = []
     for block in chosen:
         try:
@@ -306,4 +342,9 @@ def failures(chosen: Sequence[Block]) -> list[str]:
 def quoted(text: str) -> list[str]:
     """Messages that tables quote: text in typewriter letters, with a space, in the first column."""
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    return [quote for row in rows for quote in re.findall(r"`([^`]+)`", row.split(" | ")[0]) if " " in quote]
+    return [
+        quote
+        for row in rows
+        for quote in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+        if " " in quote
+    ]

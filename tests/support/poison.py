@@ -1,7 +1,9 @@
-"""What makes a missing synchronisation of ZenFlow's copies visible: late producers, poisoned targets, waiting copies.
+"""What makes a missing synchronisation of ZenFlow's copies visible: late producers, poisoned
+targets, waiting copies.
 
-All of it is about the copies between an accelerator and the arena. Where the CPU is the accelerator there are no
-streams and everything happens in order: then `late_and_poisoned` shows only that nothing is read before it is written.
+All of it is about the copies between an accelerator and the arena. Where the CPU is the accelerator
+there are no streams and everything happens in order: then `late_and_poisoned` shows only that
+nothing is read before it is written.
 """
 
 from __future__ import annotations
@@ -29,13 +31,20 @@ from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
-DELAY_WIDTH, DELAY_PRODUCTS = 4096, 8  # a matrix product of 137 GFLOP: 1.1 TFLOP, some 20 ms of a large GPU in fp32
+DELAY_WIDTH, DELAY_PRODUCTS = (
+    4096,
+    8,
+)  # a matrix product of 137 GFLOP: 1.1 TFLOP, some 20 ms of a large GPU in fp32
 
 
 def delay() -> None:
-    """Keep the current stream busy for a while with a chain of matrix products; the host does not wait."""
+    """Keep the current stream busy for a while with a chain of matrix products; the host does not
+    wait."""
     accelerator = get_accelerator()
-    needs_work = accelerator.device_name() not in ("cpu", "sim")  # the simulated accelerator is late by itself
+    needs_work = accelerator.device_name() not in (
+        "cpu",
+        "sim",
+    )  # the simulated accelerator is late by itself
     width, products = (DELAY_WIDTH, DELAY_PRODUCTS) if needs_work else (16, 1)
     x = torch.full((width, width), 1.0 / width, device=accelerator.current_device_name())
     for _ in range(products):
@@ -44,13 +53,15 @@ def delay() -> None:
 
 @contextmanager
 def late_and_poisoned() -> Iterator[dict[str, int]]:
-    """Let every copy's source be late and every copy's target hold NaN before; correct code notices nothing.
+    """Let every copy's source be late and every copy's target hold NaN before; correct code notices
+    nothing.
 
-    Down: a gradient is NaN until a long chain on its stream has ended, and so is the place it is copied to, unless the
-    newest y is there, which the accelerator may still read. Up: what the worker published, and its block means, turn
-    into NaN when the next submission begins, by when they must have been read, while the reads themselves are held up
-    by a long chain; the weights they go to are NaN before. It is y of the submission before that turns into NaN, unless
-    a gradient has taken its place. Hot state is stepped behind such a chain.
+    Down: a gradient is NaN until a long chain on its stream has ended, and so is the place it is
+    copied to, unless the newest y is there, which the accelerator may still read. Up: what the
+    worker published, and its block means, turn into NaN when the next submission begins, by when
+    they must have been read, while the reads themselves are held up by a long chain; the weights
+    they go to are NaN before. It is y of the submission before that turns into NaN, unless a
+    gradient has taken its place. Hot state is stepped behind such a chain.
 
     Yields:
         How often each kind of copy was poisoned.
@@ -72,7 +83,9 @@ class _Poison:
     def __init__(self) -> None:
         self.counts = dict.fromkeys(("gradients", "published", "block means", "hot state"), 0)
         self._arenas: dict[OptimizerProcess, Arena] = {}
-        self._published: dict[tuple[Any, ...], int] = {}  # by process, partition and span: the slot of its y
+        self._published: dict[
+            tuple[Any, ...], int
+        ] = {}  # by process, partition and span: the slot of its y
 
     def step_partition(self, original: Callable[..., None]) -> Callable[..., None]:
         def method(adam: HostOptimizer, index: int, grad: torch.Tensor, grad_scale: float) -> None:
@@ -142,7 +155,9 @@ class _Poison:
                 array = arena.tensor(*key)
                 if task.span is not None:
                     blocks = arena.tensor("p", task.partition).numel() / array.numel()
-                    array = array[math.floor(task.span.begin / blocks) : math.ceil(task.span.end / blocks)]
+                    array = array[
+                        math.floor(task.span.begin / blocks) : math.ceil(task.span.end / blocks)
+                    ]
                 array.fill_(float("nan"))
                 self.counts[counted] += 1
 
@@ -180,11 +195,16 @@ def synchronous() -> Iterator[None]:
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Leave out that a gradient's copy waits for the gradient: the mistake that the tests must be able to see."""
+    """Leave out that a gradient's copy waits for the gradient: the mistake that the tests must be
+    able to see."""
 
     def take(original: Callable[..., None]) -> Callable[..., None]:
-        def method(transfers: Transfers, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any) -> None:
-            original(transfers, index, grad, slot, ready and get_accelerator().Event())  # never recorded
+        def method(
+            transfers: Transfers, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any
+        ) -> None:
+            original(
+                transfers, index, grad, slot, ready and get_accelerator().Event()
+            )  # never recorded
 
         return method
 
@@ -193,5 +213,10 @@ def without_waiting() -> Iterator[None]:
         yield
 
 
-def _patch(stack: ExitStack, owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _patch(
+    stack: ExitStack,
+    owner: type,
+    name: str,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> None:
     stack.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))

@@ -8,11 +8,18 @@ from tests.support.paths import ROOT
 
 __all__ = ["COMMAND", "SCRIPT", "losses"]
 
-_SECTION = (ROOT / "docs/getting_started.md").read_text().partition("## Quick start\n")[2].partition("\n## ")[0]
+_SECTION = (
+    (ROOT / "docs/getting_started.md")
+    .read_text()
+    .partition("## Quick start\n")[2]
+    .partition("\n## ")[0]
+)
 _BLOCKS = re.findall(r"```(python|bash)\n(.*?)```", _SECTION, re.DOTALL)
 
 SCRIPT: str = next(text for kind, text in _BLOCKS if kind == "python")
-COMMAND: list[str] = next(text for kind, text in _BLOCKS if kind == "bash").partition("#")[0].split()
+COMMAND: list[str] = (
+    next(text for kind, text in _BLOCKS if kind == "bash").partition("#")[0].split()
+)
 
 
 def losses(output: str) -> list[float]:

@@ -1,8 +1,10 @@
-"""Forks ranks from a process that has imported torch and DeepSpeed once: they start in milliseconds, not in seconds.
+"""Forks ranks from a process that has imported torch and DeepSpeed once: they start in
+milliseconds, not in seconds.
 
-`Nursery` is the tests' end. The process itself imports, starts no thread and trains nothing, so that a rank that it
-forks is like one that has just imported these modules; its environment is its own. It also forks whole scripts, which
-end as a script ends: with an exit status of Python's, after what was registered for the exit.
+`Nursery` is the tests' end. The process itself imports, starts no thread and trains nothing, so
+that a rank that it forks is like one that has just imported these modules; its environment is its
+own. It also forks whole scripts, which end as a script ends: with an exit status of Python's, after
+what was registered for the exit.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ WHAT_ENGINES_IMPORT = (
 
 @dataclass(frozen=True)
 class Rank:
-    """What a fork becomes that serves a pool; it gets the connection to the pool and a file for its output."""
+    """What a fork becomes that serves a pool; it gets the connection to the pool and a file for its
+    output."""
 
     environment: dict[str, str]
 
@@ -145,7 +148,9 @@ class Nursery:
         self._alone = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        environment["TORCH_WARM_POOL"] = "0"  # else torch starts a thread when it is imported, if there is Triton
+        environment["TORCH_WARM_POOL"] = (
+            "0"  # else torch starts a thread when it is imported, if there is Triton
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.rank_nursery", str(theirs.fileno()), device],
             cwd=ROOT,
@@ -157,7 +162,8 @@ class Nursery:
 
     @functools.cached_property
     def can_fork(self) -> bool:
-        """Whether it has one thread: a fork would lose the others. A package of the machine may start some."""
+        """Whether it has one thread: a fork would lose the others. A package of the machine may
+        start some."""
         return self.ask(("threads", None)) == 1
 
     def start(self, environment: dict[str, str], connection: int, log: BinaryIO) -> ForkedRank:
@@ -165,7 +171,12 @@ class Nursery:
         return ForkedRank(self, self.ask(("fork", Rank(environment)), (connection, log.fileno())))
 
     def start_script(
-        self, module: str, arguments: Sequence[str], environment: dict[str, str], out: BinaryIO, err: BinaryIO
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: dict[str, str],
+        out: BinaryIO,
+        err: BinaryIO,
     ) -> ForkedRank:
         """``python -m module *arguments`` in a process group of its own."""
         script = Script(environment, module, tuple(arguments))
@@ -180,7 +191,9 @@ class Nursery:
             socket.send_fds(self._socket, [pickle.dumps(order)], fds)
             answer = self._socket.recv(_MOST_BYTES)
         if not answer:
-            raise RuntimeError(f"the process that forks ranks has ended with {self._process.wait(timeout=10)}")
+            raise RuntimeError(
+                f"the process that forks ranks has ended with {self._process.wait(timeout=10)}"
+            )
         return pickle.loads(answer)
 
     def close(self) -> None:
@@ -193,7 +206,8 @@ def _load(modules: Iterable[str]) -> None:
     for name in modules:
         with suppress(ImportError):  # then no test needs it, or the one that does will say so
             importlib.import_module(name)
-    gc.freeze()  # else every collection of every rank looks at all that was imported, for a third of a second
+    # else every collection of every rank looks at all that was imported, for a third of a second
+    gc.freeze()
 
 
 def _threads() -> int:

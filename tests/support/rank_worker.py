@@ -1,4 +1,5 @@
-"""One rank of `tests.support.ranks`: joins the process group, then runs the bodies that arrive on its connection."""
+"""One rank of `tests.support.ranks`: joins the process group, then runs the bodies that arrive on
+its connection."""
 
 import ctypes
 import faulthandler
@@ -46,7 +47,9 @@ def _join_group() -> None:
     )
     if backend == "sim":
         import tests.support.simulated_accelerator.simulation  # noqa: F401 - sets the order of tasks
-    with shared_buffers.not_made():  # the tests need none of them, and pools would even share them by name
+    with (
+        shared_buffers.not_made()
+    ):  # the tests need none of them, and pools would even share them by name
         deepspeed.init_distributed(dist_backend=backend)
     await_every_gather()
 
@@ -73,7 +76,8 @@ def _run(task: bytes) -> tuple[object, str | None]:
 
 
 def _fail_on_races() -> None:
-    """On the simulated accelerator, whatever the values were, no two tasks may have touched memory without an order."""
+    """On the simulated accelerator, whatever the values were, no two tasks may have touched memory
+    without an order."""
     simulation = sys.modules.get("tests.support.simulated_accelerator.simulation")
     if simulation is None:
         return
@@ -114,13 +118,19 @@ def main(connection_fd: int) -> None:
         try:
             task = connection.recv_bytes()
         except (EOFError, ConnectionError):
-            os._exit(0)  # the test session has ended; leave no time to a process group that waits for its peers
+            os._exit(
+                0
+                # the test session has ended; leave no time to a process group that waits for its
+                # peers
+            )
         _reset()
         answer = _run(task)
         try:
             message = _pickled(answer)
         except Exception:
-            message = pickle.dumps((None, "the return value cannot be pickled:\n" + traceback.format_exc()))
+            message = pickle.dumps(
+                (None, "the return value cannot be pickled:\n" + traceback.format_exc())
+            )
         connection.send_bytes(message)
         del answer, message
 

@@ -1,11 +1,12 @@
 """Run a function on several ranks, as real processes that are kept between tests.
 
-`run_ranks` is what nearly every multi-rank test uses. `run_fresh_ranks` starts new processes and reports how each
-ended, for tests in which a rank is meant to die. A body is a module-level function of a test module; it is sent by
-name, called with torch.distributed initialised, and its return value travels back by pickle. The backend is gloo on
-the CPU and NCCL on an accelerator; when ranks must share one, what `tests.support.shared_device` finds to work. The
-rendezvous is always a file, never a port. On the device "sim", the ranks have the simulated accelerator; so they have
-on others after `simulate`.
+`run_ranks` is what nearly every multi-rank test uses. `run_fresh_ranks` starts new processes and
+reports how each ended, for tests in which a rank is meant to die. A body is a module-level function
+of a test module; it is sent by name, called with torch.distributed initialised, and its return
+value travels back by pickle. The backend is gloo on the CPU and NCCL on an accelerator; when ranks
+must share one, what `tests.support.shared_device` finds to work. The rendezvous is always a file,
+never a port. On the device "sim", the ranks have the simulated accelerator; so they have on others
+after `simulate`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one rank ended: its value, its error text, or neither if the process died (then `exit_code` says how).
+    """How one rank ended: its value, its error text, or neither if the process died (then
+    `exit_code` says how).
 
     Attributes:
         hung: it had not ended in its time although no rank had failed; `error` says so, too.
@@ -56,7 +58,9 @@ class RankOutcome:
 class RankPool:
     """`world_size` processes that run bodies until closed."""
 
-    def __init__(self, world_size: int, device: str = "cpu", group_timeout_seconds: float = 900.0) -> None:
+    def __init__(
+        self, world_size: int, device: str = "cpu", group_timeout_seconds: float = 900.0
+    ) -> None:
         self.world_size = world_size
         self.shares_nccl = False
         self.folder = Path(tempfile.mkdtemp(prefix="dsext-ranks-"))
@@ -111,7 +115,8 @@ class RankPool:
         timeout_seconds: float,
         grace_seconds: float = GRACE_SECONDS,
     ) -> list[RankOutcome]:
-        """Run `body` on every rank and return how each ended; the pool is unusable if any did not return.
+        """Run `body` on every rank and return how each ended; the pool is unusable if any did not
+        return.
 
         Args:
             grace_seconds: how long the others may take to end once one has failed.
@@ -129,19 +134,28 @@ class RankPool:
             shared_device.note_hang(f"{body.__module__}.{body.__qualname__}")
         return outcomes
 
-    def _collect(self, timeout_seconds: float, grace_seconds: float = GRACE_SECONDS) -> list[RankOutcome]:
+    def _collect(
+        self, timeout_seconds: float, grace_seconds: float = GRACE_SECONDS
+    ) -> list[RankOutcome]:
         outcomes: dict[int, RankOutcome] = {}
         deadline = time.monotonic() + timeout_seconds
         while len(outcomes) < self.world_size and (left := deadline - time.monotonic()) > 0:
-            pending = {self.connections[rank]: rank for rank in range(self.world_size) if rank not in outcomes}
+            pending = {
+                self.connections[rank]: rank
+                for rank in range(self.world_size)
+                if rank not in outcomes
+            }
             for ready in wait(list(pending), timeout=left):
                 rank = pending[ready]  # type: ignore[index]
                 outcomes[rank] = self._receive(rank)
                 if outcomes[rank].error or outcomes[rank].exit_code is not None:
-                    # The others may now wait for this rank for ever; give them only a moment to say why they end.
+                    # The others may now wait for this rank for ever; give them only a moment to say
+                    # why they end.
                     deadline = min(deadline, time.monotonic() + grace_seconds)
         for rank in set(range(self.world_size)) - set(outcomes):
-            self.processes[rank].send_signal(signal.SIGUSR1)  # the worker dumps its stacks into the log
+            self.processes[rank].send_signal(
+                signal.SIGUSR1
+            )  # the worker dumps its stacks into the log
         if len(outcomes) < self.world_size:
             time.sleep(0.5)
         has_failed = any(o.error or o.exit_code is not None for o in outcomes.values())
@@ -160,8 +174,11 @@ class RankPool:
             return RankOutcome(exit_code=self.processes[rank].wait(timeout=10))
         try:
             value, error = pickle.loads(message)
-        except Exception:  # an error of this rank, so that the answers of the others are not taken for a later test's
-            return RankOutcome(error="the return value cannot be unpickled:\n" + traceback.format_exc())
+        # an error of this rank, so that the answers of the others are not taken for a later test's
+        except Exception:
+            return RankOutcome(
+                error="the return value cannot be unpickled:\n" + traceback.format_exc()
+            )
         return RankOutcome(value=value, error=error)
 
     def _require(self, outcomes: list[RankOutcome], what: str) -> list[Any]:
@@ -172,7 +189,10 @@ class RankPool:
         for rank in failed:
             outcome = outcomes[rank]
             log = self._log_path(rank).read_text(errors="replace")[-4000:]
-            parts.append(f"--- rank {rank}: {outcome.error or f'process ended with {outcome.exit_code}'}\n{log}")
+            parts.append(
+                f"--- rank {rank}: "
+                f"{outcome.error or f'process ended with {outcome.exit_code}'}\n{log}"
+            )
         self.close()
         raise RankError("\n".join(parts))
 
@@ -186,8 +206,11 @@ class RankPool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _start_alone(environment: dict[str, str], connection: int, log: BinaryIO) -> subprocess.Popen[bytes]:
-    """A rank in a process that imports everything itself: an accelerator may not be initialised before a fork."""
+def _start_alone(
+    environment: dict[str, str], connection: int, log: BinaryIO
+) -> subprocess.Popen[bytes]:
+    """A rank in a process that imports everything itself: an accelerator may not be initialised
+    before a fork."""
     command = [sys.executable, "-m", "tests.support.rank_worker", str(connection)]
     return subprocess.Popen(
         command,
@@ -212,7 +235,8 @@ _simulated: frozenset[str] = frozenset()
 
 
 def simulate(*devices: str) -> None:
-    """From now on, "cpu" or "accelerator", whichever is among `devices`, means the simulated accelerator."""
+    """From now on, "cpu" or "accelerator", whichever is among `devices`, means the simulated
+    accelerator."""
     global _simulated
     _simulated = frozenset(devices)
 
@@ -234,7 +258,8 @@ def run_ranks(
     Calls with another `pool` run in other processes.
 
     Raises:
-        RankError: a rank raised, died or did not finish in time; the message holds its traceback and its log.
+        RankError: a rank raised, died or did not finish in time; the message holds its traceback
+            and its log.
     """
     device = _device(device)
     key = (world_size, device, pool)
@@ -258,7 +283,8 @@ def run_fresh_ranks(
     grace_seconds: float = GRACE_SECONDS,
     **kwargs: Any,
 ) -> list[RankOutcome]:
-    """Like `run_ranks`, in new processes that end with the call; returns how each rank ended instead of raising."""
+    """Like `run_ranks`, in new processes that end with the call; returns how each rank ended
+    instead of raising."""
     pool = RankPool(world_size, _device(device), group_timeout_seconds)
     try:
         return pool.run(body, args, kwargs, timeout_seconds, grace_seconds)

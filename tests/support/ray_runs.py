@@ -1,4 +1,5 @@
-"""The example of Ray Train with a worker that fails once: python -m tests.support.ray_runs FOLDER STAGE
+"""The example of Ray Train with a worker that fails once: python -m tests.support.ray_runs FOLDER
+STAGE
 
 Ray's workers import this module by its name, with the repository and its examples in PYTHONPATH.
 """
@@ -20,17 +21,26 @@ FAILED = "failed"
 
 
 class FailOnce(TrainerCallback):
-    """Raises in the last rank's worker one step after the first checkpoint, and checks the optimizer process."""
+    """Raises in the last rank's worker one step after the first checkpoint, and checks the
+    optimizer process."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         assert zenflow_updates(self.trainer.model_wrapped) == state.global_step
         marker = Path(args.output_dir) / FAILED
-        if state.global_step == STOPPED + 1 and args.process_index == args.world_size - 1 and not marker.exists():
+        if (
+            state.global_step == STOPPED + 1
+            and args.process_index == args.world_size - 1
+            and not marker.exists()
+        ):
             marker.touch()
             raise RuntimeError("this worker was made to fail")
 
@@ -55,7 +65,12 @@ def work(config: dict[str, Any]) -> None:
 def main() -> None:
     output, stage = Path(sys.argv[1]), int(sys.argv[2])
     ray.init(include_dashboard=False, num_cpus=3, object_store_memory=80 * 2**20)
-    how = {"max_steps": STEPS, "save_steps": STOPPED, "lr_scheduler_type": "constant", "stage": stage}
+    how = {
+        "max_steps": STEPS,
+        "save_steps": STOPPED,
+        "lr_scheduler_type": "constant",
+        "stage": stage,
+    }
     ray_hf.fit(output, work=work, **how)
     ray.shutdown()
 

@@ -1,8 +1,10 @@
-"""Draws what users do to an optimizer's state, does it to a run and to torch's AdamW, and compares the two.
+"""Draws what users do to an optimizer's state, does it to a run and to torch's AdamW, and compares
+the two.
 
-The loss is linear in the weights, so gradients do not depend on them, and torch's AdamW in fp32 on the same partitions
-is an exact reference for p, the moments and the steps, whatever the weights anticipate. A sequence begins with the same
-values and no state, so it can be drawn again by its seed alone.
+The loss is linear in the weights, so gradients do not depend on them, and torch's AdamW in fp32 on
+the same partitions is an exact reference for p, the moments and the steps, whatever the weights
+anticipate. A sequence begins with the same values and no state, so it can be drawn again by its
+seed alone.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ _UNIT = 1 / 64
 
 
 class Labelled(nn.Module):
-    """Parameters whose elements have different values, 1 to 205 in units of 1/64: a bf16 holds them exactly, and an
-    element of a flat partition tells by its first value which one it is."""
+    """Parameters whose elements have different values, 1 to 205 in units of 1/64: a bf16 holds them
+    exactly, and an element of a flat partition tells by its first value which one it is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +133,9 @@ class Pair:
             groups = [self.engine.optimizer.sub_group_to_group_id[index] for index in groups]
         decay = [group["weight_decay"] for group in self.engine.optimizer.param_groups]
         params = [nn.Parameter(values.clone()) for values in self.first]
-        made = [{"params": [p], "weight_decay": decay[g]} for p, g in zip(params, groups, strict=True)]
+        made = [
+            {"params": [p], "weight_decay": decay[g]} for p, g in zip(params, groups, strict=True)
+        ]
         self.theirs = Side(torch.optim.AdamW(made, lr=LR), params)
         self.kept: list[Kept] = []
         self.log: list[str] = []
@@ -154,7 +158,7 @@ class Pair:
     def sides(self) -> tuple[Side, Side]:
         return self.ours, self.theirs
 
-    # -- what a run does --------------------------------------------------------------------------------------------
+    # -- what a run does ---------------------------------------------------------------------------
 
     def step(self, draw: random.Random) -> None:
         generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
@@ -188,32 +192,46 @@ class Pair:
         self.theirs.optimizer.load_state_dict(copy.deepcopy(state))
         self.kept.clear()
 
-    # -- comparing ----------------------------------------------------------------------------------------------------
+    # -- comparing ---------------------------------------------------------------------------------
 
     def differences(self) -> Iterator[str]:
         """How p, moments and steps differ, as the handles show them now."""
         for index in range(len(self.theirs.masters)):
             yield from self._difference(index, "fp32", *self.both(index, "fp32"))
-            expected, found = self.theirs.optimizer.state.get(self.theirs.masters[index]), self.ours.entry(index)
+            expected, found = (
+                self.theirs.optimizer.state.get(self.theirs.masters[index]),
+                self.ours.entry(index),
+            )
             if not expected:  # torch makes it in the next step
                 continue
-            yield from (line for name in MOMENTS for line in self._difference(index, name, found[name], expected[name]))
+            yield from (
+                line
+                for name in MOMENTS
+                for line in self._difference(index, name, found[name], expected[name])
+            )
             if float(found["step"]) != float(expected["step"]):
-                yield f"partition {index}: step {float(found['step'])}, expected {float(expected['step'])}"
+                yield (
+                    f"partition {index}: step {float(found['step'])}, expected "
+                    f"{float(expected['step'])}"
+                )
 
     @staticmethod
-    def _difference(index: int, name: str, found: torch.Tensor, expected: torch.Tensor) -> Iterator[str]:
+    def _difference(
+        index: int, name: str, found: torch.Tensor, expected: torch.Tensor
+    ) -> Iterator[str]:
         found, expected = found.detach().clone(), expected.detach()
         off = (found - expected).abs() - 2e-5 * expected.abs() - (2e-6 if name == "fp32" else 1e-7)
         if found.numel() and not bool(off.max() <= 0):
             yield f"partition {index}: {name} is off by {float((found - expected).abs().max()):.2e}"
 
 
-# -- what users do: each does the same to both sides ------------------------------------------------------------------
+# -- what users do: each does the same to both sides -----------------------------------------------
 
 
 def _place(pair: Pair, draw: random.Random, *, with_p: bool = True) -> tuple[int, str]:
-    return draw.randrange(len(pair.theirs.masters)), draw.choice(("fp32", *MOMENTS) if with_p else MOMENTS)
+    return draw.randrange(len(pair.theirs.masters)), draw.choice(
+        ("fp32", *MOMENTS) if with_p else MOMENTS
+    )
 
 
 def has_state(pair: Pair) -> bool:
@@ -249,7 +267,9 @@ def keep(pair: Pair, draw: random.Random) -> None:
 
 def read_kept(pair: Pair, draw: random.Random) -> None:
     for kept in pair.kept:
-        for line in pair._difference(kept.index, kept.name, kept.handle, pair.theirs.tensor(kept.index, kept.name)):
+        for line in pair._difference(
+            kept.index, kept.name, kept.handle, pair.theirs.tensor(kept.index, kept.name)
+        ):
             raise AssertionError(f"kept: {line}")
 
 
@@ -310,7 +330,10 @@ def set_step(pair: Pair, draw: random.Random) -> None:
 
 def forget(pair: Pair, draw: random.Random) -> None:
     """All state, or that of one partition, in one of the ways that there are."""
-    way, index = draw.choice(("clear", "replace", "delete", "empty")), draw.randrange(len(pair.theirs.masters))
+    way, index = (
+        draw.choice(("clear", "replace", "delete", "empty")),
+        draw.randrange(len(pair.theirs.masters)),
+    )
     for side in pair.sides():
         if way == "clear":
             side.optimizer.state.clear()
@@ -339,7 +362,8 @@ def replace_entries(pair: Pair, draw: random.Random) -> None:
 
 
 def base_round_trip(pair: Pair, draw: random.Random) -> None:
-    """The inner optimizer's state dict, copied and loaded some steps later. At stage 3 it has no parameters."""
+    """The inner optimizer's state dict, copied and loaded some steps later. At stage 3 it has no
+    parameters."""
     if pair.stage == 3:
         return
     inner = pair.engine.optimizer.optimizer
@@ -394,8 +418,13 @@ def _count_of(name: str) -> int:
 
 
 def safe_functions(pair: Pair, draw: random.Random) -> None:
-    """Scale p or a moment of one parameter by DeepSpeed's functions; what they get is what was there."""
-    name, key, factor = draw.choice(list(_SHAPES)), draw.choice((None, *MOMENTS)), draw.choice((1.0, 0.5))
+    """Scale p or a moment of one parameter by DeepSpeed's functions; what they get is what was
+    there."""
+    name, key, factor = (
+        draw.choice(list(_SHAPES)),
+        draw.choice((None, *MOMENTS)),
+        draw.choice((1.0, 0.5)),
+    )
     param, extra = getattr(pair.engine.module, name), () if key is None else (key,)
     if pair.stage == 3:
         get = safe_get_local_fp32_param if key is None else safe_get_local_optimizer_state
@@ -454,17 +483,27 @@ def _refused(pair: Pair, draw: random.Random, told: str, put_back: Callable[[], 
         pair.finish_step()
 
 
-WITHOUT_STATE: dict[Callable[[Pair, random.Random], None], int] = {steps: 12, evaluate: 1, exact: 1, save: 1, load: 1}
+WITHOUT_STATE: dict[Callable[[Pair, random.Random], None], int] = {
+    steps: 12,
+    evaluate: 1,
+    exact: 1,
+    save: 1,
+    load: 1,
+}
 """What can be done at any time, with how often it is drawn."""
 ALL: dict[Callable[[Pair, random.Random], None], int] = {
     **WITHOUT_STATE,
     **dict.fromkeys((read, read_inner, keep, read_kept, write_in_place, rebind_data, assign), 3),
-    **dict.fromkeys((write_kept, forget, safe_functions, replace_entries, base_round_trip, set_step), 2),
+    **dict.fromkeys(
+        (write_kept, forget, safe_functions, replace_entries, base_round_trip, set_step), 2
+    ),
     **dict.fromkeys((offload, half_an_entry, moved_away, swap_entries), 1),
 }
 
 
-def drawn(pair: Pair, draw: random.Random, length: int) -> Iterator[Callable[[Pair, random.Random], None]]:
+def drawn(
+    pair: Pair, draw: random.Random, length: int
+) -> Iterator[Callable[[Pair, random.Random], None]]:
     """So many actions, each of those that are possible then."""
     for _ in range(length):
         menu = ALL if has_state(pair) else WITHOUT_STATE
@@ -494,8 +533,8 @@ def sequence(pair: Pair, seed: str, length: int) -> str:
 
 
 def sequences(config: dict[str, Any], seeds: Sequence[str], length: int) -> list[str]:
-    """Do the sequences of `seeds` on this rank, beside the other ranks; those that failed. A new engine is built after
-    a failure."""
+    """Do the sequences of `seeds` on this rank, beside the other ranks; those that failed. A new
+    engine is built after a failure."""
     failed: list[str] = []
     left = list(seeds)
     while left:

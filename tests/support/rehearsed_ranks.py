@@ -1,7 +1,9 @@
-"""One real rank among many made-up ones: a process group whose collectives answer themselves, and count what arrives.
+"""One real rank among many made-up ones: a process group whose collectives answer themselves, and
+count what arrives.
 
-A program of one rank then runs as it would among 8,192, with its own code and that of torch and DeepSpeed above the
-process group. What the other ranks send is made up: what this rank sends, unless `Others` says otherwise.
+A program of one rank then runs as it would among 8,192, with its own code and that of torch and
+DeepSpeed above the process group. What the other ranks send is made up: what this rank sends,
+unless `Others` says otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _HEAD = 2
 _LARGE = 1 << 32
 
 Others = Callable[[torch.Tensor, int], torch.Tensor]
-"""Makes up what all ranks send, [ranks, n], from what this rank sends, 1-D [n], and the number of ranks."""
+"""Makes up what all ranks send, [ranks, n], from what this rank sends, 1-D [n], and the number of
+ranks."""
 
 
 @dataclass
@@ -40,7 +43,8 @@ class Rehearsal:
 
     Attributes:
         size: number of ranks.
-        others: makes up what the ranks send to an all-gather and to a minimum; None: all send the same.
+        others: makes up what the ranks send to an all-gather and to a minimum; None: all send the
+            same.
         sent: objects that other ranks broadcast, as pickled; the last one again and again.
         backend: name of the backend.
         received: bytes that arrived at this rank, its own share of an all-gather included.
@@ -104,7 +108,9 @@ class _Group(_ProcessGroup):
                 tensors[0].copy_(self.rehearsal.all_of(tensors[0]).amin(0).view(tensors[0].shape))
         return _done(tensors)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> Any:
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None
+    ) -> Any:
         with self.rehearsal.called("all_gather", self.rehearsal.size * inputs[0].nbytes):
             for output, sent in zip(outputs[0], self.rehearsal.all_of(inputs[0]), strict=True):
                 output.copy_(sent.view(output.shape))
@@ -120,10 +126,16 @@ class _Group(_ProcessGroup):
     def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
         """Another rank's object comes as two broadcasts: how many bytes, then the bytes."""
         with self.rehearsal.called("broadcast", tensors[0].nbytes):
-            if options is not None and options.rootRank != self.rank() and self.rehearsal.sent is not None:
+            if (
+                options is not None
+                and options.rootRank != self.rank()
+                and self.rehearsal.sent is not None
+            ):
                 content = pickle.dumps(self.rehearsal.sent)
                 sizes = tensors[0].dtype == torch.int64
-                tensors[0].copy_(torch.tensor([len(content)]) if sizes else torch.tensor(list(content)))
+                tensors[0].copy_(
+                    torch.tensor([len(content)]) if sizes else torch.tensor(list(content))
+                )
         return _done(tensors)
 
     def barrier(self, *args: Any) -> Any:
@@ -132,14 +144,17 @@ class _Group(_ProcessGroup):
 
 @contextmanager
 def rehearsed_ranks(size: int, rank: int = 0) -> Iterator[tuple[RankGroup, Rehearsal]]:
-    """Make this process rank `rank` of `size`, without any other process; see the module's docstring."""
+    """Make this process rank `rank` of `size`, without any other process; see the module's
+    docstring."""
     if "rehearsed" not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             "rehearsed", lambda store, rank, size, timeout: _Group(rank, size), devices=["cpu"]
         )
     dist.init_process_group("rehearsed", store=dist.HashStore(), rank=rank, world_size=size)
     with shared_buffers.not_made():
-        deepspeed.comm.init_distributed(dist_backend="rehearsed", verbose=False, auto_mpi_discovery=False)
+        deepspeed.comm.init_distributed(
+            dist_backend="rehearsed", verbose=False, auto_mpi_discovery=False
+        )
     group: Any = dist.group.WORLD
     rehearsal = group.rehearsal = Rehearsal(size)
     try:
@@ -150,7 +165,8 @@ def rehearsed_ranks(size: int, rank: int = 0) -> Iterator[tuple[RankGroup, Rehea
 
 
 def on_hosts(mine: torch.Tensor, size: int) -> torch.Tensor:
-    """Ranks on hosts of `RANKS_PER_HOST`; this one is on the first. What they say about their hosts is the same."""
+    """Ranks on hosts of `RANKS_PER_HOST`; this one is on the first. What they say about their hosts
+    is the same."""
     every = mine.expand(size, -1).clone()
     if mine.dtype == torch.int64 and mine.numel() == _HEAD:
         every[:, 0] += torch.arange(size) // RANKS_PER_HOST

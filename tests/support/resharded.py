@@ -1,4 +1,5 @@
-"""Saving a model in one layout of ranks and ZeRO stage, loading it in another, and comparing what has arrived."""
+"""Saving a model in one layout of ranks and ZeRO stage, loading it in another, and comparing what
+has arrived."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from tests.support.models import OddModel, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.state_access import moments_of
-from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    RULES,
+    make_engine,
+    offload_config,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 STEPS = 4
 ROWS = 12
@@ -58,7 +66,11 @@ class Run(NamedTuple):
             if self.way == "zero":
                 del config["zero_optimization"]["offload_optimizer"]
         if self.setting == "uncorrected":  # whose first updates are several times as large
-            config["optimizer"]["params"] = {"lr": 3e-4, "weight_decay": 0.1, "bias_correction": False}
+            config["optimizer"]["params"] = {
+                "lr": 3e-4,
+                "weight_decay": 0.1,
+                "bias_correction": False,
+            }
         if self.setting == "lion":
             config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
             config["zero_optimization"].get("zenflow", {}).pop("update_interval", None)
@@ -75,14 +87,17 @@ class Run(NamedTuple):
 
 
 class Model(OddModel):
-    """With frozen parameters, one of them not in the order of its rows, and a buffer, all made from `value`."""
+    """With frozen parameters, one of them not in the order of its rows, and a buffer, all made from
+    `value`."""
 
     def __init__(self, value: float) -> None:
         super().__init__(awkward=True)
         del self.empty  # plain ZeRO-3 fails in its forward pass
         self.scale.data.uniform_(0.5 * value, value)
         kernel = torch.empty(8, 25, 3).uniform_(0.5 * value, value)
-        if get_accelerator().device_name() == "cpu":  # elsewhere DeepSpeed's broadcast at the start refuses it
+        if (
+            get_accelerator().device_name() == "cpu"
+        ):  # elsewhere DeepSpeed's broadcast at the start refuses it
             kernel = kernel.transpose(0, 1)
         self.kernel = torch.nn.Parameter(kernel, requires_grad=False)
         self.register_buffer("seen", torch.full((3,), value))
@@ -112,14 +127,21 @@ def state_of(engine: Any) -> dict[str, Any]:
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             states = [safe_get_full_optimizer_state(parameter, key) for key in moments_of(engine)]
-            found[name] = [each.float().cpu().clone() for each in (safe_get_full_fp32_param(parameter), *states)]
+            found[name] = [
+                each.float().cpu().clone()
+                for each in (safe_get_full_fp32_param(parameter), *states)
+            ]
     steps = {int(state["step"]) for state in engine.optimizer.optimizer.state.values()}
     return {**found, "step": sorted(steps)}
 
 
 def beside(engine: Any) -> dict[str, torch.Tensor]:
     weights = weights_of(engine)
-    return {"scale": weights["scale"], "kernel": weights["kernel"], "seen": engine.module.seen.cpu()}
+    return {
+        "scale": weights["scale"],
+        "kernel": weights["kernel"],
+        "seen": engine.module.seen.cpu(),
+    }
 
 
 def save(run: Run, folder: str, steps: int = STEPS) -> list[float]:
@@ -136,9 +158,11 @@ def save(run: Run, folder: str, steps: int = STEPS) -> list[float]:
     return losses
 
 
-def resume(run: Run, folder: str, steps: int = STEPS, *, goes_on: bool = False) -> tuple[str, list[float]]:
-    """Load; returns how what has arrived differs, and the losses of the steps that follow. A run that `goes_on` as if
-    it had not ended has the saved weights, which may be predictions."""
+def resume(
+    run: Run, folder: str, steps: int = STEPS, *, goes_on: bool = False
+) -> tuple[str, list[float]]:
+    """Load; returns how what has arrived differs, and the losses of the steps that follow. A run
+    that `goes_on` as if it had not ended has the saved weights, which may be predictions."""
     allow_fp16()
     engine = make_engine(run.config, model=partial(Model, 1.0), groups=two_groups)
     path, client_state = engine.load_checkpoint(folder, tag="t")
@@ -146,8 +170,14 @@ def resume(run: Run, folder: str, steps: int = STEPS, *, goes_on: bool = False) 
     assert client_state["mine"] == 7
     assert engine.global_steps == steps
     expected = torch.load(Path(folder, "expected"))
-    difference = first_difference(expected, {"state": state_of(engine), "beside": beside(engine)}, "arrived")
-    exact = {name: values[0].to(run.dtype).float() for name, values in expected["state"].items() if name != "step"}
+    difference = first_difference(
+        expected, {"state": state_of(engine), "beside": beside(engine)}, "arrived"
+    )
+    exact = {
+        name: values[0].to(run.dtype).float()
+        for name, values in expected["state"].items()
+        if name != "step"
+    }
     weights = {name: weight for name, weight in weights_of(engine).items() if name in exact}
     difference = difference or (first_difference(exact, weights, "weights") if not goes_on else "")
     losses = everyones(train(engine, data(steps, steps + 3)))

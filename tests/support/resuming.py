@@ -1,4 +1,5 @@
-"""Saving after every step of a run and resuming from each of these checkpoints in other processes."""
+"""Saving after every step of a run and resuming from each of these checkpoints in other
+processes."""
 
 from __future__ import annotations
 
@@ -20,14 +21,18 @@ def final_state(engine: Any) -> dict[str, Any]:
 
 
 def train_and_save(config: dict, first: int, last: int, folder: str) -> str:
-    """Train to `last + 2` straight, and again saving after each of the steps `first` .. `last`; how they differ."""
+    """Train to `last + 2` straight, and again saving after each of the steps `first` .. `last`; how
+    they differ."""
     data = batches(last + 2, dist.get_rank())
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, data)
     expected = final_state(engine)
     engine.destroy()
     kernel = engine.optimizer.host_optimizer.link.process.ready.kernel
-    torch.save({"losses": losses, "state": expected, "kernel": kernel}, Path(folder, f"expected-{dist.get_rank()}.pt"))
+    torch.save(
+        {"losses": losses, "state": expected, "kernel": kernel},
+        Path(folder, f"expected-{dist.get_rank()}.pt"),
+    )
 
     engine = make_engine(config, groups=two_groups)
     saving = []
@@ -35,13 +40,16 @@ def train_and_save(config: dict, first: int, last: int, folder: str) -> str:
         saving += train(engine, data[step - 1 : step])
         if first <= step <= last:
             engine.save_checkpoint(folder, tag=str(step))
-    difference = first_difference((losses, expected), (saving, final_state(engine)), "saving: losses, state")
+    difference = first_difference(
+        (losses, expected), (saving, final_state(engine)), "saving: losses, state"
+    )
     engine.destroy()
     return difference
 
 
 def resume_from_each(config: dict, first: int, last: int, folder: str) -> list[str]:
-    """Where a resumed run differs from the uninterrupted one; every second engine is used before it loads."""
+    """Where a resumed run differs from the uninterrupted one; every second engine is used before it
+    loads."""
     data = batches(last + 2, dist.get_rank())
     expected = torch.load(Path(folder, f"expected-{dist.get_rank()}.pt"))
     failed = []
@@ -54,7 +62,11 @@ def resume_from_each(config: dict, first: int, last: int, folder: str) -> list[s
         assert kernel == expected["kernel"], "kernels differ in their last bits"
         rest = train(engine, data[step:])
         wanted = (expected["losses"][step:], expected["state"])
-        failed.append(first_difference(wanted, (rest, final_state(engine)), f"from step {step}: losses, state"))
+        failed.append(
+            first_difference(
+                wanted, (rest, final_state(engine)), f"from step {step}: losses, state"
+            )
+        )
         engine.destroy()
     return failed
 
@@ -66,14 +78,22 @@ def failed_resumes(
     last: int,
     folder: str,
     device: str = "cpu",
-    bodies: tuple[Callable[..., str], Callable[..., list[str]]] = (train_and_save, resume_from_each),
+    bodies: tuple[Callable[..., str], Callable[..., list[str]]] = (
+        train_and_save,
+        resume_from_each,
+    ),
 ) -> list[str]:
-    """Train and save in one set of processes, resume in another; what differs on any rank, to the bit.
+    """Train and save in one set of processes, resume in another; what differs on any rank, to the
+    bit.
 
-    `bodies` do that, with the arguments of these functions. Both run the same settings in the same order and nothing
-    else: DeepSpeed's stage 3 leaves another ``torch.nn.functional.linear`` behind in its process, which rounds
-    differently."""
+    `bodies` do that, with the arguments of these functions. Both run the same settings in the same
+    order and nothing else: DeepSpeed's stage 3 leaves another ``torch.nn.functional.linear`` behind
+    in its process, which rounds differently."""
     steps = (config, first, last, folder)
-    changed = run_ranks(ranks, bodies[0], *steps, device=device, pool="to save", timeout_seconds=280)
-    failed = run_ranks(ranks, bodies[1], *steps, device=device, pool="to resume", timeout_seconds=280)
+    changed = run_ranks(
+        ranks, bodies[0], *steps, device=device, pool="to save", timeout_seconds=280
+    )
+    failed = run_ranks(
+        ranks, bodies[1], *steps, device=device, pool="to resume", timeout_seconds=280
+    )
     return [difference for on_one in (changed, *failed) for difference in on_one if difference]

@@ -1,4 +1,5 @@
-"""A loop of reinforcement learning as trainers with colocated generation run it, with a small stub of the engine."""
+"""A loop of reinforcement learning as trainers with colocated generation run it, with a small stub
+of the engine."""
 
 from __future__ import annotations
 
@@ -43,7 +44,12 @@ class Policy(nn.Module):
 
     def forward(self, tokens: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         """The policy gradient's loss: of each sample's tokens, times its advantage."""
-        chosen = self.logits(tokens[:, :-1]).float().log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+        chosen = (
+            self.logits(tokens[:, :-1])
+            .float()
+            .log_softmax(-1)
+            .gather(2, tokens[:, 1:, None])[..., 0]
+        )
         return -(chosen.mean(1) * advantages).mean()
 
 

@@ -15,7 +15,8 @@ __all__ = ["assert_same", "first_difference"]
 def assert_same(expected: Any, actual: Any, where: str = "value") -> None:
     """Fail with the first place where two nested values differ: its name, index and both values.
 
-    Tensors are compared to the bit: 0.0 and -0.0 differ, a NaN equals a NaN of the same bits. `where` begins the name.
+    Tensors are compared to the bit: 0.0 and -0.0 differ, a NaN equals a NaN of the same bits.
+    `where` begins the name.
     """
     difference = first_difference(expected, actual, where)
     assert not difference, difference
@@ -29,7 +30,9 @@ def first_difference(expected: Any, actual: Any, where: str = "value") -> str:
         return _of_tensors(expected.detach().cpu(), actual.detach().cpu(), where)
     if is_dataclass(expected) and type(expected) is type(actual):
         names = [field.name for field in fields(expected) if field.compare]
-        expected, actual = ({name: getattr(each, name) for name in names} for each in (expected, actual))
+        expected, actual = (
+            {name: getattr(each, name) for name in names} for each in (expected, actual)
+        )
     if isinstance(expected, Mapping) and isinstance(actual, Mapping):
         if list(expected) != list(actual):
             return f"{where} has the keys {list(actual)}, expected {list(expected)}"
@@ -37,11 +40,20 @@ def first_difference(expected: Any, actual: Any, where: str = "value") -> str:
     elif _is_list(expected) and _is_list(actual):
         if len(expected) != len(actual):
             return f"{where} has {len(actual)} entries, expected {len(expected)}"
-        pairs = [(f"{where}[{i}]", one, other) for i, (one, other) in enumerate(zip(expected, actual, strict=True))]
+        pairs = [
+            (f"{where}[{i}]", one, other)
+            for i, (one, other) in enumerate(zip(expected, actual, strict=True))
+        ]
     else:
         both_nan = all(isinstance(each, float) and math.isnan(each) for each in (expected, actual))
-        return "" if both_nan or expected == actual else f"{where} is {actual!r}, expected {expected!r}"
-    return next(filter(None, (first_difference(one, other, name) for name, one, other in pairs)), "")
+        return (
+            ""
+            if both_nan or expected == actual
+            else f"{where} is {actual!r}, expected {expected!r}"
+        )
+    return next(
+        filter(None, (first_difference(one, other, name) for name, one, other in pairs)), ""
+    )
 
 
 def _is_list(value: Any) -> bool:
@@ -58,6 +70,10 @@ def _of_tensors(expected: torch.Tensor, actual: torch.Tensor, where: str) -> str
     apart = (bits[0] != bits[1]).view(expected.numel(), -1).any(1).nonzero().view(-1)
     first = int(apart[0])
     values = [each.contiguous().view(-1)[first].item() for each in (actual, expected)]
-    index = list(map(int, torch.unravel_index(torch.tensor(first), expected.shape))) if expected.ndim > 1 else first
+    index = (
+        list(map(int, torch.unravel_index(torch.tensor(first), expected.shape)))
+        if expected.ndim > 1
+        else first
+    )
     what = f"element {index} is {values[0]!r}, expected {values[1]!r}"
     return f"{where}: {len(apart)} of {expected.numel()} elements differ; {what}"

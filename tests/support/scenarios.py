@@ -1,4 +1,5 @@
-"""What the tests of real threads do, each in a process of its own (`run_scenario`): never in the pytest process."""
+"""What the tests of real threads do, each in a process of its own (`run_scenario`): never in the
+pytest process."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from tests.support.waiting import wait_until
 
 
 def run_scenario(
-    name: str, *arguments: object, prefix: Sequence[str] = (), before: str = "", **environment: str | None
+    name: str,
+    *arguments: object,
+    prefix: Sequence[str] = (),
+    before: str = "",
+    **environment: str | None,
 ) -> Any:
     """Call ``name(*arguments)`` of this module in a fresh process and return its answer.
 
@@ -94,7 +99,9 @@ def _start(separate: bool = True, **config: Any) -> Any:
     from deepspeed_ext.cores.binding import CoreBinding
     from deepspeed_ext.runtime.ranks import RankGroup
 
-    return CoreBinding.start(CoreBindingConfig(**config), RankGroup.alone(), local_rank=0, separate=separate)
+    return CoreBinding.start(
+        CoreBindingConfig(**config), RankGroup.alone(), local_rank=0, separate=separate
+    )
 
 
 def life_of_a_binding() -> dict[str, Any]:
@@ -107,7 +114,11 @@ def life_of_a_binding() -> dict[str, Any]:
     before = _masks()
     threads_before = torch.get_num_threads()
     binding = _start()
-    answer = {"plan": list(binding.plan.pytorch), "bound": _masks(), "threads": torch.get_num_threads()}
+    answer = {
+        "plan": list(binding.plan.pytorch),
+        "bound": _masks(),
+        "threads": torch.get_num_threads(),
+    }
     answer["omp_variable"] = os.environ["OMP_NUM_THREADS"]
     _torch_work()
     stops.append(_idle_thread())
@@ -128,7 +139,11 @@ def life_of_a_binding() -> dict[str, Any]:
 def _state() -> dict[str, Any]:
     import torch
 
-    return {"masks": _masks(), "threads": torch.get_num_threads(), "variable": os.environ.get("OMP_NUM_THREADS")}
+    return {
+        "masks": _masks(),
+        "threads": torch.get_num_threads(),
+        "variable": os.environ.get("OMP_NUM_THREADS"),
+    }
 
 
 def several_bindings() -> dict[str, Any]:
@@ -230,8 +245,17 @@ def refused(call: int, code: int) -> dict[str, Any]:
     os.sched_setaffinity = refuse
     binding = _start()
     os.sched_setaffinity = real
-    answer = {"warnings": heard, "plan": binding.plan and list(binding.plan.pytorch), "calls": calls}
-    answer |= {"before": before, "after": _masks(), "threads": torch.get_num_threads(), "ok": binding.refresh().ok}
+    answer = {
+        "warnings": heard,
+        "plan": binding.plan and list(binding.plan.pytorch),
+        "calls": calls,
+    }
+    answer |= {
+        "before": before,
+        "after": _masks(),
+        "threads": torch.get_num_threads(),
+        "ok": binding.refresh().ok,
+    }
     for stop in stops:
         stop.set()
     return answer
@@ -263,7 +287,9 @@ def vanished_thread() -> dict[str, Any]:
         if tid == victim:
             asked.append(tid)
             stop.set()
-            wait_until(lambda: not os.path.exists(f"/proc/self/task/{tid}"), "the end of the thread")
+            wait_until(
+                lambda: not os.path.exists(f"/proc/self/task/{tid}"), "the end of the thread"
+            )
             raise ProcessLookupError(errno.ESRCH, "gone")
         real(tid, cpus)
 
@@ -291,7 +317,9 @@ def situation() -> dict[str, Any]:
         "disabled": binding.plan is None,
     }
     if binding.plan is not None:
-        answer |= {name: list(getattr(binding.plan, name)) for name in ("pytorch", "optimizer", "flags")}
+        answer |= {
+            name: list(getattr(binding.plan, name)) for name in ("pytorch", "optimizer", "flags")
+        }
     stop.set()
     late.set()
     return answer
@@ -322,7 +350,10 @@ def worker_process(place: str) -> dict[str, Any]:
         "complaint": complaint,
         "masks": _masks(),
         "threads": torch.get_num_threads(),
-        "omp": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES")},
+        "omp": {
+            name: os.environ.get(name)
+            for name in ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES")
+        },
     }
 
 
@@ -336,10 +367,13 @@ def trainer_with_worker() -> dict[str, Any]:
     code = (
         "import sys; from deepspeed_ext.cores.worker_placement import WorkerPlacement;"
         "WorkerPlacement.parse(sys.argv[1]).bind_process();"
-        "import torch; torch.zeros(1 << 20).add_(1); print(torch.get_num_threads(), flush=True); sys.stdin.read()"
+        "import torch; torch.zeros(1 << 20).add_(1); print(torch.get_num_threads(), flush=True); "
+        "sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(binding.worker_placement)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
         assert worker.stdout is not None
         threads = int(worker.stdout.readline())
         _torch_work()
@@ -347,11 +381,17 @@ def trainer_with_worker() -> dict[str, Any]:
         os.sched_setaffinity(worker.pid, binding.plan.pytorch)
         moved = binding.verify(worker.pid)
         worker.communicate("")
-    return {"ok": found.ok, "moved": len(moved.worker), "threads": threads, "cpus": len(binding.plan.optimizer)}
+    return {
+        "ok": found.ok,
+        "moved": len(moved.worker),
+        "threads": threads,
+        "cpus": len(binding.plan.optimizer),
+    }
 
 
 def openmp_runtimes() -> dict[str, Any]:
-    """Thread counts of every OpenMP runtime in the process, in a parallel region and by its own word."""
+    """Thread counts of every OpenMP runtime in the process, in a parallel region and by its own
+    word."""
     import ctypes
 
     import torch

@@ -1,9 +1,10 @@
 """Several ranks on one device, where a machine has fewer devices than a test has ranks.
 
-They talk through NCCL if `nccl_probe` says that this works here, otherwise through gloo. The probe runs once for each
-number of ranks and machine; its verdict lies in a file that all processes of the machine read. A test that hangs
-through NCCL is noted there, too: after `MOST_HANGS` of them the rest runs through gloo, so that a hang costs one test
-its time and not the run. The variable DSEXT_TEST_SHARED_BACKEND ("nccl" or "gloo") decides instead of the probe.
+They talk through NCCL if `nccl_probe` says that this works here, otherwise through gloo. The probe
+runs once for each number of ranks and machine; its verdict lies in a file that all processes of the
+machine read. A test that hangs through NCCL is noted there, too: after `MOST_HANGS` of them the
+rest runs through gloo, so that a hang costs one test its time and not the run. The variable
+DSEXT_TEST_SHARED_BACKEND ("nccl" or "gloo") decides instead of the probe.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ import torch
 from tests.support import nccl_probe
 from tests.support.nccl_probe import Probed
 
-__all__ = ["BACKEND", "MOST_SECONDS", "Backend", "backend_between", "environment", "note_hang", "share_devices"]
+__all__ = [
+    "BACKEND",
+    "MOST_SECONDS",
+    "Backend",
+    "backend_between",
+    "environment",
+    "note_hang",
+    "share_devices",
+]
 
 BACKEND = "DSEXT_TEST_BACKEND"
 """Of a rank: the backend of its process group."""
@@ -57,7 +66,9 @@ def _file() -> Path:
 
 def _machine() -> str:
     """What a verdict holds for: the device, torch with its NCCL, and this start of the system."""
-    device = torch.get_device_module().get_device_name() if torch.accelerator.is_available() else "cpu"
+    device = (
+        torch.get_device_module().get_device_name() if torch.accelerator.is_available() else "cpu"
+    )
     started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{device}, torch {torch.__version__}, {started}"
 
@@ -81,7 +92,8 @@ def _known() -> Iterator[_Known]:
 
 
 def backend_between(ranks: int) -> Backend:
-    """Through which `ranks` ranks that share a device talk here; asks the probe if nobody has yet."""
+    """Through which `ranks` ranks that share a device talk here; asks the probe if nobody has
+    yet."""
     if given := os.environ.get(GIVEN):
         return Backend(given, f"{GIVEN} says so")
     with _known() as known:
@@ -124,7 +136,9 @@ def share_devices() -> None:
     kind: Any = type(accelerator)
     count = accelerator.device_count()
 
-    def shared(device: Any) -> int | None:  # of an index, the same as text (LOCAL_RANK), or a torch.device
+    def shared(
+        device: Any,
+    ) -> int | None:  # of an index, the same as text (LOCAL_RANK), or a torch.device
         index = device.index if isinstance(device, torch.device) else device
         return None if index is None else int(index) % count
 
@@ -147,7 +161,9 @@ def summary() -> list[str]:
         return []
     with _known() as known:
         found = {ranks: _judged(probed, known.hangs) for ranks, probed in known.probed.items()}
-    return [f"{ranks} ranks on one device: {each.name} ({each.why})" for ranks, each in found.items()]
+    return [
+        f"{ranks} ranks on one device: {each.name} ({each.why})" for ranks, each in found.items()
+    ]
 
 
 def _say(line: str) -> None:

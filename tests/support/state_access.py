@@ -35,14 +35,18 @@ def state_of(engine: Any) -> dict[tuple, torch.Tensor]:
     found = {}
     for name, parameter in engine.module.named_parameters():
         for key in (None, *moments_of(engine)):
-            value = safe_get_full_optimizer_state(parameter, key) if key else safe_get_full_fp32_param(parameter)
+            value = (
+                safe_get_full_optimizer_state(parameter, key)
+                if key
+                else safe_get_full_fp32_param(parameter)
+            )
             found[name, key] = value.detach().float().cpu().clone()
     return found
 
 
 def scale_state(engine: Any, factor: float) -> None:
-    """Multiply what `state_of` returns. At stage 3 rank by rank: DeepSpeed's functions that set whole parameters
-    cannot set those that do not divide by the ranks."""
+    """Multiply what `state_of` returns. At stage 3 rank by rank: DeepSpeed's functions that set
+    whole parameters cannot set those that do not divide by the ranks."""
     local = engine.zero_optimization_stage() == 3
     get, put = (
         (safe_get_local_fp32_param, safe_set_local_fp32_param)
@@ -61,8 +65,9 @@ def scale_state(engine: Any, factor: float) -> None:
 
 
 def looking_on(config: dict) -> list[str]:
-    """How a run whose state is read or written back as it is, by turns of two steps, differs from one that is left
-    alone, to the bit; and how what is written back differs from what is then read."""
+    """How a run whose state is read or written back as it is, by turns of two steps, differs from
+    one that is left alone, to the bit; and how what is written back differs from what is then
+    read."""
     data = batches(STEPS, dist.get_rank())
     outcomes, differences = [], []
     for looks in (False, True):
@@ -75,7 +80,11 @@ def looking_on(config: dict) -> list[str]:
             state = state_of(engine)
             if number % 4 >= 2:
                 scale_state(engine, 1.0)
-            differences.append(first_difference(state, state_of(engine), f"state after step {number}"))
-        outcomes.append({"losses": losses, "state": state_of(engine), "weights": weights_of(engine)})
+            differences.append(
+                first_difference(state, state_of(engine), f"state after step {number}")
+            )
+        outcomes.append(
+            {"losses": losses, "state": state_of(engine), "weights": weights_of(engine)}
+        )
         engine.destroy()
     return list(filter(None, [*differences, first_difference(*outcomes)]))

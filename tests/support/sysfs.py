@@ -46,10 +46,12 @@ def write_host(
     Args:
         root: an empty directory.
         cores: with all their hardware threads; a core of node -1 is in no node.
-        old: spell as kernels of 2015 did: hex masks, ``thread_siblings_list``, control groups of version 1.
+        old: spell as kernels of 2015 did: hex masks, ``thread_siblings_list``, control groups of
+            version 1.
         nodes: every node, those without cores included; by default the nodes of the cores.
         distances: between two nodes, 20 where not given.
-        kinds: how kinds of cores show: ``pmu``, ``capacity`` or ``frequency``; nothing is written for a single kind.
+        kinds: how kinds of cores show: ``pmu``, ``capacity`` or ``frequency``; nothing is written
+            for a single kind.
         quota: ``"<quota> <period>"`` of the process's control group.
         cpuset: CPU list of the process's control group.
         mask: CPU list that the process is allowed; by default all.
@@ -70,7 +72,11 @@ def write_host(
 
 def _write_core(base: Path, core: Core, cores: Sequence[Core], old: bool) -> None:
     package = [cpu for other in cores if other.package == core.package for cpu in other.pus]
-    sharing = [cpu for other in cores if other.cache == core.cache for cpu in other.pus] if core.cache >= 0 else []
+    sharing = (
+        [cpu for other in cores if other.cache == core.cache for cpu in other.pus]
+        if core.cache >= 0
+        else []
+    )
     for cpu in core.pus:
         topology = base / f"cpu{cpu}/topology"
         if old:
@@ -103,7 +109,9 @@ def _write_nodes(
     distances: Mapping[tuple[int, int], int],
     old: bool,
 ) -> None:
-    ids = sorted(set(nodes) if nodes is not None else {core.node for core in cores if core.node >= 0})
+    ids = sorted(
+        set(nodes) if nodes is not None else {core.node for core in cores if core.node >= 0}
+    )
     for node in ids:
         cpus = [cpu for core in cores if core.node == node for cpu in core.pus]
         write(base / f"node{node}/cpumap", cpumask(cpus))
@@ -116,7 +124,12 @@ def _write_nodes(
 def _write_kinds(root: Path, cores: Sequence[Core], kinds: str) -> None:
     if kinds == "pmu":
         for kind, name in enumerate(PMU):
-            cpus = [cpu for core in cores if (2 if core.is_low_power else core.kind) == kind for cpu in core.pus]
+            cpus = [
+                cpu
+                for core in cores
+                if (2 if core.is_low_power else core.kind) == kind
+                for cpu in core.pus
+            ]
             if cpus:
                 write(root / "sys/devices" / name / "cpus", format_cpulist(cpus))
         return
@@ -124,21 +137,37 @@ def _write_kinds(root: Path, cores: Sequence[Core], kinds: str) -> None:
     for core in cores:
         for position, cpu in enumerate(core.pus):
             # Values of one kind differ a little, as turbo bins do.
-            write(root / f"sys/devices/system/cpu/cpu{cpu}" / name, str(CAPACITY[core.kind] - position))
+            write(
+                root / f"sys/devices/system/cpu/cpu{cpu}" / name,
+                str(CAPACITY[core.kind] - position),
+            )
 
 
 def _write_process(
-    root: Path, online: Sequence[int], old: bool, quota: str | None, cpuset: str | None, mask: str | None
+    root: Path,
+    online: Sequence[int],
+    old: bool,
+    quota: str | None,
+    cpuset: str | None,
+    mask: str | None,
 ) -> None:
     allowed = mask or format_cpulist(online)
-    write(root / "proc/self/status", f"Name:\tpython\nCpus_allowed_list:\t{allowed}\nMems_allowed_list:\t0")
+    write(
+        root / "proc/self/status",
+        f"Name:\tpython\nCpus_allowed_list:\t{allowed}\nMems_allowed_list:\t0",
+    )
     group = "job/step"
     if old:
-        write(root / "proc/self/cgroup", f"5:cpuset:/{group}\n4:cpu,cpuacct:/{group}\n1:name=systemd:/")
+        write(
+            root / "proc/self/cgroup",
+            f"5:cpuset:/{group}\n4:cpu,cpuacct:/{group}\n1:name=systemd:/",
+        )
         if quota:
             amount, period = quota.split()
             write(root / f"sys/fs/cgroup/cpu,cpuacct/{group}/cpu.cfs_quota_us", "-1")
-            write(root / "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", amount.replace("max", "-1"))
+            write(
+                root / "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", amount.replace("max", "-1")
+            )
             write(root / "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us", period)
         if cpuset:
             write(root / f"sys/fs/cgroup/cpuset/{group}/cpuset.cpus", cpuset)

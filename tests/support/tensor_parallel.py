@@ -1,4 +1,5 @@
-"""A model that is spread over tensor-parallel ranks, written as Megatron's layers are, and its ``mpu``."""
+"""A model that is spread over tensor-parallel ranks, written as Megatron's layers are, and its
+``mpu``."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ __all__ = ["Grid", "TensorParallelBlock", "replicated"]
 
 
 class Grid:
-    """An ``mpu`` of ``world / tensor`` data-parallel times `tensor` tensor-parallel ranks, of which the
-    latter are neighbours."""
+    """An ``mpu`` of ``world / tensor`` data-parallel times `tensor` tensor-parallel ranks, of which
+    the latter are neighbours."""
 
     def __init__(self, tensor: int) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -86,7 +87,10 @@ class TensorParallelBlock(torch.nn.Module):
 
     def __init__(self, mpu: Grid, width: int = 64, inner: int = 256) -> None:
         super().__init__()
-        self._group, share = mpu.get_model_parallel_group(), inner // mpu.get_model_parallel_world_size()
+        self._group, share = (
+            mpu.get_model_parallel_group(),
+            inner // mpu.get_model_parallel_world_size(),
+        )
         rank = mpu.get_model_parallel_rank()
         self.norm = torch.nn.LayerNorm(width)
         self.up = torch.nn.Linear(width, share)

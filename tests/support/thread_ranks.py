@@ -16,7 +16,8 @@ TIMEOUT_SECONDS = 20
 
 
 class Board:
-    """Where ranks that are threads of this process gather from each other; a rank that never comes is an error."""
+    """Where ranks that are threads of this process gather from each other; a rank that never comes
+    is an error."""
 
     def __init__(self, number: int) -> None:
         self._barrier = threading.Barrier(number, timeout=TIMEOUT_SECONDS)

@@ -1,4 +1,5 @@
-"""Hosts on which core plans are known: what real machines look like, and what was asked of the planner there."""
+"""Hosts on which core plans are known: what real machines look like, and what was asked of the
+planner there."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ class Case:
     on_cpu: bool = True
 
 
-def cores(number: int, sibling_step: int = 0, per_node: int = 0, first_node: int = 0, node_step: int = 1) -> list[Core]:
-    """``number`` cores i with siblings i, i + sibling_step; a node and package for every ``per_node`` of them."""
+def cores(
+    number: int, sibling_step: int = 0, per_node: int = 0, first_node: int = 0, node_step: int = 1
+) -> list[Core]:
+    """``number`` cores i with siblings i, i + sibling_step; a node and package for every
+    ``per_node`` of them."""
     made = []
     for i in range(number):
         place = i // per_node if per_node else 0
@@ -38,10 +42,15 @@ def cores(number: int, sibling_step: int = 0, per_node: int = 0, first_node: int
     return made
 
 
-def adjacent(number: int, threads: int, first: int = 0, node: int = 0, package: int = 0, kind: int = 0) -> list[Core]:
+def adjacent(
+    number: int, threads: int, first: int = 0, node: int = 0, package: int = 0, kind: int = 0
+) -> list[Core]:
     """``number`` cores whose ``threads`` hardware threads have neighbouring numbers."""
     starts = range(first, first + number * threads, threads)
-    return [Core(start, tuple(range(start, start + threads)), node, package, first, kind) for start in starts]
+    return [
+        Core(start, tuple(range(start, start + threads)), node, package, first, kind)
+        for start in starts
+    ]
 
 
 HYBRID = tuple(adjacent(6, 2) + adjacent(8, 1, first=12, kind=1))
@@ -51,17 +60,32 @@ ALL_64_SMT = "0-127"
 SPARSE = "0,4-11,21-26,30-46"
 
 CASES = (
-    Case("T1 sparse", tuple(cores(48)), (SPARSE,) * 2, (("0,4-10", "11,21-26,30"), ("31-38", "39-46"))),
+    Case(
+        "T1 sparse",
+        tuple(cores(48)),
+        (SPARSE,) * 2,
+        (("0,4-10", "11,21-26,30"), ("31-38", "39-46")),
+    ),
     Case(
         "T2 two sockets",
         tuple(cores(64, 64, 32)),
         (ALL_64_SMT,) * 4,
-        (("0-7,64-71", "8-15"), ("16-23,80-87", "24-31"), ("32-39,96-103", "40-47"), ("48-55,112-119", "56-63")),
+        (
+            ("0-7,64-71", "8-15"),
+            ("16-23,80-87", "24-31"),
+            ("32-39,96-103", "40-47"),
+            ("48-55,112-119", "56-63"),
+        ),
         gpu_nodes=(0, 0, 1, 1),
         homes=(0, 0, 1, 1),
         threads=(8, 8, 8, 8),
     ),
-    Case("T3 adjacent siblings", tuple(adjacent(8, 2)), ("0-15",) * 2, (("0-3", "4,6"), ("8-11", "12,14"))),
+    Case(
+        "T3 adjacent siblings",
+        tuple(adjacent(8, 2)),
+        ("0-15",) * 2,
+        (("0-3", "4,6"), ("8-11", "12,14")),
+    ),
     Case(
         "T4 even and odd nodes",
         EVEN_ODD,
@@ -73,7 +97,12 @@ CASES = (
         gpu_nodes=(1, 0),
         homes=(1, 0),
     ),
-    Case("T6 second siblings", tuple(cores(64, 64)), ("64-127",) * 2, (("64-79", "80-95"), ("96-111", "112-127"))),
+    Case(
+        "T6 second siblings",
+        tuple(cores(64, 64)),
+        ("64-127",) * 2,
+        (("64-79", "80-95"), ("96-111", "112-127")),
+    ),
     Case(
         "T7 bound with siblings",
         tuple(cores(16, 16, 8)),
@@ -96,9 +125,21 @@ CASES = (
         flags=("shared",),
         threads=(1, 1, 1, 1),
     ),
-    Case("T11 one core each", tuple(adjacent(2, 2)), ("0-3",) * 2, (("0", "1"), ("2", "3")), flags=("smt",)),
+    Case(
+        "T11 one core each",
+        tuple(adjacent(2, 2)),
+        ("0-3",) * 2,
+        (("0", "1"), ("2", "3")),
+        flags=("smt",),
+    ),
     Case("T12 hybrid", HYBRID, ("0-19",), (("0-11", "12-19"),), threads=(6,)),
-    Case("T12 hybrid, two ranks", HYBRID, ("0-19",) * 2, (("0-5", "12-15"), ("6-11", "16-19")), threads=(3, 3)),
+    Case(
+        "T12 hybrid, two ranks",
+        HYBRID,
+        ("0-19",) * 2,
+        (("0-5", "12-15"), ("6-11", "16-19")),
+        threads=(3, 3),
+    ),
     Case("T13 low power", HYBRID + LOW_POWER, ("0-21",), (("0-11", "12-19"),), idle="20-21"),
     Case(
         "T14 quota of 8 cores",
@@ -175,7 +216,13 @@ CASES = (
         on_cpu=False,
     ),
     Case("T25 a GPU and three cores", tuple(cores(3)), ("0-2",), (("0-1", "2"),), on_cpu=False),
-    Case("T26 two GPUs, four cores", tuple(cores(4)), ("0-3",) * 2, (("0", "1"), ("2", "3")), on_cpu=False),
+    Case(
+        "T26 two GPUs, four cores",
+        tuple(cores(4)),
+        ("0-3",) * 2,
+        (("0", "1"), ("2", "3")),
+        on_cpu=False,
+    ),
     Case("T21 one CPU", tuple(cores(1)), ("0",), (("0", "0"),), flags=("shared",)),
 )
 

@@ -1,9 +1,9 @@
 """The DeepSpeed configs with CPU offload that trainers ship or document, as they reach DeepSpeed.
 
-The settings are those of LLaMA-Factory (ff6d4d1, examples/deepspeed), axolotl (067b021, deepspeed_configs) and the
-Hugging Face documentation of the Trainer. Values of "auto" are filled in as the Trainer does it for a model of hidden
-size `HIDDEN`; a field that only a trainer reads is left out. axolotl's
-zero2_torch_compile is not here: DeepSpeed 0.19.8 refuses its `compile` section.
+The settings are those of LLaMA-Factory (ff6d4d1, examples/deepspeed), axolotl (067b021,
+deepspeed_configs) and the Hugging Face documentation of the Trainer. Values of "auto" are filled in
+as the Trainer does it for a model of hidden size `HIDDEN`; a field that only a trainer reads is
+left out. axolotl's zero2_torch_compile is not here: DeepSpeed 0.19.8 refuses its `compile` section.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ _FILLED_IN = {
     "stage3_prefetch_bucket_size": int(0.9 * HIDDEN * HIDDEN),
     "stage3_param_persistence_threshold": 10 * HIDDEN,
 }
-_SCALED = {"enabled": False, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+_SCALED = {
+    "enabled": False,
+    "loss_scale": 0,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
 _AXOLOTL_3 = {
     **_FILLED_IN,
     "stage": 3,
@@ -111,7 +117,10 @@ SHIPPED: dict[str, dict[str, Any]] = {
 def shipped(name: str, ranks: int) -> dict[str, Any]:
     """The config `name` as the Trainer hands it to DeepSpeed, for a bf16 run with AdamW."""
     return {
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+        },
         "bf16": {"enabled": True},
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,

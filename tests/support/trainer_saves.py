@@ -34,7 +34,9 @@ def tiny_llama() -> Any:
         "max_position_embeddings": 32,
     }
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_hidden_layers=2, num_attention_heads=2))
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, **tokens, num_hidden_layers=2, num_attention_heads=2)
+    )
 
 
 def frozen_below(model: Any) -> Any:

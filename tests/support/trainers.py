@@ -51,7 +51,8 @@ def example(name: str) -> Iterator[Any]:
 
 
 def config_file(folder: Path, stage: int, zenflow: dict[str, Any] | None) -> str:
-    """configs/hf_zenflow.json at a stage, with other fields of ZenFlow or (None) as plain ZeRO; a file of this rank."""
+    """configs/hf_zenflow.json at a stage, with other fields of ZenFlow or (None) as plain ZeRO; a
+    file of this rank."""
     config = json.loads((ROOT / "configs" / "hf_zenflow.json").read_text())
     config["optimizer"]["params"]["torch_adam"] = True  # which plain ZeRO need not compile
     config["zero_optimization"] |= {"stage": stage, "core_binding": {"enabled": False}}
@@ -77,9 +78,16 @@ def zenflow_updates(engine: Any) -> int:
 
 @contextmanager
 def hf_trained(
-    name: str, folder: Path, stage: int, zenflow: dict[str, Any] | None, *, steps: int = STEPS, **changes: Any
+    name: str,
+    folder: Path,
+    stage: int,
+    zenflow: dict[str, Any] | None,
+    *,
+    steps: int = STEPS,
+    **changes: Any,
 ) -> Iterator[Any]:
-    """Run an example whose `train` returns a ``Trainer`` on this rank; yields it, and destroys its engine.
+    """Run an example whose `train` returns a ``Trainer`` on this rank; yields it, and destroys its
+    engine.
 
     Args:
         name: the example.

@@ -1,7 +1,8 @@
-"""Two jobs that save into one folder, one file operation at a time and in any order, and what may not happen then.
+"""Two jobs that save into one folder, one file operation at a time and in any order, and what may
+not happen then.
 
-Each job is a thread that stops before every file operation until it has its turn. Both look to each other like jobs of
-other hosts: neither sees whether the other lives.
+Each job is a thread that stops before every file operation until it has its turn. Both look to each
+other like jobs of other hosts: neither sees whether the other lives.
 """
 
 from __future__ import annotations
@@ -34,7 +35,19 @@ __all__ = ["Duel", "Job", "LateWriter", "hooked", "operations_of", "problem_of",
 
 ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
 SECONDS = 60
-OPERATIONS = ("rename", "replace", "mkdir", "open", "unlink", "rmdir", "listdir", "scandir", "stat", "lstat", "fsync")
+OPERATIONS = (
+    "rename",
+    "replace",
+    "mkdir",
+    "open",
+    "unlink",
+    "rmdir",
+    "listdir",
+    "scandir",
+    "stat",
+    "lstat",
+    "fsync",
+)
 """Functions of `os` before which a job stops."""
 _here = threading.local()
 
@@ -191,7 +204,9 @@ def hooked(is_quiet: bool) -> Iterator[None]:
     places = [(os, name) for name in OPERATIONS] + [(builtins, "open"), (torch, "save")]
     with (
         patch.object(async_engine, "Writer", LateWriter),
-        patch.object(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS),  # `make_engine` changes it
+        patch.object(
+            async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS
+        ),  # `make_engine` changes it
         patch.object(checkpoint_folder, "_in_use", Forgetful()),
         patch.object(checkpoint_folder, "_QUIET_SECONDS", -1.0 if is_quiet else 3600.0),
     ):
@@ -229,12 +244,20 @@ def problem_of(duel: Duel, folder: Path, turns: Iterable[tuple[int, int | None]]
     save(ALONE, Disks(folder, False), "a", 1)
     told: list[str] = []
     with hooked(duel.is_quiet):
-        jobs = [Job(folder, tag, mode, value) for tag, mode, value in zip(duel.tags, duel.modes, (2, 3), strict=True)]
+        jobs = [
+            Job(folder, tag, mode, value)
+            for tag, mode, value in zip(duel.tags, duel.modes, (2, 3), strict=True)
+        ]
         for number, operations in (*turns, (0, None), (1, None)):
             jobs[number].advance(operations)
             if (problem := _damage(folder)) is not None:
-                told.append(f"when the jobs had made {[job.operations for job in jobs]} operations: {problem}")
-    told += [f"a job ended so: {job.outcome}" for job in jobs if str(job.outcome).startswith("broken")]
+                told.append(
+                    f"when the jobs had made {[job.operations for job in jobs]} operations: "
+                    f"{problem}"
+                )
+    told += [
+        f"a job ended so: {job.outcome}" for job in jobs if str(job.outcome).startswith("broken")
+    ]
     told += _broken_promises(duel, folder, jobs)
     return "; ".join(told) or None
 
@@ -252,14 +275,17 @@ def _damage(folder: Path) -> str | None:
 
 
 def _broken_promises(duel: Duel, folder: Path, jobs: list[Job]) -> Iterator[str]:
-    """Jobs that were told that they have saved, and whose save neither is there nor was replaced by a later one."""
+    """Jobs that were told that they have saved, and whose save neither is there nor was replaced by
+    a later one."""
     there = {}
     for tag in set(duel.tags):
         with suppress(CheckpointError):
             there[tag] = load(ALONE, Disks(folder, False), tag)
     for job, tag in zip(jobs, duel.tags, strict=True):
         allowed = [
-            {other.value} for other, of in zip(jobs, duel.tags, strict=True) if of == tag and other.outcome == "saved"
+            {other.value}
+            for other, of in zip(jobs, duel.tags, strict=True)
+            if of == tag and other.outcome == "saved"
         ]
         if job.outcome == "saved" and there.get(tag) not in allowed:
             yield f"job {job.value} was told 'saved', but {tag!r} holds {there.get(tag)}"

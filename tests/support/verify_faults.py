@@ -1,4 +1,5 @@
-"""Ranks of ``deepspeed-ext verify`` in which something is wrong on purpose: each shows that a check can fail."""
+"""Ranks of ``deepspeed-ext verify`` in which something is wrong on purpose: each shows that a check
+can fail."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ class Faulty(rank.Rank):
         if self._has("one bit") and self._trains:
             weight = dict(engine.module.named_parameters())[self.fault.parameter]
             with (
-                deepspeed.zero.GatheredParameters([weight], modifier_rank=0, enabled=hasattr(weight, "ds_id")),
+                deepspeed.zero.GatheredParameters(
+                    [weight], modifier_rank=0, enabled=hasattr(weight, "ds_id")
+                ),
                 torch.no_grad(),
             ):
                 first = weight.view(-1)[:1]
@@ -111,7 +114,9 @@ class Faulty(rank.Rank):
         parameter.register_hook(hook)
 
     def step(self, number: int) -> float:
-        dead = self._trains and bool(self.found.movements)  # they have been compared, so what comes is the death
+        dead = self._trains and bool(
+            self.found.movements
+        )  # they have been compared, so what comes is the death
         if self._has("worker unnoticed") and dead:
             return 0.0
         while self._has("worker waited for") and dead:
@@ -142,7 +147,9 @@ class Faulty(rank.Rank):
         if self._has("not loaded"):
             return
         if self._has("no optimizer state"):
-            self.engine.load_checkpoint(str(self.folder / rank.CHECKPOINT), tag="saved", load_optimizer_states=False)
+            self.engine.load_checkpoint(
+                str(self.folder / rank.CHECKPOINT), tag="saved", load_optimizer_states=False
+            )
             return
         super().load()
         if self._has("a moment"):

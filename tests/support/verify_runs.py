@@ -1,4 +1,5 @@
-"""Checks of `deepspeed_ext.commands.verify` whose ranks are forked: they start in a tenth of a second, not in ten."""
+"""Checks of `deepspeed_ext.commands.verify` whose ranks are forked: they start in a tenth of a
+second, not in ten."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ RANK = verify_faults.__name__
 
 @functools.cache
 def nursery(pid: int) -> Nursery:
-    """The process that forks the ranks of process `pid`. It ends with the thread that asks for it first."""
+    """The process that forks the ranks of process `pid`. It ends with the thread that asks for it
+    first."""
     started = Nursery()
     started.load(
         "deepspeed_ext.commands.verify.rank",
@@ -37,22 +39,31 @@ class ForkedRanks(processes.Ranks):
 
     def _process(self, start: str, environment: dict[str, str], log: BinaryIO) -> Any:
         environment = {**environment, "OMP_NUM_THREADS": "1"}
-        return nursery(os.getpid()).start_script(RANK, [str(self.folder), self.phase, start], environment, log, log)
+        return nursery(os.getpid()).start_script(
+            RANK, [str(self.folder), self.phase, start], environment, log, log
+        )
 
 
 def left_behind(checker: int | None = None) -> list[int]:
-    """Everything that checks of process `checker` (None: this one) have started and that is still there."""
+    """Everything that checks of process `checker` (None: this one) have started and that is still
+    there."""
     found: list[int] = []
     checker = checker or os.getpid()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get(processes.PARENT) == str(checker) and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.environ().get(processes.PARENT) == str(checker)
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 found.append(process.pid)
     return found
 
 
 def shared_segments() -> set[str]:
-    """Names in /dev/shm, without semaphores that Python's multiprocessing, here or in another test, unlinks at once."""
+    """Names in /dev/shm, without semaphores that Python's multiprocessing, here or in another test,
+    unlinks at once."""
     with suppress(FileNotFoundError):
-        return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
+        return {
+            path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")
+        }
     return set()

@@ -31,18 +31,32 @@ RULES: dict[str, dict[str, Any]] = {
 
 
 def zenflow_config(
-    stage: int, dtype: torch.dtype = torch.bfloat16, accumulation: int = 1, lr: float = 1e-3, **zenflow: Any
+    stage: int,
+    dtype: torch.dtype = torch.bfloat16,
+    accumulation: int = 1,
+    lr: float = 1e-3,
+    **zenflow: Any,
 ) -> dict[str, Any]:
     """A config with the predictive rule; `zenflow` are fields of its section.
 
-    Steps overlap as soon as they can. By default that is after 40 steps, which is more than most tests take.
+    Steps overlap as soon as they can. By default that is after 40 steps, which is more than most
+    tests take.
     """
     config = base_config(stage, dtype, accumulation=accumulation)
     config["optimizer"]["params"]["lr"] = lr
     config["zero_optimization"]["zenflow"] = {"full_warm_up_rounds": 1, **zenflow}
-    config["zero_optimization"]["core_binding"] = {"enabled": False}  # test ranks share few cores with other tests
-    if stage == 3:  # small models: without this every parameter would be persistent, and one sub-group hold them all
-        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 100, "sub_group_size": 4000}
+    config["zero_optimization"]["core_binding"] = {
+        "enabled": False
+    }  # test ranks share few cores with other tests
+    if (
+        stage == 3
+        # small models: without this every parameter would be persistent, and one sub-group hold
+        # them all
+    ):
+        config["zero_optimization"] |= {
+            "stage3_param_persistence_threshold": 100,
+            "sub_group_size": 4000,
+        }
     return config
 
 
@@ -67,15 +81,17 @@ def make_engine(
     module = model()
     initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
     parameters = groups(module) if groups else [p for p in module.parameters() if p.requires_grad]
-    engine, *_ = initialize(model=module, model_parameters=parameters, config=copy.deepcopy(config), **how)
+    engine, *_ = initialize(
+        model=module, model_parameters=parameters, config=copy.deepcopy(config), **how
+    )
     return engine
 
 
 def train(engine: Any, data: Iterable[torch.Tensor], times: float = 1.0) -> list[float]:
     """One micro-step a batch, with the loss times `times`; returns the losses.
 
-    All data goes up before the first step, and all losses come down after the last: both wait for the device, which
-    would hide that a step does not.
+    All data goes up before the first step, and all losses come down after the last: both wait for
+    the device, which would hide that a step does not.
     """
     losses = []
     for batch in [batch.to(get_accelerator().current_device_name()) for batch in data]:
@@ -96,7 +112,8 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def full_masters_of(engine: Any) -> list[torch.Tensor]:
-    """fp32 values of what is trained; unlike a partition they have no padding, which stage 3 leaves uninitialised."""
+    """fp32 values of what is trained; unlike a partition they have no padding, which stage 3 leaves
+    uninitialised."""
     if hasattr(engine.optimizer, "host_optimizer"):
         engine.optimizer.host_optimizer.drain()
     trained = [p for p in engine.module.parameters() if p.requires_grad]
@@ -116,7 +133,9 @@ def masters_of(engine: Any) -> list[torch.Tensor]:
     if hasattr(optimizer, "host_optimizer"):
         optimizer.host_optimizer.drain()
     name = (
-        "fp32_partitioned_groups_flat" if engine.zero_optimization_stage() == 3 else "single_partition_of_fp32_groups"
+        "fp32_partitioned_groups_flat"
+        if engine.zero_optimization_stage() == 3
+        else "single_partition_of_fp32_groups"
     )
     return [p.detach().float().cpu().clone() for p in getattr(optimizer, name)]
 

@@ -31,13 +31,20 @@ def initial_weights(stage: int, dtype: torch.dtype) -> dict:
 
 def with_and_without(config: dict, steps: int) -> tuple[Outcome, Outcome]:
     rank = dist.get_rank()
-    return run(offload_config(config), steps, rank=rank, extended=False), run(config, steps, rank=rank)
+    return run(offload_config(config), steps, rank=rank, extended=False), run(
+        config, steps, rank=rank
+    )
 
 
 def difference(expected: Outcome, actual: Outcome) -> float:
-    """Distance of the two final models over the distance that the expected one has moved from the start (all L2)."""
-    start = {name: p.detach().to(torch.bfloat16).float() for name, p in start_model().named_parameters()}
-    apart = sum(float((expected.weights[n] - actual.weights[n]).square().sum()) for n in start) ** 0.5
+    """Distance of the two final models over the distance that the expected one has moved from the
+    start (all L2)."""
+    start = {
+        name: p.detach().to(torch.bfloat16).float() for name, p in start_model().named_parameters()
+    }
+    apart = (
+        sum(float((expected.weights[n] - actual.weights[n]).square().sum()) for n in start) ** 0.5
+    )
     moved = sum(float((expected.weights[n] - start[n]).square().sum()) for n in start) ** 0.5
     return apart / moved
 
@@ -48,7 +55,8 @@ def start_model() -> OddModel:
 
 
 def exact_and_back(config: dict) -> dict[str, Any]:
-    """Three steps, a look at the exact weights, two more steps; compared with a run without that look."""
+    """Three steps, a look at the exact weights, two more steps; compared with a run without that
+    look."""
     engine = make_engine(config)
     undisturbed = train(engine, [*batches(3, dist.get_rank()), *batches(2, dist.get_rank())])[3:]
     engine.destroy()
@@ -58,7 +66,8 @@ def exact_and_back(config: dict) -> dict[str, Any]:
     with engine.optimizer.exact_weights():
         exact = weights_of(engine)
         masters = {
-            name: safe_get_full_fp32_param(p).bfloat16().float().cpu() for name, p in engine.module.named_parameters()
+            name: safe_get_full_fp32_param(p).bfloat16().float().cpu()
+            for name, p in engine.module.named_parameters()
         }
     after = weights_of(engine)
     losses = train(engine, batches(2, dist.get_rank()))
@@ -71,8 +80,15 @@ def exact_and_back(config: dict) -> dict[str, Any]:
     }
 
 
-def selective_config(stage: int, dtype: torch.dtype = torch.float32, **zenflow: Any) -> dict[str, Any]:
-    defaults = {"topk_ratio": 0.1, "select_block_size": 32, "update_interval": 2, "select_interval": 4}
+def selective_config(
+    stage: int, dtype: torch.dtype = torch.float32, **zenflow: Any
+) -> dict[str, Any]:
+    defaults = {
+        "topk_ratio": 0.1,
+        "select_block_size": 32,
+        "update_interval": 2,
+        "select_interval": 4,
+    }
     return zenflow_config(stage, dtype, **{**defaults, **zenflow})
 
 
@@ -81,13 +97,18 @@ def losses_of(config: dict, steps: int) -> tuple[list[float], dict[str, Any]]:
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, batches(steps, dist.get_rank()))
     adam = engine.optimizer.host_optimizer
-    found = {"interval": adam.rule.schedule.interval, "figures": adam.measurements(), "weights": weights_of(engine)}
+    found = {
+        "interval": adam.rule.schedule.interval,
+        "figures": adam.measurements(),
+        "weights": weights_of(engine),
+    }
     engine.destroy()
     return losses, found
 
 
 def parked(config: dict[str, Any]) -> str:
-    """How a run whose states go to the host and back after every step differs from one in which they stay."""
+    """How a run whose states go to the host and back after every step differs from one in which
+    they stay."""
     found = []
     for away in (False, True):
         engine = make_engine(config, groups=two_groups)

@@ -1,4 +1,5 @@
-"""A model with everything that ZeRO-3 has to fetch in its own way, and the parameters of a ZeRO-3 engine as tensors."""
+"""A model with everything that ZeRO-3 has to fetch in its own way, and the parameters of a ZeRO-3
+engine as tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ WIDTH = 24
 
 
 class Experts(nn.Module):
-    """Two linear layers of which one is used, by turns; as a leaf module both are fetched together."""
+    """Two linear layers of which one is used, by turns; as a leaf module both are fetched
+    together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +22,9 @@ class Experts(nn.Module):
         self.out = nn.Linear(WIDTH + 1, WIDTH, bias=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.relu(self.experts[0](hidden)) + 0.1 * torch.tanh(self.experts[1](hidden)))
+        return self.out(
+            torch.relu(self.experts[0](hidden)) + 0.1 * torch.tanh(self.experts[1](hidden))
+        )
 
 
 class Gate(nn.Module):
@@ -35,7 +39,8 @@ class Gate(nn.Module):
 
 
 class Block(nn.Module):
-    """Norm, experts and a residual; multiplies by a parameter that belongs to `gate` (an external parameter)."""
+    """Norm, experts and a residual; multiplies by a parameter that belongs to `gate` (an external
+    parameter)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +52,8 @@ class Block(nn.Module):
 
 
 class ZooModel(nn.Module):
-    """Token model with tied, frozen and external parameters, odd sizes, and sizes from 1 element to a few thousand."""
+    """Token model with tied, frozen and external parameters, odd sizes, and sizes from 1 element to
+    a few thousand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +75,9 @@ class ZooModel(nn.Module):
             hidden = block(hidden, self.gate)
         hidden = hidden + self.narrow(torch.relu(self.wide(hidden))) * self.scale * self.single
         logits = self.head(hidden)
-        return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
 
 def gathered(engine: Any) -> dict[str, torch.Tensor]:

@@ -27,14 +27,19 @@ class Installed:
     bin: Path
 
     def environment(self) -> dict[str, str]:
-        """Variables for training on the CPU without network. Nothing is compiled, as on a machine without a compiler:
-        of DeepSpeed's operators ZenFlow needs none."""
-        kept = {n: v for n, v in os.environ.items() if not n.startswith(FROM_A_LAUNCHER) and n not in RANK_VARIABLES}
+        """Variables for training on the CPU without network. Nothing is compiled, as on a machine
+        without a compiler: of DeepSpeed's operators ZenFlow needs none."""
+        kept = {
+            n: v
+            for n, v in os.environ.items()
+            if not n.startswith(FROM_A_LAUNCHER) and n not in RANK_VARIABLES
+        }
         return {
             **kept,
             "PATH": f"{self.bin}:{kept['PATH']}",
             "CXX": "false",
-            "DO_NOT_TRACK": "1",  # without network Axolotl would wait for ever until its telemetry is sent
+            # without network Axolotl would wait for ever until its telemetry is sent
+            "DO_NOT_TRACK": "1",
             "DS_ACCELERATOR": "cpu",
             "HF_HUB_OFFLINE": "1",
             "LOG_LEVEL": "INFO",  # Axolotl hides our lines without
@@ -59,8 +64,9 @@ def installed(package: str) -> Installed:
 
 
 def write_model_and_data(folder: Path) -> None:
-    """A Llama of 100,000 parameters with its tokenizer in ``model``, and instructions made of the standard library's
-    sources in ``data`` (Alpaca's format, with LLaMA-Factory's list of data sets) and ``prompts`` (TRL's)."""
+    """A Llama of 100,000 parameters with its tokenizer in ``model``, and instructions made of the
+    standard library's sources in ``data`` (Alpaca's format, with LLaMA-Factory's list of data sets)
+    and ``prompts`` (TRL's)."""
     sys.path.insert(0, str(ROOT / "examples"))
     try:
         from tiny import byte_tokenizer, llama, texts
@@ -70,7 +76,10 @@ def write_model_and_data(folder: Path) -> None:
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(folder / "model")
     llama().save_pretrained(folder / "model")
-    halves = [(text[: PIECE_BYTES // 2], text[PIECE_BYTES // 2 :]) for text in texts(STDLIB_PIECES, PIECE_BYTES)]
+    halves = [
+        (text[: PIECE_BYTES // 2], text[PIECE_BYTES // 2 :])
+        for text in texts(STDLIB_PIECES, PIECE_BYTES)
+    ]
     for name in ("data", "prompts"):
         (folder / name).mkdir()
     alpaca = [{"instruction": first, "input": "", "output": second} for first, second in halves]

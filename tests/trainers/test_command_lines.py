@@ -1,5 +1,5 @@
-"""The recipes of docs/trainers.md, from an empty folder: ZenFlow runs, checkpoints are written, and resuming gives
-the same losses to the bit.
+"""The recipes of docs/trainers.md, from an empty folder: ZenFlow runs, checkpoints are written, and
+resuming gives the same losses to the bit.
 
 The page's commands run as they stand, with two CPU ranks in place of eight GPUs.
 """
@@ -24,7 +24,12 @@ from tests.trainers.environments import Installed, installed, write_model_and_da
 
 PAGE = ROOT / "docs" / "trainers.md"
 RECIPES = recipes(PAGE.read_text())
-PACKAGES = {"LLaMA-Factory": "llamafactory", "ms-swift": "ms-swift", "TRL": "trl", "Axolotl": "axolotl"}
+PACKAGES = {
+    "LLaMA-Factory": "llamafactory",
+    "ms-swift": "ms-swift",
+    "TRL": "trl",
+    "Axolotl": "axolotl",
+}
 ON_THE_CPU = {
     "NPROC_PER_NODE=8": "NPROC_PER_NODE=2",
     "num_processes: 8": "num_processes: 2",
@@ -37,13 +42,15 @@ from axolotl.integrations.base import BasePlugin
 
 
 class OnCpu(BasePlugin):
-    def load_datasets(self, cfg, preprocess=False):  # after Axolotl has chosen a device, before it loads the model
+    # after Axolotl has chosen a device, before it loads the model
+    def load_datasets(self, cfg, preprocess=False):
         cfg.device_map = {"": "cpu"}
 
     def get_training_args(self, cfg):
         return {"use_cpu": True}
 
-    def post_trainer_create(self, cfg, trainer):  # Axolotl has made Accelerate forget that ranks are on the CPU
+    # Axolotl has made Accelerate forget that ranks are on the CPU
+    def post_trainer_create(self, cfg, trainer):
         AcceleratorState._reset_state(reset_partial_state=True)
         PartialState(cpu=True)
         trainer.args.accelerator_config.use_configured_state = True
@@ -55,7 +62,8 @@ pytestmark = pytest.mark.timeout(2 * SECONDS + 120)
 
 
 def run(recipe: Recipe, trainer: Installed, folder: Path) -> tuple[str, float]:
-    """Type a recipe in `folder`; return what it has printed, and the seconds to the loss of the first step."""
+    """Type a recipe in `folder`; return what it has printed, and the seconds to the loss of the
+    first step."""
     recipe = recipe.with_replaced(ON_THE_CPU)
     for name, text in recipe.files.items():
         (folder / name).write_text(text if "on_cpu" in text else text + "use_cpu: true\n")
@@ -79,7 +87,9 @@ def run(recipe: Recipe, trainer: Installed, folder: Path) -> tuple[str, float]:
             if math.isnan(first) and b"'loss':" in output.read_bytes():
                 first = time.monotonic() - began
         said = output.read_text(errors="replace")
-        assert process.returncode == 0, f"{recipe.command}\nended with {process.returncode}:\n{said[-8000:]}"
+        assert process.returncode == 0, (
+            f"{recipe.command}\nended with {process.returncode}:\n{said[-8000:]}"
+        )
         require_none_left(before)
     finally:
         end(descendants() - before)
@@ -87,12 +97,16 @@ def run(recipe: Recipe, trainer: Installed, folder: Path) -> tuple[str, float]:
 
 
 def losses(folder: Path) -> list[float]:
-    state: dict[str, Any] = json.loads((folder / f"out/checkpoint-{STEPS}/trainer_state.json").read_text())
+    state: dict[str, Any] = json.loads(
+        (folder / f"out/checkpoint-{STEPS}/trainer_state.json").read_text()
+    )
     return losses_of(state["log_history"])
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_recipe_trains_saves_and_resumes_to_the_bit(name: str, tmp_path: Path, record_property: Any) -> None:
+def test_a_recipe_trains_saves_and_resumes_to_the_bit(
+    name: str, tmp_path: Path, record_property: Any
+) -> None:
     trainer = installed(PACKAGES[name])
     write_model_and_data(tmp_path)
     said, first = run(RECIPES[name], trainer, tmp_path)
@@ -103,8 +117,12 @@ def test_a_recipe_trains_saves_and_resumes_to_the_bit(name: str, tmp_path: Path,
     assert len(whole) == STEPS
     assert all(map(math.isfinite, whole))
     assert whole[-1] < whole[0]
-    assert (tmp_path / f"out/checkpoint-{STOPPED}/global_step{STOPPED}/deepspeed_ext_save.json").exists()
-    record_property("seconds", f"{name} {trainer.version}: the first step's loss after {first:.0f} s")
+    assert (
+        tmp_path / f"out/checkpoint-{STOPPED}/global_step{STOPPED}/deepspeed_ext_save.json"
+    ).exists()
+    record_property(
+        "seconds", f"{name} {trainer.version}: the first step's loss after {first:.0f} s"
+    )
 
     shutil.rmtree(tmp_path / f"out/checkpoint-{STEPS}")
     said, _ = run(RECIPES[f"{name} resumed"], trainer, tmp_path)

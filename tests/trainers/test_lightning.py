@@ -1,4 +1,5 @@
-"""Lightning's DeepSpeedStrategy with ZenFlow, as in the example: losses of plain ZeRO, and resuming to the bit."""
+"""Lightning's DeepSpeedStrategy with ZenFlow, as in the example: losses of plain ZeRO, and resuming
+to the bit."""
 
 from __future__ import annotations
 

@@ -26,7 +26,9 @@ peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize(("stage", "zenflow"), [(1, SELECTIVE), (2, OVERLAPPED), (3, OVERLAPPED), (3, SELECTIVE)])
+@pytest.mark.parametrize(
+    ("stage", "zenflow"), [(1, SELECTIVE), (2, OVERLAPPED), (3, OVERLAPPED), (3, SELECTIVE)]
+)
 def test_resumes_to_the_bit(stage: int, zenflow: dict, tmp_path: Path) -> None:
     whole = on_two_ranks(hf_run, "peft_lora", tmp_path / "whole", stage, zenflow)
     on_two_ranks(hf_run, "peft_lora", tmp_path / "parts", stage, zenflow, steps=STOPPED)
@@ -74,4 +76,6 @@ def test_a_saved_adapter_is_the_rounded_masters(stage: int, tmp_path: Path) -> N
     assert found["others"], "the run's own weights are no predictions"
     loaded = peft.PeftModel.from_pretrained(tiny_llama().bfloat16(), tmp_path)
     saved = dict(loaded.named_parameters())
-    assert_same({name: saved[name].detach().bfloat16() for name in found["masters"]}, found["masters"])
+    assert_same(
+        {name: saved[name].detach().bfloat16() for name in found["masters"]}, found["masters"]
+    )

@@ -27,9 +27,15 @@ SECONDS = 500  # beside other work; Ray starts a dozen processes
 def environment() -> Iterator[dict[str, str]]:
     """Variables for a private Ray, whose sockets need a short path."""
     folder = tempfile.mkdtemp(prefix="dsext-ray-")
-    here = {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    here = {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
+        "RAY_TMPDIR": folder,
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     yield {**os.environ, **here}
-    left = [process.name() for process in psutil.process_iter() if folder in " ".join(_command(process))]
+    left = [
+        process.name() for process in psutil.process_iter() if folder in " ".join(_command(process))
+    ]
     shutil.rmtree(folder, ignore_errors=True)
     assert not left
 
@@ -43,11 +49,19 @@ def _command(process: psutil.Process) -> list[str]:
 
 @pytest.mark.parametrize("stage", [2])
 @pytest.mark.timeout(2 * SECONDS)
-def test_workers_resume_after_a_failure_to_the_bit(stage: int, environment: dict[str, str], tmp_path: Path) -> None:
+def test_workers_resume_after_a_failure_to_the_bit(
+    stage: int, environment: dict[str, str], tmp_path: Path
+) -> None:
     output = tmp_path / "ray"
     command = [sys.executable, "-m", "tests.support.ray_runs", str(output), str(stage)]
     found = subprocess.run(
-        command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True, timeout=SECONDS
+        command,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
     )
     assert found.returncode == 0, (found.stdout + found.stderr)[-6000:]
     assert (output / "failed").exists()

@@ -1,4 +1,5 @@
-"""SFT and DPO of TRL with ZenFlow, as in the examples: losses of plain ZeRO, and resuming to the bit."""
+"""SFT and DPO of TRL with ZenFlow, as in the examples: losses of plain ZeRO, and resuming to the
+bit."""
 
 from __future__ import annotations
 

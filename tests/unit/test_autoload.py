@@ -1,7 +1,8 @@
-"""DSEXT_AUTOLOAD=1: the extension is on at the end of DeepSpeed's import, whoever imports it and when.
+"""DSEXT_AUTOLOAD=1: the extension is on at the end of DeepSpeed's import, whoever imports it and
+when.
 
-Most tests import packages of their own in place of DeepSpeed, through Python's real import system; the last ones
-import torch and DeepSpeed in new processes.
+Most tests import packages of their own in place of DeepSpeed, through Python's real import system;
+the last ones import torch and DeepSpeed in new processes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.runtime.log import logger
 
 PACKAGE = {
-    "fakespeed/__init__.py": "from . import first\nfrom . import second\ndef initialize(): return 'stock'\n",
+    "fakespeed/__init__.py": "from . import first\nfrom . import second\ndef initialize(): return "
+    "'stock'\n",
     "fakespeed/first.py": "",
     "fakespeed/second.py": "",
     "fakespeed/late.py": "",
@@ -32,7 +34,8 @@ PACKAGE = {
 
 
 class Recorder:
-    """Stands in for `deepspeed_ext.enable`: notes whether the package was complete, and may fail."""
+    """Stands in for `deepspeed_ext.enable`: notes whether the package was complete, and may
+    fail."""
 
     def __init__(self) -> None:
         self.calls: list[bool] = []
@@ -79,7 +82,10 @@ def test_it_is_on_at_the_end_of_the_import(recorder: Recorder) -> None:
 
 def test_it_is_on_if_deepspeed_itself_imports_torch(recorder: Recorder, tmp_path: Path) -> None:
     """torch then calls in the middle of DeepSpeed's import."""
-    text = f"from deepspeed_ext.autoload import autoload\nautoload()\n{PACKAGE['fakespeed/__init__.py']}"
+    text = (
+        f"from deepspeed_ext.autoload import "
+        f"autoload\nautoload()\n{PACKAGE['fakespeed/__init__.py']}"
+    )
     (tmp_path / "fakespeed/__init__.py").write_text(text)
     importlib.import_module("fakespeed.first")
     assert recorder.calls == [True]
@@ -91,13 +97,17 @@ def test_it_is_on_if_deepspeed_was_imported_before(recorder: Recorder) -> None:
     assert recorder.calls == [True]
 
 
-def test_an_import_that_fails_and_is_tried_again_counts_when_it_succeeds(recorder: Recorder, tmp_path: Path) -> None:
+def test_an_import_that_fails_and_is_tried_again_counts_when_it_succeeds(
+    recorder: Recorder, tmp_path: Path
+) -> None:
     (tmp_path / "fakespeed/second.py").write_text("raise ImportError('no such library')\n")
     autoload.autoload()
     with pytest.raises(ImportError, match="no such library"):
         importlib.import_module("fakespeed")
     assert recorder.calls == []
-    (tmp_path / "fakespeed/second.py").write_text("x = 1\n" * 3)  # of another size than the cached one
+    (tmp_path / "fakespeed/second.py").write_text(
+        "x = 1\n" * 3
+    )  # of another size than the cached one
     importlib.import_module("fakespeed")
     assert recorder.calls == [True]
 
@@ -116,7 +126,9 @@ def test_it_waits_for_modules_of_ours_that_import_deepspeed(
     """As `deepspeed_ext.enable` does: its own modules must be complete when it is called again."""
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours/module.py").write_text("import fakespeed\ncomplete = True\n")
-    monkeypatch.setattr(deepspeed_ext, "__path__", [*deepspeed_ext.__path__, str(tmp_path / "ours")])
+    monkeypatch.setattr(
+        deepspeed_ext, "__path__", [*deepspeed_ext.__path__, str(tmp_path / "ours")]
+    )
     complete = []
 
     def enable() -> None:
@@ -132,7 +144,9 @@ def test_it_waits_for_modules_of_ours_that_import_deepspeed(
     assert complete == [True]
 
 
-def test_other_threads_see_deepspeed_only_when_it_is_on(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_see_deepspeed_only_when_it_is_on(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     enabling, seen = threading.Event(), []
 
     def elsewhere() -> None:
@@ -194,28 +208,33 @@ def test_a_failure_breaks_no_import_and_no_run_trains_without_the_extension(
         assert error.value.__cause__ is recorder.error
 
 
-def test_a_failure_of_the_watch_itself_breaks_no_import(errors: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_watch_itself_breaks_no_import(
+    errors: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DSEXT_AUTOLOAD", "1")
     monkeypatch.setattr(autoload._Watch, "start", lambda self: 1 / 0)
     autoload.autoload()
     assert ["ZeroDivisionError" in message for message in errors] == [True]
 
 
-# -- new processes ----------------------------------------------------------------------------------------------------
+# -- new processes ---------------------------------------------------------------------------------
 
 
 def run(code: str, **variables: str) -> list[str]:
     """The lines that `code` prints in a new process."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", **variables}
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 MODULES = """
 import sys
-print(*sorted(name for name in sys.modules if name.partition(".")[0] in ("deepspeed", "deepspeed_ext")))
+ours = ("deepspeed", "deepspeed_ext")
+print(*sorted(name for name in sys.modules if name.partition(".")[0] in ours))
 """
 
 
@@ -234,13 +253,16 @@ def test_our_modules_import_nothing_that_torch_has_not_imported() -> None:
     before = set(sys.modules)
     sys.path.insert(0, {str(Path(deepspeed_ext.__file__).parent.parent)!r})
     import deepspeed_ext.autoload
-    print(*sorted(name for name in set(sys.modules) - before if name.partition(".")[0] != "deepspeed_ext"))
+    new = set(sys.modules) - before
+    print(*sorted(name for name in new if name.partition(".")[0] != "deepspeed_ext"))
     """
     assert run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == [""]
 
 
 def test_torchs_own_switch_turns_it_off() -> None:
-    code = f"import torch\n{MODULES}print([each for each in sys.meta_path if '_Watch' in str(each)])"
+    code = (
+        f"import torch\n{MODULES}print([each for each in sys.meta_path if '_Watch' in str(each)])"
+    )
     assert run(code, DSEXT_AUTOLOAD="1", TORCH_DEVICE_BACKEND_AUTOLOAD="0") == ["", "[]"]
 
 
@@ -285,7 +307,9 @@ def test_ranks_that_are_forked_or_spawned_have_it(tmp_path: Path) -> None:
     script.write_text(RANKS)
     start = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
     lines = run(start, DSEXT_AUTOLOAD="1")
-    assert lines == [f"{way} deepspeed_ext.adapter.engine" for way in ("here", "fork True", "spawn True")]
+    assert lines == [
+        f"{way} deepspeed_ext.adapter.engine" for way in ("here", "fork True", "spawn True")
+    ]
 
 
 def test_a_rank_forked_between_torch_and_deepspeed_has_it() -> None:
@@ -293,7 +317,8 @@ def test_a_rank_forked_between_torch_and_deepspeed_has_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "module"), [("enable", "deepspeed_ext.adapter.engine"), ("disable", "deepspeed.runtime.engine")]
+    ("call", "module"),
+    [("enable", "deepspeed_ext.adapter.engine"), ("disable", "deepspeed.runtime.engine")],
 )
 def test_our_own_functions_may_be_what_imports_deepspeed(call: str, module: str) -> None:
     code = f"""
@@ -307,7 +332,9 @@ def test_our_own_functions_may_be_what_imports_deepspeed(call: str, module: str)
 
 def test_a_deepspeed_that_does_not_fit_breaks_neither_import(tmp_path: Path) -> None:
     (tmp_path / "deepspeed/runtime").mkdir(parents=True)
-    (tmp_path / "deepspeed/__init__.py").write_text("import torch\nfrom . import runtime\n__version__ = '0.1'\n")
+    (tmp_path / "deepspeed/__init__.py").write_text(
+        "import torch\nfrom . import runtime\n__version__ = '0.1'\n"
+    )
     (tmp_path / "deepspeed/runtime/__init__.py").write_text("")
     code = """
     import deepspeed
@@ -317,4 +344,6 @@ def test_a_deepspeed_that_does_not_fit_breaks_neither_import(tmp_path: Path) -> 
         print(type(error).__name__, error)
     """
     (line,) = run(code, DSEXT_AUTOLOAD="1", PYTHONPATH=str(tmp_path))
-    assert line.startswith("UnsupportedError DSEXT_AUTOLOAD=1 failed: ModuleNotFoundError: No module named 'deepspeed.")
+    assert line.startswith(
+        "UnsupportedError DSEXT_AUTOLOAD=1 failed: ModuleNotFoundError: No module named 'deepspeed."
+    )

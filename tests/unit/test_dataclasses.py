@@ -1,4 +1,5 @@
-"""Plans, facts and settings cannot change after they were made: what the ranks have compared stays what it was."""
+"""Plans, facts and settings cannot change after they were made: what the ranks have compared stays
+what it was."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ import ast
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "deepspeed_ext"
-PLANNERS = ("commands/memory", "checkpoint/reshard", "config", "cores", "flatten", "gather", "runtime", "zenflow/plan")
+PLANNERS = (
+    "commands/memory",
+    "checkpoint/reshard",
+    "config",
+    "cores",
+    "flatten",
+    "gather",
+    "runtime",
+    "zenflow/plan",
+)
 SCHEDULES = ("schedule.py", "guard.py")
 FILLED_IN = {
     "cores/placement.py:RoleCores",

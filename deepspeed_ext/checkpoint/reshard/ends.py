@@ -1,5 +1,5 @@
-"""Describes the two ends of a load, independent of DeepSpeed's files and optimizers: the partitions in a checkpoint,
-and one rank's partitions as places to load them into."""
+"""Describes the two ends of a load, independent of DeepSpeed's files and optimizers: the partitions
+in a checkpoint, and one rank's partitions as places to load them into."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement
 __all__ = ["MASTER", "Source", "SourcePartitions", "Target"]
 
 MASTER = "fp32"
-"""The name of p among the tensors of a partition; the others have the names of the optimizer's state."""
+"""The name of p among the tensors of a partition; the others have the names of the optimizer's
+state."""
 
 
 class SourcePartitions(Protocol):
@@ -99,8 +100,8 @@ class Target(ABC):
 
     @abstractmethod
     def state(self, flat: int, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The optimizer's tensor of that name for a flat tensor, with p's shape: the one in use, or a new one of
-        zeros."""
+        """The optimizer's tensor of that name for a flat tensor, with p's shape: the one in use, or
+        a new one of zeros."""
 
     @abstractmethod
     def numel(self, param: Any) -> int:
@@ -125,5 +126,5 @@ class Target(ABC):
 
     @abstractmethod
     def frozen(self, param: Any) -> AbstractContextManager[tuple[torch.Tensor, int, int]]:
-        """This rank's elements of a parameter that is not trained, 1-D, and the range of these elements. Values that
-        the block writes to them are stored in the parameter."""
+        """This rank's elements of a parameter that is not trained, 1-D, and the range of these
+        elements. Values that the block writes to them are stored in the parameter."""

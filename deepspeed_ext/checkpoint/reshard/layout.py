@@ -1,12 +1,13 @@
-"""Computes where the elements of each parameter lie in the flat partitions of the ranks. Plain values only.
+"""Computes where the elements of each parameter lie in the flat partitions of the ranks. Plain
+values only.
 
-ZeRO cuts parameters in two ways, and one formula covers both: element e of a parameter lies on rank ``(start + e) //
-stride``, at ``base + (start + e) % stride`` of one flat tensor there.
+ZeRO cuts parameters in two ways, and one formula covers both: element e of a parameter lies on rank
+``(start + e) // stride``, at ``base + (start + e) % stride`` of one flat tensor there.
 
-- Stages 1 and 2 lay all parameters of a group one behind the other and cut the whole: `start` is the place in the
-  whole, `stride` the size of a rank's part.
-- Stage 3 cuts each parameter: `stride` is the size of a rank's part of it, `base` the place of that part among the
-  parts of the sub-group's other parameters.
+- Stages 1 and 2 lay all parameters of a group one behind the other and cut the whole: `start` is
+  the place in the whole, `stride` the size of a rank's part.
+- Stage 3 cuts each parameter: `stride` is the size of a rank's part of it, `base` the place of that
+  part among the parts of the sub-group's other parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Fragment:
     """Successive elements of a parameter, in a flat tensor of one rank.
 
     Attributes:
-        flat: number of the flat tensor: of the parameter group at stages 1 and 2, of the sub-group at stage 3.
+        flat: number of the flat tensor: of the parameter group at stages 1 and 2, of the sub-group
+            at stage 3.
         begin, end: the elements, numbered in the parameter.
         offset: place of element `begin` in the flat tensor.
     """
@@ -53,7 +55,8 @@ class Placement:
 
     @classmethod
     def of_one(cls, numel: int, ranks: int) -> Placement:
-        """The placement of a parameter that is cut alone, as at stage 3, and shares no flat tensor with others."""
+        """The placement of a parameter that is cut alone, as at stage 3, and shares no flat tensor
+        with others."""
         return cls(numel, 0, 0, max(1, -(-numel // ranks)), 0)
 
     def fragments(self, begin: int, end: int) -> Iterator[Fragment]:
@@ -84,13 +87,17 @@ class Layout:
 
     @classmethod
     def of_groups(
-        cls, groups: Sequence[Mapping[str, int]], paddings: Sequence[Sequence[int]], parts: Sequence[int], ranks: int
+        cls,
+        groups: Sequence[Mapping[str, int]],
+        paddings: Sequence[Sequence[int]],
+        parts: Sequence[int],
+        ranks: int,
     ) -> Layout:
         """The layout of stages 1 and 2.
 
         Args:
-            groups: for each parameter group, the number of elements of each parameter by name, in the order of the flat
-                tensor.
+            groups: for each parameter group, the number of elements of each parameter by name, in
+                the order of the flat tensor.
             paddings: for each group, the number of padding elements behind each parameter.
             parts: for each group, the number of elements of one rank's part, with padding.
         """
@@ -107,7 +114,8 @@ class Layout:
         """The layout of stage 3.
 
         Args:
-            sub_groups: for each sub-group, the number of elements of each parameter by name, in order.
+            sub_groups: for each sub-group, the number of elements of each parameter by name, in
+                order.
         """
         placements = {}
         for flat, sub_group in enumerate(sub_groups):
@@ -119,8 +127,9 @@ class Layout:
         return cls(ranks, placements)
 
     def fits(self, other: Layout) -> bool:
-        """Whether partitions of the `other` layout can be used unchanged in this one: every place holds the same
-        elements, under the same name or, if names have changed, under a name that the other layout does not have."""
+        """Whether partitions of the `other` layout can be used unchanged in this one: every place
+        holds the same elements, under the same name or, if names have changed, under a name that
+        the other layout does not have."""
         mine, theirs = self.placements, other.placements
         return (
             self.ranks == other.ranks
@@ -145,7 +154,8 @@ class Layout:
         if found:
             more = f", and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
             raise CheckpointError(
-                f"the trained parameters are not the checkpoint's: {'; '.join(sorted(found)[:_TOLD])}{more}. Resume "
+                f"the trained parameters are not the checkpoint's: "
+                f"{'; '.join(sorted(found)[:_TOLD])}{more}. Resume "
                 "with the model that was saved, and with the same parameters frozen"
             )
 
@@ -173,18 +183,25 @@ class Copy:
 
 
 def plan_copies(saved: Layout, wanted: Layout, rank: int) -> list[Copy]:
-    """Plan how `rank` fills its flat tensors of the layout `wanted` from a checkpoint of the layout `saved`.
+    """Plan how `rank` fills its flat tensors of the layout `wanted` from a checkpoint of the layout
+    `saved`.
 
     Returns:
-        The copies, sorted by the flat tensor to write and the place in it. Successive elements form one copy. Padding
-        is not copied.
+        The copies, sorted by the flat tensor to write and the place in it. Successive elements form
+        one copy. Padding is not copied.
     """
-    held = [(name, part) for name, each in wanted.placements.items() if (part := each.of_rank(rank)) is not None]
+    held = [
+        (name, part)
+        for name, each in wanted.placements.items()
+        if (part := each.of_rank(rank)) is not None
+    ]
     copies: list[Copy] = []
     for name, part in sorted(held, key=lambda item: (item[1].flat, item[1].offset)):
         for found in saved.placements[name].fragments(part.begin, part.end):
             numel, offset = found.end - found.begin, part.offset + found.begin - part.begin
-            new = Copy(found.rank, found.flat, found.offset, found.offset + numel, part.flat, offset)
+            new = Copy(
+                found.rank, found.flat, found.offset, found.offset + numel, part.flat, offset
+            )
             if copies and (joined := _joined(copies[-1], new)) is not None:
                 copies[-1] = joined
             else:

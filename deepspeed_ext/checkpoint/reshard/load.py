@@ -18,8 +18,9 @@ _CHUNK_NUMEL = 1 << 22
 
 
 def require_same_groups(saved: Source, target: Target) -> None:
-    """Check, before anything is written, that the optimizer has as many parameter groups as the checkpoint, and is of
-    the same kind: of those that ZenFlow runs, Adam has an epsilon and Lion has none.
+    """Check, before anything is written, that the optimizer has as many parameter groups as the
+    checkpoint, and is of the same kind: of those that ZenFlow runs, Adam has an epsilon and Lion
+    has none.
 
     Raises:
         CheckpointError: it has not, or is not.
@@ -27,13 +28,15 @@ def require_same_groups(saved: Source, target: Target) -> None:
     there, here = saved.partitions(0).groups, target.hyperparameters
     if there and len(there) != len(here):
         raise CheckpointError(
-            f"the checkpoint has {len(there)} parameter groups, the optimizer {len(here)}: resume with the groups that "
+            f"the checkpoint has {len(there)} parameter groups, the optimizer {len(here)}: resume "
+            f"with the groups that "
             "were saved"
         )
     if any(("eps" in one) != ("eps" in other) for one, other in zip(there, here, strict=False)):
         saved_names, names = (sorted(set(groups[0]) - {"params"}) for groups in (there, here))
         raise CheckpointError(
-            f"the checkpoint is of another optimizer: hyperparameters {saved_names}, this run's has {names}: "
+            f"the checkpoint is of another optimizer: hyperparameters {saved_names}, this run's "
+            f"has {names}: "
             "resume with the optimizer that wrote it, or load only the weights"
         )
 
@@ -42,19 +45,27 @@ def load_optimizer(saved: Source, target: Target) -> dict[str, Any]:
     """Fill p and the optimizer's state of this rank's partitions.
 
     Returns:
-        The state dict that DeepSpeed would have saved for them; its tensors are the partitions themselves.
+        The state dict that DeepSpeed would have saved for them; its tensors are the partitions
+        themselves.
 
     Raises:
         CheckpointError: the checkpoint has other parameters, or its files do not fit together.
     """
     copies = _plan(saved, target)
-    sources = {rank: saved.partitions(rank) for rank in sorted({copy.rank for copy in copies} | {0})}
+    sources = {
+        rank: saved.partitions(rank) for rank in sorted({copy.rank for copy in copies} | {0})
+    }
     names = {tuple(tensors) for source in sources.values() for tensors in source.tensors}
     if len(names) > 1:
-        raise CheckpointError(f"{saved.folder} has different states of the optimizer for its partitions: {names}")
+        raise CheckpointError(
+            f"{saved.folder} has different states of the optimizer for its partitions: {names}"
+        )
     kinds = {name: tensor.dtype for name, tensor in sources[0].tensors[0].items() if name != MASTER}
     filled = [
-        {MASTER: master.data, **{name: target.state(flat, name, dtype) for name, dtype in kinds.items()}}
+        {
+            MASTER: master.data,
+            **{name: target.state(flat, name, dtype) for name, dtype in kinds.items()},
+        }
         for flat, master in enumerate(target.masters)
     ]
     for copy in copies:
@@ -85,7 +96,8 @@ def load_frozen(saved: Source, target: Target, name: str, param: Any) -> bool:
         False if the checkpoint does not have it.
 
     Raises:
-        CheckpointError: it has another size in the checkpoint, or is quantized in the checkpoint or in this run.
+        CheckpointError: it has another size in the checkpoint, or is quantized in the checkpoint or
+            in this run.
     """
     if (placement := saved.frozen(name)) is None:
         return False
@@ -95,11 +107,15 @@ def load_frozen(saved: Source, target: Target, name: str, param: Any) -> bool:
     is_quantized = target.is_quantized(param)
     with target.frozen(param) as (values, begin, end):
         for part in placement.fragments(begin, end):
-            source = saved.frozen_part(name, part.rank)[part.offset : part.offset + part.end - part.begin]
+            source = saved.frozen_part(name, part.rank)[
+                part.offset : part.offset + part.end - part.begin
+            ]
             if is_quantized or source.is_floating_point() != param.is_floating_point():
                 raise CheckpointError(
-                    f"{name} is quantized (zero_quantized_nontrainable_weights), and the layout has changed: the "
-                    "checkpoint has no scales. Resume on the ranks and the stage that it was saved with"
+                    f"{name} is quantized (zero_quantized_nontrainable_weights), and the layout "
+                    f"has changed: the "
+                    "checkpoint has no scales. Resume on the ranks and the stage that it was "
+                    "saved with"
                 )
             values[part.begin - begin : part.end - begin].copy_(source)
     return True
@@ -111,7 +127,8 @@ def _plan(saved: Source, target: Target) -> list[Copy]:
 
 
 def _chunks(copy: Copy) -> Iterator[tuple[int, int, int]]:
-    """Yield for each chunk of a copy: first element to read, end of the elements to read, place to write to."""
+    """Yield for each chunk of a copy: first element to read, end of the elements to read, place to
+    write to."""
     for begin in range(copy.begin, copy.end, _CHUNK_NUMEL):
         yield begin, min(copy.end, begin + _CHUNK_NUMEL), copy.offset + begin - copy.begin
 
@@ -139,7 +156,8 @@ def _hyperparameters(source: SourcePartitions, target: Target) -> list[dict[str,
 
 
 def _scalars(sources: dict[int, SourcePartitions], groups: int) -> list[dict[str, Any]]:
-    """The values that the optimizer keeps once per tensor, for each parameter group; usually the step count."""
+    """The values that the optimizer keeps once per tensor, for each parameter group; usually the
+    step count."""
     found: list[dict[str, Any]] = [{} for _ in range(groups)]
     steps: list[set[float]] = [set() for _ in found]
     for source in sources.values():
@@ -149,6 +167,7 @@ def _scalars(sources: dict[int, SourcePartitions], groups: int) -> list[dict[str
                 steps[group].add(float(scalars["step"]))
     if any(len(each) > 1 for each in steps):
         raise CheckpointError(
-            f"the checkpoint's partitions have different step counts: {steps}: load another checkpoint by its tag"
+            f"the checkpoint's partitions have different step counts: {steps}: load another "
+            f"checkpoint by its tag"
         )
     return found

@@ -1,4 +1,5 @@
-"""Runs ``deepspeed-ext plan --memory``. Imports DeepSpeed only if there is a config, torch only if there is a model."""
+"""Runs ``deepspeed-ext plan --memory``. Imports DeepSpeed only if there is a config, torch only if
+there is a model."""
 
 from __future__ import annotations
 
@@ -37,13 +38,23 @@ def parse_numel(text: str) -> int:
     Raises:
         ValueError: it is not a whole number from 1 to `MOST_PARAMS`.
     """
-    found = re.fullmatch(r"([0-9]{1,18})(?:\.([0-9]{1,12}))?(?:[eE]\+?([0-9]{1,2}))?([KMBGTkmbgt]?)", text, re.ASCII)
+    found = re.fullmatch(
+        r"([0-9]{1,18})(?:\.([0-9]{1,12}))?(?:[eE]\+?([0-9]{1,2}))?([KMBGTkmbgt]?)", text, re.ASCII
+    )
     if found is not None:
-        whole, part, exponent, suffix = found[1], found[2] or "", int(found[3] or 0), found[4].upper()
+        whole, part, exponent, suffix = (
+            found[1],
+            found[2] or "",
+            int(found[3] or 0),
+            found[4].upper(),
+        )
         numel, rest = divmod(int(whole + part) * 10**exponent * _FACTORS[suffix], 10 ** len(part))
         if rest == 0 and 1 <= numel <= MOST_PARAMS:
             return numel
-    raise ValueError(f"expected a number of parameters from 1 to 1e15, such as 7e9, 7B or 124M, got {quoted(text)}")
+    raise ValueError(
+        f"expected a number of parameters from 1 to 1e15, such as 7e9, 7B or 124M, got "
+        f"{quoted(text)}"
+    )
 
 
 def run_from_cli(arguments: Any) -> str:
@@ -54,13 +65,20 @@ def run_from_cli(arguments: Any) -> str:
     """
     _require_one_model(arguments)
     written = None if arguments.write is None else OutputFile.check(arguments.write, "--write")
-    named, ranks = _model(arguments), Ranks(arguments.ranks, arguments.ranks_per_host or arguments.ranks)
+    named, ranks = (
+        _model(arguments),
+        Ranks(arguments.ranks, arguments.ranks_per_host or arguments.ranks),
+    )
     if named.largest > named.params:
-        raise ConfigError(f"--largest-param {named.largest:,} is more than --params {named.params:,}")
+        raise ConfigError(
+            f"--largest-param {named.largest:,} is more than --params {named.params:,}"
+        )
     if ranks.per_host > ranks.count:
         raise ConfigError(f"--ranks-per-host {ranks.per_host} is more than --ranks {ranks.count}")
     capacity = Capacity(
-        _accelerator_bytes() if arguments.accelerator_gib == HERE else _bytes(arguments.accelerator_gib),
+        _accelerator_bytes()
+        if arguments.accelerator_gib == HERE
+        else _bytes(arguments.accelerator_gib),
         total_host_bytes() if arguments.host_gib == HERE else _bytes(arguments.host_gib),
     )
     if arguments.accelerator_gib == HERE:
@@ -77,13 +95,17 @@ def run_from_cli(arguments: Any) -> str:
     if arguments.json:
         report = as_json([fit.plan for fit in found], capacity, named.notes)
         return json.dumps(report | fit_report.as_json(question, found))
-    text = fit_report.as_text(named.name, question, found, named.notes, all_ways=bool(arguments.all))
+    text = fit_report.as_text(
+        named.name, question, found, named.notes, all_ways=bool(arguments.all)
+    )
     return text if wrote is None else f"{text}\n{wrote}"
 
 
 def _require_one_model(arguments: Any) -> None:
     if arguments.params is not None and arguments.model is not None:
-        raise ConfigError("--params and --model: give one of them; --model says how many parameters there are")
+        raise ConfigError(
+            "--params and --model: give one of them; --model says how many parameters there are"
+        )
     if arguments.model is not None and arguments.largest_param is not None:
         raise ConfigError("--largest-param: --model says it")
     if arguments.config is not None:
@@ -103,14 +125,24 @@ def _model(arguments: Any) -> ModelFile:
 
 
 def _machine(arguments: Any) -> Machine:
-    given = {"link": (arguments.link_gbps, 1e9), "host": (arguments.host_gbps, 1e9), "flops": (arguments.tflops, 1e12)}
-    return replace(Machine(), **{name: value * unit for name, (value, unit) in given.items() if value is not None})
+    given = {
+        "link": (arguments.link_gbps, 1e9),
+        "host": (arguments.host_gbps, 1e9),
+        "flops": (arguments.tflops, 1e12),
+    }
+    return replace(
+        Machine(),
+        **{name: value * unit for name, (value, unit) in given.items() if value is not None},
+    )
 
 
 def _write(file: OutputFile, found: list[Fit], reader: Reader) -> str:
     best = suggested(found)
     if best is None:
-        raise ConfigError("--write: no run fits, or --gpu-gb or --host-gb is missing, so there is no config to write")
+        raise ConfigError(
+            "--write: no run fits, or --gpu-gb or --host-gb is missing, so there is no config to "
+            "write"
+        )
     dtype = best.plan.model.dtype
     file.write(f"{json.dumps(config_of(best.setup, dtype, reader), indent=2)}\n".encode())
     return f"Its config is in {file.path}, {_READ_BY[reader]}."
@@ -124,11 +156,15 @@ _READ_BY: dict[Reader, str] = {
 
 def _of_config(arguments: Any, named: ModelFile, ranks: Ranks, capacity: Capacity) -> str:
     """The report on the run of a config."""
-    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's logger would write into the report
+    with contextlib.redirect_stdout(
+        io.StringIO()
+    ):  # DeepSpeed's logger would write into the report
         from deepspeed_ext.commands.memory.config_file import read_config
 
         read = read_config(arguments.config, ranks.count)
-    model = Model(named.params, named.largest, DTYPES[arguments.dtype] if arguments.dtype else read.dtype)
+    model = Model(
+        named.params, named.largest, DTYPES[arguments.dtype] if arguments.dtype else read.dtype
+    )
     plans = [plan_memory(model, ranks, each, capacity) for each in neighbours(read.setup)]
     notes = (*named.notes, *read.notes)
     if arguments.json:
@@ -157,7 +193,9 @@ def _accelerator_bytes() -> int:
 
         accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        raise ConfigError("--accelerator-gib here: this machine has no accelerator; give its GiB as a number")
+        raise ConfigError(
+            "--accelerator-gib here: this machine has no accelerator; give its GiB as a number"
+        )
     return int(accelerator.total_memory())
 
 

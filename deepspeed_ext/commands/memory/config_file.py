@@ -1,4 +1,5 @@
-"""Reads the settings that determine a run's memory from a DeepSpeed config file. Imports DeepSpeed."""
+"""Reads the settings that determine a run's memory from a DeepSpeed config file. Imports
+DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 
 __all__ = ["FileSettings", "read_config"]
 
-_SIZES = ("reduce_bucket_size", "sub_group_size", "prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
+_SIZES = (
+    "reduce_bucket_size",
+    "sub_group_size",
+    "prefetch_bucket_size",
+    "max_live_parameters",
+    "max_reuse_distance",
+)
 _ADAMS, _LION = ("adam", "adamw"), "lion"
 
 
@@ -37,7 +44,8 @@ class FileSettings:
 
 
 def read_config(path: str, ranks: int) -> FileSettings:
-    """Read a config file with the pydantic model that a run uses. The value "auto" means the default.
+    """Read a config file with the pydantic model that a run uses. The value "auto" means the
+    default.
 
     Raises:
         ConfigError: the file cannot be read, or asks for a feature of unknown memory.
@@ -48,7 +56,9 @@ def read_config(path: str, ranks: int) -> FileSettings:
     require_section(zero)
     _require_known(zero, section, config)
     dtype, notes = _dtype(config)
-    return FileSettings(_setup(config, section, zero, ranks), dtype, (*notes, *_optimizer(config), *_auto(section)))
+    return FileSettings(
+        _setup(config, section, zero, ranks), dtype, (*notes, *_optimizer(config), *_auto(section))
+    )
 
 
 def _optimizer(config: Mapping[str, Any]) -> list[str]:
@@ -71,20 +81,29 @@ def _require_known(zero: ZeroConfig, section: Mapping[str, Any], config: Mapping
         f"stage 0{no_stage}": int(zero.stage) == 0,
         'offload_param.device = "nvme"': param is not None and param.device == "nvme",
         'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
-        "offload_optimizer.ratio below 1 without zenflow": zero.zenflow is None and zero.host_share != 1,
+        "offload_optimizer.ratio below 1 without zenflow": zero.zenflow is None
+        and zero.host_share != 1,
         "offload_optimizer.super_offload": offload is not None and offload.super_offload,
-        "quantized weights or gradients": any(section.get(name) is True for name in section if "quantized" in name),
+        "quantized weights or gradients": any(
+            section.get(name) is True for name in section if "quantized" in name
+        ),
         "zero_hpz_partition_size above 1": zero.zero_hpz_partition_size > 1,
     }
     if zero.zenflow is None:
-        unknown |= {name: any(section.get(name) is True for section in sections) for name in _LOW_PRECISION}
+        unknown |= {
+            name: any(section.get(name) is True for section in sections) for name in _LOW_PRECISION
+        }
     if found := [name for name, given in unknown.items() if given]:
         raise ConfigError(f"plan --memory does not know the memory of {' and '.join(found)}")
 
 
-def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConfig, ranks: int) -> Setup:
+def _setup(
+    config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConfig, ranks: int
+) -> Setup:
     offload = zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
-    wants_bf16_states = any(section_of(config, name).get(_BF16_STATES) is True for name in ("bf16", "bfloat16"))
+    wants_bf16_states = any(
+        section_of(config, name).get(_BF16_STATES) is True for name in ("bf16", "bfloat16")
+    )
     in_use = zero.zenflow_with(wants_bf16_states)
     zenflow = None if in_use is None else ZenFlowConfig(**in_use.model_dump(exclude_unset=True))
     optimizer = section_of(config, "optimizer")
@@ -97,13 +116,16 @@ def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConf
         offload=offload and zenflow is None,
         zenflow=zenflow,
         accumulation=_accumulation(config, ranks),
-        accumulates_fp32=section_of(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32"),
+        accumulates_fp32=section_of(config, "data_types").get("grad_accum_dtype")
+        in ("fp32", "float32"),
         fused_adam=not torch_adam and (name in (*_ADAMS, _LION) or offload),
         pins=offload and zero.offload_optimizer is not None and zero.offload_optimizer.pin_memory,
         offload_param=zero.offload_param is not None and zero.offload_param.device == "cpu",
         host_share=1.0 if zero.host_share is None else zero.host_share,
         layout=LION_STATE if name == _LION else ADAM_STATE,
-        overlap_comm=section["overlap_comm"] if isinstance(section.get("overlap_comm"), bool) else None,
+        overlap_comm=section["overlap_comm"]
+        if isinstance(section.get("overlap_comm"), bool)
+        else None,
         contiguous_gradients=zero.contiguous_gradients,
         stage3_allgather_single_param=zero.stage3_allgather_single_param,
         flatten_tier=zero.flatten_tier,
@@ -115,7 +137,9 @@ def _setup(config: Mapping[str, Any], section: Mapping[str, Any], zero: ZeroConf
 
 def _dtype(config: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Dtype of the weights, and a note if the config leaves it to the Trainer."""
-    enabled = {name: section_of(config, name).get("enabled") for name in ("bf16", "bfloat16", "fp16")}
+    enabled = {
+        name: section_of(config, name).get("enabled") for name in ("bf16", "bfloat16", "fp16")
+    }
     if True in (enabled["bf16"], enabled["bfloat16"]):
         return "bfloat16", []
     if enabled["fp16"] is True:
@@ -126,11 +150,15 @@ def _dtype(config: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def _accumulation(config: Mapping[str, Any], ranks: int) -> int:
-    """Micro-steps per optimizer step: as given, or the batch size divided by the size of all ranks' micro-batches."""
+    """Micro-steps per optimizer step: as given, or the batch size divided by the size of all ranks'
+    micro-batches."""
     steps = count_in(config, "gradient_accumulation_steps")
     if steps is not None:
         return steps
-    batch, micro = count_in(config, "train_batch_size"), count_in(config, "train_micro_batch_size_per_gpu")
+    batch, micro = (
+        count_in(config, "train_batch_size"),
+        count_in(config, "train_micro_batch_size_per_gpu"),
+    )
     return 1 if batch is None or micro is None else max(1, math.ceil(batch / (micro * ranks)))
 
 

@@ -1,8 +1,8 @@
 """Computes what DeepSpeed holds: around ZenFlow, or with its own optimizers. Pure functions.
 
-Symbols: n parameters, N ranks, p elements of this rank's partitions, w bytes of a weight, a bytes of
-an accumulated gradient, B elements of a reduction bucket and e <= B of them filled, L elements of the
-largest parameter. The buffers are those of DeepSpeed 0.19.8, named in `adapter.buffers`.
+Symbols: n parameters, N ranks, p elements of this rank's partitions, w bytes of a weight, a bytes
+of an accumulated gradient, B elements of a reduction bucket and e <= B of them filled, L elements
+of the largest parameter. The buffers are those of DeepSpeed 0.19.8, named in `adapter.buffers`.
 """
 
 from __future__ import annotations
@@ -138,7 +138,8 @@ class Zero:
 
     @property
     def _across(self) -> int:
-        """Bytes of a copy of the bucket's contents, which is made if they belong to several ranks."""
+        """Bytes of a copy of the bucket's contents, which is made if they belong to several
+        ranks."""
         return self._weight * self._filled if self.ranks.count > 1 else 0
 
     @property
@@ -150,7 +151,9 @@ class Zero:
         """Bytes of each moment of DeepSpeed's optimizer."""
         return [FLOAT_BYTES * self._numel] * len(self.setup.layout.moments)
 
-    def _by_torch(self, kind: str, nbytes: int, arrays: Sequence[Run] = (Run(1, 1),), pins: bool | None = None) -> Part:
+    def _by_torch(
+        self, kind: str, nbytes: int, arrays: Sequence[Run] = (Run(1, 1),), pins: bool | None = None
+    ) -> Part:
         """Arrays of `nbytes` an element that torch allocates on the host, page-locked if `pins`, by
         default as the config says."""
         pins = self.setup.pins if pins is None else pins
@@ -193,13 +196,18 @@ class Zero:
             self._by_torch(Buffer.GRADIENTS.shown, FLOAT_BYTES, self._partitions),
         ]
         if not self._is_whole:
-            return [*parts, self._by_torch(Buffer.ACCUMULATED.shown, self._accumulated * self._numel)]
+            return [
+                *parts,
+                self._by_torch(Buffer.ACCUMULATED.shown, self._accumulated * self._numel),
+            ]
         accumulates = setup.accumulation > 1 and setup.stage > 1
         by_parameter = Memory.PAGE_LOCKED if setup.pins else Memory.PAGEABLE
         return [
             *parts,
             self._by_torch(Buffer.COPY.shown, weight, self._partitions),
-            Part(Buffer.ACCUMULATED.shown, weight * self._numel if accumulates else 0, by_parameter),
+            Part(
+                Buffer.ACCUMULATED.shown, weight * self._numel if accumulates else 0, by_parameter
+            ),
             self._by_torch(Buffer.OFFLOAD.shown, weight * self.model.largest),
         ]
 
@@ -301,7 +309,8 @@ class Zero:
         return [[before, *common, copied(self._across)], [own, before, *common]]
 
     def _leaving(self) -> list[list[Part]]:
-        """While gradients that go to the host are reduced, and while one is added to earlier ones."""
+        """While gradients that go to the host are reduced, and while one is added to earlier
+        ones."""
         largest = self.model.largest
         earlier = self._accumulated * largest if self.setup.accumulation > 1 else 0
         copied = partial(_there, "reduction copies")
@@ -391,8 +400,8 @@ class Zero:
     # -- save and load -----------------------------------------------------------------------------
 
     def _saving(self) -> Moments:
-        """The first rank writes the module, of which DeepSpeed makes a copy on the host. Ours passes
-        through a chunk, but for what stage 3 gathers."""
+        """The first rank writes the module, of which DeepSpeed makes a copy on the host. Ours
+        passes through a chunk, but for what stage 3 gathers."""
         copy = [_here("copy of the module", self._weight * self.model.params)]
         gathers = self.is_first and not self._is_whole and self.setup.gathers_on_save
         writes = self.is_first and self._is_whole
@@ -414,8 +423,8 @@ class Zero:
         return {"export": [_there("gathered layer", gathered)]}
 
     def _loading(self) -> Moments:
-        """Each rank reads the module's file, at stages 1 and 2, and its optimizer's. The first is gone
-        when ZenFlow adopts what the second holds."""
+        """Each rank reads the module's file, at stages 1 and 2, and its optimizer's. The first is
+        gone when ZenFlow adopts what the second holds."""
         state = FLOAT_BYTES * self._numel + sum(self._states())
         read = state if self.plan is None else self.plan.held.file_bytes
         module = self._weight * self.model.params if self._is_whole else 0

@@ -1,4 +1,5 @@
-"""Answers whether a model fits a machine, which way to train it is the best, and what it lacks. Pure functions."""
+"""Answers whether a model fits a machine, which way to train it is the best, and what it lacks.
+Pure functions."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ __all__ = [
 
 _GIB = 1 << 30
 GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * _GIB, 8 * _GIB, _GIB // 2
-"""Bytes that stay free: of a GPU for its context, collectives and fragmentation; of a host; and of a host for each of
-its ranks."""
+"""Bytes that stay free: of a GPU for its context, collectives and fragmentation; of a host; and of
+a host for each of its ranks."""
 _SMALLEST = 10**6
 SAME_TIME = 0.85
-"""Ways count as equally fast unless one takes less than this part of the other's time: times are arithmetic, and
-most runs are slower (docs/lab/archive/time_model.md)."""
+"""Ways count as equally fast unless one takes less than this part of the other's time: times are
+arithmetic, and most runs are slower (docs/lab/archive/time_model.md)."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,11 @@ class Fit:
         plan: its memory.
         time: its optimizer step.
         step_seconds: an optimizer step with forward and backward.
-        tokens: tokens per GPU and optimizer step from which nothing of the step is exposed; None: some always is.
+        tokens: tokens per GPU and optimizer step from which nothing of the step is exposed; None:
+            some always is.
         room: bytes of a GPU that are left for activations; None: its memory is not known.
-        left: bytes that are left at the peak with activations and what stays free, by place; empty: the machine is
-            not known.
+        left: bytes that are left at the peak with activations and what stays free, by place; empty:
+            the machine is not known.
         missing: share of a GPU's memory that is missing, and of a host's, added up.
     """
 
@@ -103,7 +105,12 @@ def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]
 
 
 def _fit(question: Question, setup: Setup) -> Fit:
-    model, ranks, capacity, machine = question.model, question.ranks, question.capacity, question.machine
+    model, ranks, capacity, machine = (
+        question.model,
+        question.ranks,
+        question.capacity,
+        question.machine,
+    )
     plan = plan_memory(model, ranks, setup, capacity)
     time = step_time(model, ranks, plan.setup, machine)
     compute = machine.seconds(question.active, question.tokens)
@@ -123,8 +130,8 @@ def _fit(question: Question, setup: Setup) -> Fit:
 
 
 def _best(found: Sequence[Fit]) -> Fit | None:
-    """Of ways with the same numerics: of the fastest, the simplest, that is without offload, at the lower stage, and
-    with the whole optimizer on the host."""
+    """Of ways with the same numerics: of the fastest, the simplest, that is without offload, at the
+    lower stage, and with the whole optimizer on the host."""
     most = min((fit.step_seconds for fit in found), default=0.0) / SAME_TIME
     fast = [fit for fit in found if fit.step_seconds <= most]
     return min(fast, key=_simplicity, default=None)
@@ -141,14 +148,17 @@ def _fitting(found: Sequence[Fit]) -> list[Fit]:
 
 
 def suggested(found: Sequence[Fit]) -> Fit | None:
-    """The best way that fits, with the numerics that are nearest to exact; None: no way fits, or the machine is not
-    known."""
+    """The best way that fits, with the numerics that are nearest to exact; None: no way fits, or
+    the machine is not known."""
     fitting = _fitting(found)
-    return _best([fit for fit in fitting if inexactness(fit.setup) == inexactness(fitting[0].setup)])
+    return _best(
+        [fit for fit in fitting if inexactness(fit.setup) == inexactness(fitting[0].setup)]
+    )
 
 
 def faster(found: Sequence[Fit]) -> Fit | None:
-    """The fastest way that fits and is less exact than the suggested one, if it is clearly faster."""
+    """The fastest way that fits and is less exact than the suggested one, if it is clearly
+    faster."""
     best = suggested(found)
     if best is None:
         return None
@@ -166,12 +176,16 @@ def best_of_kinds(found: Sequence[Fit]) -> list[Fit]:
     kinds: dict[str, list[Fit]] = {}
     for fit in found:
         kinds.setdefault(kind_of(fit.setup), []).append(fit)
-    return [suggested(same) or (nearest(same) if same[0].left else _best(same) or same[0]) for same in kinds.values()]
+    return [
+        suggested(same) or (nearest(same) if same[0].left else _best(same) or same[0])
+        for same in kinds.values()
+    ]
 
 
 def largest(question: Question, found: Sequence[Fit]) -> tuple[int, Fit] | None:
-    """The most parameters of a typical model that fit this machine, with two digits, and how; None: not even a
-    millionth of this model's. Only ways that no other one beats at both places are tried."""
+    """The most parameters of a typical model that fit this machine, with two digits, and how; None:
+    not even a millionth of this model's. Only ways that no other one beats at both places are
+    tried."""
     setups = [fit.setup for fit in found if not any(_beats(other, fit) for other in found)]
 
     def tried(params: int) -> Fit | None:

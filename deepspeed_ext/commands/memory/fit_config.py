@@ -38,8 +38,15 @@ def config_of(setup: Setup, dtype: str, reader: Reader = "script") -> dict[str, 
     is_trainer = reader == "trainer"
     return {
         **(_BY_TRAINER if is_trainer else _BY_SCRIPT),
-        **({} if dtype == "float32" else {_SECTION_OF[dtype]: {"enabled": "auto" if is_trainer else True}}),
-        "optimizer": {"type": "AdamW", "params": _OPTIMIZER_BY_TRAINER if is_trainer else _OPTIMIZER_BY_SCRIPT},
+        **(
+            {}
+            if dtype == "float32"
+            else {_SECTION_OF[dtype]: {"enabled": "auto" if is_trainer else True}}
+        ),
+        "optimizer": {
+            "type": "AdamW",
+            "params": _OPTIMIZER_BY_TRAINER if is_trainer else _OPTIMIZER_BY_SCRIPT,
+        },
         "zero_optimization": _zero(setup),
     }
 

@@ -31,7 +31,12 @@ _NAMES = {Place.ACCELERATOR: "GPU", Place.HOST: "host"}
 
 
 def as_text(
-    name: str, question: Question, found: Sequence[Fit], notes: Sequence[str] = (), *, all_ways: bool = False
+    name: str,
+    question: Question,
+    found: Sequence[Fit],
+    notes: Sequence[str] = (),
+    *,
+    all_ways: bool = False,
 ) -> str:
     """The report.
 
@@ -47,10 +52,13 @@ def as_text(
     lines = [
         answer(question, found),
         "",
-        f"{name}: {model.params:,} parameters in {model.dtype} on {ranks.count} GPU(s), {ranks.per_host} per host.",
-        f"Assumed: {machine.link / 1e9:g} GB/s each way between a GPU and its host, {machine.host / 1e9:g} GB/s of "
+        f"{name}: {model.params:,} parameters in {model.dtype} on {ranks.count} GPU(s), "
+        f"{ranks.per_host} per host.",
+        f"Assumed: {machine.link / 1e9:g} GB/s each way between a GPU and its host, "
+        f"{machine.host / 1e9:g} GB/s of "
         f"host memory, {machine.flops / 1e12:g} TFLOP/s a GPU.",
-        f"Kept free: {GPU_RESERVE / _GIB:g} GiB of a GPU, {HOST_RESERVE / _GIB:g} GiB of a host and "
+        f"Kept free: {GPU_RESERVE / _GIB:g} GiB of a GPU, {HOST_RESERVE / _GIB:g} GiB of a host "
+        f"and "
         f"{RANK_RESERVE / _GIB:g} for each of its ranks. Counted for activations: "
         f"{typical_activations(question.active) / _GIB:.1f} GiB.",
         *(f"note: {note}" for note in notes),
@@ -58,9 +66,12 @@ def as_text(
         f"{'stage, run':<{width}}{''.join(f'{column:>{_WIDTH}}' for column in _COLUMNS)}   fits",
         *(_line(fit, width) for fit in shown),
         "",
-        "GPU: the peak of one GPU without activations. Host: the peak of all ranks of a host. Exposed: what every",
-        f"step waits for. Step: with forward and backward of {question.tokens:,} tokens per GPU. Hidden from: tokens",
-        f"per GPU and step from which nothing is exposed. Activations: of one sequence of {TOKENS:,} tokens,",
+        "GPU: the peak of one GPU without activations. Host: the peak of all ranks of a host. "
+        "Exposed: what every",
+        f"step waits for. Step: with forward and backward of {question.tokens:,} tokens per GPU. "
+        f"Hidden from: tokens",
+        f"per GPU and step from which nothing is exposed. Activations: of one sequence of "
+        f"{TOKENS:,} tokens,",
         "recomputed. Times are arithmetic.",
     ]
     if not all_ways:
@@ -69,10 +80,14 @@ def as_text(
 
 
 def answer(question: Question, found: Sequence[Fit]) -> str:
-    """Whether the model fits, and how, in one line; a second one if what is less exact would be clearly faster."""
+    """Whether the model fits, and how, in one line; a second one if what is less exact would be
+    clearly faster."""
     capacity = question.capacity
     if capacity.accelerator is None:
-        return "Does it fit? Add --gpu-gb and --host-gb, as makers write them (80, 512), or here for this machine's."
+        return (
+            "Does it fit? Add --gpu-gb and --host-gb, as makers write them (80, 512), or here "
+            "for this machine's."
+        )
     best = suggested(found)
     if best is None:
         return _miss(question, found)
@@ -98,9 +113,14 @@ def _miss(question: Question, found: Sequence[Fit]) -> str:
     near, most = nearest(found), largest(question, found)
     text = f"It does not fit. Nearest: {near.name}, {_missing(near)}."
     if most is None:
-        return f"{text} More GPUs divide what is held on each; more hosts also what each host holds."
+        return (
+            f"{text} More GPUs divide what is held on each; more hosts also what each host holds."
+        )
     params, how = most
-    return f"{text} The largest model that fits has about {_billions(params)} parameters: {how.name}{_exactness(how)}."
+    return (
+        f"{text} The largest model that fits has about {_billions(params)} parameters: "
+        f"{how.name}{_exactness(how)}."
+    )
 
 
 def _exactness(fit: Fit) -> str:
@@ -123,7 +143,9 @@ def _line(fit: Fit, width: int) -> str:
         "never" if fit.tokens is None else f"{fit.tokens:,}" if fit.tokens else "-",
     ]
     verdict = "" if not fit.left else "yes" if not fit.short else f"no: {_missing(fit)}"
-    return f"{_row_name(fit):<{width}}{''.join(f'{cell:>{_WIDTH}}' for cell in cells)}   {verdict}".rstrip()
+    return (
+        f"{_row_name(fit):<{width}}{''.join(f'{cell:>{_WIDTH}}' for cell in cells)}   {verdict}"
+    ).rstrip()
 
 
 def _row_name(fit: Fit) -> str:
@@ -133,7 +155,10 @@ def _row_name(fit: Fit) -> str:
 def _missing(fit: Fit) -> str:
     """What is missing, rounded up, so that it is never nothing."""
     tenths = {place: -(10 * left // _GIB) for place, left in fit.left.items() if left < 0}
-    return f"{', '.join(f'{_NAMES[place]} {tenth / 10:,.1f}' for place, tenth in tenths.items())} GiB short"
+    return (
+        f"{', '.join(f'{_NAMES[place]} {tenth / 10:,.1f}' for place, tenth in tenths.items())} "
+        f"GiB short"
+    )
 
 
 def as_json(question: Question, found: Sequence[Fit]) -> dict[str, Any]:
@@ -147,7 +172,11 @@ def as_json(question: Question, found: Sequence[Fit]) -> dict[str, Any]:
             "tokens_per_gpu_and_step": question.tokens,
             "activation_bytes": typical_activations(question.active),
         },
-        "reserved_bytes": {"accelerator": GPU_RESERVE, "host": HOST_RESERVE, "host_per_rank": RANK_RESERVE},
+        "reserved_bytes": {
+            "accelerator": GPU_RESERVE,
+            "host": HOST_RESERVE,
+            "host_per_rank": RANK_RESERVE,
+        },
         "answer": answer(question, found),
         "suggested": None if best is None else found.index(best),
         "ways": [_way(question, fit) for fit in found],
@@ -161,7 +190,10 @@ def _way(question: Question, fit: Fit) -> dict[str, Any]:
         "exact": not inexactness(fit.setup),
         "fits": None if not fit.left else not fit.short,
         "limits": [place.value for place in fit.short],
-        "peak_bytes": {"accelerator": fit.plan.peak(Place.ACCELERATOR), "per_host": fit.plan.host_peak()},
+        "peak_bytes": {
+            "accelerator": fit.plan.peak(Place.ACCELERATOR),
+            "per_host": fit.plan.host_peak(),
+        },
         "room_for_activations_bytes": fit.room,
         "left_bytes": {place.value: nbytes for place, nbytes in fit.left.items()},
         "transfer_seconds": fit.time.transfer,

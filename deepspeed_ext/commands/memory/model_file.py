@@ -1,8 +1,9 @@
 """Counts the parameters of a Hugging Face ``config.json``, by shapes on the meta device.
 
-No weights are read or made, nothing is downloaded, and no code is run but transformers' own. A config comes from a
-stranger, so three lines keep it from deciding what is loaded: `model_references` takes every reference out, or refuses
-it; another process builds the model, offline and without tokens; and this process is confined (`runtime.confined`).
+No weights are read or made, nothing is downloaded, and no code is run but transformers' own. A
+config comes from a stranger, so three lines keep it from deciding what is loaded:
+`model_references` takes every reference out, or refuses it; another process builds the model,
+offline and without tokens; and this process is confined (`runtime.confined`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from deepspeed_ext.runtime.log import quoted
 __all__ = ["ModelFile", "read_model"]
 
 MOST_BYTES = 1 << 24
-"""No config.json is larger, even if it names 21,000 classes of images; a larger file holds weights."""
+"""No config.json is larger, even if it names 21,000 classes of images; a larger file holds
+weights."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _OF_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 _SHAPES = "deepspeed_ext.commands.memory.model_shapes"
@@ -52,7 +54,8 @@ class ModelFile:
 
 
 def read_model(path: str) -> ModelFile:
-    """Count the parameters of the model that `path`, a ``config.json`` or a folder with one, describes.
+    """Count the parameters of the model that `path`, a ``config.json`` or a folder with one,
+    describes.
 
     Raises:
         ConfigError: there is no such file, or transformers builds no model from it.
@@ -66,7 +69,8 @@ def read_model(path: str) -> ModelFile:
         raise ConfigError(f"--model: {_shown(file)}: {error}; mend it, or give --params") from None
     if "absent" in found:
         raise UnsupportedError(
-            f"--model needs transformers ({found['absent']}): pip install 'deepspeed-ext[transformers]', or give "
+            f"--model needs transformers ({found['absent']}): pip install "
+            f"'deepspeed-ext[transformers]', or give "
             "--params"
         )
     if "problem" in found:
@@ -98,7 +102,10 @@ def _answer(described: dict[str, Any]) -> dict[str, Any]:
     if done.returncode == -signal.SIGPROF:
         raise ConfigError("transformers takes more than a minute to build its model")
     said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-    raise ConfigError(f"the process that builds its model ended with status {done.returncode} ({''.join(said)[:200]})")
+    raise ConfigError(
+        f"the process that builds its model ended with status {done.returncode} "
+        f"({''.join(said)[:200]})"
+    )
 
 
 def _shown(file: str) -> str:
@@ -113,15 +120,22 @@ def _file_of(path: str) -> str:
         return file
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         raise ConfigError(
-            f"--model: {_shown(path)} holds an adapter; give --params of the adapter, which is what trains"
+            f"--model: {_shown(path)} holds an adapter; give --params of the adapter, which is "
+            f"what trains"
         )
     if os.path.isdir(path):
         raise ConfigError(
-            f"--model: the folder {_shown(path)} holds no config.json; give the one that does, or --params"
+            f"--model: the folder {_shown(path)} holds no config.json; give the one that does, or "
+            f"--params"
         )
-    name = "; nothing is downloaded: of a model on a hub, download config.json first" if _HUB.fullmatch(path) else ""
+    name = (
+        "; nothing is downloaded: of a model on a hub, download config.json first"
+        if _HUB.fullmatch(path)
+        else ""
+    )
     raise ConfigError(
-        f"--model: found no config.json at {_shown(path)}; give the file, or the folder that holds it{name}"
+        f"--model: found no config.json at {_shown(path)}; give the file, or the folder that "
+        f"holds it{name}"
     )
 
 
@@ -129,23 +143,27 @@ def _object_in(file: str) -> dict[str, Any]:
     """The file's content, which is an object with a ``model_type``."""
     if os.path.getsize(file) > MOST_BYTES:
         raise ConfigError(
-            f"--model: {_shown(file)} is larger than {MOST_BYTES >> 20} MiB; give the config.json, not the weights"
+            f"--model: {_shown(file)} is larger than {MOST_BYTES >> 20} MiB; give the "
+            f"config.json, not the weights"
         )
     try:
         with open(file, encoding="utf-8") as opened:
             described = json.load(opened)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--model: {_shown(file)} is no JSON ({str(error)[:100]}); mend it, or give another config.json or --params"
+            f"--model: {_shown(file)} is no JSON ({str(error)[:100]}); mend it, or give another "
+            f"config.json or --params"
         ) from None
     if isinstance(described, dict) and isinstance(described.get("model_type"), str):
         return described
     if isinstance(described, dict) and not described.keys().isdisjoint(_OF_DEEPSPEED):
         raise ConfigError(
-            f"--model: {_shown(file)} is a config of DeepSpeed; give it as --config, and the model's config.json here"
+            f"--model: {_shown(file)} is a config of DeepSpeed; give it as --config, and the "
+            f"model's config.json here"
         )
     raise ConfigError(
-        f"--model: {_shown(file)} names no model_type, as a config.json of transformers does; give one that does, or "
+        f"--model: {_shown(file)} names no model_type, as a config.json of transformers does; "
+        f"give one that does, or "
         "--params"
     )
 
@@ -155,6 +173,12 @@ def _notes(described: dict[str, Any], towers: int) -> Iterator[str]:
     quantized = described.get("quantization_config")
     if isinstance(quantized, dict) and quantized:
         method = quoted(str(quantized.get("quant_method", "it does not say how")))
-        yield f"the weights are quantized ({method}); counted: all train, unquantized. Of an adapter, give --params."
+        yield (
+            f"the weights are quantized ({method}); counted: all train, unquantized. Of an "
+            f"adapter, give --params."
+        )
     if towers:
-        yield f"{towers:,} of the parameters are for images or sound; if they stay frozen, give --params of the others."
+        yield (
+            f"{towers:,} of the parameters are for images or sound; if they stay frozen, give "
+            f"--params of the others."
+        )

@@ -1,8 +1,9 @@
-"""Takes out of a ``config.json`` what refers to other files, hubs or code. Imports neither torch nor transformers.
+"""Takes out of a ``config.json`` what refers to other files, hubs or code. Imports neither torch
+nor transformers.
 
-A config describes shapes. Some fields of transformers name something to load instead: the code of the model
-(``auto_map``), kernels (``attn_implementation``), another model (``backbone``). What does not change the shapes is left
-out. What does is refused, because the shapes are then elsewhere.
+A config describes shapes. Some fields of transformers name something to load instead: the code of
+the model (``auto_map``), kernels (``attn_implementation``), another model (``backbone``). What does
+not change the shapes is left out. What does is refused, because the shapes are then elsewhere.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def require_inert(described: Any) -> None:
     """Check a parsed config, or the dict that transformers makes of it.
 
     Raises:
-        ConfigError: a field at any depth says where to load something, or asks for more than `MOST_LAYERS` layers.
+        ConfigError: a field at any depth says where to load something, or asks for more than
+            `MOST_LAYERS` layers.
     """
     open_ = [described]
     while open_:
@@ -76,7 +78,8 @@ def _require_inert_field(key: str, value: Any) -> None:
         return
     if (_REFERENCE.fullmatch(key) and value) or (isinstance(value, str) and _HUB.match(value)):
         raise ConfigError(
-            f"its field {quoted(key)} names something else to load ({quoted(str(value)[:60])}), and nothing is loaded"
+            f"its field {quoted(key)} names something else to load ({quoted(str(value)[:60])}), "
+            f"and nothing is loaded"
         )
     if isinstance(value, int | float) and value > MOST_LAYERS and _COUNT.fullmatch(key):
         raise ConfigError(f"its field {quoted(key)} is {value:,}, expected at most {MOST_LAYERS:,}")

@@ -1,6 +1,7 @@
 """Builds the model of a config on the meta device, in a process of its own. Imports transformers.
 
-The process reads the parsed config from its standard input, and writes what `answer` returns to its standard output.
+The process reads the parsed config from its standard input, and writes what `answer` returns to its
+standard output.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ def answer(described: dict[str, Any]) -> dict[str, Any]:
     """Count the parameters of the model that `described`, an inert config, describes.
 
     Returns:
-        The class's ``name``; ``params``, ``largest``, ``active`` and ``towers`` in elements, the last of what is for
-        images and sound. Or why not: ``problem``, ``change``, which is what to do, and ``is_unknown``, whether
+        The class's ``name``; ``params``, ``largest``, ``active`` and ``towers`` in elements, the
+        last of what is for
+        images and sound. Or why not: ``problem``, ``change``, which is what to do, and
+            ``is_unknown``, whether
         transformers does not know the type.
     """
     import transformers
@@ -62,8 +65,13 @@ def answer(described: dict[str, Any]) -> dict[str, Any]:
     here, kind = f"transformers {transformers.__version__}", described["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
         problem = f"{here} does not know the model_type {quoted(kind)}"
-        return {"problem": problem, "change": "pip install --upgrade transformers", "is_unknown": True}
-    transformers.logging.set_verbosity_error()  # warnings are about weights and tokens, of which a plan has none
+        return {
+            "problem": problem,
+            "change": "pip install --upgrade transformers",
+            "is_unknown": True,
+        }
+    # warnings are about weights and tokens, of which a plan has none
+    transformers.logging.set_verbosity_error()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -80,13 +88,19 @@ def answer(described: dict[str, Any]) -> dict[str, Any]:
 def _counted(described: dict[str, Any], transformers: Any) -> dict[str, Any]:
     import torch
 
-    with tempfile.TemporaryDirectory() as folder:  # a copy: transformers reads other files beside a config
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # a copy: transformers reads other files beside a config
         path = os.path.join(folder, "config.json")
         with open(path, "w", encoding="utf-8") as file:
             json.dump(described, file)
         # Without the last argument it asks at a terminal whether to run code that the file names.
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    require_inert(config.to_dict())  # a class may have other names for a field, or a reference by default
+        config = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    require_inert(
+        config.to_dict()
+    )  # a class may have other names for a field, or a reference by default
     with torch.device("meta"):
         model = _class_of(config, transformers)(config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -104,7 +118,8 @@ def _counted(described: dict[str, Any], transformers: Any) -> dict[str, Any]:
 
 
 def _class_of(config: Any, transformers: Any) -> Any:
-    """What builds the model: the class that the file names, otherwise the first that there is for its type."""
+    """What builds the model: the class that the file names, otherwise the first that there is for
+    its type."""
     named = getattr(config, "architectures", None)
     for name in named if isinstance(named, list) else ():
         found = getattr(transformers, str(name), None)

@@ -88,7 +88,9 @@ class Capacity:
 UNKNOWN = Capacity()
 
 
-def plan_memory(model: Model, ranks: Ranks, setup: Setup, capacity: Capacity = UNKNOWN) -> MemoryPlan:
+def plan_memory(
+    model: Model, ranks: Ranks, setup: Setup, capacity: Capacity = UNKNOWN
+) -> MemoryPlan:
     """Plan one run, with what it chooses on a machine of this capacity, on whose accelerators only
     the weights lie: the flatten tier, and what ZenFlow decides.
 
@@ -100,7 +102,9 @@ def plan_memory(model: Model, ranks: Ranks, setup: Setup, capacity: Capacity = U
     if setup.zenflow is not None:
         zenflow = setup.zenflow_plan(model, ranks, _facts(capacity, model, ranks, setup))
     first, other = (_holders(Zero(model, ranks, setup, zenflow, each)) for each in (True, False))
-    found = {(place, phase): parts_within(first, place, phase) for place in PLACES for phase in Phase}
+    found = {
+        (place, phase): parts_within(first, place, phase) for place in PLACES for phase in Phase
+    }
     others = {phase: nbytes_of(parts_within(other, Place.HOST, phase)) for phase in Phase}
     notes = tuple(_notes(setup, zenflow, is_known=capacity.accelerator is not None))
     return MemoryPlan(model, ranks, setup, zenflow, found, others, notes)
@@ -137,14 +141,18 @@ def _notes(setup: Setup, plan: ZenFlowPlan | None, *, is_known: bool) -> Iterato
     if setup.partitions_weights:
         yield "live parameters: the most that max_live_parameters and max_reuse_distance allow"
     if setup.partitions_weights and leaves_early:
-        yield "start-up: a module that zero.Init has not partitioned is moved to the accelerator whole; not counted"
+        yield (
+            "start-up: a module that zero.Init has not partitioned is moved to the accelerator "
+            "whole; not counted"
+        )
     if plan is not None and plan.rule.update_interval is None:
         longest = plan.rule.longest_interval
         yield f"the interval is measured at the start: 1 to {longest}, counted as the longest"
     if zenflow is not None and not leaves_early:
         if zenflow.hide_transfers is None and not is_known:
             yield (
-                "the landing buffers are left out if a rank would have less than a tenth of its accelerator memory free"
+                "the landing buffers are left out if a rank would have less than a tenth of its "
+                "accelerator memory free"
             )
         if zenflow.hide_transfers is False and setup.partitions_weights:
             yield "a slow link may keep one more flat gradient of a sub-group alive"
@@ -152,9 +160,15 @@ def _notes(setup: Setup, plan: ZenFlowPlan | None, *, is_known: bool) -> Iterato
             share = f"{MOST_FOR_GRADIENTS:.0%}"
             yield f"gradients go to the host if they would take more than {share} of what is free"
     if zenflow is not None and zenflow.rule == "selective":
-        yield "hot blocks are counted as if all ranks had as many; a rank may have up to twice as many"
+        yield (
+            "hot blocks are counted as if all ranks had as many; a rank may have up to twice as "
+            "many"
+        )
     if setup.stage == 1 and setup.accumulates_fp32 and zenflow is None:
-        yield "DeepSpeed may use its BF16_Optimizer for stage 1 with fp32 accumulation, which is not planned"
+        yield (
+            "DeepSpeed may use its BF16_Optimizer for stage 1 with fp32 accumulation, which is "
+            "not planned"
+        )
 
 
 def neighbours(setup: Setup) -> list[Setup]:

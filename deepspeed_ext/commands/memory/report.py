@@ -21,7 +21,9 @@ _WIDTHS = [max(11, len(phase.value)) for phase in _COLUMNS]
 _OTHERS = {Phase.LOAD: "to load a checkpoint", Phase.SLEEP: "asleep, after offload_states"}
 
 
-def as_json(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN, notes: Sequence[str] = ()) -> dict[str, Any]:
+def as_json(
+    plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN, notes: Sequence[str] = ()
+) -> dict[str, Any]:
     """All sizes in bytes; the first plan is the requested one, if there is one."""
     first = plans[0]
     return {
@@ -40,7 +42,10 @@ def as_json(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN, notes: Se
 def _plan_json(plan: MemoryPlan, capacity: Capacity) -> dict[str, Any]:
     setup, zenflow = plan.setup, plan.zenflow
     parts = {
-        place.value: {phase.value: {part.kind: part.nbytes for part in plan.parts[place, phase]} for phase in Phase}
+        place.value: {
+            phase.value: {part.kind: part.nbytes for part in plan.parts[place, phase]}
+            for phase in Phase
+        }
         for place in PLACES
     }
     return {
@@ -69,7 +74,8 @@ def as_text(plans: Sequence[MemoryPlan], notes: Sequence[str], capacity: Capacit
     header = (
         f"{first.model.params:,} parameters in {first.model.dtype} (the largest has "
         f"{first.model.largest:,}), {first.ranks.count} rank(s), {first.ranks.per_host} per host.\n"
-        "Not included: activations, which are the model's, libraries, and fragmentation of the allocator."
+        "Not included: activations, which are the model's, libraries, and fragmentation of the "
+        "allocator."
     )
     tables = detail_text(first, notes), neighbours_text(plans, capacity)
     return "\n\n".join([header, *tables, verdict_text(first, capacity)])
@@ -79,12 +85,14 @@ def verdict_text(plan: MemoryPlan, capacity: Capacity) -> str:
     """Whether the plan fits."""
     if capacity == UNKNOWN:
         return (
-            "Does it fit? Add --gpu-gb and --host-gb: the memory of one accelerator and of one host, as "
+            "Does it fit? Add --gpu-gb and --host-gb: the memory of one accelerator and of one "
+            "host, as "
             "numbers, or here for this machine's."
         )
     left = capacity.left(plan)
     amounts = [
-        f"{abs(size) / _GIB:,.2f} GiB {'are left on' if size >= 0 else 'are missing on'} the {place.value}"
+        f"{abs(size) / _GIB:,.2f} GiB {'are left on' if size >= 0 else 'are missing on'} the "
+        f"{place.value}"
         for place, size in left.items()
     ]
     on_top = ", before activations" if Place.ACCELERATOR in left else ""
@@ -109,7 +117,9 @@ def detail_text(plan: MemoryPlan, notes: Sequence[str] = ()) -> str:
 
     for place in PLACES:
         lines.append(place.value)
-        by_phase = [{part.kind: part.nbytes for part in plan.parts[place, phase]} for phase in _COLUMNS]
+        by_phase = [
+            {part.kind: part.nbytes for part in plan.parts[place, phase]} for phase in _COLUMNS
+        ]
         for kind in dict.fromkeys(kind for parts in by_phase for kind in parts):
             total(kind, [parts.get(kind, 0) for parts in by_phase])
         total("total", [plan.nbytes(place, phase) for phase in _COLUMNS])
@@ -118,7 +128,9 @@ def detail_text(plan: MemoryPlan, notes: Sequence[str] = ()) -> str:
     for phase, what in _OTHERS.items():
         there, here = (_amount(plan.nbytes(place, phase), unit) for place in PLACES)
         on_host = _amount(plan.on_host(phase), unit)
-        lines.append(f"{what}: {there} of the accelerator, {here} of the host, {on_host} of the first host")
+        lines.append(
+            f"{what}: {there} of the accelerator, {here} of the host, {on_host} of the first host"
+        )
     return "\n".join([*lines, *(f"note: {note}" for note in (*plan.notes, *notes))])
 
 

@@ -1,4 +1,5 @@
-"""Describes the settings of a run that determine its memory. Plain values, no torch and no DeepSpeed."""
+"""Describes the settings of a run that determine its memory. Plain values, no torch and no
+DeepSpeed."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class Setup:
         offload: ``offload_optimizer`` on the CPU, without ZenFlow.
         zenflow: the ``zenflow`` section; None: plain ZeRO.
         accumulation: micro-steps per optimizer step.
-        accumulates_fp32: plain ZeRO accumulates gradients in fp32 (``data_types.grad_accum_dtype``).
+        accumulates_fp32: plain ZeRO accumulates gradients in fp32
+            (``data_types.grad_accum_dtype``).
         fused_adam: the optimizer has no temporaries (DeepSpeed's FusedAdam and CPUAdam); False:
             torch's.
         pins: ``offload_optimizer.pin_memory``.
@@ -133,7 +135,9 @@ class Setup:
         """Whether gradients are reduced during backward; by default only at stage 3."""
         return self.partitions_weights if self.overlap_comm is None else self.overlap_comm
 
-    def zenflow_plan(self, model: Model, ranks: Ranks, mine: RankFacts | None = None) -> ZenFlowPlan:
+    def zenflow_plan(
+        self, model: Model, ranks: Ranks, mine: RankFacts | None = None
+    ) -> ZenFlowPlan:
         """ZenFlow's plan of a rank.
 
         Args:
@@ -182,7 +186,9 @@ _ANY_MODEL = Model(1, 1, "bfloat16")
 
 
 @lru_cache(maxsize=4096)
-def _zenflow_plan(model: Model, ranks: Ranks, setup: Setup, mine: RankFacts | None = None) -> ZenFlowPlan:
+def _zenflow_plan(
+    model: Model, ranks: Ranks, setup: Setup, mine: RankFacts | None = None
+) -> ZenFlowPlan:
     assert setup.zenflow is not None
     mine = mine or RankFacts(tuple(setup.partitions(model, ranks)))
     facts = ZenFlowFacts((mine,) * ranks.per_host, setup.caller(model, ranks), layout=setup.layout)

@@ -1,4 +1,5 @@
-"""Computes what an optimizer step moves, and how long that takes on a given machine. Pure functions."""
+"""Computes what an optimizer step moves, and how long that takes on a given machine. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Machine:
 
     Attributes:
         link: bytes per second between one GPU and its host, each way, both ways at once.
-        host: bytes per second of a host's memory, for all its ranks together; reads and writes count alike.
+        host: bytes per second of a host's memory, for all its ranks together; reads and writes
+            count alike.
         flops: floating-point operations per second that a GPU sustains in forward and backward.
     """
 
@@ -67,7 +69,8 @@ def traffic(model: Model, setup: Setup) -> Traffic:
 
 
 def step_time(model: Model, ranks: Ranks, setup: Setup, machine: Machine) -> StepTime:
-    """How long the optimizer's chain takes, and which part of it a step can hide (see `plan.lanes`).
+    """How long the optimizer's chain takes, and which part of it a step can hide (see
+    `plan.lanes`).
 
     Weights on the host come up twice beside forward and backward. ZeRO-Offload hides only gradients
     that go down during backward; its pass and the weights' way up follow.

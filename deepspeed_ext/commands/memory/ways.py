@@ -17,7 +17,12 @@ __all__ = ["inexactness", "kind_of", "name_of", "ways"]
 
 STAGES: tuple[Stage, ...] = (2, 3)
 INTERVALS = (1, 2)
-SELECTIVE: dict[str, Any] = {"update_rule": "selective", "topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}
+SELECTIVE: dict[str, Any] = {
+    "update_rule": "selective",
+    "topk_ratio": 0.1,
+    "update_interval": 4,
+    "overlap_step": True,
+}
 """As published."""
 PLACES: tuple[dict[str, bool], ...] = (
     {"hide_transfers": True},
@@ -31,11 +36,13 @@ MOMENTS = {"float32": "", "bfloat16": "bf16 moments", "int8": "8-bit moments"}
 
 
 def ways(base: Setup | None = None) -> Iterator[Setup]:
-    """Each way to train: plain ZeRO, ZeRO-Offload, and ZenFlow with every combination of moments, interval, rule, and
-    place of gradients, optimizer and weights."""
+    """Each way to train: plain ZeRO, ZeRO-Offload, and ZenFlow with every combination of moments,
+    interval, rule, and place of gradients, optimizer and weights."""
     for stage in STAGES:
         gathers = stage == max(STAGES)  # else a trainer saves no weights that load
-        plain = replace(base or Setup(), stage=stage, offload=False, zenflow=None, gathers_on_save=gathers)
+        plain = replace(
+            base or Setup(), stage=stage, offload=False, zenflow=None, gathers_on_save=gathers
+        )
         offload = replace(plain, offload=True, pins=True)
         yield plain
         yield offload
@@ -46,7 +53,9 @@ def ways(base: Setup | None = None) -> Iterator[Setup]:
         if plain.partitions_weights:
             yield replace(offload, offload_param=True)
             for section in _sections():
-                yield replace(offload, offload=False, offload_param=True, zenflow=_zenflow(section, {}))
+                yield replace(
+                    offload, offload=False, offload_param=True, zenflow=_zenflow(section, {})
+                )
 
 
 def _sections() -> Iterator[dict[str, Any]]:
@@ -59,7 +68,8 @@ def _sections() -> Iterator[dict[str, Any]]:
 
 
 def _shared(plain: Setup, section: dict[str, Any]) -> Iterator[Setup]:
-    """With a part of the optimizer on the accelerator, where gradients then stay during backward."""
+    """With a part of the optimizer on the accelerator, where gradients then stay during
+    backward."""
     for share in HOST_SHARES:
         for place in PLACES[:2]:
             yield replace(plain, zenflow=_zenflow(section, place), host_share=share, pins=True)
@@ -70,8 +80,8 @@ def _zenflow(section: dict[str, Any], place: dict[str, bool]) -> ZenFlowConfig:
 
 
 def inexactness(setup: Setup) -> int:
-    """How far a run's numerics are from exact steps of the optimizer: 0, they are exact; then moments in bf16, those of
-    8 bits, a longer interval, and blocks that wait for their step."""
+    """How far a run's numerics are from exact steps of the optimizer: 0, they are exact; then
+    moments in bf16, those of 8 bits, a longer interval, and blocks that wait for their step."""
     zenflow = setup.zenflow
     if zenflow is None:
         return 0
@@ -82,7 +92,8 @@ def inexactness(setup: Setup) -> int:
 
 
 def kind_of(setup: Setup) -> str:
-    """The way without the places of gradients, optimizer and weights, and at a longer interval without its moments."""
+    """The way without the places of gradients, optimizer and weights, and at a longer interval
+    without its moments."""
     zenflow = setup.zenflow
     if zenflow is None:
         return "ZeRO-Offload" if setup.offload else "ZeRO"
@@ -101,7 +112,11 @@ def name_of(setup: Setup, copies: Copies | None = None) -> str:
     """
     copies = copies or setup.copies
     parts = [kind_of(setup)]
-    if setup.zenflow is not None and setup.zenflow.interval != 1 and MOMENTS[setup.zenflow.state_dtype]:
+    if (
+        setup.zenflow is not None
+        and setup.zenflow.interval != 1
+        and MOMENTS[setup.zenflow.state_dtype]
+    ):
         parts.append(MOMENTS[setup.zenflow.state_dtype])
     if setup.host_share < 1.0:
         parts.append(f"{1 - setup.host_share:.0%} on the GPU")

@@ -35,17 +35,23 @@ def plan_batches(config: Mapping[str, Any], ranks: int, changes: list[str]) -> B
     step = (given or 1) * (steps or 1)
     if total is not None and total % step:
         raise ConfigError(
-            f"train_batch_size {total} is no multiple of train_micro_batch_size_per_gpu x gradient_accumulation_steps "
+            f"train_batch_size {total} is no multiple of train_micro_batch_size_per_gpu x "
+            f"gradient_accumulation_steps "
             f"= {given or 1} x {steps or 1}: no number of ranks fits"
         )
     if total is None and given is None and "auto" not in _sizes(config):
-        raise ConfigError("train_batch_size or train_micro_batch_size_per_gpu is needed, as for DeepSpeed")
+        raise ConfigError(
+            "train_batch_size or train_micro_batch_size_per_gpu is needed, as for DeepSpeed"
+        )
     micro = given or (AUTO_MICRO if total is None else max(1, total // (ranks * (steps or 1))))
-    accumulation = steps or (1 if total is None or given is None else max(1, total // (ranks * micro)))
+    accumulation = steps or (
+        1 if total is None or given is None else max(1, total // (ranks * micro))
+    )
     found = Batches(min(micro, MOST_MICRO), min(accumulation, MOST_ACCUMULATION))
     if total is not None and total != found.micro * found.accumulation * ranks:
         changes.append(
-            f"train_batch_size {found.micro * found.accumulation * ranks} in place of {total}, for {ranks} rank(s)"
+            f"train_batch_size {found.micro * found.accumulation * ranks} in place of {total}, "
+            f"for {ranks} rank(s)"
         )
     for name, before, after in (
         ("train_micro_batch_size_per_gpu", given, found.micro),

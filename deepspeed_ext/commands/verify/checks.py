@@ -1,9 +1,10 @@
 """Judges the measurements of a check's ranks. Pure.
 
-Tolerances are measured, not chosen: plain training runs a second time with gradients that are rounded differently, by
-up to one unit in the last place of the dtype in which the config communicates them. The distance between the two
-results is the noise of rounding with this config; a few times that is allowed. Deviations that a rule of ZenFlow adds
-by design are allowed up to a fraction of plain training's progress.
+Tolerances are measured, not chosen: plain training runs a second time with gradients that are
+rounded differently, by up to one unit in the last place of the dtype in which the config
+communicates them. The distance between the two results is the noise of rounding with this config; a
+few times that is allowed. Deviations that a rule of ZenFlow adds by design are allowed up to a
+fraction of plain training's progress.
 """
 
 from __future__ import annotations
@@ -24,33 +25,36 @@ Status = Literal["PASS", "WARN", "FAIL", "SKIPPED"]
 NOISE_FACTOR = 5.0
 """Allowed deviation as a multiple of the measured noise, which is a single sample."""
 LOSS_ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 2e-4}
-"""Relative rounding error of a loss by dtype of its logits: other kernels, such as those of stage 3, add in another
-order."""
+"""Relative rounding error of a loss by dtype of its logits: other kernels, such as those of stage
+3, add in another order."""
 SMALLEST_DEVIATION = {"float32": 0.02, "bfloat16": 0.05, "float16": 0.02}
-"""Deviation that is always allowed, as a fraction of a parameter's movement, by dtype of communication. One gradient
-dropped in a dozen steps deviates more. Many ranks that add in 16 bits in another order than the reference deviate by a
-few units in the last place."""
+"""Deviation that is always allowed, as a fraction of a parameter's movement, by dtype of
+communication. One gradient dropped in a dozen steps deviates more. Many ranks that add in 16 bits
+in another order than the reference deviate by a few units in the last place."""
 CODED_DEVIATION = 0.2
 """The same with moments of 8 bits. One dropped gradient still deviates more."""
 JUDGED_NOISE = 0.25
 """A parameter is not judged if rounding alone changes its movement by more than that."""
 PREDICTED_LOSS = 0.1
-"""Predictive rule: allowed difference of a loss, as a fraction of plain training's progress. Its progress within one
-interval is also allowed, because the weights are at most that far ahead or behind."""
+"""Predictive rule: allowed difference of a loss, as a fraction of plain training's progress. Its
+progress within one interval is also allowed, because the weights are at most that far ahead or
+behind."""
 MIN_MOVEMENT_PER_INTERVAL, MAX_PROGRESS = 0.5, 1.5
-"""Deferred updates, relative to plain training. MIN_MOVEMENT_PER_INTERVAL: minimum movement of a parameter, to be
-divided by the interval. MAX_PROGRESS: maximum progress and movement. The minimum progress is 1 / interval, which
-parameters reach that step once per interval."""
+"""Deferred updates, relative to plain training. MIN_MOVEMENT_PER_INTERVAL: minimum movement of a
+parameter, to be divided by the interval. MAX_PROGRESS: maximum progress and movement. The minimum
+progress is 1 / interval, which parameters reach that step once per interval."""
 GOOD_PROGRESS = 0.9
-"""Deferred updates: with less of plain training's progress, the run is as configured but slow to learn."""
+"""Deferred updates: with less of plain training's progress, the run is as configured but slow to
+learn."""
 DEFERRED_DIRECTION = 0.4
 """Deferred updates: minimum cosine between a parameter's movement and plain training's."""
 DEFERRED_ELEMENTS = 16
-"""Deferred updates: a parameter with fewer elements must move, but its direction is not judged, because it may turn."""
+"""Deferred updates: a parameter with fewer elements must move, but its direction is not judged,
+because it may turn."""
 NORM_DEVIATION = 0.02
 ROUNDED_WEIGHTS = 0.1
-"""Share of 16-bit weights that may round to a neighbouring value because of last bits of the masters. Lost moments
-would change most weights."""
+"""Share of 16-bit weights that may round to a neighbouring value because of last bits of the
+masters. Lost moments would change most weights."""
 NAMED = 3
 """Maximum number of parameters that a line names."""
 
@@ -70,14 +74,19 @@ class Check:
 
 
 def check_all(
-    plan: Plan, found: Found, resumed: Found | None, why_ended: str = "", why_resumed_ended: str = ""
+    plan: Plan,
+    found: Found,
+    resumed: Found | None,
+    why_ended: str = "",
+    why_resumed_ended: str = "",
 ) -> list[Check]:
     """Every check, in the order of a run.
 
     Args:
         found: measurements of the first phase.
         resumed: measurements of the second phase; None: it was not run.
-        why_ended: why the first phase's processes were killed, or which ended with an error; empty if none.
+        why_ended: why the first phase's processes were killed, or which ended with an error; empty
+            if none.
         why_resumed_ended: the same for the second phase.
     """
     checks = [
@@ -118,10 +127,16 @@ def check_initialize(found: Found) -> Check:
     changed = found.changed.changed
     figures = {"changed": changed, "elements": found.changed.elements}
     if not changed:
-        what = f"{found.changed.elements:,} weights of {found.changed.parameters} parameters unchanged, to the bit"
+        what = (
+            f"{found.changed.elements:,} weights of {found.changed.parameters} parameters "
+            f"unchanged, to the bit"
+        )
         return Check(name, "PASS", what, figures)
     worst = sorted(changed, key=lambda each: -changed[each])
-    what = f"{found.changed.count():,} of {found.changed.elements:,} weights changed, in {_listed(worst)}"
+    what = (
+        f"{found.changed.count():,} of {found.changed.elements:,} weights changed, in "
+        f"{_listed(worst)}"
+    )
     return Check(name, "FAIL", what, figures)
 
 
@@ -131,25 +146,41 @@ def check_losses(plan: Plan, found: Found) -> Check:
     if len(found.losses) < plan.steps:
         return _stopped(name, plan, found)
     if not found.plain:
-        return Check(name, "SKIPPED", f"{_way(found.losses)}; {plan.why_no_optimizer}", {"losses": found.losses})
+        return Check(
+            name,
+            "SKIPPED",
+            f"{_way(found.losses)}; {plan.why_no_optimizer}",
+            {"losses": found.losses},
+        )
     figures = {"losses": found.losses, "plain": found.plain, "noise": found.noise}
     what = f"{_way(found.losses)}, plain {_way(found.plain)}"
     if found.skipped != found.plain_skipped:
-        what += f"; steps without an update because of overflow: {found.skipped}, plain {found.plain_skipped}"
+        what += (
+            f"; steps without an update because of overflow: {found.skipped}, plain "
+            f"{found.plain_skipped}"
+        )
         return Check(name, "FAIL", what, figures)
     if found.losses == found.plain:
         return Check(name, "PASS", f"{what}; equal to the bit in all {plan.steps} steps", figures)
     apart = [abs(one - other) for one, other in zip(found.losses, found.plain, strict=True)]
-    step = max(range(plan.steps), key=lambda each: math.inf if math.isnan(apart[each]) else apart[each])
+    step = max(
+        range(plan.steps), key=lambda each: math.inf if math.isnan(apart[each]) else apart[each]
+    )
     if plan.rule == "deferred":
         return _deferred_losses(plan, found, what, figures)
-    learned = max(before - after for before, after in zip(found.untrained, found.plain, strict=True))
+    learned = max(
+        before - after for before, after in zip(found.untrained, found.plain, strict=True)
+    )
     allowed = NOISE_FACTOR * found.noise + LOSS_ROUNDING[plan.dtype] * abs(found.plain[step])
     if plan.rule == "predicted":
         first = next((step for step in range(plan.steps) if not apart[step] <= allowed), plan.steps)
         from_here = slice(max(0, first - plan.longest_interval), None)
-        learned_by = [before - after for before, after in zip(found.untrained, found.plain, strict=True)]
-        allowed += max(PREDICTED_LOSS * learned, _learned_within(learned_by[from_here], plan.longest_interval))
+        learned_by = [
+            before - after for before, after in zip(found.untrained, found.plain, strict=True)
+        ]
+        allowed += max(
+            PREDICTED_LOSS * learned, _learned_within(learned_by[from_here], plan.longest_interval)
+        )
     figures |= {"difference": apart[step], "allowed": allowed, "step": step + 1}
     what += f"; largest difference {apart[step]:.1e} at step {step + 1}, allowed {allowed:.1e}"
     if learned < LOSS_ROUNDING[plan.dtype] * found.plain[0]:
@@ -160,14 +191,19 @@ def check_losses(plan: Plan, found: Found) -> Check:
 def _learned_within(learned_by: Sequence[float], steps: int) -> float:
     """The largest progress of plain training within `steps` steps."""
     last = len(learned_by) - 1
-    return max((learned_by[min(step + steps, last)] - now for step, now in enumerate(learned_by)), default=0.0)
+    return max(
+        (learned_by[min(step + steps, last)] - now for step, now in enumerate(learned_by)),
+        default=0.0,
+    )
 
 
 def _deferred_losses(plan: Plan, found: Found, what: str, figures: dict[str, Any]) -> Check:
-    """Progress is at least a share of plain training's, because most parameters step once per interval."""
+    """Progress is at least a share of plain training's, because most parameters step once per
+    interval."""
     last = range(plan.steps - max(1, plan.steps // 4), plan.steps)
     ours, plain = (
-        sum(found.untrained[i] - losses[i] for i in last) / len(last) for losses in (found.losses, found.plain)
+        sum(found.untrained[i] - losses[i] for i in last) / len(last)
+        for losses in (found.losses, found.plain)
     )
     noise = NOISE_FACTOR * found.noise + LOSS_ROUNDING[plan.dtype] * found.plain[-1]
     least = 1.0 / plan.longest_interval
@@ -175,8 +211,16 @@ def _deferred_losses(plan: Plan, found: Found, what: str, figures: dict[str, Any
     figures |= {"progress": ours, "plain_progress": plain, "least_share": least}
     if plain <= noise:
         status: Status = "PASS" if abs(ours - plain) <= noise else "FAIL"
-        return Check("losses", status, f"{what}; at this learning rate the losses hardly move and say little", figures)
-    what += f"; {share:.0%} of plain training's progress in the last {len(last)} steps, expected from {least:.0%} on, "
+        return Check(
+            "losses",
+            status,
+            f"{what}; at this learning rate the losses hardly move and say little",
+            figures,
+        )
+    what += (
+        f"; {share:.0%} of plain training's progress in the last {len(last)} steps, expected "
+        f"from {least:.0%} on, "
+    )
     what += "because updates are deferred"
     if not least <= share <= MAX_PROGRESS:
         return Check("losses", "FAIL", what, figures)
@@ -199,20 +243,39 @@ def check_gradients(plan: Plan, found: Found) -> Check:
     if not found.movements:
         return _stopped(name, plan, found)
     if not any(each.length or each.plain for each in found.movements):
-        detail = f"no parameter moves in {plan.steps} steps: is the learning rate 0? More --steps pass a warm-up"
+        detail = (
+            f"no parameter moves in {plan.steps} steps: is the learning rate 0? More --steps "
+            f"pass a warm-up"
+        )
         return Check(name, "FAIL", detail)
     if plan.optimizer is None:
         return _all_move(plan, found)
-    judged = [each for each in found.movements if each.noise <= JUDGED_NOISE * each.plain or each.plain == 0.0]
+    judged = [
+        each
+        for each in found.movements
+        if each.noise <= JUDGED_NOISE * each.plain or each.plain == 0.0
+    ]
     wrong = sorted((each for each in judged if _deviates(plan, each)), key=_deviation, reverse=True)
     wrong_norms = _wrong_norms(plan, found)
-    figures = {"movements": [vars(each) for each in found.movements], "steps_in_flight": found.in_flight}
+    figures = {
+        "movements": [vars(each) for each in found.movements],
+        "steps_in_flight": found.in_flight,
+    }
     if wrong or wrong_norms:
         named = _listed([f"{each.name} ({_how(each)})" for each in wrong])
-        what = f"{len(wrong)} of {len(judged)} parameters do not move as in plain training: {named}" if wrong else ""
+        what = (
+            f"{len(wrong)} of {len(judged)} parameters do not move as in plain training: {named}"
+            if wrong
+            else ""
+        )
         return Check(name, "FAIL", "; ".join(filter(None, [what, wrong_norms])), figures)
     if not judged:
-        return Check(name, "SKIPPED", "with this config, rounding alone decides where parameters move", figures)
+        return Check(
+            name,
+            "SKIPPED",
+            "with this config, rounding alone decides where parameters move",
+            figures,
+        )
     what = _good_movements(plan, judged)
     if len(judged) < len(found.movements):
         what += f"; not judged, because rounding decides: {len(found.movements) - len(judged)}"
@@ -226,17 +289,24 @@ def _all_move(plan: Plan, found: Found) -> Check:
     still = [each.name for each in found.movements if not each.length]
     if still:
         return Check("gradients", "FAIL", f"parameters that never move: {_listed(still)}")
-    detail = f"all {len(found.movements)} parameters move; nothing to compare with: {plan.why_no_optimizer}"
+    detail = (
+        f"all {len(found.movements)} parameters move; nothing to compare with: "
+        f"{plan.why_no_optimizer}"
+    )
     return Check("gradients", "PASS", detail)
 
 
 def _good_movements(plan: Plan, judged: Sequence[Movement]) -> str:
     if plan.rule == "deferred":
         worst = min(judged, key=lambda each: (each.numel < DEFERRED_ELEMENTS, _cosine(each)))
-        return f"{len(judged)} parameters move in plain training's direction; least so: {worst.name} ({_how(worst)})"
+        return (
+            f"{len(judged)} parameters move in plain training's direction; least so: "
+            f"{worst.name} ({_how(worst)})"
+        )
     worst = max(judged, key=lambda each: _deviation(each) / _allowed(plan, each))
     return (
-        f"{len(judged)} parameters move as in plain training; largest deviation {_deviation(worst):.2%} of the "
+        f"{len(judged)} parameters move as in plain training; largest deviation "
+        f"{_deviation(worst):.2%} of the "
         f"movement ({worst.name}), allowed {_allowed(plan, worst):.1%}"
     )
 
@@ -258,12 +328,15 @@ def _deviates(plan: Plan, each: Movement) -> bool:
             return not each.length
         share = each.length / each.plain
         turned = _cosine(each) < DEFERRED_DIRECTION
-        return turned or not MIN_MOVEMENT_PER_INTERVAL / plan.longest_interval <= share <= MAX_PROGRESS
+        return (
+            turned or not MIN_MOVEMENT_PER_INTERVAL / plan.longest_interval <= share <= MAX_PROGRESS
+        )
     return not _deviation(each) <= _allowed(plan, each)
 
 
 def _cosine(each: Movement) -> float:
-    """Cosine of the angle between two movements, from their lengths and the distance between their ends."""
+    """Cosine of the angle between two movements, from their lengths and the distance between their
+    ends."""
     if not each.length or not each.plain:
         return 0.0
     return (each.length**2 + each.plain**2 - each.distance**2) / (2 * each.length * each.plain)
@@ -296,7 +369,10 @@ def check_weights(plan: Plan, found: Found) -> Check:
     what = [
         f"the ranks hold different values of {_listed(weights.divided)}" if weights.divided else "",
         f"the masters have moved, but not {_listed(weights.still)}" if weights.still else "",
-        f"{sum(weights.astray.values()):,} weights do not follow their masters, in {_listed(astray)}" if astray else "",
+        f"{sum(weights.astray.values()):,} weights do not follow their masters, in "
+        f"{_listed(astray)}"
+        if astray
+        else "",
     ]
     if any(what):
         return Check(name, "FAIL", "; ".join(filter(None, what)), figures)
@@ -305,14 +381,19 @@ def check_weights(plan: Plan, found: Found) -> Check:
 
 
 def _wrong_norms(plan: Plan, found: Found) -> str:
-    """Describe wrong gradient norms. If updates are deferred, only the first step is compared with plain training."""
+    """Describe wrong gradient norms. If updates are deferred, only the first step is compared with
+    plain training."""
     pairs = zip(found.norms, found.plain_norms, strict=False)
     allowed = NORM_DEVIATION + NOISE_FACTOR * _norm_noise(found)
-    for step, (norm, plain) in enumerate(list(pairs)[: 1 if plan.rule == "deferred" else None], start=1):
+    for step, (norm, plain) in enumerate(
+        list(pairs)[: 1 if plan.rule == "deferred" else None], start=1
+    ):
         if norm is None or not math.isfinite(plain) or not plain:
             continue
         if not abs(norm / plain - 1) <= allowed:
-            return f"the norm of step {step}'s gradient is {norm:.4g}, in plain training {plain:.4g}"
+            return (
+                f"the norm of step {step}'s gradient is {norm:.4g}, in plain training {plain:.4g}"
+            )
     return ""
 
 
@@ -333,17 +414,34 @@ def check_resume(plan: Plan, found: Found, resumed: Found | None) -> Check:
     steps = plan.steps - plan.save_after
     if resumed.resumed is None:
         reason = resumed.failure or f"the ranks ended while they were at: {resumed.stage}"
-        return Check(name, "FAIL", f"new processes could not continue from step {plan.save_after}: {reason}")
-    losses, weights, masters = resumed.resumed.losses, resumed.resumed.weights, resumed.resumed.masters
+        return Check(
+            name, "FAIL", f"new processes could not continue from step {plan.save_after}: {reason}"
+        )
+    losses, weights, masters = (
+        resumed.resumed.losses,
+        resumed.resumed.weights,
+        resumed.resumed.masters,
+    )
     figures = {"from_step": plan.save_after, "losses": {str(s + 1): p for s, p in losses.items()}}
     figures |= {"weights": weights, "masters": masters}
     what = f"from step {plan.save_after} in new processes"
     if not losses and not weights and not masters:
-        return Check(name, "PASS", f"{what}: {steps} losses, all weights and masters equal to the bit", figures)
-    if plan.rounds_on_resume and _only_rounding(plan, found, resumed.resumed):
-        what += f": {steps} losses equal up to rounding; {weights:,} weights differ in last bits at the end, because "
         return Check(
-            name, "PASS", what + "DeepSpeed's CPU Adam computes its bias corrections anew after loading", figures
+            name,
+            "PASS",
+            f"{what}: {steps} losses, all weights and masters equal to the bit",
+            figures,
+        )
+    if plan.rounds_on_resume and _only_rounding(plan, found, resumed.resumed):
+        what += (
+            f": {steps} losses equal up to rounding; {weights:,} weights differ in last bits "
+            f"at the end, because "
+        )
+        return Check(
+            name,
+            "PASS",
+            what + "DeepSpeed's CPU Adam computes its bias corrections anew after loading",
+            figures,
         )
     if losses:
         first = min(losses)
@@ -357,8 +455,11 @@ def check_resume(plan: Plan, found: Found, resumed: Found | None) -> Check:
 
 
 def _only_rounding(plan: Plan, found: Found, resumed: Resumed) -> bool:
-    """Whether losses differ by no more than rounding explains, and only a few 16-bit weights differ."""
-    rounding = NOISE_FACTOR * found.noise + LOSS_ROUNDING[plan.dtype] * max(found.losses, default=0.0)
+    """Whether losses differ by no more than rounding explains, and only a few 16-bit weights
+    differ."""
+    rounding = NOISE_FACTOR * found.noise + LOSS_ROUNDING[plan.dtype] * max(
+        found.losses, default=0.0
+    )
     close = all(abs(before - after) <= rounding for before, after in resumed.losses.values())
     elements = found.changed.elements if found.changed is not None else 0
     return close and (plan.dtype == "float32" or resumed.weights <= ROUNDED_WEIGHTS * elements)
@@ -372,25 +473,43 @@ def check_worker(plan: Plan, found: Found, why_ended: str) -> Check:
     death = found.death
     if death is None:
         if found.stage in ("worker", "end") and why_ended:
-            return Check(name, "FAIL", f"no error after the optimizer process was killed: {why_ended}")
+            return Check(
+                name, "FAIL", f"no error after the optimizer process was killed: {why_ended}"
+            )
         if found.failure is not None and found.failure.stage == "worker":
             return Check(name, "FAIL", f"the optimizer process was not found: {found.failure}")
         return _not_reached(name, found)
     figures = {"seconds": death.seconds, "steps": death.steps}
     if death.error is None:
-        return Check(name, "FAIL", f"{death.steps} more steps without an error: they trained without it", figures)
+        return Check(
+            name,
+            "FAIL",
+            f"{death.steps} more steps without an error: they trained without it",
+            figures,
+        )
     if why_ended:
         return Check(name, "FAIL", f"an error ({death.error}), but then {why_ended}", figures)
     error = textwrap.shorten(str(death.error), 160, placeholder=" ...")
-    return Check(name, "PASS", f"an error on every rank within {death.seconds:.1f} s, and all ended: {error}", figures)
+    return Check(
+        name,
+        "PASS",
+        f"an error on every rank within {death.seconds:.1f} s, and all ended: {error}",
+        figures,
+    )
 
 
 def _stopped(name: str, plan: Plan, found: Found) -> Check:
-    """The verdict of a check that needs a complete run, if the run failed: the failure is reported where it
-    happened."""
+    """The verdict of a check that needs a complete run, if the run failed: the failure is reported
+    where it happened."""
     reached = len(found.losses)
-    if found.failure is not None and found.failure.stage in ("train", "compare") and name == "losses":
-        return Check(name, "FAIL", f"the run failed at step {reached + 1} of {plan.steps}: {found.failure}")
+    if (
+        found.failure is not None
+        and found.failure.stage in ("train", "compare")
+        and name == "losses"
+    ):
+        return Check(
+            name, "FAIL", f"the run failed at step {reached + 1} of {plan.steps}: {found.failure}"
+        )
     if found.failure is None and found.stage == "train" and name == "losses":
         return Check(name, "FAIL", f"the run ended, or hung, at step {reached + 1} of {plan.steps}")
     return _not_reached(name, found)

@@ -20,7 +20,11 @@ from deepspeed_ext.commands.verify.config import Plan, plan_check
 from deepspeed_ext.commands.verify.figures import Failure, Found, merge
 from deepspeed_ext.commands.verify.processes import START_RANK, Ended, Ranks
 from deepspeed_ext.commands.verify.rank import CHECKPOINT, PLAN, result_file, step_file
-from deepspeed_ext.commands.verify.refusal import is_refusal, require_readable, require_section_readable
+from deepspeed_ext.commands.verify.refusal import (
+    is_refusal,
+    require_readable,
+    require_section_readable,
+)
 from deepspeed_ext.config.file import read_json
 from deepspeed_ext.cores import accelerators
 from deepspeed_ext.errors import ConfigError
@@ -32,8 +36,8 @@ __all__ = ["Outcome", "run_from_cli", "verify"]
 RANKS_WITHOUT_ACCELERATOR = 2
 DOES = {"train": "training", "resume": "resuming"}
 NEEDED_BYTES, FULL_BYTES = 64 << 20, 1 << 20
-"""Free bytes in the temporary folder: required before a check begins; and the limit below which a failure is not blamed
-on the config."""
+"""Free bytes in the temporary folder: required before a check begins; and the limit below which a
+failure is not blamed on the config."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +62,34 @@ def run_from_cli(arguments: Any) -> tuple[str, bool]:
         raise ConfigError(f"--ranks {arguments.ranks}: this machine has {count} accelerator(s)")
     ranks = arguments.ranks or count or RANKS_WITHOUT_ACCELERATOR
     with _signals_noted() as leave:
-        how = {"steps": arguments.steps, "upstream": arguments.upstream, "limit_seconds": arguments.timeout}
+        how = {
+            "steps": arguments.steps,
+            "upstream": arguments.upstream,
+            "limit_seconds": arguments.timeout,
+        }
         outcome = verify(config, ranks, **how, leave=leave)
     device = "an accelerator each" if count else "the CPU"
-    facts = (arguments.config, outcome.plan, device, outcome.checks, outcome.output, outcome.warnings)
-    text = json.dumps(report.as_json(*facts), indent=2) if arguments.json else report.as_text(*facts)
+    facts = (
+        arguments.config,
+        outcome.plan,
+        device,
+        outcome.checks,
+        outcome.output,
+        outcome.warnings,
+    )
+    text = (
+        json.dumps(report.as_json(*facts), indent=2) if arguments.json else report.as_text(*facts)
+    )
     return text, report.passed(outcome.checks)
 
 
 @contextmanager
 def _signals_noted() -> Iterator[Callable[[], None]]:
-    """Record signals that would end this process (SIGTERM, SIGHUP of a closing terminal, SIGINT) instead of ending at
-    once.
+    """Record signals that would end this process (SIGTERM, SIGHUP of a closing terminal, SIGINT)
+    instead of ending at once.
 
-    Yields a function that exits if a signal has come. So no signal can interrupt the ending of ranks or the removal of
-    folders.
+    Yields a function that exits if a signal has come. So no signal can interrupt the ending of
+    ranks or the removal of folders.
     """
     came: list[int] = []
 
@@ -83,8 +100,13 @@ def _signals_noted() -> Iterator[Callable[[], None]]:
         if came:
             raise SystemExit(128 + came[0])
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]  # ignored by nohup
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    }
+    ours = [
+        number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)
+    ]  # ignored by nohup
     try:
         for number in ours:
             signal.signal(number, note)
@@ -122,36 +144,49 @@ def verify(
     """
     if not upstream:
         require_section_readable(config)
-    with tempfile.TemporaryDirectory(prefix="deepspeed-ext-verify-", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(
+        prefix="deepspeed-ext-verify-", ignore_cleanup_errors=True
+    ) as name:
         folder = Path(name)
         _require_room(folder, NEEDED_BYTES)
         plan = plan_check(config, ranks, steps, upstream, name)
         require_readable(plan.config, upstream)
         (folder / PLAN).write_text(json.dumps(asdict(plan)))
         plain = "" if plan.optimizer is None else f"as plain {plan.optimizer[0]} and "
-        logger.info("verify: training %d steps %sas the config says, on %d ranks", plan.steps, plain, ranks)
+        logger.info(
+            "verify: training %d steps %sas the config says, on %d ranks", plan.steps, plain, ranks
+        )
         found, ended = _phase(kind(folder, "train", ranks, start), plan, limit_seconds, leave)
         _require_accepted(found)
         resumed, after = None, None
         if (folder / CHECKPOINT / "latest").exists() and found.movements:
             logger.info("verify: resuming from step %d in new processes", plan.save_after)
-            resumed, after = _phase(kind(folder, "resume", ranks, start), plan, limit_seconds, leave)
+            resumed, after = _phase(
+                kind(folder, "resume", ranks, start), plan, limit_seconds, leave
+            )
         checks = check_all(plan, found, resumed, ended.why, after.why if after is not None else "")
         if not report.passed(checks):
             _require_room(folder, FULL_BYTES)
     output = ended.output or (after.output if after is not None else "")
-    warnings = tuple(dict.fromkeys((*ended.warnings, *(after.warnings if after is not None else ()))))
+    warnings = tuple(
+        dict.fromkeys((*ended.warnings, *(after.warnings if after is not None else ())))
+    )
     return Outcome(plan, checks, output if not report.passed(checks) else "", warnings)
 
 
 def _require_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
-        why = f"a check needs {NEEDED_BYTES >> 20} MiB for temporary files, and {free >> 20} are free. Set TMPDIR"
+        why = (
+            f"a check needs {NEEDED_BYTES >> 20} MiB for temporary files, and {free >> 20} are "
+            f"free. Set TMPDIR"
+        )
         raise OSError(errno.ENOSPC, why, str(folder.parent))
 
 
-def _phase(ranks: Ranks, plan: Plan, limit_seconds: float, leave: Callable[[], None]) -> tuple[Found, Ended]:
+def _phase(
+    ranks: Ranks, plan: Plan, limit_seconds: float, leave: Callable[[], None]
+) -> tuple[Found, Ended]:
     def doing() -> str:
         step = _step_of(ranks)
         return f"verify: {DOES[ranks.phase]}{f', step {step} of {plan.steps}' if step else ''}"
@@ -166,8 +201,14 @@ def _phase(ranks: Ranks, plan: Plan, limit_seconds: float, leave: Callable[[], N
         ended = ranks.wait(limit_seconds, while_they_run)
     files = [result_file(ranks.folder, ranks.phase, rank) for rank in range(plan.ranks)]
     found = merge([Found.read(file) for file in files])
-    if not ended.why and found.failure is None and found.death is None:  # after a worker's death, any status may occur
-        wrong = [f"rank {rank} ended with status {status}" for rank, status in enumerate(ended.statuses) if status]
+    if (
+        not ended.why and found.failure is None and found.death is None
+    ):  # after a worker's death, any status may occur
+        wrong = [
+            f"rank {rank} ended with status {status}"
+            for rank, status in enumerate(ended.statuses)
+            if status
+        ]
         ended = replace(ended, why="; ".join(wrong[:1]))
     return found, ended
 

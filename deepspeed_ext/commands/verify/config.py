@@ -23,23 +23,51 @@ FEWEST_STEPS, MOST_DEFAULT_STEPS = 12, 96
 TRAINERS_ADAMW = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 """Defaults that the Hugging Face Trainer fills in for "auto"."""
 
-WRITES_ELSEWHERE = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning")
+WRITES_ELSEWHERE = (
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "flops_profiler",
+    "comms_logger",
+    "autotuning",
+)
 """Sections that write outside the check's own folder."""
 OF_THE_JOB = (
-    *("elasticity", "nebula", "curriculum_learning", "data_efficiency", "compression_training", "eigenvalue"),
+    *(
+        "elasticity",
+        "nebula",
+        "curriculum_learning",
+        "data_efficiency",
+        "compression_training",
+        "eigenvalue",
+    ),
     *("progressive_layer_drop", "tensor_parallel", "sequence_parallel_size", "pipeline"),
 )
-"""Sections about the user's own data, model or set of machines, which the small model does not have."""
-QUIET = {"steps_per_print": 10**9, "wall_clock_breakdown": False, "memory_breakdown": False, "dump_state": False}
+"""Sections about the user's own data, model or set of machines, which the small model does not
+have."""
+QUIET = {
+    "steps_per_print": 10**9,
+    "wall_clock_breakdown": False,
+    "memory_breakdown": False,
+    "dump_state": False,
+}
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32"}
-AUTOCAST_DTYPES = {**DTYPES, "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
+AUTOCAST_DTYPES = {
+    **DTYPES,
+    "float16": "float16",
+    "half": "float16",
+    "float32": "float32",
+    "float": "float32",
+}
 ELEMENTWISE = ("SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax")
 """Optimizers of torch whose result does not depend on how parameters are cut."""
 
 Rule = Literal["exact", "predicted", "deferred"]
-"""How the weights follow the optimizer. exact: each step's weights are those of plain ZeRO. predicted: they anticipate
-an update in flight (the predictive rule). deferred: some parameters wait for several steps (ZenFlow as published)."""
+"""How the weights follow the optimizer. exact: each step's weights are those of plain ZeRO.
+predicted: they anticipate an update in flight (the predictive rule). deferred: some parameters wait
+for several steps (ZenFlow as published)."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +82,15 @@ class Plan:
         dtype: dtype of the weights.
         autocast: dtype of ``torch_autocast``; None: off.
         communication: dtype in which gradients are reduced.
-        optimizer: the torch optimizer to compare with, as its type and arguments; None: there is none.
+        optimizer: the torch optimizer to compare with, as its type and arguments; None: there is
+            none.
         why_no_optimizer: why there is none.
         rule: how the weights follow the optimizer.
         interval: steps per hand-over to the optimizer process; None: chosen while it runs.
         has_worker: whether there is an optimizer process.
-        rounds_on_resume: whether the optimizer is DeepSpeed's CPU Adam. It updates its bias corrections by
-            multiplication at each step, but recomputes them after loading, so a resumed run differs in the last bits.
+        rounds_on_resume: whether the optimizer is DeepSpeed's CPU Adam. It updates its bias
+            corrections by multiplication at each step, but recomputes them after loading, so a
+            resumed run differs in the last bits.
         flat_model: whether no parameter of the model has more than two dimensions.
         summary: the config in a few words.
         changes: differences from the user's config.
@@ -93,17 +123,22 @@ class Plan:
     @property
     def has_coded_moments(self) -> bool:
         """Whether the moments are rounded to codes of 8 bits."""
-        return section_of(section_of(self.config, "zero_optimization"), "zenflow").get("state_dtype") == "int8"
+        return (
+            section_of(section_of(self.config, "zero_optimization"), "zenflow").get("state_dtype")
+            == "int8"
+        )
 
     @property
     def has_rounded_masters(self) -> bool:
-        """Whether each weight follows from its own master; false if only some weights step, or if weights are
-        quantized."""
+        """Whether each weight follows from its own master; false if only some weights step, or if
+        weights are quantized."""
         quantized = section_of(self.config, "zero_optimization").get("zero_quantized_weights")
         return self.rule != "deferred" and not quantized
 
 
-def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream: bool, scratch: str) -> Plan:
+def plan_check(
+    user: Mapping[str, Any], ranks: int, steps: int | None, upstream: bool, scratch: str
+) -> Plan:
     """Plan the check of a config.
 
     Args:
@@ -121,20 +156,30 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
     config |= QUIET
     dtype = _dtype(config, changes)
     batches = plan_batches(config, ranks, changes)
-    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+    for name in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    ):
         config.pop(name, None)
-    config |= {"train_micro_batch_size_per_gpu": batches.micro, "gradient_accumulation_steps": batches.accumulation}
+    config |= {
+        "train_micro_batch_size_per_gpu": batches.micro,
+        "gradient_accumulation_steps": batches.accumulation,
+    }
     zero = section_of(config, "zero_optimization")
     rule, interval, has_worker, warm_up = _zenflow(zero, upstream)
     if not upstream and rule != "exact":
         warm_up = _shorten_warm_up(zero["zenflow"], interval, warm_up, steps, changes)
     steps = steps or _enough_steps(rule, interval, warm_up)
     save_after = min(steps - 1, steps // 2 | 1)
-    if rule == "predicted" and interval is None:  # resumed before that, a run would measure again and choose later
+    if (
+        rule == "predicted" and interval is None
+    ):  # resumed before that, a run would measure again and choose later
         save_after = max(save_after, MEASURED_STEPS + 1)
         if steps <= save_after:
             raise ConfigError(
-                f"--steps: expected more than {save_after} where zenflow.update_interval is measured, got {steps}"
+                f"--steps: expected more than {save_after} where zenflow.update_interval is "
+                f"measured, got {steps}"
             )
     _fill_optimizer(config, steps, changes)
     _keep_inside(config, scratch, changes)
@@ -167,7 +212,11 @@ def plan_check(user: Mapping[str, Any], ranks: int, steps: int | None, upstream:
 
 def _dtype(config: dict[str, Any], changes: list[str]) -> str:
     """The dtype of the weights; an "auto" is decided here."""
-    sections = {name: dict(section_of(config, name)) for name in ("bf16", "bfloat16", "fp16") if name in config}
+    sections = {
+        name: dict(section_of(config, name))
+        for name in ("bf16", "bfloat16", "fp16")
+        if name in config
+    }
     on = [name for name, section in sections.items() if section.get("enabled") is True]
     for name, section in sections.items():
         if section.get("enabled") == "auto":
@@ -195,10 +244,17 @@ def _zenflow(zero: Mapping[str, Any], upstream: bool) -> tuple[Rule, int | None,
     if section in (None, "auto"):
         return "exact", 1, False, 0
     if not isinstance(section, dict):
-        raise ConfigError(f"zero_optimization.zenflow is a {type(section).__name__}, expected an object")
+        raise ConfigError(
+            f"zero_optimization.zenflow is a {type(section).__name__}, expected an object"
+        )
     if upstream:
         interval = section.get("update_interval")
-        return "deferred", interval if isinstance(interval, int) else None, section.get("overlap_step") is True, 1
+        return (
+            "deferred",
+            interval if isinstance(interval, int) else None,
+            section.get("overlap_step") is True,
+            1,
+        )
     zenflow = ZenFlowConfig(**section)
     warm_up = zenflow.warm_up_steps
     if zenflow.rule == "selective":
@@ -209,14 +265,22 @@ def _zenflow(zero: Mapping[str, Any], upstream: bool) -> tuple[Rule, int | None,
 
 
 def _shorten_warm_up(
-    zenflow: dict[str, Any], interval: int | None, warm_up: int, steps: int | None, changes: list[str]
+    zenflow: dict[str, Any],
+    interval: int | None,
+    warm_up: int,
+    steps: int | None,
+    changes: list[str],
 ) -> int:
-    """Limit the warm-up to five intervals if `steps` leave none after it; return its number of steps."""
+    """Limit the warm-up to five intervals if `steps` leave none after it; return its number of
+    steps."""
     shorter = 5 * (interval or 1)
     if warm_up <= shorter or (steps or 0) >= warm_up + 4 * (interval or LONGEST_MEASURED):
         return warm_up
     zenflow["full_warm_up_rounds"] = shorter
-    changes.append(f"zenflow.full_warm_up_rounds: {shorter} instead of {warm_up}, so that there are steps after it")
+    changes.append(
+        f"zenflow.full_warm_up_rounds: {shorter} instead of {warm_up}, so that there are steps "
+        f"after it"
+    )
     return shorter
 
 
@@ -237,10 +301,16 @@ def _fill_optimizer(config: dict[str, Any], steps: int, changes: list[str]) -> N
         config["optimizer"] = {"type": "AdamW", "params": dict(TRAINERS_ADAMW)}
         changes.append(f"the config has no optimizer: AdamW with lr {TRAINERS_ADAMW['lr']:g}")
     elif not isinstance(section.get("type"), str):
-        raise ConfigError(f"optimizer.type: expected a name, such as AdamW, got {str(section.get('type'))[:40]}")
+        raise ConfigError(
+            f"optimizer.type: expected a name, such as AdamW, got {str(section.get('type'))[:40]}"
+        )
     params = section_of(config["optimizer"], "params")
     _fill(params, TRAINERS_ADAMW, "optimizer.params", changes)
-    schedule = {"warmup_min_lr": 0.0, "warmup_max_lr": params.get("lr", 1e-3), "warmup_num_steps": 0}
+    schedule = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": params.get("lr", 1e-3),
+        "warmup_num_steps": 0,
+    }
     _fill(
         section_of(section_of(config, "scheduler"), "params"),
         {**schedule, "total_num_steps": steps},
@@ -250,7 +320,9 @@ def _fill_optimizer(config: dict[str, Any], steps: int, changes: list[str]) -> N
     _fill(config, {"gradient_clipping": 1.0}, "", changes)
 
 
-def _fill(section: dict[str, Any], values: Mapping[str, Any], where: str, changes: list[str]) -> None:
+def _fill(
+    section: dict[str, Any], values: Mapping[str, Any], where: str, changes: list[str]
+) -> None:
     for name, value in values.items():
         if section.get(name) == "auto":
             section[name] = value
@@ -284,7 +356,11 @@ def _plain_optimizer(config: Mapping[str, Any]) -> tuple[tuple[str, dict[str, An
     """The equivalent torch optimizer, or None and the reason."""
     section = section_of(config, "optimizer")
     name, params = str(section.get("type", "")), dict(section_of(section, "params"))
-    low = [part for part in ("bf16", "fp16") if section_of(config, part).get(f"{part}_master_weights_and_grads")]
+    low = [
+        part
+        for part in ("bf16", "fp16")
+        if section_of(config, part).get(f"{part}_master_weights_and_grads")
+    ]
     if low:
         return None, f"{low[0]}_master_weights_and_grads has no plain optimizer to compare with"
     if name in ELEMENTWISE:
@@ -297,10 +373,14 @@ def _plain_optimizer(config: Mapping[str, Any]) -> tuple[tuple[str, dict[str, An
     # Without a value in the config, DeepSpeed's own Adams decay by 0, torch's AdamW by 0.01.
     own: dict[str, Any] = {} if params.get("torch_adam") else {"weight_decay": 0.0}
     kept: dict[str, Any] = {
-        name: params[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad") if name in params
+        name: params[name]
+        for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")
+        if name in params
     }
     try:
-        if not all(math.isfinite(float(kept.get(name, 0.0))) for name in ("lr", "eps", "weight_decay")):
+        if not all(
+            math.isfinite(float(kept.get(name, 0.0))) for name in ("lr", "eps", "weight_decay")
+        ):
             raise ValueError
     except (TypeError, ValueError):
         raise ConfigError(f"optimizer.params: expected numbers, got {params}") from None
@@ -309,18 +389,32 @@ def _plain_optimizer(config: Mapping[str, Any]) -> tuple[tuple[str, dict[str, An
 
 def _has_cpu_adam(config: Mapping[str, Any]) -> bool:
     optimizer = section_of(config, "optimizer")
-    offload = section_of(section_of(config, "zero_optimization"), "offload_optimizer").get("device", "none")
+    offload = section_of(section_of(config, "zero_optimization"), "offload_optimizer").get(
+        "device", "none"
+    )
     adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
-    return adam and offload != "none" and section_of(optimizer, "params").get("torch_adam") is not True
+    return (
+        adam and offload != "none" and section_of(optimizer, "params").get("torch_adam") is not True
+    )
 
 
-def _summary(config: Mapping[str, Any], dtype: str, rule: Rule, interval: int | None, upstream: bool) -> str:
+def _summary(
+    config: Mapping[str, Any], dtype: str, rule: Rule, interval: int | None, upstream: bool
+) -> str:
     zero = section_of(config, "zero_optimization")
     offload = section_of(zero, "offload_optimizer").get("device", "none")
-    parts = [f"stage {zero.get('stage', 0)}", dtype, str(section_of(config, "optimizer").get("type"))]
+    parts = [
+        f"stage {zero.get('stage', 0)}",
+        dtype,
+        str(section_of(config, "optimizer").get("type")),
+    ]
     if "zenflow" in zero:
         name = "DeepSpeed's own ZenFlow" if upstream else "ZenFlow"
-        how = {"exact": "no overlap", "predicted": "predictive rule", "deferred": "deferred updates"}[rule]
+        how = {
+            "exact": "no overlap",
+            "predicted": "predictive rule",
+            "deferred": "deferred updates",
+        }[rule]
         parts.append(f"{name} ({how}, interval {interval or 'measured'})")
     elif offload != "none":
         parts.append(f"optimizer on {offload}")

@@ -1,4 +1,5 @@
-"""Defines the measurements of a check's ranks. The ranks write them as JSON; `checks` reads them. Pure."""
+"""Defines the measurements of a check's ranks. The ranks write them as JSON; `checks` reads them.
+Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +11,22 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-__all__ = ["Changed", "Death", "EndWeights", "Failure", "Found", "Movement", "Resumed", "Stage", "merge", "write"]
+__all__ = [
+    "Changed",
+    "Death",
+    "EndWeights",
+    "Failure",
+    "Found",
+    "Movement",
+    "Resumed",
+    "Stage",
+    "merge",
+    "write",
+]
 
-Stage = Literal["start", "plain", "initialize", "train", "save", "compare", "worker", "resume", "end"]
+Stage = Literal[
+    "start", "plain", "initialize", "train", "save", "compare", "worker", "resume", "end"
+]
 """The part of the check that a rank is in."""
 
 
@@ -33,7 +47,9 @@ class Failure:
     @classmethod
     def of(cls, stage: Stage, error: BaseException) -> Failure:
         lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-        return cls(stage, tuple(kind.__name__ for kind in type(error).__mro__), " ".join(lines)[:600])
+        return cls(
+            stage, tuple(kind.__name__ for kind in type(error).__mro__), " ".join(lines)[:600]
+        )
 
     def __str__(self) -> str:
         return f"{self.kinds[0]}: {self.text}" if self.text else self.kinds[0]
@@ -76,8 +92,10 @@ class EndWeights:
     """Errors in the weights after the last step.
 
     Attributes:
-        astray: number of elements that do not follow from the fp32 masters by the rule, by parameter.
-        still: parameters whose weights have their initial values, although their masters have moved.
+        astray: number of elements that do not follow from the fp32 masters by the rule, by
+            parameter.
+        still: parameters whose weights have their initial values, although their masters have
+            moved.
         divided: parameters that differ between ranks.
     """
 
@@ -88,8 +106,8 @@ class EndWeights:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Differences after resuming: steps with other losses, and numbers of differing elements of the final weights and
-    masters."""
+    """Differences after resuming: steps with other losses, and numbers of differing elements of the
+    final weights and masters."""
 
     losses: dict[int, tuple[float, float]] = field(default_factory=dict)
     weights: int = 0
@@ -98,7 +116,8 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Death:
-    """Consequences of the death of an optimizer process: the error, and the seconds and steps until it was raised."""
+    """Consequences of the death of an optimizer process: the error, and the seconds and steps until
+    it was raised."""
 
     seconds: float
     steps: int
@@ -136,7 +155,11 @@ class Found:
     @classmethod
     def read(cls, path: Path) -> Found:
         """Read the file of `write`; return empty measurements if there is none."""
-        return TypeAdapter(cls).validate_python(json.loads(path.read_text())) if path.exists() else cls()
+        return (
+            TypeAdapter(cls).validate_python(json.loads(path.read_text()))
+            if path.exists()
+            else cls()
+        )
 
 
 def write(found: Found, path: Path) -> None:
@@ -147,7 +170,8 @@ def write(found: Found, path: Path) -> None:
 
 
 def merge(ranks: list[Found]) -> Found:
-    """Combine the measurements of all ranks: losses as means over ranks, otherwise the worst value."""
+    """Combine the measurements of all ranks: losses as means over ranks, otherwise the worst
+    value."""
     first = ranks[0]
 
     def mean(name: str) -> list[float]:
@@ -157,7 +181,9 @@ def merge(ranks: list[Found]) -> Found:
     return Found(
         stage=first.stage,
         failure=next((rank.failure for rank in ranks if rank.failure), None),
-        changed=max((rank.changed for rank in ranks if rank.changed), key=Changed.count, default=None),
+        changed=max(
+            (rank.changed for rank in ranks if rank.changed), key=Changed.count, default=None
+        ),
         losses=mean("losses"),
         plain=mean("plain"),
         untrained=mean("untrained"),
@@ -179,8 +205,14 @@ def _all_wrong_weights(ranks: list[EndWeights | None]) -> EndWeights | None:
     told = [rank for rank in ranks if rank is not None]
     if len(told) < len(ranks):
         return None
-    astray = {name: max(rank.astray.get(name, 0) for rank in told) for rank in told for name in rank.astray}
-    still, divided = ({name for rank in told for name in getattr(rank, each)} for each in ("still", "divided"))
+    astray = {
+        name: max(rank.astray.get(name, 0) for rank in told)
+        for rank in told
+        for name in rank.astray
+    }
+    still, divided = (
+        {name for rank in told for name in getattr(rank, each)} for each in ("still", "divided")
+    )
     return EndWeights(astray, sorted(still), sorted(divided))
 
 
@@ -197,4 +229,6 @@ def _worst_death(ranks: list[Death | None]) -> Death | None:
     """None if any rank has not reported; without an error if any rank had none."""
     if any(rank is None for rank in ranks):
         return None
-    return max((rank for rank in ranks if rank), key=lambda death: (death.error is None, death.seconds))
+    return max(
+        (rank for rank in ranks if rank), key=lambda death: (death.error is None, death.seconds)
+    )

@@ -1,4 +1,5 @@
-"""Defines the check's small model and its data. The parameters have many shapes, and a dozen steps move all of them."""
+"""Defines the check's small model and its data. The parameters have many shapes, and a dozen steps
+move all of them."""
 
 from __future__ import annotations
 
@@ -14,12 +15,14 @@ __all__ = ["SmallModel", "data_of", "new_model"]
 
 VOCABULARY, TAGS, WIDTH, HIDDEN, LENGTH = 2053, 61, 64, 131, 24
 COMMON = 89
-"""Number of tokens that follow one another by a rule; the other tokens occur at random, one in ten."""
+"""Number of tokens that follow one another by a rule; the other tokens occur at random, one in
+ten."""
 SEED = 20
 
 
 class Mix(nn.Module):
-    """Adds the two previous tokens, with a weight per channel: a parameter of three dimensions, or of two if `flat`."""
+    """Adds the two previous tokens, with a weight per channel: a parameter of three dimensions, or
+    of two if `flat`."""
 
     def __init__(self, flat: bool) -> None:
         super().__init__()
@@ -57,7 +60,8 @@ class Gain(nn.Module):
 
 
 class SmallModel(nn.Module):
-    """Predicts the next token. The head is tied to the embedding; most rows of `tags` get no gradient in a step.
+    """Predicts the next token. The head is tied to the embedding; most rows of `tags` get no
+    gradient in a step.
 
     Args:
         flat: whether no parameter has more than two dimensions.
@@ -82,7 +86,9 @@ class SmallModel(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.gain(self.norm(x)))
-        return functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+        return functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
 
 def new_model(flat: bool) -> SmallModel:
@@ -99,7 +105,9 @@ def data_of(step: int, rank: int, batches: Batches) -> list[tuple[Tensor, Tensor
     found = []
     for _ in range(batches.accumulation):
         shape = (batches.micro, LENGTH)
-        tokens = torch.randint(0, COMMON, (batches.micro, 1), generator=draw, **whole).repeat(1, LENGTH)
+        tokens = torch.randint(0, COMMON, (batches.micro, 1), generator=draw, **whole).repeat(
+            1, LENGTH
+        )
         for place in range(1, LENGTH):
             tokens[:, place] = (5 * tokens[:, place - 1] + 3) % COMMON
         rare = torch.randint(COMMON, VOCABULARY, shape, generator=draw, **whole)
@@ -107,6 +115,13 @@ def data_of(step: int, rank: int, batches: Batches) -> list[tuple[Tensor, Tensor
         tokens = torch.where(chance < 0.1, rare, tokens)
         tags = torch.randint(1, TAGS, shape, generator=draw, **whole)
         found.append(
-            (tokens, torch.where(torch.rand(shape, generator=draw, dtype=torch.float32, device="cpu") < 0.05, tags, 0))
+            (
+                tokens,
+                torch.where(
+                    torch.rand(shape, generator=draw, dtype=torch.float32, device="cpu") < 0.05,
+                    tags,
+                    0,
+                ),
+            )
         )
     return found

@@ -53,7 +53,8 @@ class Ended:
 
 
 class Ranks:
-    """The processes of one phase; a context manager that ends them and all processes that they have started.
+    """The processes of one phase; a context manager that ends them and all processes that they have
+    started.
 
     Args:
         phase: ``train`` or ``resume``.
@@ -67,7 +68,9 @@ class Ranks:
         try:
             for rank, path in enumerate(self._logs):
                 with path.open("wb") as log:
-                    self._processes.append(self._process(start, self._environment(rank, count), log))
+                    self._processes.append(
+                        self._process(start, self._environment(rank, count), log)
+                    )
         except BaseException:
             self.close()
             raise
@@ -84,10 +87,18 @@ class Ranks:
         )
 
     def _environment(self, rank: int, count: int) -> dict[str, str]:
-        environment = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("MASTER_ADDR", "MASTER_PORT")
+        }
         environment.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
-        environment.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(count)))
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+        environment.update(
+            dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(count))
+        )
+        environment.setdefault(
+            "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count))
+        )
         return environment | {PARENT: str(os.getpid()), MARK: self._mark, "DSEXT_LOG_LEVEL": "INFO"}
 
     def __enter__(self) -> Ranks:
@@ -99,22 +110,31 @@ class Ranks:
     def close(self) -> None:
         """End the ranks and all processes that they have started."""
         started = self._alive()
-        for pid in [*(process.pid for process in self._processes if process.poll() is None), *started]:
+        for pid in [
+            *(process.pid for process in self._processes if process.poll() is None),
+            *started,
+        ]:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):  # stuck in an uninterruptible call: it dies afterwards
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # stuck in an uninterruptible call: it dies afterwards
                 process.wait(END_SECONDS)
         deadline = time.monotonic() + END_SECONDS
         while set(started) & set(self._alive()) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _alive(self) -> list[int]:
-        """All processes that carry the mark, including optimizer processes, which have their own sessions."""
+        """All processes that carry the mark, including optimizer processes, which have their own
+        sessions."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(MARK) == self._mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process.pid)
         return found
 
@@ -136,7 +156,9 @@ class Ranks:
                 limits[now + GRACE_SECONDS] = "the other ranks had not ended when one had failed"
             if not killed and (self.folder / KILLED).exists() and self.phase == "train":
                 killed = True
-                limits[now + DEATH_SECONDS] = f"the ranks had not ended {DEATH_SECONDS:.0f} s after a worker's death"
+                limits[now + DEATH_SECONDS] = (
+                    f"the ranks had not ended {DEATH_SECONDS:.0f} s after a worker's death"
+                )
             if over := [why for limit, why in limits.items() if now > limit]:
                 return Ended(tuple(statuses), over[0], self._output(statuses), self._warnings())
             time.sleep(0.05)
@@ -155,5 +177,8 @@ class Ranks:
         if wrong is None:
             return ""
         with suppress(OSError):
-            return f"rank {wrong}: {self._logs[wrong].read_text(errors='replace')[-TAIL_CHARACTERS:].strip()}"
+            return (
+                f"rank {wrong}: "
+                f"{self._logs[wrong].read_text(errors='replace')[-TAIL_CHARACTERS:].strip()}"
+            )
         return ""

@@ -1,8 +1,10 @@
-"""One rank of a check: trains plainly, then with the user's config, saves, resumes, and loses its optimizer process.
+"""One rank of a check: trains plainly, then with the user's config, saves, resumes, and loses its
+optimizer process.
 
-`main` takes the folder of the check, which holds the plan, and the phase. The phase ``train`` does everything up to
-the worker's death; ``resume`` continues from the checkpoint in new processes. The measurements are written to a file
-after every part, so that they are not lost if a later part hangs or crashes.
+`main` takes the folder of the check, which holds the plan, and the phase. The phase ``train`` does
+everything up to the worker's death; ``resume`` continues from the checkpoint in new processes. The
+measurements are written to a file after every part, so that they are not lost if a later part hangs
+or crashes.
 """
 
 from __future__ import annotations
@@ -22,12 +24,27 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from deepspeed_ext.commands.verify.config import Plan
-from deepspeed_ext.commands.verify.figures import Changed, Death, Failure, Found, Movement, Resumed, Stage, write
+from deepspeed_ext.commands.verify.figures import (
+    Changed,
+    Death,
+    Failure,
+    Found,
+    Movement,
+    Resumed,
+    Stage,
+    write,
+)
 from deepspeed_ext.runtime.child_process import end_with_parent
 
 __all__ = ["CHECKPOINT", "KILLED", "PARENT", "PLAN", "Rank", "main", "result_file", "step_file"]
 
-PLAN, CHECKPOINT, WEIGHTS, MASTERS, KILLED = "plan.json", "checkpoint", "weights.pt", "masters.pt", "killed"
+PLAN, CHECKPOINT, WEIGHTS, MASTERS, KILLED = (
+    "plan.json",
+    "checkpoint",
+    "weights.pt",
+    "masters.pt",
+    "killed",
+)
 """Files in the folder of the check. `KILLED` appears when the optimizer process is killed."""
 PARENT = "DSEXT_VERIFY_PARENT"
 """Variable with the id of the checking process; ranks end with that process."""
@@ -91,7 +108,9 @@ class Rank:
             meeting = str(self.folder / f"rendezvous-{self.phase}")
             torch.distributed.init_process_group(
                 backend,
-                store=torch.distributed.FileStore(meeting, self.plan.ranks),  # a URL would end at a # in the path
+                store=torch.distributed.FileStore(
+                    meeting, self.plan.ranks
+                ),  # a URL would end at a # in the path
                 rank=self.number,
                 world_size=self.plan.ranks,
                 timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
@@ -101,7 +120,8 @@ class Rank:
             self.device = torch.device(accelerator.current_device_name())
 
     def train_plainly(self) -> None:
-        """Train with torch's optimizer, twice: the second time with differently rounded gradients."""
+        """Train with torch's optimizer, twice: the second time with differently rounded
+        gradients."""
         if self.plan.optimizer is None:
             return
         with self.stage("plain"):
@@ -110,7 +130,9 @@ class Rank:
             from deepspeed_ext.commands.verify.reference import train_plainly
 
             self._eps = torch.finfo(getattr(torch, self.plan.communication)).eps
-            plain, noisy = (train_plainly(self.plan, self.device, noise) for noise in (0.0, self._eps))
+            plain, noisy = (
+                train_plainly(self.plan, self.device, noise) for noise in (0.0, self._eps)
+            )
             self._runs = plain, noisy
             self.found.plain, self.found.untrained = plain.losses, plain.untrained
             self.found.plain_norms, self.found.plain_skipped = plain.norms, plain.skipped
@@ -127,19 +149,24 @@ class Rank:
             after = self.weights()
             changed = {name: int((after[name] != value).sum()) for name, value in before.items()}
             self.found.changed = Changed(
-                sum(value.numel() for value in before.values()), len(before), {k: n for k, n in changed.items() if n}
+                sum(value.numel() for value in before.values()),
+                len(before),
+                {k: n for k, n in changed.items() if n},
             )
 
     def replay(self) -> None:
-        """Make both plain trainings take their gradients at the engine's weights from now on. The masters must then
-        equal the engine's, even if weights are predicted, or if stage 3 has replaced functions of torch."""
+        """Make both plain trainings take their gradients at the engine's weights from now on. The
+        masters must then equal the engine's, even if weights are predicted, or if stage 3 has
+        replaced functions of torch."""
         if self.plan.optimizer is None or self.plan.rule == "deferred":
             return
         from deepspeed_ext.commands.verify.reference import PlainRun, PlainTraining
 
         plain, noisy = (PlainTraining(self.plan, self.device, noise) for noise in (0.0, self._eps))
         kept = self.plan.longest_interval  # masters wait for the end of an interval
-        runs = [PlainRun(initial=each.weights(), masters=deque(maxlen=kept)) for each in (plain, noisy)]
+        runs = [
+            PlainRun(initial=each.weights(), masters=deque(maxlen=kept)) for each in (plain, noisy)
+        ]
         self._trainings, self._runs = (plain, noisy), (runs[0], runs[1])
 
     def make_engine(self, model: Any) -> Any:
@@ -225,8 +252,8 @@ class Rank:
                 self.found.plain_norms = self._runs[0].norms
 
     def _masters(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """The fp32 masters, or the weights if there are none. The masters of DeepSpeed's own ZenFlow are out of
-        date."""
+        """The fp32 masters, or the weights if there are none. The masters of DeepSpeed's own
+        ZenFlow are out of date."""
         from deepspeed_ext.adapter.upstream import master_of
 
         if self.plan.upstream and self.plan.rule == "deferred":
@@ -234,7 +261,9 @@ class Rank:
         found = {}
         for name, param in self.engine.module.named_parameters():
             master = master_of(param)
-            found[name] = weights[name] if master is None else master.float().cpu().view_as(weights[name])
+            found[name] = (
+                weights[name] if master is None else master.float().cpu().view_as(weights[name])
+            )
         return found
 
     def _initial(self) -> dict[str, Any]:
@@ -257,14 +286,20 @@ class Rank:
         plain, noisy = self._runs
 
         def distance(masters: dict[str, Any]) -> float:
-            return sum(float((ends[name] - master).square().sum()) for name, master in masters.items())
+            return sum(
+                float((ends[name] - master).square().sum()) for name, master in masters.items()
+            )
 
-        behind = min(range(len(plain.masters)), key=lambda steps: distance(plain.masters[-1 - steps]))
+        behind = min(
+            range(len(plain.masters)), key=lambda steps: distance(plain.masters[-1 - steps])
+        )
         target, other = plain.masters[-1 - behind], noisy.masters[-1 - behind]
         self.found.in_flight = behind
         for name, start in plain.initial.items():
             apart = ends[name] - target[name], target[name] - other[name]
-            lengths = [float(each.norm()) for each in (ends[name] - start, target[name] - start, *apart)]
+            lengths = [
+                float(each.norm()) for each in (ends[name] - start, target[name] - start, *apart)
+            ]
             self.found.movements.append(Movement(name, start.numel(), *lengths))
 
     def lose_worker(self) -> None:
@@ -301,7 +336,10 @@ class Rank:
             self.load()
             self._train(self.plan.save_after, self.plan.steps)
             rest = range(self.plan.save_after, self.plan.steps)
-            pairs = {step: (expected.losses[step], loss) for step, loss in zip(rest, self.found.losses, strict=True)}
+            pairs = {
+                step: (expected.losses[step], loss)
+                for step, loss in zip(rest, self.found.losses, strict=True)
+            }
             apart = {step: pair for step, pair in pairs.items() if pair[0] != pair[1]}
             weights = self.weights()
             others = self._others(weights, WEIGHTS), self._others(self._masters(weights), MASTERS)
@@ -314,7 +352,8 @@ class Rank:
             raise FileNotFoundError("load_checkpoint found nothing to load")
 
     def _others(self, found: dict[str, Any], name: str) -> int:
-        """Number of elements that differ from the final ones of the uninterrupted run, in the file `name`."""
+        """Number of elements that differ from the final ones of the uninterrupted run, in the file
+        `name`."""
         import torch
 
         before = torch.load(self.folder / name)

@@ -1,7 +1,8 @@
-"""Plain training: torch's own optimizer over fp32 masters, gradients reduced as torch's DDP does, nothing else.
+"""Plain training: torch's own optimizer over fp32 masters, gradients reduced as torch's DDP does,
+nothing else.
 
-It shares no code with ZeRO. DeepSpeed provides only the learning rate schedule and the loss scale, because the config
-names DeepSpeed's classes for them.
+It shares no code with ZeRO. DeepSpeed provides only the learning rate schedule and the loss scale,
+because the config names DeepSpeed's classes for them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def train_plainly(plan: Plan, device: torch.device, noise: float = 0.0) -> Plain
     """Train as `plan` says, on all ranks together.
 
     Args:
-        noise: every element of a gradient is multiplied by 1 plus a random number of at most this size.
+        noise: every element of a gradient is multiplied by 1 plus a random number of at most this
+            size.
     """
     training = PlainTraining(plan, device, noise)
     run = PlainRun(initial=training.weights(), masters=deque(maxlen=1))
@@ -101,7 +103,10 @@ class PlainTraining:
 
     def weights(self) -> Weights:
         """The masters."""
-        return {name: master.cpu().clone() for name, master in zip(self.named, self.masters, strict=True)}
+        return {
+            name: master.cpu().clone()
+            for name, master in zip(self.named, self.masters, strict=True)
+        }
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.plan.autocast is None:
@@ -125,7 +130,8 @@ class PlainTraining:
                 param.copy_(weights[name])
 
     def step(self, number: int) -> tuple[float, float]:
-        """Optimizer step `number`. Returns this rank's mean loss, and the norm of the gradient; infinite: skipped."""
+        """Optimizer step `number`. Returns this rank's mean loss, and the norm of the gradient;
+        infinite: skipped."""
         losses, data = [], self._data(number)
         for batch in data:
             with self._autocast():
@@ -141,12 +147,17 @@ class PlainTraining:
         return math.fsum(losses) / len(losses), norm
 
     def _reduce(self) -> None:
-        """Add the mean of all ranks' gradients to the sums, in the dtype that the config communicates in."""
+        """Add the mean of all ranks' gradients to the sums, in the dtype that the config
+        communicates in."""
         dtype = getattr(torch, self.plan.communication)
-        flat = torch.cat([param.grad.flatten().to(dtype) for param in self.params if param.grad is not None])
+        flat = torch.cat(
+            [param.grad.flatten().to(dtype) for param in self.params if param.grad is not None]
+        )
         flat /= dist.get_world_size()
         dist.all_reduce(flat)
-        for total, part in zip(self.sums, flat.split([p.numel() for p in self.params]), strict=True):
+        for total, part in zip(
+            self.sums, flat.split([p.numel() for p in self.params]), strict=True
+        ):
             total += part.view_as(total)
         for param in self.params:
             param.grad = None
@@ -158,7 +169,9 @@ class PlainTraining:
             total.zero_()
         if self.noise:
             for grad in grads:
-                drawn = torch.rand(grad.shape, generator=self.draw, dtype=grad.dtype, device=self.device)
+                drawn = torch.rand(
+                    grad.shape, generator=self.draw, dtype=grad.dtype, device=self.device
+                )
                 grad *= 1 + self.noise * (2 * drawn - 1)
         norm = torch.stack([grad.norm() for grad in grads]).norm().item()
         if not math.isfinite(norm):

@@ -1,4 +1,5 @@
-"""Lets DeepSpeed and this package read a config before anything is started, and reports what they refuse."""
+"""Lets DeepSpeed and this package read a config before anything is started, and reports what they
+refuse."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from deepspeed_ext.zenflow.step.supported import require_section
 
 __all__ = ["is_refusal", "require_readable", "require_section_readable"]
 
-REFUSED = {"ValueError", "TypeError", "KeyError", "AssertionError", "NotImplementedError", "DeepSpeedConfigError"}
+REFUSED = {
+    "ValueError",
+    "TypeError",
+    "KeyError",
+    "AssertionError",
+    "NotImplementedError",
+    "DeepSpeedConfigError",
+}
 """Types of exceptions with which DeepSpeed and this package refuse a config."""
 
 
@@ -65,6 +73,7 @@ def require_readable(config: dict[str, Any], upstream: bool) -> None:
 def _short(error: ValidationError, section: str) -> str:
     """The mistakes that only DeepSpeed's own models notice, in one line."""
     return "; ".join(
-        f"{'.'.join([section, *map(str, mistake['loc'])])} = {str(mistake['input'])[:100]!r}: {mistake['msg']}"
+        f"{'.'.join([section, *map(str, mistake['loc'])])} = {str(mistake['input'])[:100]!r}: "
+        f"{mistake['msg']}"
         for mistake in error.errors()
     )

@@ -19,7 +19,12 @@ def passed(checks: Sequence[Check]) -> bool:
 
 
 def as_json(
-    path: str, plan: Plan, device: str, checks: Sequence[Check], output: str, warnings: Sequence[str]
+    path: str,
+    plan: Plan,
+    device: str,
+    checks: Sequence[Check],
+    output: str,
+    warnings: Sequence[str],
 ) -> dict[str, Any]:
     """Return the report as ``deepspeed-ext verify --json`` prints it."""
     return {
@@ -46,16 +51,26 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def as_text(path: str, plan: Plan, device: str, checks: Sequence[Check], output: str, warnings: Sequence[str]) -> str:
-    """Describe the report: the run, the differences from the config, a line per check, the run's warnings, and the
-    output of a failed rank."""
+def as_text(
+    path: str,
+    plan: Plan,
+    device: str,
+    checks: Sequence[Check],
+    output: str,
+    warnings: Sequence[str],
+) -> str:
+    """Describe the report: the run, the differences from the config, a line per check, the run's
+    warnings, and the output of a failed rank."""
     lines = [f"{path}: {plan.summary}", f"{plan.ranks} rank(s) on {device}, {plan.steps} steps"]
     lines += [f"  changed for the check: {change}" for change in plan.changes]
     width = max(len(check.name) for check in checks)
     lines += [f"{check.status:<7}  {check.name:<{width}}  {check.detail}" for check in checks]
     lines += [f"warning: {warning}" for warning in warnings]
     if output:
-        lines += ["output of a rank that did not end well:", *(f"  | {line}" for line in output.splitlines())]
+        lines += [
+            "output of a rank that did not end well:",
+            *(f"  | {line}" for line in output.splitlines()),
+        ]
     failed = sum(check.status == "FAIL" for check in checks)
     lines.append("nothing failed" if not failed else f"{failed} of {len(checks)} checks failed")
     warned = len(warnings) + sum(check.status == "WARN" for check in checks)

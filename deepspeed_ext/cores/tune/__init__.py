@@ -1,1 +1,2 @@
-"""Measures how many cores the optimizer process needs (``deepspeed-ext tune``). Training does not import it."""
+"""Measures how many cores the optimizer process needs (``deepspeed-ext tune``). Training does not
+import it."""

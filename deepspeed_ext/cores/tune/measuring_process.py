@@ -1,7 +1,9 @@
-"""A measuring process of ``deepspeed-ext tune``: runs a rank's optimizer or training steps on given cores.
+"""A measuring process of ``deepspeed-ext tune``: runs a rank's optimizer or training steps on given
+cores.
 
-`main` takes the file descriptor of a connection, a placement, a role, the local rank and the number of elements. It
-answers requests on the connection: `Move` to other cores, or take `Steps`. It ends at end-of-file.
+`main` takes the file descriptor of a connection, a placement, a role, the local rank and the number
+of elements. It answers requests on the connection: `Move` to other cores, or take `Steps`. It ends
+at end-of-file.
 """
 
 import functools
@@ -21,8 +23,8 @@ __all__ = ["BYTES_PER_ELEMENT", "Move", "Steps", "training_step"]
 TRAINING_LAYERS, TRAINING_WIDTH, TRAINING_BATCH = 24, 128, 8
 
 BYTES_PER_ELEMENT = 28
-"""Memory traffic of the Adam pass: it reads fp32 p, m, v and a 16-bit gradient, and writes fp32 p, m, v and 16-bit
-weights."""
+"""Memory traffic of the Adam pass: it reads fp32 p, m, v and a 16-bit gradient, and writes fp32 p,
+m, v and 16-bit weights."""
 PASS_BLOCK_SIZE = 32
 
 Step = Callable[[int], None]
@@ -31,7 +33,8 @@ Step = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Move:
-    """Request: run on these CPUs with this many threads. ``reallocate``: allocate all buffers again from there."""
+    """Request: run on these CPUs with this many threads. ``reallocate``: allocate all buffers again
+    from there."""
 
     cpus: frozenset[int]
     threads: int
@@ -40,18 +43,26 @@ class Move:
 
 @dataclass(frozen=True)
 class Steps:
-    """Request: take at least ``count`` steps, for at least ``seconds``. The answer is the seconds of each step."""
+    """Request: take at least ``count`` steps, for at least ``seconds``. The answer is the seconds
+    of each step."""
 
     count: int
     seconds: float = 0.0
 
 
 def adam_pass_step(elements: int) -> Step:
-    """Return ZenFlow's Adam pass over ``elements`` fp32 parameters at interval 1: bf16 gradients in, bf16 weights out;
-    native if it is built."""
+    """Return ZenFlow's Adam pass over ``elements`` fp32 parameters at interval 1: bf16 gradients
+    in, bf16 weights out; native if it is built."""
     import torch
 
-    from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Array, Publish, library_path, load_kernel
+    from deepspeed_ext.zenflow.worker.kernel import (
+        AdamPass,
+        AdamStep,
+        Array,
+        Publish,
+        library_path,
+        load_kernel,
+    )
     from deepspeed_ext.zenflow.worker.kernel.adam_pass import dtype_name
 
     library = library_path()
@@ -66,7 +77,8 @@ def adam_pass_step(elements: int) -> Step:
     exact = Publish.exact(adam.bias_correction2_sqrt, adam.eps)
     work = AdamPass(p, m, v, (g,), (adam,), y, block_means, PASS_BLOCK_SIZE, exact)
     owners = (*state, gradient, published, means)
-    # Load one kernel per thread count, as the optimizer process does: the reference kernel starts a pool of threads.
+    # Load one kernel per thread count, as the optimizer process does: the reference kernel starts a
+    # pool of threads.
     kernel_of = functools.lru_cache(maxsize=1)(functools.partial(load_kernel, library))
 
     def step(threads: int) -> None:
@@ -77,7 +89,8 @@ def adam_pass_step(elements: int) -> Step:
 
 
 def training_step(rank: int) -> Step:
-    """Return forward and backward of many small layers; limited by launches on the host, not by arithmetic."""
+    """Return forward and backward of many small layers; limited by launches on the host, not by
+    arithmetic."""
     import torch
     from torch import nn
 
@@ -85,7 +98,10 @@ def training_step(rank: int) -> Step:
     device = torch.device("cpu")
     if interface is not None and interface.is_available():
         device = torch.device(interface.current_accelerator().type, rank % interface.device_count())
-    layers = [nn.Sequential(nn.Linear(TRAINING_WIDTH, TRAINING_WIDTH), nn.ReLU()) for _ in range(TRAINING_LAYERS)]
+    layers = [
+        nn.Sequential(nn.Linear(TRAINING_WIDTH, TRAINING_WIDTH), nn.ReLU())
+        for _ in range(TRAINING_LAYERS)
+    ]
     model = nn.Sequential(*layers).to(device)
     batch = torch.randn(TRAINING_BATCH, TRAINING_WIDTH, device=device)
 
@@ -135,7 +151,9 @@ def main() -> None:
     placement = WorkerPlacement.parse(placement_text)
     placement.bind_process()
     worker = _Worker(
-        (lambda: training_step(int(rank))) if role == "training" else (lambda: adam_pass_step(int(elements))),
+        (lambda: training_step(int(rank)))
+        if role == "training"
+        else (lambda: adam_pass_step(int(elements))),
         len(placement.cpus),
     )
     connection.send("ready")

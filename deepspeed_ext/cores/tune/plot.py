@@ -10,7 +10,8 @@ __all__ = ["plot_format", "plot_result"]
 
 
 def plot_format(path: str) -> str:
-    """Return the format for the file name of a picture; PNG if it has no ending. Call it before measuring.
+    """Return the format for the file name of a picture; PNG if it has no ending. Call it before
+    measuring.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -20,16 +21,22 @@ def plot_format(path: str) -> str:
         import matplotlib  # noqa: F401
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise UnsupportedError("--plot needs matplotlib; install it with: pip install 'deepspeed-ext[plots]'") from None
+        raise UnsupportedError(
+            "--plot needs matplotlib; install it with: pip install 'deepspeed-ext[plots]'"
+        ) from None
     ending = Path(path).suffix.removeprefix(".").lower() or "png"
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if ending not in known:
-        raise ConfigError(f"--plot {path!r}: the format {ending!r} is not supported; use one of {', '.join(known)}")
+        raise ConfigError(
+            f"--plot {path!r}: the format {ending!r} is not supported; use one of "
+            f"{', '.join(known)}"
+        )
     return ending
 
 
 def plot_result(result: dict[str, Any], format: str) -> bytes:
-    """Draw bandwidth against cores, the chosen point, and the step time of PyTorch beside the optimizer."""
+    """Draw bandwidth against cores, the chosen point, and the step time of PyTorch beside the
+    optimizer."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -39,27 +46,46 @@ def plot_result(result: dict[str, Any], format: str) -> bytes:
     cores = [point["cores"] for point in points]
     values = [point["gb_per_s"] for point in points]
     errors = [point["gb_per_s"] * point["spread"] / 2 for point in points]
-    bandwidth.errorbar(cores, values, yerr=errors, marker="o", capsize=3, label="median, interquartile range")
+    bandwidth.errorbar(
+        cores, values, yerr=errors, marker="o", capsize=3, label="median, interquartile range"
+    )
     noisy = [point for point in points if point["noise"]]
     if noisy:
         noisy_cores = [point["cores"] for point in noisy]
-        bandwidth.plot(noisy_cores, [point["gb_per_s"] for point in noisy], "o", mfc="white", zorder=5, label="noisy")
+        bandwidth.plot(
+            noisy_cores,
+            [point["gb_per_s"] for point in noisy],
+            "o",
+            mfc="white",
+            zorder=5,
+            label="noisy",
+        )
     chosen = result["opt_cores_per_rank"]
     bandwidth.axvline(chosen, color="tab:green", linestyle="--", label=f"chosen: {chosen}")
     bandwidth.set(
-        xlabel="optimizer cores per rank", ylabel="GB/s per rank", title=f"CPU Adam, {result['ranks']} rank(s)"
+        xlabel="optimizer cores per rank",
+        ylabel="GB/s per rank",
+        title=f"CPU Adam, {result['ranks']} rank(s)",
     )
     bandwidth.set_xlim(0, max(cores) + 1)
     bandwidth.set_ylim(0, 1.15 * max(values, default=1.0))
     bandwidth.xaxis.set_major_locator(MaxNLocator(integer=True))
     bandwidth.legend(fontsize=8)
     splits = result["training"]["splits"]
-    labels = ["alone", *(f"{split['pytorch_cores']} + {split['optimizer_cores']}" for split in splits)]
+    labels = [
+        "alone",
+        *(f"{split['pytorch_cores']} + {split['optimizer_cores']}" for split in splits),
+    ]
     times = [result["training"]["alone_seconds"], *(split["step_seconds"] for split in splits)]
-    colours = ["tab:gray", *("tab:green" if split["optimizer_cores"] == chosen else "tab:blue" for split in splits)]
+    colours = [
+        "tab:gray",
+        *("tab:green" if split["optimizer_cores"] == chosen else "tab:blue" for split in splits),
+    ]
     training.bar(labels, [seconds * 1e3 for seconds in times], color=colours)
     training.set(
-        xlabel="PyTorch + optimizer cores", ylabel="ms per training step", title="PyTorch beside the optimizer"
+        xlabel="PyTorch + optimizer cores",
+        ylabel="ms per training step",
+        title="PyTorch beside the optimizer",
     )
     content = io.BytesIO()
     figure.savefig(content, format=format, dpi=120)

@@ -22,7 +22,8 @@ __all__ = ["MeasuringProcesses", "ForeignLoad"]
 
 ANSWER_TIMEOUT_SECONDS = 120.0
 END_SECONDS = 10.0
-"""Longest time for a process to end after it was killed or its connection was closed, on a busy machine."""
+"""Longest time for a process to end after it was killed or its connection was closed, on a busy
+machine."""
 FOREIGN_LOAD_FRACTION = 0.05
 # Not run as __main__: requests must unpickle to the classes of the module.
 MODULE = "deepspeed_ext.cores.tune.measuring_process"
@@ -50,7 +51,8 @@ class MeasuringProcesses:
         except OSError as error:
             self.__exit__()
             raise WorkerError(
-                f"a measuring process could not be started: {error}. Raise this user's limits on processes and open "
+                f"a measuring process could not be started: {error}. Raise this user's limits on "
+                f"processes and open "
                 "files (ulimit -u, ulimit -n), or free memory"
             ) from error
         except BaseException:
@@ -64,7 +66,10 @@ class MeasuringProcesses:
             command = python_command(MODULE, str(theirs.fileno()), *arguments)
             self.processes.append(
                 subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
                 )
             )
 
@@ -82,7 +87,9 @@ class MeasuringProcesses:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):  # stuck in an uninterruptible call: it dies afterwards
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # stuck in an uninterruptible call: it dies afterwards
                 process.wait(END_SECONDS)
 
     @property
@@ -91,7 +98,8 @@ class MeasuringProcesses:
         return [process.pid for process in self.processes]
 
     def move(self, plan: HostPlan, role: str) -> None:
-        """Move each rank's process to its cores in ``plan``; on another NUMA node it allocates its buffers again."""
+        """Move each rank's process to its cores in ``plan``; on another NUMA node it allocates its
+        buffers again."""
         for index, (rank, connection) in enumerate(zip(plan.ranks, self.connections, strict=True)):
             cpus = frozenset(getattr(rank, role))
             node = rank.optimizer_node if role == "optimizer" else rank.numa_node
@@ -123,7 +131,8 @@ class MeasuringProcesses:
             ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise WorkerError(
-                    f"a measuring process did not answer within {ANSWER_TIMEOUT_SECONDS:.0f} s; check this host's load"
+                    f"a measuring process did not answer within {ANSWER_TIMEOUT_SECONDS:.0f} s; "
+                    f"check this host's load"
                 )
             for connection in ready:
                 answers[connection] = self._receive(connection)  # type: ignore[index,arg-type]
@@ -138,7 +147,9 @@ class MeasuringProcesses:
                 how = f"ended with status {process.wait(END_SECONDS)}"
             except subprocess.TimeoutExpired:
                 how = "closed its connection but does not exit"
-            raise WorkerError(f"a measuring process {how}; if memory was short, lower --elements") from None
+            raise WorkerError(
+                f"a measuring process {how}; if memory was short, lower --elements"
+            ) from None
 
 
 def send(connection: Connection, request: Move | Steps) -> None:
@@ -174,7 +185,9 @@ class ForeignLoad:
         try:
             return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in self.pids)
         except psutil.NoSuchProcess as error:
-            raise WorkerError(f"a measuring process ended between two measurements: {error}") from None
+            raise WorkerError(
+                f"a measuring process ended between two measurements: {error}"
+            ) from None
 
     def verdict(self) -> str:
         """Say why the measurement since `begin` is doubtful; empty if it is not.

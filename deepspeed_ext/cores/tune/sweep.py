@@ -1,7 +1,8 @@
 """Decides which numbers of cores the tuner measures, when it stops, and which number it chooses.
 
-Memory bandwidth limits CPU Adam: it gets faster with more cores until a node's bandwidth is used up. The choice is the
-smallest number of cores within 3 % of the best bandwidth; PyTorch makes better use of any further core.
+Memory bandwidth limits CPU Adam: it gets faster with more cores until a node's bandwidth is used
+up. The choice is the smallest number of cores within 3 % of the best bandwidth; PyTorch makes
+better use of any further core.
 """
 
 import random
@@ -9,7 +10,15 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-__all__ = ["Point", "Sweep", "choose", "ladder", "relative_spread", "training_choice", "NOISY_SPREAD"]
+__all__ = [
+    "Point",
+    "Sweep",
+    "choose",
+    "ladder",
+    "relative_spread",
+    "training_choice",
+    "NOISY_SPREAD",
+]
 
 SATURATED_FRACTION = 0.97
 NOISY_SPREAD = 0.10
@@ -54,8 +63,8 @@ def choose(points: Iterable[Point], hidden_seconds: float | None = None) -> int:
 
     Args:
         points: the measurements, at least one.
-        hidden_seconds: time that the accelerator leaves the optimizer for one step. Fewer cores are chosen if the step
-            still fits into it.
+        hidden_seconds: time that the accelerator leaves the optimizer for one step. Fewer cores are
+            chosen if the step still fits into it.
     """
     by_cores = sorted(points, key=lambda point: point.cores)
     best = max(point.gb_per_s for point in by_cores)
@@ -67,7 +76,8 @@ def choose(points: Iterable[Point], hidden_seconds: float | None = None) -> int:
 
 
 def training_choice(slowdowns: dict[int, float]) -> int:
-    """Choose the largest number of optimizer cores measured, unless fewer make PyTorch faster by over 3 %.
+    """Choose the largest number of optimizer cores measured, unless fewer make PyTorch faster by
+    over 3 %.
 
     Args:
         slowdowns: optimizer cores -> slowdown of PyTorch as a fraction.
@@ -80,7 +90,8 @@ def training_choice(slowdowns: dict[int, float]) -> int:
 
 
 class Sweep:
-    """Measures rising numbers of cores until more gain nothing, narrows the choice down, and repeats the best.
+    """Measures rising numbers of cores until more gain nothing, narrows the choice down, and
+    repeats the best.
 
     Args:
         maximum: maximum number of optimizer cores per rank.
@@ -89,7 +100,10 @@ class Sweep:
     """
 
     def __init__(
-        self, maximum: int, measure: Callable[[int], Point], out_of_time: Callable[[], bool] = lambda: False
+        self,
+        maximum: int,
+        measure: Callable[[int], Point],
+        out_of_time: Callable[[], bool] = lambda: False,
     ) -> None:
         self.maximum = maximum
         self._measure = measure
@@ -117,9 +131,13 @@ class Sweep:
         return sum(point.cores > choose(self.points) for point in self.points) >= 2
 
     def _look_around_the_best(self) -> None:
-        """Halve the gaps between the best point and its neighbours, where the peak may lie, as long as it improves."""
+        """Halve the gaps between the best point and its neighbours, where the peak may lie, as long
+        as it improves."""
         best = None
-        while not self._out_of_time() and (now := max(self.points, key=lambda point: point.gb_per_s)) != best:
+        while (
+            not self._out_of_time()
+            and (now := max(self.points, key=lambda point: point.gb_per_s)) != best
+        ):
             best = now
             below = max((cores for cores in self._points if cores < best.cores), default=best.cores)
             above = min((cores for cores in self._points if cores > best.cores), default=best.cores)
@@ -138,7 +156,8 @@ class Sweep:
             self._points[middle] = self._measure(middle)
 
     def _look_again(self) -> None:
-        """Measure the best points again, in random order, and keep the faster result: noise only slows a step down."""
+        """Measure the best points again, in random order, and keep the faster result: noise only
+        slows a step down."""
         best = sorted(self.points, key=lambda point: -point.gb_per_s)[:REMEASURED_POINTS]
         for point in random.sample(best, len(best)):
             if self._out_of_time():

@@ -1,8 +1,9 @@
 """Measures how many cores each rank's optimizer needs on this host.
 
-All local ranks run at once, as real processes on the cores that the plan would give them, because they share memory
-channels. The tuner first measures the optimizer alone with a rising number of cores. It then runs a launch-bound
-training step beside the optimizer, to see whether the cores left for PyTorch are enough.
+All local ranks run at once, as real processes on the cores that the plan would give them, because
+they share memory channels. The tuner first measures the optimizer alone with a rising number of
+cores. It then runs a launch-bound training step beside the optimizer, to see whether the cores left
+for PyTorch are enough.
 """
 
 import json
@@ -20,7 +21,14 @@ from deepspeed_ext.cores.topology import read_accelerator_node, read_cache_bytes
 from deepspeed_ext.cores.tune.measuring_process import BYTES_PER_ELEMENT, Steps
 from deepspeed_ext.cores.tune.plot import plot_format, plot_result
 from deepspeed_ext.cores.tune.processes import ForeignLoad, MeasuringProcesses
-from deepspeed_ext.cores.tune.sweep import NOISY_SPREAD, Point, Sweep, choose, relative_spread, training_choice
+from deepspeed_ext.cores.tune.sweep import (
+    NOISY_SPREAD,
+    Point,
+    Sweep,
+    choose,
+    relative_spread,
+    training_choice,
+)
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import ConfigError, OutOfMemoryError, WorkerError
 from deepspeed_ext.runtime.host_memory import available_host_bytes
@@ -51,11 +59,13 @@ class TuneSettings:
     deadline_seconds: float | None = None
     """No measurement starts after this time; None: no limit."""
     hidden_seconds: float | None = None
-    """Time that the accelerator leaves the optimizer for a step over ``elements`` parameters; None: unknown."""
+    """Time that the accelerator leaves the optimizer for a step over ``elements`` parameters; None:
+    unknown."""
 
     @classmethod
     def for_host(cls, ranks: int, *, quick: bool, elements: int | None = None) -> "TuneSettings":
-        """Choose buffers of eight times the cache size (quick: four times), but at most a quarter of free host memory.
+        """Choose buffers of eight times the cache size (quick: four times), but at most a quarter
+        of free host memory.
 
         Args:
             quick: measure less, in under 20 seconds.
@@ -65,23 +75,31 @@ class TuneSettings:
             OutOfMemoryError: free memory does not suffice for one element per rank.
         """
         cache_elements = read_cache_bytes() // BYTES_PER_ELEMENT
-        wanted = max(8 << 20, min(4 * cache_elements, 32 << 20)) if quick else max(64 << 20, 8 * cache_elements)
+        wanted = (
+            max(8 << 20, min(4 * cache_elements, 32 << 20))
+            if quick
+            else max(64 << 20, 8 * cache_elements)
+        )
         memory = available_host_bytes()
         fitting = int(HOST_MEMORY_FRACTION * memory) // (ranks * STATE_BYTES_PER_ELEMENT)
         if fitting < 1:
             raise OutOfMemoryError(
-                f"{memory} bytes of free host memory are too few to measure {ranks} rank(s); free some memory"
+                f"{memory} bytes of free host memory are too few to measure {ranks} rank(s); free "
+                f"some memory"
             )
         settings = cls(min(elements or wanted, fitting))
         if quick:
-            settings = replace(settings, maximum_steps=11, training_seconds=1.0, deadline_seconds=12.0)
+            settings = replace(
+                settings, maximum_steps=11, training_seconds=1.0, deadline_seconds=12.0
+            )
         return settings
 
 
 def local_host(
     ranks: int | None, allowed: Sequence[str] | None, accelerator_nodes: Sequence[int | None] | None
 ) -> HostFacts:
-    """Read this host; by default with one local rank per accelerator, on its NUMA node, and at least one rank.
+    """Read this host; by default with one local rank per accelerator, on its NUMA node, and at
+    least one rank.
 
     Raises:
         ConfigError: the arguments contradict each other or the host.
@@ -91,14 +109,19 @@ def local_host(
         host = read_host("/", allowed, accelerator_nodes)
         if ranks not in (None, len(host.ranks)):
             raise ConfigError(
-                f"--ranks {ranks}, but --allowed or --gpu-node was given {len(host.ranks)} time(s): give it per rank"
+                f"--ranks {ranks}, but --allowed or --gpu-node was given {len(host.ranks)} "
+                f"time(s): give it per rank"
             )
         return host
     number = ranks or max(1, accelerators.count())
     host = read_host("/", None, [None] * number)
     found = []
     for rank in host.ranks:
-        address = accelerators.pci_address(rank.local_rank) if rank.local_rank < accelerators.count() else None
+        address = (
+            accelerators.pci_address(rank.local_rank)
+            if rank.local_rank < accelerators.count()
+            else None
+        )
         node = read_accelerator_node(host.topology, address) if address else None
         found.append(replace(rank, accelerator_node=node))
     return replace(host, ranks=tuple(found))
@@ -111,7 +134,9 @@ class Tuner:
         report: called with a line of text before each measurement.
     """
 
-    def __init__(self, host: HostFacts, settings: TuneSettings, report: Report = lambda text: None) -> None:
+    def __init__(
+        self, host: HostFacts, settings: TuneSettings, report: Report = lambda text: None
+    ) -> None:
         self.host = host
         self.settings = settings
         self.report = report
@@ -129,7 +154,9 @@ class Tuner:
 
     def plan(self, optimizer_cores: int) -> HostPlan:
         """Plan the host with this many optimizer cores per rank."""
-        return plan_host(self.host.topology, self.host.ranks, PlanRequest(optimizer_cores=optimizer_cores))
+        return plan_host(
+            self.host.topology, self.host.ranks, PlanRequest(optimizer_cores=optimizer_cores)
+        )
 
     @property
     def maximum(self) -> int:
@@ -152,8 +179,12 @@ class Tuner:
             raise WorkerError(f"no number of cores could be measured: {points[0].noise}")
         fastest = choose(points)
         cores = choose(points, self.settings.hidden_seconds)
-        alone, training = self.measure_training([point.cores for point in points if point.cores <= cores])
-        chosen = training_choice({int(split["optimizer_cores"]): split["slowdown"] for split in training})
+        alone, training = self.measure_training(
+            [point.cores for point in points if point.cores <= cores]
+        )
+        chosen = training_choice(
+            {int(split["optimizer_cores"]): split["slowdown"] for split in training}
+        )
         fingerprint = self.fingerprint
         at = next(point for point in points if point.cores == chosen)
         return {
@@ -209,24 +240,31 @@ class Tuner:
         return Point(cores, median, spread, traffic / median, noise)
 
     def _timed_steps(self, optimizers: "MeasuringProcesses") -> list[list[float]]:
-        """Take steps on all ranks together until all are steady or the limit is reached; seconds by rank and step."""
+        """Take steps on all ranks together until all are steady or the limit is reached; seconds by
+        rank and step."""
         taken: list[list[float]] = [[] for _ in self.host.ranks]
         while len(taken[0]) < self.settings.maximum_steps:
             for mine, (seconds,) in zip(taken, optimizers.ask(Steps(1)), strict=True):
                 mine.append(seconds)
-            steady = all(relative_spread(mine) <= STEADY_SPREAD for mine in taken) if len(taken[0]) > 1 else False
+            steady = (
+                all(relative_spread(mine) <= STEADY_SPREAD for mine in taken)
+                if len(taken[0]) > 1
+                else False
+            )
             if steady and len(taken[0]) >= self.settings.minimum_steps:
                 break
         return taken
 
     def measure_training(self, tried: Sequence[int]) -> tuple[float, list[dict[str, float]]]:
-        """Measure a launch-bound training step beside the optimizer, with the most optimizer cores first.
+        """Measure a launch-bound training step beside the optimizer, with the most optimizer cores
+        first.
 
         Args:
             tried: numbers of optimizer cores.
 
         Returns:
-            Seconds of the training step alone, on all cores but one, and a record per measured split.
+            Seconds of the training step alone, on all cores but one, and a record per measured
+            split.
         """
         self.report("training alone")
         seconds = self.settings.training_seconds
@@ -258,12 +296,16 @@ class Tuner:
                         "slowdown": step / alone - 1,
                     }
                 )
-                if len(splits) > 1 and splits[-1]["slowdown"] >= splits[-2]["slowdown"] - STEADY_SPREAD:
+                if (
+                    len(splits) > 1
+                    and splits[-1]["slowdown"] >= splits[-2]["slowdown"] - STEADY_SPREAD
+                ):
                     break
         return alone, splits
 
     def _start_or_move_optimizers(self, plan: HostPlan) -> "MeasuringProcesses":
-        """Return the ranks' optimizer processes, moved to their cores in ``plan``; start them if necessary."""
+        """Return the ranks' optimizer processes, moved to their cores in ``plan``; start them if
+        necessary."""
         if self._optimizers is None:
             placements = [WorkerPlacement.of(rank) for rank in plan.ranks]
             processes = MeasuringProcesses("optimizer", placements, self.settings.elements)
@@ -282,7 +324,8 @@ class _Outputs:
 
     result: OutputFile
     records: OutputFile | None
-    """A file beside `result`; None if `result` is not a regular file but, for instance, a device."""
+    """A file beside `result`; None if `result` is not a regular file but, for instance, a
+    device."""
     picture: OutputFile | None
     picture_format: str = ""
 
@@ -300,7 +343,9 @@ class _Outputs:
         """
         picture_format = plot_format(plot) if plot is not None else ""
         if output is None:
-            result = OutputFile.check(tuning_results.cached(key), "the cache for tuning results", makes_folder=True)
+            result = OutputFile.check(
+                tuning_results.cached(key), "the cache for tuning results", makes_folder=True
+            )
         else:
             result = OutputFile.check(output, "--output")
         picture = OutputFile.check(plot, "--plot") if plot is not None else None
@@ -310,7 +355,10 @@ class _Outputs:
             beside = beside if beside != result.path else result.path.with_suffix(".records.jsonl")
             records = OutputFile.check(beside, "the records beside --output")
         if picture is not None and picture in (result, records):
-            raise ConfigError(f"--plot {plot!r} is also the file of the result or its records; choose another name")
+            raise ConfigError(
+                f"--plot {plot!r} is also the file of the result or its records; choose another "
+                f"name"
+            )
         return cls(result, records, picture, picture_format)
 
     def write(self, result: dict[str, Any], records: Sequence[dict[str, object]]) -> None:
@@ -322,25 +370,35 @@ class _Outputs:
 
 
 def run_from_cli(arguments: Any) -> Iterator[str]:
-    """Tune as the command line asks, and yield the text to print: the result, before it is written, and its path.
+    """Tune as the command line asks, and yield the text to print: the result, before it is written,
+    and its path.
 
     Raises:
-        ConfigError: the arguments contradict each other or the host, or the result cannot be written.
+        ConfigError: the arguments contradict each other or the host, or the result cannot be
+            written.
         UnsupportedError: ``--plot`` is given and matplotlib is not installed.
         OutOfMemoryError: too little host memory is free.
-        WorkerError: no number of cores could be measured, or the result was disturbed and is not kept.
+        WorkerError: no number of cores could be measured, or the result was disturbed and is not
+            kept.
     """
     if arguments.gpu_step_ms is not None and arguments.elements is None:
-        raise ConfigError("--gpu-step-ms needs --elements, the number of parameters that each rank updates")
+        raise ConfigError(
+            "--gpu-step-ms needs --elements, the number of parameters that each rank updates"
+        )
     if arguments.plot is not None:
         plot_format(arguments.plot)  # fail early: this needs no measurement
     host = local_host(arguments.ranks, arguments.allowed, arguments.gpu_node)
     _require_cores(host)
-    settings = TuneSettings.for_host(len(host.ranks), quick=arguments.quick, elements=arguments.elements)
+    settings = TuneSettings.for_host(
+        len(host.ranks), quick=arguments.quick, elements=arguments.elements
+    )
     if arguments.gpu_step_ms is not None:
-        # The measured step may be smaller than the real one. Time is proportional to the number of elements.
+        # The measured step may be smaller than the real one. Time is proportional to the number of
+        # elements.
         seconds = arguments.gpu_step_ms / 1e3 * arguments.update_interval
-        settings = replace(settings, hidden_seconds=seconds * settings.elements / arguments.elements)
+        settings = replace(
+            settings, hidden_seconds=seconds * settings.elements / arguments.elements
+        )
     begin = time.monotonic()
 
     def report(text: str) -> None:
@@ -354,7 +412,8 @@ def run_from_cli(arguments: Any) -> Iterator[str]:
     yield json.dumps(result) if arguments.json else as_text(result, is_kept=is_kept)
     if not is_kept:
         raise WorkerError(
-            f"the result is not kept, because it was disturbed ({_doubt(result)}): end other work on these cores and "
+            f"the result is not kept, because it was disturbed ({_doubt(result)}): end other work "
+            f"on these cores and "
             "tune again, or keep it with --output FILE"
         )
     outputs.write(result, records)
@@ -363,19 +422,27 @@ def run_from_cli(arguments: Any) -> Iterator[str]:
 
 
 def _require_cores(host: HostFacts) -> None:
-    """Raise `ConfigError` if this host has not two cores for each rank, for PyTorch and the optimizer."""
-    cores = {core for rank in host.ranks for core in host.topology.cores if set(core.pus) & rank.allowed}
+    """Raise `ConfigError` if this host has not two cores for each rank, for PyTorch and the
+    optimizer."""
+    cores = {
+        core for rank in host.ranks for core in host.topology.cores if set(core.pus) & rank.allowed
+    }
     most = len(cores) // 2
     if len(host.ranks) > max(1, most):
         raise ConfigError(
-            f"--ranks {len(host.ranks)}: {len(cores)} cores are allowed here, and a rank needs two, one for PyTorch "
+            f"--ranks {len(host.ranks)}: {len(cores)} cores are allowed here, and a rank needs "
+            f"two, one for PyTorch "
             f"and one for the optimizer: give at most --ranks {max(1, most)}"
         )
 
 
 def _doubt(result: Any) -> str:
     """Why the chosen point is doubtful."""
-    return next(point["noise"] for point in result["points"] if point["cores"] == result["opt_cores_per_rank"])
+    return next(
+        point["noise"]
+        for point in result["points"]
+        if point["cores"] == result["opt_cores_per_rank"]
+    )
 
 
 def as_text(result: Any, *, is_kept: bool = True) -> str:
@@ -396,13 +463,16 @@ def as_text(result: Any, *, is_kept: bool = True) -> str:
     lines.append("PyTorch beside the optimizer (launch-bound step, against PyTorch alone):")
     for split in result["training"]["splits"]:
         lines.append(
-            f"  {split['pytorch_cores']} core(s) for PyTorch, {split['optimizer_cores']} for the optimizer: "
+            f"  {split['pytorch_cores']} core(s) for PyTorch, {split['optimizer_cores']} for the "
+            f"optimizer: "
             f"{split['step_seconds'] * 1e3:.2f} ms, {split['slowdown']:+.1%}"
         )
     if not result["saturated"]:
         lines.append("not saturated: the optimizer could use more cores than each rank has here")
     if not is_kept:
         return "\n".join(lines)
-    lines.append("Training on this host finds this result by itself. To set it in a config instead:")
+    lines.append(
+        "Training on this host finds this result by itself. To set it in a config instead:"
+    )
     lines.append(f'  "zenflow": {{ "pt_reserved_cores": {result["pt_cores_per_rank"]} }}')
     return "\n".join(lines)

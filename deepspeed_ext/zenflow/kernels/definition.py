@@ -1,20 +1,23 @@
-"""The kernels' arithmetic in torch operations: their definition, and the fallback if no kernel can run.
+"""The kernels' arithmetic in torch operations: their definition, and the fallback if no kernel can
+run.
 
-Large arrays are processed in chunks of whole blocks, so temporaries are small for any size of array; on the CPU they
-also stay in a core's L2 cache. Each operation rounds once in fp32: no `lerp`, `addcmul`, `add` with a factor or
-division by a number, which round differently on different devices. A 16-bit result is rounded once, when it is stored.
-So results depend neither on the chunks nor on the number of threads, and equal those of the kernels bitwise. Symbols
-are those of `deepspeed_ext.zenflow.optimizers.adam_estimator`.
+Large arrays are processed in chunks of whole blocks, so temporaries are small for any size of
+array; on the CPU they also stay in a core's L2 cache. Each operation rounds once in fp32: no
+`lerp`, `addcmul`, `add` with a factor or division by a number, which round differently on different
+devices. A 16-bit result is rounded once, when it is stored. So results depend neither on the chunks
+nor on the number of threads, and equal those of the kernels bitwise. Symbols are those of
+`deepspeed_ext.zenflow.optimizers.adam_estimator`.
 
-Estimates are *dithered* where they are stored in 16 bits: rounded up or down at random, so that the mean is right
-(Gupta et al., 2015, arXiv 1502.02551). A gradient's effect on one step is mostly less than half a step of bfloat16, and
-rounding to the nearest value would lose it. The random number is a hash of the value's own bits, so it needs no state,
-and does not depend on where an element lies::
+Estimates are *dithered* where they are stored in 16 bits: rounded up or down at random, so that the
+mean is right (Gupta et al., 2015, arXiv 1502.02551). A gradient's effect on one step is mostly less
+than half a step of bfloat16, and rounding to the nearest value would lose it. The random number is
+a hash of the value's own bits, so it needs no state, and does not depend on where an element lies::
 
-    x dithered = the upper bits of (bits of x) + (the lower k bits of hash(bits of x))      k: 16 (bf16), 13 (fp16)
+    x dithered = the upper bits of (bits of x) + (the lower k bits of hash(bits of x))      k: 16
+    (bf16), 13 (fp16)
 
-A NaN stays a NaN. Numbers below the normal range of fp16 are rounded to the nearest value. The hash is that of
-`deepspeed_ext.zenflow.worker.kernel.rounding`.
+A NaN stays a NaN. Numbers below the normal range of fp16 are rounded to the nearest value. The hash
+is that of `deepspeed_ext.zenflow.worker.kernel.rounding`.
 """
 
 from __future__ import annotations
@@ -32,18 +35,28 @@ from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, HOST_CHUN
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS
 
-__all__ = ["CLAMP", "Chunks", "HotConstants", "bias_corrections", "chunk_numel", "hot_step", "move", "predict"]
+__all__ = [
+    "CLAMP",
+    "Chunks",
+    "HotConstants",
+    "bias_corrections",
+    "chunk_numel",
+    "hot_step",
+    "move",
+    "predict",
+]
 
 CLAMP = 4.5
-"""Bound on |q|. No Adam update is much larger, and a block's mean of v says little about an element that dominates
-it."""
+"""Bound on |q|. No Adam update is much larger, and a block's mean of v says little about an element
+that dominates it."""
 
 _CHUNK_NUMEL = {"cpu": HOST_CHUNK_NUMEL}
 
 _BITS_OF_ONE = 25
 """1 minus less than 2^-25 is 1 in fp32."""
 _MOST_CORRECTIONS = 1 << 22
-"""Entries of a table. With a beta above 0.999996, updates beyond the 4 millionth are corrected as that one."""
+"""Entries of a table. With a beta above 0.999996, updates beyond the 4 millionth are corrected as
+that one."""
 
 _SIGNED_FACTORS = tuple(factor - (1 << 32) if factor >> 31 else factor for factor in HASH_FACTORS)
 """As numbers of int32, whose products are cut to 32 bits."""
@@ -57,14 +70,16 @@ def chunk_numel(device: torch.device, block_size: int) -> int:
 
 
 class Chunks:
-    """The parts of 1-D arrays of n elements as rows of blocks, [rows, block_size]; a short last block is a separate
-    part. All parts use the same memory for temporaries."""
+    """The parts of 1-D arrays of n elements as rows of blocks, [rows, block_size]; a short last
+    block is a separate part. All parts use the same memory for temporaries."""
 
     def __init__(self, n: int, block_size: int, device: torch.device, temporaries: int) -> None:
         self._n, self._block = n, block_size
         self._whole = n // block_size * block_size
         self._chunk = chunk_numel(device, block_size)
-        self._temporaries = torch.empty(temporaries, min(self._chunk, n), dtype=torch.float32, device=device)
+        self._temporaries = torch.empty(
+            temporaries, min(self._chunk, n), dtype=torch.float32, device=device
+        )
 
     def __iter__(self) -> Iterator[_Part]:
         for begin in range(0, self._whole, self._chunk):
@@ -89,14 +104,17 @@ class _Part:
         return self.temporaries[number, : self.end - self.begin].view(-1, self.row)
 
     def dithered(self, x: torch.Tensor, dtype: torch.dtype, *free: int) -> torch.Tensor:
-        """`x`, one of the temporaries, with values that `dtype` can hold; `free` are two others to work with."""
+        """`x`, one of the temporaries, with values that `dtype` can hold; `free` are two others to
+        work with."""
         if dtype not in _CUT_BITS:
             return x
         mask, bits = (1 << _CUT_BITS[dtype]) - 1, x.view(torch.int32)
         random, shifted = (self.temporary(number).view(torch.int32) for number in free)
         random.copy_(bits)
         for shift, factor in zip(HASH_SHIFTS, (*_SIGNED_FACTORS, None), strict=True):
-            torch.bitwise_right_shift(random, shift, out=shifted).bitwise_and_((1 << (32 - shift)) - 1)
+            torch.bitwise_right_shift(random, shift, out=shifted).bitwise_and_(
+                (1 << (32 - shift)) - 1
+            )
             random.bitwise_xor_(shifted)
             if factor is not None:
                 random.mul_(factor)
@@ -105,9 +123,13 @@ class _Part:
         bits.add_(random.bitwise_and_(mask)).bitwise_and_(~mask)
         return x.masked_fill_(is_nan, math.nan)
 
-    def normalized(self, grad: torch.Tensor, inverse: torch.Tensor, grad_scale: float) -> torch.Tensor:
+    def normalized(
+        self, grad: torch.Tensor, inverse: torch.Tensor, grad_scale: float
+    ) -> torch.Tensor:
         """q, in temporary 0."""
-        factor = inverse[self.begin // self.block_size : -(-self.end // self.block_size)] * grad_scale
+        factor = (
+            inverse[self.begin // self.block_size : -(-self.end // self.block_size)] * grad_scale
+        )
         return self.temporary(0).copy_(self.of(grad)).mul_(factor[:, None]).clamp_(-CLAMP, CLAMP)
 
 
@@ -121,7 +143,8 @@ def predict(
     coefficient: float,
     block_size: int,
 ) -> None:
-    """Compute ``weights = published - drift - coefficient q``, dithered, in place; drift counts as zero if it is None.
+    """Compute ``weights = published - drift - coefficient q``, dithered, in place; drift counts as
+    zero if it is None.
 
     Args:
         weights, published: 1-D [n], any float dtype, any device.
@@ -151,14 +174,17 @@ def move(
     drift_coefficient: float,
     block_size: int,
 ) -> None:
-    """Compute ``weights -= weights_coefficient q`` and ``drift += drift_coefficient q``, dithered, in place.
+    """Compute ``weights -= weights_coefficient q`` and ``drift += drift_coefficient q``, dithered,
+    in place.
 
     Args: as for `predict`.
     """
     temporaries = 4 if {weights.dtype, drift.dtype} & _CUT_BITS.keys() else 2
     for part in Chunks(grad.numel(), block_size, grad.device, temporaries):
         q = part.normalized(grad, inverse, grad_scale)
-        moved = torch.mul(q, -weights_coefficient, out=part.temporary(1)).add_(part.of(weights).to(q.device))
+        moved = torch.mul(q, -weights_coefficient, out=part.temporary(1)).add_(
+            part.of(weights).to(q.device)
+        )
         part.of(weights).copy_(part.dithered(moved, weights.dtype, 2, 3))
         drifted = q.mul_(drift_coefficient).add_(part.of(drift))
         part.of(drift).copy_(part.dithered(drifted, drift.dtype, 2, 3))
@@ -212,10 +238,12 @@ class HotConstants:
         )
 
 
-def bias_corrections(updates: torch.Tensor, constants: HotConstants) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` with the betas of the bias corrections, fp32, of the shape and
-    on the device of t = `updates`, 1-D int32, at least 1. They are looked up, because powers and logarithms round
-    differently on different devices."""
+def bias_corrections(
+    updates: torch.Tensor, constants: HotConstants
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` with the betas of the bias corrections,
+    fp32, of the shape and on the device of t = `updates`, 1-D int32, at least 1. They are looked
+    up, because powers and logarithms round differently on different devices."""
     betas = constants.correction_beta1, constants.correction_beta2
     first, second = (
         table.index_select(0, updates.clamp(max=table.numel() - 1))
@@ -226,15 +254,19 @@ def bias_corrections(updates: torch.Tensor, constants: HotConstants) -> tuple[to
 
 @functools.lru_cache(maxsize=16)
 def _bias_correction(beta: float, device: torch.device) -> torch.Tensor:
-    """``1 - beta ** t`` by t, up to the first that is 1 in fp32. By expm1: for small exponents, the subtraction would
-    lose digits to cancellation."""
+    """``1 - beta ** t`` by t, up to the first that is 1 in fp32. By expm1: for small exponents, the
+    subtraction would lose digits to cancellation."""
     if not beta:
         return torch.ones(1, dtype=torch.float32, device=device)
     length = min(_MOST_CORRECTIONS, 2 + math.ceil(-_BITS_OF_ONE * math.log(2.0) / math.log(beta)))
     exponents = torch.arange(length, dtype=torch.float64, device="cpu") * math.log(beta)
     table = exponents.expm1_().neg_().float()
     # Without a wait for the device: a schedule may change the betas in every step.
-    return table if device.type == "cpu" else get_accelerator().pin_memory(table).to(device, non_blocking=True)
+    return (
+        table
+        if device.type == "cpu"
+        else get_accelerator().pin_memory(table).to(device, non_blocking=True)
+    )
 
 
 def hot_step(
@@ -258,7 +290,8 @@ def hot_step(
     """
     for part in Chunks(grad.numel(), block_size, grad.device, 2):
         first, second = (
-            c[part.begin // block_size : part.end // block_size, None] for c in (correction1, correction2_sqrt)
+            c[part.begin // block_size : part.end // block_size, None]
+            for c in (correction1, correction2_sqrt)
         )
         rows = (part.of(p), part.of(m), part.of(v), part.of(grad))
         _step_rows(*rows, first, second, constants, part.temporary(0), part.temporary(1))

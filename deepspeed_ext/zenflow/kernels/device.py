@@ -1,14 +1,14 @@
 """The Triton kernels. Only this module imports Triton.
 
-Each gives bitwise the results of its namesake in `definition`: products and sums are rounded one by one (no fused
-multiply-add), division and square root are correctly rounded, and a 16-bit result is rounded once, when it is stored:
-estimates at random, others to the nearest value.
+Each gives bitwise the results of its namesake in `definition`: products and sums are rounded one by
+one (no fused multiply-add), division and square root are correctly rounded, and a 16-bit result is
+rounded once, when it is stored: estimates at random, others to the nearest value.
 
-A kernel works on rows of `BLOCK` contiguous elements, `ROWS` of them at once. Rows are masked as a whole, so memory
-accesses are wide for any length; the first program handles a short last block. No argument is specialized: not the
-length, not a number that happens to be 1, and not a pointer. Instead `ALIGNED` says that every row of every array
-begins at a multiple of 16 bytes. So there are two variants for each set of dtypes, aligned and unaligned. Offsets have
-64 bits.
+A kernel works on rows of `BLOCK` contiguous elements, `ROWS` of them at once. Rows are masked as a
+whole, so memory accesses are wide for any length; the first program handles a short last block. No
+argument is specialized: not the length, not a number that happens to be 1, and not a pointer.
+Instead `ALIGNED` says that every row of every array begins at a multiple of 16 bytes. So there are
+two variants for each set of dtypes, aligned and unaligned. Offsets have 64 bits.
 """
 
 # ruff: noqa: N803
@@ -62,7 +62,16 @@ def _dithered(x, like):
 
 @triton.jit
 def _predict(
-    weights, published, drift, grad, offsets, inside, factor, coefficient, DRIFTS: tl.constexpr, ALIGNED: tl.constexpr
+    weights,
+    published,
+    drift,
+    grad,
+    offsets,
+    inside,
+    factor,
+    coefficient,
+    DRIFTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     q = _normalized(grad, offsets, inside, factor, ALIGNED)
     arrived = tl.load(_at(published, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32)
@@ -93,7 +102,8 @@ def predict(
     DRIFTS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Weights from y, D and the newest gradient, 1-D [n]. COLUMNS is BLOCK rounded up to a power of two."""
+    """Weights from y, D and the newest gradient, 1-D [n]. COLUMNS is BLOCK rounded up to a power of
+    two."""
     whole = n // BLOCK
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)[None, :]
@@ -102,16 +112,37 @@ def predict(
         inside = inside & (columns < BLOCK)
     factor = (tl.load(inverse + rows, mask=rows < whole, other=0.0) * grad_scale)[:, None]
     _predict(
-        weights, published, drift, grad, rows[:, None] * BLOCK + columns, inside, factor, coefficient, DRIFTS, ALIGNED
+        weights,
+        published,
+        drift,
+        grad,
+        rows[:, None] * BLOCK + columns,
+        inside,
+        factor,
+        coefficient,
+        DRIFTS,
+        ALIGNED,
     )
     if (tl.program_id(0) == 0) & (n > whole * BLOCK):
         last = whole * BLOCK + columns
         last_factor = tl.load(inverse + whole) * grad_scale
-        _predict(weights, published, drift, grad, last, last < n, last_factor, coefficient, DRIFTS, False)
+        _predict(
+            weights, published, drift, grad, last, last < n, last_factor, coefficient, DRIFTS, False
+        )
 
 
 @triton.jit
-def _move(weights, drift, grad, offsets, inside, factor, weights_coefficient, drift_coefficient, ALIGNED: tl.constexpr):
+def _move(
+    weights,
+    drift,
+    grad,
+    offsets,
+    inside,
+    factor,
+    weights_coefficient,
+    drift_coefficient,
+    ALIGNED: tl.constexpr,
+):
     q = _normalized(grad, offsets, inside, factor, ALIGNED)
     at = _at(weights, offsets, ALIGNED)
     moved = q * -weights_coefficient + tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -150,15 +181,37 @@ def move(
         inside = inside & (columns < BLOCK)
     factor = (tl.load(inverse + rows, mask=rows < whole, other=0.0) * grad_scale)[:, None]
     offsets = rows[:, None] * BLOCK + columns
-    _move(weights, drift, grad, offsets, inside, factor, weights_coefficient, drift_coefficient, ALIGNED)
+    _move(
+        weights,
+        drift,
+        grad,
+        offsets,
+        inside,
+        factor,
+        weights_coefficient,
+        drift_coefficient,
+        ALIGNED,
+    )
     if (tl.program_id(0) == 0) & (n > whole * BLOCK):
         last = whole * BLOCK + columns
         last_factor = tl.load(inverse + whole) * grad_scale
-        _move(weights, drift, grad, last, last < n, last_factor, weights_coefficient, drift_coefficient, False)
+        _move(
+            weights,
+            drift,
+            grad,
+            last,
+            last < n,
+            last_factor,
+            weights_coefficient,
+            drift_coefficient,
+            False,
+        )
 
 
 @triton.jit
-def _predict_lion(weights, published, grad, offsets, inside, bits, lean, grad_weight, lr, ALIGNED: tl.constexpr):
+def _predict_lion(
+    weights, published, grad, offsets, inside, bits, lean, grad_weight, lr, ALIGNED: tl.constexpr
+):
     x = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32) * grad_weight
     x += tl.where(bits != 0, -lean, lean)
     arrived = tl.load(_at(published, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32)
@@ -166,7 +219,9 @@ def _predict_lion(weights, published, grad, offsets, inside, bits, lean, grad_we
     tl.store(_at(weights, offsets, ALIGNED), predicted.to(weights.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["weights", "published", "grad", "known", "n", "grad_weight", "beta1", "lr"])
+@triton.jit(
+    do_not_specialize=["weights", "published", "grad", "known", "n", "grad_weight", "beta1", "lr"]
+)
 def predict_lion(
     weights,
     published,
@@ -194,14 +249,27 @@ def predict_lion(
     lean = tl.load(of_rows, mask=in_rows, other=0).to(tl.float32, bitcast=True) * beta1
     bits = tl.load(of_rows + 1 + columns // 32, mask=inside, other=0) >> (columns % 32) & 1
     _predict_lion(
-        weights, published, grad, rows[:, None] * BLOCK + columns, inside, bits, lean, grad_weight, lr, ALIGNED
+        weights,
+        published,
+        grad,
+        rows[:, None] * BLOCK + columns,
+        inside,
+        bits,
+        lean,
+        grad_weight,
+        lr,
+        ALIGNED,
     )
     if (tl.program_id(0) == 0) & (n > whole * BLOCK):
         last = whole * BLOCK + columns
         of_last = known + whole * width
         last_lean = tl.load(of_last).to(tl.float32, bitcast=True) * beta1
-        last_bits = tl.load(of_last + 1 + columns // 32, mask=last < n, other=0) >> (columns % 32) & 1
-        _predict_lion(weights, published, grad, last, last < n, last_bits, last_lean, grad_weight, lr, False)
+        last_bits = (
+            tl.load(of_last + 1 + columns // 32, mask=last < n, other=0) >> (columns % 32) & 1
+        )
+        _predict_lion(
+            weights, published, grad, last, last < n, last_bits, last_lean, grad_weight, lr, False
+        )
 
 
 @triton.jit(
@@ -232,7 +300,8 @@ def hot_step(
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """One Adam step of n / BLOCK whole blocks, p, m, v and grad 1-D [n], corrections 1-D [n / BLOCK]."""
+    """One Adam step of n / BLOCK whole blocks, p, m, v and grad 1-D [n], corrections 1-D [n /
+    BLOCK]."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)[None, :]
     in_rows = rows < n // BLOCK
@@ -270,7 +339,8 @@ def sums_of_squares(
 
     Args:
         sums: fp64, one for each program, which is one part of one tensor.
-        addresses, lengths, firsts: int64, one per tensor: its address, number of elements, and first program.
+        addresses, lengths, firsts: int64, one per tensor: its address, number of elements, and
+            first program.
         tensors: number of tensors.
         like: any pointer to the tensors' dtype.
         PART: elements of a part, a multiple of TILE.

@@ -1,4 +1,5 @@
-"""`predict` and `move` on a CPU that is the accelerator: one pass of the native library, bitwise as the definition.
+"""`predict` and `move` on a CPU that is the accelerator: one pass of the native library, bitwise as
+the definition.
 
 Without the library, the definition runs.
 """
@@ -26,7 +27,10 @@ class _Estimate(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weights", "published", "drift", "grad", "inverse")),
         *((name, ctypes.c_int64) for name in ("numel", "block_size")),
         *((name, ctypes.c_int32) for name in ("weights_dtype", "grad_dtype", "threads")),
-        *((name, ctypes.c_float) for name in ("grad_scale", "coefficient", "drift_coefficient", "bound")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("grad_scale", "coefficient", "drift_coefficient", "bound")
+        ),
     ]
 
 
@@ -36,12 +40,17 @@ def _library() -> ctypes.CDLL | None:
     return None if path is None else open_library(path)
 
 
-def serves(inverse: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether the library can run on these arrays: `others` are y and D, which have the dtype of the weights in every
-    run."""
+def serves(
+    inverse: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor, *others: torch.Tensor | None
+) -> bool:
+    """Whether the library can run on these arrays: `others` are y and D, which have the dtype of
+    the weights in every run."""
     like_weights = [weights, *(array for array in others if array is not None)]
     return (
-        all(a.device.type == "cpu" and a.is_contiguous() and a.dtype in _CODES for a in (inverse, grad, *like_weights))
+        all(
+            a.device.type == "cpu" and a.is_contiguous() and a.dtype in _CODES
+            for a in (inverse, grad, *like_weights)
+        )
         and inverse.dtype is torch.float32
         and len({array.dtype for array in like_weights}) == 1
         and _library() is not None
@@ -75,7 +84,11 @@ def move(
     block_size: int,
 ) -> None:
     """See `definition.move`; `serves` must be true for the arrays."""
-    numbers = {"grad_scale": grad_scale, "coefficient": weights_coefficient, "drift_coefficient": drift_coefficient}
+    numbers = {
+        "grad_scale": grad_scale,
+        "coefficient": weights_coefficient,
+        "drift_coefficient": drift_coefficient,
+    }
     _run("dsext_move", weights, None, drift, grad, inverse, numbers, block_size)
     for array in (weights, drift):
         torch.autograd.graph.increment_version(array)
@@ -93,7 +106,9 @@ def _run(
 ) -> None:
     library, numel = _library(), grad.numel()
     assert library is not None
-    assert all(array is None or array.numel() == numel for array in (weights, published, drift))  # no bounds in C++
+    assert all(
+        array is None or array.numel() == numel for array in (weights, published, drift)
+    )  # no bounds in C++
     assert inverse.numel() * block_size >= numel
     estimate = _Estimate(
         weights=weights.data_ptr(),

@@ -1,8 +1,8 @@
-"""Runs the elementwise arithmetic of a step on flat arrays: as one Triton kernel or, on the CPU, one pass of the native
-library if possible, otherwise by its definition.
+"""Runs the elementwise arithmetic of a step on flat arrays: as one Triton kernel or, on the CPU,
+one pass of the native library if possible, otherwise by its definition.
 
-All give bitwise the same result (norms: up to the last bits of fp64, which depend on the order of a sum), so ranks,
-steps and resumed runs may differ in which of them they use.
+All give bitwise the same result (norms: up to the last bits of fp64, which depend on the order of a
+sum), so ranks, steps and resumed runs may differ in which of them they use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ import torch
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.kernels import definition, host
 from deepspeed_ext.zenflow.kernels.definition import HotConstants
-from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, LARGEST_KERNEL_BLOCK, chunk_of
+from deepspeed_ext.zenflow.plan.chunks import (
+    ACCELERATOR_CHUNK_NUMEL,
+    LARGEST_KERNEL_BLOCK,
+    chunk_of,
+)
 
 __all__ = [
     "NORM_PART",
@@ -38,7 +42,8 @@ __all__ = [
 ]
 
 Variant = tuple[str, tuple[torch.dtype, ...], tuple[tuple[str, Any], ...]]
-"""A kernel, the dtypes of its arrays and its constants: it is compiled once for each such combination."""
+"""A kernel, the dtypes of its arrays and its constants: it is compiled once for each such
+combination."""
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """Options of every kernel. A fused multiply-add would round once, unlike the definition."""
@@ -47,7 +52,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
 _TILE_NUMEL = {"predict": 2048, "predict_lion": 2048, "move": 2048, "hot_step": 1024}
 _UNALIGNED_TILE_NUMEL = 512
-"""A thread loads its elements of an unaligned tile one by one: more of them only take registers and time to compile."""
+"""A thread loads its elements of an unaligned tile one by one: more of them only take registers and
+time to compile."""
 NORM_PART = {"PART": 1 << 15, "TILE": 1 << 11}
 NORM_SUM = {"TILE": 256}
 
@@ -56,7 +62,8 @@ _given_up: dict[str, str] = {}
 
 
 def variants() -> frozenset[Variant]:
-    """The variants that this process has launched so far; each is compiled once, at its first launch."""
+    """The variants that this process has launched so far; each is compiled once, at its first
+    launch."""
     return frozenset(_variants)
 
 
@@ -115,7 +122,9 @@ def shape_constants(kernel: str, block_size: int, aligned: bool) -> dict[str, An
 
 def is_aligned(block_size: int, arrays: Sequence[torch.Tensor]) -> bool:
     """Whether every row of `arrays` begins at a multiple of 16 bytes."""
-    return all(a.data_ptr() % _ALIGNMENT == 0 and block_size * a.itemsize % _ALIGNMENT == 0 for a in arrays)
+    return all(
+        a.data_ptr() % _ALIGNMENT == 0 and block_size * a.itemsize % _ALIGNMENT == 0 for a in arrays
+    )
 
 
 def _run(
@@ -166,11 +175,20 @@ def predict(
 ) -> None:
     """See `definition.predict`."""
     if serves(block_size, grad, weights, published, drift, inverse):
-        arrays = [weights, published, published if drift is None else drift, grad]  # without drift it is not read
+        arrays = [
+            weights,
+            published,
+            published if drift is None else drift,
+            grad,
+        ]  # without drift it is not read
         numbers, constants = [grad_scale, coefficient], {"DRIFTS": drift is not None}
         run_on_blocks("predict", arrays, [inverse], numbers, block_size, constants, [weights])
         return
-    run = host.predict if host.serves(inverse, grad, weights, published, drift) else definition.predict
+    run = (
+        host.predict
+        if host.serves(inverse, grad, weights, published, drift)
+        else definition.predict
+    )
     run(weights, published, drift, grad, inverse, grad_scale, coefficient, block_size)
 
 
@@ -187,7 +205,9 @@ def move(
     """See `definition.move`."""
     numbers = (grad_scale, weights_coefficient, drift_coefficient)
     if serves(block_size, grad, weights, drift, inverse):
-        run_on_blocks("move", [weights, drift, grad], [inverse], numbers, block_size, {}, [weights, drift])
+        run_on_blocks(
+            "move", [weights, drift, grad], [inverse], numbers, block_size, {}, [weights, drift]
+        )
         return
     run = host.move if host.serves(inverse, grad, weights, drift) else definition.move
     run(weights, drift, grad, inverse, *numbers, block_size)
@@ -212,23 +232,27 @@ def hot_step(
     block_size = p.shape[1]
     served = serves(block_size, grad, p, m, v)
     rows = chunk_of(ACCELERATOR_CHUNK_NUMEL, block_size) // block_size
-    for *chunk, times in zip(*(array.split(rows) for array in (p, m, v, grad, updates)), strict=True):
+    for *chunk, times in zip(
+        *(array.split(rows) for array in (p, m, v, grad, updates)), strict=True
+    ):
         corrections = definition.bias_corrections(times, constants)
         arrays = [array.reshape(-1) if array is chunk[-1] else array.view(-1) for array in chunk]
         if served:
-            run_on_blocks("hot_step", arrays, corrections, constants.of_kernel(), block_size, {}, arrays[:3])
+            run_on_blocks(
+                "hot_step", arrays, corrections, constants.of_kernel(), block_size, {}, arrays[:3]
+            )
         else:
             p1, m1, v1, g1 = arrays
             definition.hot_step(p1, m1, v1, g1, *corrections, constants, block_size)
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norms of many tensors, with sums in fp64, in two launches: the first reads the tensors once, the second adds
-    the sums of their parts.
+    """The norms of many tensors, with sums in fp64, in two launches: the first reads the tensors
+    once, the second adds the sums of their parts.
 
     Args:
-        tensors: contiguous and not empty, of any shapes, of one dtype and on one device; `serves` must be true for
-            them.
+        tensors: contiguous and not empty, of any shapes, of one dtype and on one device; `serves`
+            must be true for them.
 
     Returns:
         1-D fp64 [len(tensors)], on the device.

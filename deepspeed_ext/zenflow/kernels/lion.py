@@ -1,7 +1,9 @@
-"""Lion's arithmetic on the accelerator: the definition in torch operations, and the choice of the Triton kernel.
+"""Lion's arithmetic on the accelerator: the definition in torch operations, and the choice of the
+Triton kernel.
 
-As for Adam's in `definition` and `launch`, each operation rounds once in fp32, so results depend neither on the chunks
-nor on which of them runs. The step of what stays on the accelerator is torch operations on every device.
+As for Adam's in `definition` and `launch`, each operation rounds once in fp32, so results depend
+neither on the chunks nor on which of them runs. The step of what stays on the accelerator is torch
+operations on every device.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ def predict_lion(
     lr: float,
     block_size: int,
 ) -> None:
-    """Compute ``weights = published - lr sign(beta1 k + grad_weight grad)``, in place. k is a block's mean of |m| with
-    the sign of m; sign(x) is -1 if x < 0, otherwise 1, also for a NaN.
+    """Compute ``weights = published - lr sign(beta1 k + grad_weight grad)``, in place. k is a
+    block's mean of |m| with the sign of m; sign(x) is -1 if x < 0, otherwise 1, also for a NaN.
 
     Args:
         weights, published: 1-D [n], any float dtype, any device.
@@ -108,7 +110,9 @@ def estimates(
     """Calls of `predict_lion`; arguments as for `prepare.estimates`."""
     assert not any(drifts), "the settings allow no interval with earlier gradients"
     blocks = -(-PREPARED_NUMEL // block_size)
-    known = torch.zeros(blocks * LION_STATE.per_block_width(block_size), dtype=torch.int32, device=device)
+    known = torch.zeros(
+        blocks * LION_STATE.per_block_width(block_size), dtype=torch.int32, device=device
+    )
     for first in first_elements(alignments):
         w, y, g = (
             torch.zeros(PREPARED_NUMEL + first, dtype=dtype, device=device)[first:]

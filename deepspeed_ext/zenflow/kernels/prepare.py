@@ -1,4 +1,5 @@
-"""Compiles the kernels of a run while its engine is built, on small arrays, so that no step has to."""
+"""Compiles the kernels of a run while its engine is built, on small arrays, so that no step has
+to."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ PREPARED_NUMEL = 1 << 16
 _CONSTANTS = HotConstants(1.0, 1e-3, 0.9, 0.1, 0.99, 0.01, 1e-8, 0.0, 1.0, 0.9, 0.99)
 
 
-def prepare(device: torch.device, block_size: int, calls: Iterable[Callable[[], object]], *, warns: bool) -> None:
+def prepare(
+    device: torch.device, block_size: int, calls: Iterable[Callable[[], object]], *, warns: bool
+) -> None:
     """Run `calls`, each of which launches one variant of a kernel, if kernels run on `device`.
 
     If one does not compile, this process computes everything by torch operations.
@@ -38,15 +41,20 @@ def prepare(device: torch.device, block_size: int, calls: Iterable[Callable[[], 
             for call in calls:
                 call()
             seconds, count = time.perf_counter() - begin, len(launch.variants())
-            logger.debug(f"ZenFlow's kernels for {device} were ready after {seconds:.2f} s: {count} variants")
+            logger.debug(
+                f"ZenFlow's kernels for {device} were ready after {seconds:.2f} s: {count} variants"
+            )
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            launch.give_up(device, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            launch.give_up(
+                device, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            )
     reason = launch.missing(device)
     if reason is not None and device.type != "cpu" and warns:
         warn_once(
-            f"ZenFlow computes in torch operations on {device}, a chunk at a time, which takes several times as long "
+            f"ZenFlow computes in torch operations on {device}, a chunk at a time, which takes "
+            f"several times as long "
             f"as its Triton kernels; results are the same. {reason}"
         )
 
@@ -77,7 +85,9 @@ def estimates(
         )
         for drifting in drifts:
             drift = d if drifting else None
-            yield lambda w=w, y=y, g=g, drift=drift: launch.predict(w, y, drift, g, inverse, 1.0, 0.0, block_size)  # type: ignore[misc]
+            yield lambda w=w, y=y, g=g, drift=drift: launch.predict(
+                w, y, drift, g, inverse, 1.0, 0.0, block_size
+            )  # type: ignore[misc]
             if drifting:
                 yield lambda w=w, d=d, g=g: launch.move(w, d, g, inverse, 1.0, 0.0, 0.0, block_size)  # type: ignore[misc]
 
@@ -91,18 +101,22 @@ def hot_steps(
         device: where the weights are.
         block_size: elements per block.
         grad: dtype of the gradients.
-        alignments: whether to call with aligned gradients; may hold both values. The other arrays are allocated for it.
+        alignments: whether to call with aligned gradients; may hold both values. The other arrays
+            are allocated for it.
     """
     blocks = max(1, PREPARED_NUMEL // block_size)
     p, m, v = torch.zeros(3, blocks, block_size, dtype=torch.float32, device=device)
     updates = torch.ones(blocks, dtype=torch.int32, device=device)
     for first in first_elements(alignments):
-        grads = torch.zeros(blocks * block_size + first, dtype=grad, device=device)[first:].view_as(p)
+        grads = torch.zeros(blocks * block_size + first, dtype=grad, device=device)[first:].view_as(
+            p
+        )
         yield lambda grads=grads: launch.hot_step(p, m, v, grads, updates, _CONSTANTS)  # type: ignore[misc]
 
 
 def first_elements(alignments: Iterable[bool]) -> list[int]:
-    """The first elements of arrays that are aligned, or not, if all elements before them are one array with them."""
+    """The first elements of arrays that are aligned, or not, if all elements before them are one
+    array with them."""
     return sorted({0 if aligned else 1 for aligned in alignments})
 
 

@@ -1,5 +1,5 @@
-"""Adam and AdamW of torch and DeepSpeed. The formulas are in `worker.kernel.adam_pass` and, for the estimate, in
-`optimizers.adam_estimator`."""
+"""Adam and AdamW of torch and DeepSpeed. The formulas are in `worker.kernel.adam_pass` and, for the
+estimate, in `optimizers.adam_estimator`."""
 
 from __future__ import annotations
 
@@ -57,11 +57,15 @@ class AdamKind(OptimizerKind):
             beta1, beta2 = map(float, group["betas"])
             place = f"parameter group {index} of {name} has betas=({beta1:g}, {beta2:g})"
             if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-                raise ConfigError(f"{place}, but each has to be at least 0 and below 1: change them")
+                raise ConfigError(
+                    f"{place}, but each has to be at least 0 and below 1: change them"
+                )
             if predicts and 2.0 * beta2 < beta1**2:
                 raise ConfigError(
-                    f"{place}: v forgets gradients so much faster than m that m / sqrt(v) has no useful "
-                    "bound, and zenflow's predicted weights need one. Raise beta2 to at least beta1^2 / 2, "
+                    f"{place}: v forgets gradients so much faster than m that m / sqrt(v) has no "
+                    f"useful "
+                    "bound, and zenflow's predicted weights need one. Raise beta2 to at least "
+                    "beta1^2 / 2, "
                     'or set "zenflow": {"overlap_step": false}, which predicts nothing'
                 )
 
@@ -95,7 +99,11 @@ class AdamKind(OptimizerKind):
         return publish_ahead(last, interval)
 
     def publish(
-        self, publish: Publish, state: Sequence[torch.Tensor], block_size: int, published: torch.Tensor
+        self,
+        publish: Publish,
+        state: Sequence[torch.Tensor],
+        block_size: int,
+        published: torch.Tensor,
     ) -> torch.Tensor:
         p, m, v = (array.float() for array in state)
         means = torch.empty(-(-p.numel() // block_size), dtype=torch.float32, device="cpu")
@@ -133,14 +141,23 @@ class AdamKind(OptimizerKind):
         position: int,
         interval: int,
     ) -> None:
-        coefficients = move_coefficient(step, position, interval), drift_coefficient(step, position, interval)
+        coefficients = (
+            move_coefficient(step, position, interval),
+            drift_coefficient(step, position, interval),
+        )
         estimate.move(weights, drift, grad, step.grad_scale, *coefficients)
 
-    def estimate_kernels(self, device: torch.device, block_size: int, *which: Any) -> Iterable[Callable[[], object]]:
+    def estimate_kernels(
+        self, device: torch.device, block_size: int, *which: Any
+    ) -> Iterable[Callable[[], object]]:
         return prepare.estimates(device, block_size, *which)
 
     def step_rows(
-        self, state: Sequence[torch.Tensor], grad: torch.Tensor, counts: torch.Tensor, step: AdamStep
+        self,
+        state: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        counts: torch.Tensor,
+        step: AdamStep,
     ) -> None:
         p, m, v = state
         kernels.hot_step(p, m, v, grad, counts.fill_(step.step), kernels.HotConstants.of(step))
@@ -152,12 +169,17 @@ class AdamKind(OptimizerKind):
 
 
 def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user's optimizer is an Adam or AdamW of torch or DeepSpeed, or a subclass of torch's."""
-    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) or type(optimizer).__name__ in _DEEPSPEED_ADAMS
+    """Whether the user's optimizer is an Adam or AdamW of torch or DeepSpeed, or a subclass of
+    torch's."""
+    return (
+        isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        or type(optimizer).__name__ in _DEEPSPEED_ADAMS
+    )
 
 
 def require_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Check the user's Adam or AdamW; return whether its groups decouple weight decay unless they say otherwise.
+    """Check the user's Adam or AdamW; return whether its groups decouple weight decay unless they
+    say otherwise.
 
     Raises:
         ConfigError: it steps in a way of its own, or keeps state that the worker does not have.
@@ -172,7 +194,8 @@ def require_adam(optimizer: torch.optim.Optimizer) -> bool:
         decoupled = bool(getattr(optimizer, "adam_w_mode", True))
     if name not in _DEEPSPEED_ADAMS and not _steps_like_torch(type(optimizer)):
         raise ConfigError(
-            f"zero_optimization.zenflow updates weights as torch's Adam and AdamW do, but {name} has a step() of its "
+            f"zero_optimization.zenflow updates weights as torch's Adam and AdamW do, but {name} "
+            f"has a step() of its "
             "own, which would never run: use Adam or AdamW, or remove the zenflow section"
         )
     for index, group in enumerate(optimizer.param_groups):
@@ -183,12 +206,15 @@ def require_adam(optimizer: torch.optim.Optimizer) -> bool:
 def _require_two_moments(index: int, group: dict[str, Any], name: str) -> None:
     if group.get("amsgrad"):
         raise ConfigError(
-            f"zero_optimization.zenflow keeps two moments per weight, but amsgrad=True (parameter group {index} of "
-            f"{name}) needs a third, which DeepSpeed's own CPU optimizer does not have either: set it to False"
+            f"zero_optimization.zenflow keeps two moments per weight, but amsgrad=True (parameter "
+            f"group {index} of "
+            f"{name}) needs a third, which DeepSpeed's own CPU optimizer does not have either: "
+            f"set it to False"
         )
 
 
 def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether `step` is that of torch's Adam or AdamW, below the wrappers that torch's profiler puts around it."""
+    """Whether `step` is that of torch's Adam or AdamW, below the wrappers that torch's profiler
+    puts around it."""
     ours = {inspect.unwrap(adam.step) for adam in (torch.optim.Adam, torch.optim.AdamW)}
     return inspect.unwrap(kind.step) in ours

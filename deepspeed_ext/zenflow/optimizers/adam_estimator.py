@@ -1,49 +1,56 @@
-"""Estimates updates that are still in flight, by elementwise arithmetic on a flat partition, on any device.
+"""Estimates updates that are still in flight, by elementwise arithmetic on a flat partition, on any
+device.
 
-This docstring is the one place where the formulas are written out. Symbols are as in the glossary of
-`deepspeed_ext.zenflow`; b1, b2 are Adam's betas, wd is the weight decay.
+This docstring is the one place where the formulas are written out. Symbols are as in the glossary
+of `deepspeed_ext.zenflow`; b1, b2 are Adam's betas, wd is the weight decay.
 
-Let p, m, v be the worker's newest result, after update t. S gradients g_1 .. g_S follow (S is the interval), which Adam
-will use in updates t_j = t + j. A gradient enters m with weight 1 - b1 and then decays by b1 per update. After n
-updates it has moved the weights by ``lr q_j (1 - b1) E(t_j, n)``. The momentum already in m moves them by
-``lr M(t, n) m / d``::
+Let p, m, v be the worker's newest result, after update t. S gradients g_1 .. g_S follow (S is the
+interval), which Adam will use in updates t_j = t + j. A gradient enters m with weight 1 - b1 and
+then decays by b1 per update. After n updates it has moved the weights by
+``lr q_j (1 - b1) E(t_j, n)``. The momentum already in m moves them by ``lr M(t, n) m / d``::
 
-    E(t, n) = sum_(l=0..n-1) b1^l / (1 - b1^(t+l))        M(t, n) = sum_(i=1..n) b1^i / (1 - b1^(t+i))
+    E(t, n) = sum_(l=0..n-1) b1^l / (1 - b1^(t+l))        M(t, n) = sum_(i=1..n) b1^i / (1 -
+    b1^(t+i))
 
     d = sqrt(v / (1 - b2^t)) + eps            d_b = d with the mean of v over the element's block
     q_j = clamp(c_j g_j / d_b, -K, K)         K = CLAMP = 4.5
 
-q uses d_b because the mean of v is all that the accelerator knows of v. It is clamped because that mean says little
-about an element that dominates its block, and no Adam update is much larger than K lr. v is taken as constant over
-these few updates.
+q uses d_b because the mean of v is all that the accelerator knows of v. It is clamped because that
+mean says little about an element that dominates its block, and no Adam update is much larger than K
+lr. v is taken as constant over these few updates.
 
-At the end of an interval the weights must serve the next S steps, whose own result will again arrive one interval
-later. So they are extrapolated to the mean position of the next interval: S + k updates ahead, averaged over
-k = 0 .. S - 1::
+At the end of an interval the weights must serve the next S steps, whose own result will again
+arrive one interval later. So they are extrapolated to the mean position of the next interval: S + k
+updates ahead, averaged over k = 0 .. S - 1::
 
     y = (1 - S lr wd) p - lr mean_k M(t, S + k) m / d                                        (AdamW)
-    y = p - lr mean_k M(t, S + k) m / d - A clamp(wd p / d_b, -K, K)                         (Adam with L2)
+    y = p - lr mean_k M(t, S + k) m / d - A clamp(wd p / d_b, -K, K)                         (Adam
+    with L2)
 
     A = sum_j a_j        a_j = lr (1 - b1) mean_k E(t_j, S - j + 1 + k)
     D = sum_j a_j q_j
     W = dither(y - D)
 
-Without bias correction, update t divides m by ``sqrt(v) + eps``, which is s_t d with s_t = sqrt(1 - b2^t). So every
-1 / (1 - b1^(t+l)) above is 1 / s_(t+l), and d, which stays about constant while v grows from zero, is as above but for
-epsilon, which is eps / s_t. The worker knows only s_t d; its coefficients of 1 / d are therefore times s_t.
+Without bias correction, update t divides m by ``sqrt(v) + eps``, which is s_t d with s_t = sqrt(1 -
+b2^t). So every 1 / (1 - b1^(t+l)) above is 1 / s_(t+l), and d, which stays about constant while v
+grows from zero, is as above but for epsilon, which is eps / s_t. The worker knows only s_t d; its
+coefficients of 1 / d are therefore times s_t.
 
-dither() rounds to the dtype of the weights, up or down at random so that the mean is right (`kernels.definition`): the
-part of one gradient is mostly less than half a step of bfloat16, and rounding to the nearest value would lose it.
+dither() rounds to the dtype of the weights, up or down at random so that the mean is right
+(`kernels.definition`): the part of one gradient is mostly less than half a step of bfloat16, and
+rounding to the nearest value would lose it.
 
-The L2 term: under Adam with L2 regularization each of the S gradients in flight gets the addend wd p, which is known
-beforehand. It is estimated like a gradient, with d_b and clamped, because gradient and L2 term may cancel; the
-element's own d is then close to zero, and dividing by it would blow the term up.
+The L2 term: under Adam with L2 regularization each of the S gradients in flight gets the addend wd
+p, which is known beforehand. It is estimated like a gradient, with d_b and clamped, because
+gradient and L2 term may cancel; the element's own d is then close to zero, and dividing by it would
+blow the term up.
 
-The worker computes y in the same pass as the update. D is accumulated on the accelerator as the gradients arrive.
-Within an interval, after step j < S, the weights also move at once, by ``lr (1 - b1) q_j mean_(i=1..S-j) E(t_j, i)``.
-For S = 1 and AdamW, y = (1 - lr wd) p - lr b1/(1 - b1^(t+1)) m / d and W = dither(y - lr (1 - b1)/(1 - b1^(t+1)) q):
-the exact update, except for the block mean of v, its age of one update, the clamp and two roundings. None of this ever
-enters p, m or v, so errors do not accumulate.
+The worker computes y in the same pass as the update. D is accumulated on the accelerator as the
+gradients arrive. Within an interval, after step j < S, the weights also move at once, by
+``lr (1 - b1) q_j mean_(i=1..S-j) E(t_j, i)``. For S = 1 and AdamW, y = (1 - lr wd) p - lr b1/(1 -
+b1^(t+1)) m / d and W = dither(y - lr (1 - b1)/(1 - b1^(t+1)) q): the exact update, except for the
+block mean of v, its age of one update, the clamp and two roundings. None of this ever enters p, m
+or v, so errors do not accumulate.
 """
 
 from __future__ import annotations
@@ -93,11 +100,16 @@ def publish_ahead(last: AdamStep, interval: int) -> Publish:
         interval: S of the module docstring.
     """
     ahead = range(interval)
-    momentum, unit = sum(_momentum(last, last.step, interval + k) for k in ahead) / interval, _worker_unit(last)
+    momentum, unit = (
+        sum(_momentum(last, last.step, interval + k) for k in ahead) / interval,
+        _worker_unit(last),
+    )
     drift = 0.0
     if not last.decoupled and last.weight_decay:
         # The L2 term of the module docstring; the sum is A.
-        drift = sum(drift_coefficient_of(last, last.step + j, j, interval) for j in range(1, interval + 1))
+        drift = sum(
+            drift_coefficient_of(last, last.step + j, j, interval) for j in range(1, interval + 1)
+        )
     return Publish(
         p_factor=1.0 - interval * last.lr * last.weight_decay if last.decoupled else 1.0,
         m_factor=last.lr * momentum * unit,
@@ -127,7 +139,8 @@ def drift_coefficient(step: AdamStep, position: int, interval: int) -> float:
 
 
 def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
-    """Coefficient of q by which the weights move at once, after step `position` (from 1) < `interval`."""
+    """Coefficient of q by which the weights move at once, after step `position` (from 1) <
+    `interval`."""
     left = range(1, interval - position + 1)
     effect = sum(_effect(step, step.step, i) for i in left) / len(left)
     return step.lr * (1.0 - step.beta1) * effect
@@ -136,21 +149,25 @@ def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
 class Estimator:
     """Computes weights from the published y and the gradients in flight.
 
-    On an accelerator it is one kernel if all arrays are there, otherwise torch operations in chunks (see
-    `deepspeed_ext.zenflow.kernels`). Results are the same to the bit.
+    On an accelerator it is one kernel if all arrays are there, otherwise torch operations in chunks
+    (see `deepspeed_ext.zenflow.kernels`). Results are the same to the bit.
 
     Attributes:
         inverse: 1 / d_b of each block, 1-D fp32 [ceil(n / block_size)]; the estimator's only state.
 
     Args:
-        block_means: mean of v over each block, 1-D fp32 [ceil(n / block_size)], on the device of the gradients.
+        block_means: mean of v over each block, 1-D fp32 [ceil(n / block_size)], on the device of
+            the gradients.
         bias_correction2_sqrt: sqrt(1 - beta2^t) of the update to which the means belong.
         eps: epsilon of d.
     """
 
-    def __init__(self, block_means: torch.Tensor, block_size: int, bias_correction2_sqrt: float, eps: float) -> None:
+    def __init__(
+        self, block_means: torch.Tensor, block_size: int, bias_correction2_sqrt: float, eps: float
+    ) -> None:
         self._block_size = block_size
-        # not divided by the number: torch multiplies by its inverse on some devices, and divides on the CPU
+        # not divided by the number: torch multiplies by its inverse on some devices, and divides on
+        # the CPU
         self.inverse = block_means.sqrt().mul_(1.0 / bias_correction2_sqrt).add_(eps).reciprocal_()
 
     @classmethod
@@ -169,7 +186,8 @@ class Estimator:
         return estimator
 
     def of(self, begin: int, end: int) -> Estimator:
-        """The estimator of the elements from `begin`, where a block begins, to `end` (exclusive), where one ends."""
+        """The estimator of the elements from `begin`, where a block begins, to `end` (exclusive),
+        where one ends."""
         blocks = slice(begin // self._block_size, -(-end // self._block_size))
         return self.remembering(self.inverse[blocks], self._block_size)
 
@@ -188,7 +206,8 @@ class Estimator:
         move_coefficient: float,
         drift_coefficient: float,
     ) -> None:
-        """Compute ``weights -= move_coefficient q(grad)`` and ``drift += drift_coefficient q(grad)``, in place.
+        """Compute ``weights -= move_coefficient q(grad)`` and
+        ``drift += drift_coefficient q(grad)``, in place.
 
         Computed in fp32 on grad's device, and dithered.
 
@@ -213,10 +232,12 @@ class Estimator:
         grad_scale: float,
         coefficient: float,
     ) -> None:
-        """Compute ``weights = dither(published - drift - coefficient q(grad))``, in fp32 on grad's device.
+        """Compute ``weights = dither(published - drift - coefficient q(grad))``, in fp32 on grad's
+        device.
 
         Args:
-            weights, published: 1-D [n], any float dtype, any device; `published` is copied to grad's device in parts.
+            weights, published: 1-D [n], any float dtype, any device; `published` is copied to
+                grad's device in parts.
             drift: D, 1-D [n], on grad's device; None at interval 1.
             grad: 1-D [n], any float dtype.
             grad_scale: c.

@@ -28,17 +28,23 @@ def kind_of(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> Optimize
     kind = next((each for each in _KINDS if each.serves(optimizer)), None)
     if kind is None:
         raise ConfigError(
-            f"zero_optimization.zenflow works with Adam, AdamW and Lion, but the optimizer is {name}: use Adam or "
-            "AdamW from torch.optim or DeepSpeed, or DeepSpeed's Lion, or remove the zenflow section"
+            f"zero_optimization.zenflow works with Adam, AdamW and Lion, but the optimizer is "
+            f"{name}: use Adam or "
+            "AdamW from torch.optim or DeepSpeed, or DeepSpeed's Lion, or remove the zenflow "
+            "section"
         )
     if config.rule == "selective" and kind is not AdamKind:
         raise ConfigError(
-            f'zero_optimization.zenflow.update_rule = "selective" with {name}: that rule steps its blocks as Adam '
-            'does. Set it to "predictive" and remove topk_ratio and the select_* fields, or use Adam or AdamW'
+            f'zero_optimization.zenflow.update_rule = "selective" with {name}: that rule steps '
+            f"its blocks as Adam "
+            'does. Set it to "predictive" and remove topk_ratio and the select_* fields, or use '
+            "Adam or AdamW"
         )
     if config.state_dtype != "float32" and kind is not AdamKind:
         raise ConfigError(
-            f'zero_optimization.zenflow.state_dtype = "{config.state_dtype}" with {name}: only the moments of Adam and '
-            "AdamW can be rounded so; Lion keeps one moment and takes 4 bytes a parameter less than they do. Remove it"
+            f'zero_optimization.zenflow.state_dtype = "{config.state_dtype}" with {name}: only '
+            f"the moments of Adam and "
+            "AdamW can be rounded so; Lion keeps one moment and takes 4 bytes a parameter less "
+            "than they do. Remove it"
         )
     return kind(optimizer, config.state_dtype)

@@ -29,20 +29,24 @@ class Estimate(Protocol):
         """All of it: one tensor on the accelerator."""
 
     def of(self, begin: int, end: int) -> Estimate:
-        """The estimate of the elements from `begin`, where a block begins, to `end` (exclusive), where one ends."""
+        """The estimate of the elements from `begin`, where a block begins, to `end` (exclusive),
+        where one ends."""
 
 
 class OptimizerKind(ABC):
     """The user's optimizer, as ZenFlow runs it.
 
-    Methods with `steps` take constants that `step` made. y and "the per-block array" are as in `deepspeed_ext.zenflow`.
+    Methods with `steps` take constants that `step` made. y and "the per-block array" are as in
+    `deepspeed_ext.zenflow`.
 
     Attributes:
         layout: its state.
-        task: builds the worker's task: one step per gradient, then publish as `exact` or `ahead` say.
+        task: builds the worker's task: one step per gradient, then publish as `exact` or `ahead`
+            say.
 
     Args:
-        optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight itself.
+        optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight
+            itself.
         moment_dtype: dtype of the moments on the host.
 
     Raises:
@@ -62,7 +66,7 @@ class OptimizerKind(ABC):
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this class runs the user's `optimizer`."""
 
-    # -- hyperparameters ------------------------------------------------------------------------------------------
+    # -- hyperparameters ---------------------------------------------------------------------------
 
     def require_steppable(self, *, predicts: bool) -> None:  # noqa: B027 (most settings can be changed)
         """Check the hyperparameters before a step, because a script may have changed them.
@@ -76,7 +80,8 @@ class OptimizerKind(ABC):
 
     @abstractmethod
     def step(self, group: int, number: int, grad_scale: float) -> Any:
-        """The constants of one update, from the current hyperparameters: a frozen dataclass, `StepConstants`.
+        """The constants of one update, from the current hyperparameters: a frozen dataclass,
+        `StepConstants`.
 
         Args:
             group: index of the parameter group.
@@ -88,7 +93,7 @@ class OptimizerKind(ABC):
     def step_value(self, updates: int) -> torch.Tensor | int:
         """The update count in the form in which the optimizer stores it."""
 
-    # -- the worker's pass ----------------------------------------------------------------------------------------
+    # -- the worker's pass -------------------------------------------------------------------------
 
     @abstractmethod
     def exact(self, last: Any) -> Any:
@@ -96,7 +101,8 @@ class OptimizerKind(ABC):
 
     @abstractmethod
     def ahead(self, last: Any, interval: int) -> Any:
-        """How to publish y when the next result is `interval` steps away; `last` is the newest update."""
+        """How to publish y when the next result is `interval` steps away; `last` is the newest
+        update."""
 
     @abstractmethod
     def publish(
@@ -113,7 +119,7 @@ class OptimizerKind(ABC):
             The per-block array of the part, 1-D.
         """
 
-    # -- the estimate ---------------------------------------------------------------------------------------------
+    # -- the estimate ------------------------------------------------------------------------------
 
     @abstractmethod
     def estimate(self, last: Any, per_block: torch.Tensor, block_size: int) -> Estimate:
@@ -140,14 +146,15 @@ class OptimizerKind(ABC):
         position: int,
         interval: int,
     ) -> None:
-        """Write the weights at the end of an interval, from y and the estimated effect of its gradients.
+        """Write the weights at the end of an interval, from y and the estimated effect of its
+        gradients.
 
         Args:
             estimate: from `estimate`.
             weights: written in place; 1-D [n], any device.
             published: y, 1-D [n], any device.
-            drift: D, the effect of the interval's earlier gradients; 1-D [n], on the gradient's device. None: there are
-                none.
+            drift: D, the effect of the interval's earlier gradients; 1-D [n], on the gradient's
+                device. None: there are none.
             grad: the newest gradient, 1-D [n].
             step: its constants.
             position: its number in the interval, from 1.
@@ -164,8 +171,8 @@ class OptimizerKind(ABC):
         position: int,
         interval: int,
     ) -> None:
-        """Move the weights and D by a gradient inside an interval; arguments as for `predict`. Not called if
-        ``layout.longest_interval`` is 1."""
+        """Move the weights and D by a gradient inside an interval; arguments as for `predict`. Not
+        called if ``layout.longest_interval`` is 1."""
         raise NotImplementedError
 
     def estimate_kernels(
@@ -178,19 +185,23 @@ class OptimizerKind(ABC):
         drifts: Sequence[bool],
         alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
-        """Calls that compile the device kernels of `predict` and `move`; see `kernels.prepare.estimates`."""
+        """Calls that compile the device kernels of `predict` and `move`; see
+        `kernels.prepare.estimates`."""
         return ()
 
-    # -- the share on the accelerator -----------------------------------------------------------------------------
+    # -- the share on the accelerator --------------------------------------------------------------
 
     @abstractmethod
-    def step_rows(self, state: Sequence[torch.Tensor], grad: torch.Tensor, counts: torch.Tensor, step: Any) -> None:
+    def step_rows(
+        self, state: Sequence[torch.Tensor], grad: torch.Tensor, counts: torch.Tensor, step: Any
+    ) -> None:
         """Take one exact step of whole blocks, in place.
 
         Args:
             state: p and the moments; fp32 [k, block_size], one row per block.
             grad: [k, block_size], any float dtype, on their device.
-            counts: int32 [k], on their device, to be overwritten; empty unless ``layout.counts_updates``.
+            counts: int32 [k], on their device, to be overwritten; empty unless
+                ``layout.counts_updates``.
             step: the update's constants.
         """
 

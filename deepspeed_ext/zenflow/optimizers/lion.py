@@ -1,12 +1,14 @@
 """Lion of DeepSpeed. The formulas of its update are in `worker.kernel.lion_pass`.
 
-Of m the accelerator knows one sign bit per element and the mean of |m| over each block, a quarter of a byte per element
-at the default block size. With the newest gradient g and its constants, while the update before it is in flight::
+Of m the accelerator knows one sign bit per element and the mean of |m| over each block, a quarter
+of a byte per element at the default block size. With the newest gradient g and its constants, while
+the update before it is in flight::
 
-    y = (1 - lr wd) p        W = round(y - lr sign(beta1 k + (1 - beta1) c g))        k = the mean with the sign of m
+    y = (1 - lr wd) p        W = round(y - lr sign(beta1 k + (1 - beta1) c g))        k = the mean
+    with the sign of m
 
-That is the exact update, except that k stands for m. The estimate is for interval 1; docs/results.md has what else
-was tried. None of it enters p or m, so errors do not accumulate.
+That is the exact update, except that k stands for m. The estimate is for interval 1;
+docs/results.md has what else was tried. None of it enters p or m, so errors do not accumulate.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class SignsAndMeans:
     block_size: int
 
     def of(self, begin: int, end: int) -> SignsAndMeans:
-        """What it knows of the elements from `begin`, where a block begins, to `end` (exclusive), where one ends."""
+        """What it knows of the elements from `begin`, where a block begins, to `end` (exclusive),
+        where one ends."""
         width = LION_STATE.per_block_width(self.block_size)
         blocks = slice(begin // self.block_size * width, -(-end // self.block_size) * width)
         return SignsAndMeans(self.kept[blocks], self.block_size)
@@ -82,7 +85,11 @@ class LionKind(OptimizerKind):
         return LionPublish(last.decay)
 
     def publish(
-        self, publish: LionPublish, state: Sequence[torch.Tensor], block_size: int, published: torch.Tensor
+        self,
+        publish: LionPublish,
+        state: Sequence[torch.Tensor],
+        block_size: int,
+        published: torch.Tensor,
     ) -> torch.Tensor:
         p, m = state
         blocks, width = -(-p.numel() // block_size), LION_STATE.per_block_width(block_size)
@@ -114,12 +121,18 @@ class LionKind(OptimizerKind):
         numbers = (weight, step.beta1, step.lr)
         kernels.predict_lion(weights, published, grad, estimate.kept, *numbers, estimate.block_size)
 
-    def estimate_kernels(self, device: torch.device, block_size: int, *which: Any) -> Iterable[Callable[[], object]]:
+    def estimate_kernels(
+        self, device: torch.device, block_size: int, *which: Any
+    ) -> Iterable[Callable[[], object]]:
         return kernels.estimates(device, block_size, *which)
 
     @torch.no_grad()
     def step_rows(
-        self, state: Sequence[torch.Tensor], grad: torch.Tensor, counts: torch.Tensor, step: LionStep
+        self,
+        state: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        counts: torch.Tensor,
+        step: LionStep,
     ) -> None:
         p, m = state
         kernels.step_lion(p, m, grad, step)

@@ -40,7 +40,8 @@ SHARES = (0.875, 0.75, 0.625, 0.5, 0.25, 0.0)
 
 _BF16_PRICE = "but rounds both moments at random"
 _INTERVAL_PRICE = (
-    "but changes the numerics (docs/zenflow.md, Cost) and takes up to 6 bytes of host memory per parameter more"
+    "but changes the numerics (docs/zenflow.md, Cost) and takes up to 6 bytes of "
+    "host memory per parameter more"
 )
 
 
@@ -118,8 +119,8 @@ class MeasuredStep:
 
     @property
     def exposed_copies(self) -> float:
-        """The part of `wait` that is copies inside the step: what the worker does not explain by taking
-        longer than the accelerator."""
+        """The part of `wait` that is copies inside the step: what the worker does not explain by
+        taking longer than the accelerator."""
         return 0.0 if self.link else max(0.0, self.wait - max(0.0, self.worker - self.busy))
 
 

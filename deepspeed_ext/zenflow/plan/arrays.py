@@ -124,7 +124,11 @@ class ArenaLayout:
 
 def _page_bytes(array: PlacedArray) -> int:
     first = array.offset // PAGE_BYTES * PAGE_BYTES
-    return 0 if array.spec.numel == 0 else round_up(array.offset + array.spec.nbytes, PAGE_BYTES) - first
+    return (
+        0
+        if array.spec.numel == 0
+        else round_up(array.offset + array.spec.nbytes, PAGE_BYTES) - first
+    )
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,9 @@ class Dtypes:
         Gradients are handed over in the weights' dtype, or for fp16 weights in that of their sums:
         fp16 cannot represent gradients that were added up in fp32; bf16 has the range of fp32.
         """
-        return cls(weights, summed, summed if weights == "float16" else weights, published or weights)
+        return cls(
+            weights, summed, summed if weights == "float16" else weights, published or weights
+        )
 
     @property
     def sums_apart(self) -> bool:
@@ -204,7 +210,11 @@ class ArenaKinds:
             before: elements before them, of the same partition of ZeRO, that step on the
                 accelerator.
         """
-        blocks, dtypes, replaces = -(-numel // self.block_size), self.dtypes, self.dtypes.y_replaces_gradient
+        blocks, dtypes, replaces = (
+            -(-numel // self.block_size),
+            self.dtypes,
+            self.dtypes.y_replaces_gradient,
+        )
         shown = self.layout.shown if self.layout.is_coded else ()
         kind, dtype, exchanged = self.per_block
         entries = blocks * self.layout.per_block_width(self.block_size)
@@ -217,18 +227,30 @@ class ArenaKinds:
             replaced_by=dtypes.published if replaces else None,
         )
         return [
-            *(ArraySpec(name, its, numel, partition, before=before) for name, its in self.layout.arrays),
+            *(
+                ArraySpec(name, its, numel, partition, before=before)
+                for name, its in self.layout.arrays
+            ),
             *(ArraySpec(name, "uint8", blocks, partition) for name in self.layout.scales),
             *(ArraySpec(name, "float32", numel, partition, touched=False) for name in shown),
-            *([] if replaces else [ArraySpec("y", dtypes.published, numel, partition, exchanged=self.lifts_y)]),
+            *(
+                []
+                if replaces
+                else [ArraySpec("y", dtypes.published, numel, partition, exchanged=self.lifts_y)]
+            ),
             ArraySpec(kind, dtype, entries, partition, exchanged=exchanged),
-            *(replace(gradient, slot=slot, touched=slot < self.touched_slots) for slot in range(self.slots)),
+            *(
+                replace(gradient, slot=slot, touched=slot < self.touched_slots)
+                for slot in range(self.slots)
+            ),
         ]
 
 
 def slot_arrays(slots: int, numel: int, dtypes: Dtypes) -> list[ArraySpec]:
     """Places of `numel` elements for chunks in transit: gradients of a chunk, and then its y."""
-    gradient = ArraySpec("g", dtypes.gradient, numel, OF_CHUNKS, exchanged=True, replaced_by=dtypes.published)
+    gradient = ArraySpec(
+        "g", dtypes.gradient, numel, OF_CHUNKS, exchanged=True, replaced_by=dtypes.published
+    )
     return [replace(gradient, slot=slot) for slot in range(slots)]
 
 

@@ -50,7 +50,9 @@ asks for them."""
 
 Partitions = tuple[Run, ...]
 _BESIDE = "copies beside the next step"
-_ON_ACCELERATOR = Places(Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST, Place.HOST, Arrival.AFTER_Y)
+_ON_ACCELERATOR = Places(
+    Place.ACCELERATOR, Place.ACCELERATOR, Place.HOST, Place.HOST, Arrival.AFTER_Y
+)
 _IN_BACKWARD = Places(Place.ACCELERATOR, Place.HOST, Place.HOST, Place.HOST, Arrival.IN_BACKWARD)
 
 
@@ -66,9 +68,10 @@ def decide(
     Args:
         config: the ``zenflow`` section.
         host_share: the share of each partition that steps on the host
-            (``offload_optimizer.ratio``); None: all of it until steps are measured (`plan.share`), or
-            as little as the accelerators' free memory allows if the rule has no steps to measure or a
-            host is too small.
+            (``offload_optimizer.ratio``); None: all of it until steps are measured (`plan.share`),
+                or
+            as little as the accelerators' free memory allows if the rule has no steps to measure or
+            a host is too small.
         steps_per_epoch: optimizer steps per epoch; None: unknown.
 
     Raises:
@@ -113,10 +116,15 @@ class _Choice:
         if found is not None and found.slots:
             places = replace(places, handed_over=Place.IN_TRANSIT)
         partitions = tuple(
-            PartitionPlan(run.numel, self._head(run.numel, host_share), places, run.times) for run in mine
+            PartitionPlan(run.numel, self._head(run.numel, host_share), places, run.times)
+            for run in mine
         )
         if shortage is not None:
-            instead = "set zenflow.gradients_on_host to false, or " if places.copies is Copies.WEIGHTS else ""
+            instead = (
+                "set zenflow.gradients_on_host to false, or "
+                if places.copies is Copies.WEIGHTS
+                else ""
+            )
             shortage = (
                 f"the optimizer's state needs {shortage}: {instead}use more hosts, a smaller "
                 "zenflow.update_interval or more memory"
@@ -150,7 +158,9 @@ class _Choice:
         if not leave:
             return _ON_ACCELERATOR, Reason("zenflow.gradients_on_host = False", why)
         weights = self.facts.caller.weights
-        return replace(_IN_BACKWARD, weights=weights), Reason("zenflow.gradients_on_host = True", why)
+        return replace(_IN_BACKWARD, weights=weights), Reason(
+            "zenflow.gradients_on_host = True", why
+        )
 
     def _leave(self, host_share: float | None) -> tuple[bool, str]:
         """Whether gradients go to the host during backward, and why."""
@@ -176,12 +186,14 @@ class _Choice:
         tight = [
             rank
             for rank in self.facts.ranks
-            if rank.accelerator_free is not None and needs[rank.partitions] > MOST_FOR_GRADIENTS * rank.accelerator_free
+            if rank.accelerator_free is not None
+            and needs[rank.partitions] > MOST_FOR_GRADIENTS * rank.accelerator_free
         ]
         rank = (tight or self.facts.ranks)[0]
         free = "unknown" if rank.accelerator_free is None else f"{rank.accelerator_free:,}"
         why = (
-            f"they would take {needs[rank.partitions]:,} bytes of the accelerator, where {free} are "
+            f"they would take {needs[rank.partitions]:,} bytes of the accelerator, where {free} "
+            f"are "
             f"free, and should take at most {MOST_FOR_GRADIENTS:.0%} of what is free on any rank"
         )
         if not tight:
@@ -196,7 +208,9 @@ class _Choice:
         names = self.dtypes.weights, self.dtypes.summed, self.dtypes.gradient
         weights, summed, handed_over = (DTYPE_BYTES[name] for name in names)
         largest = max((run.numel for run in partitions), default=0)
-        copied = summed * largest if self.facts.caller.partitions_weights or summed == weights else 0
+        copied = (
+            summed * largest if self.facts.caller.partitions_weights or summed == weights else 0
+        )
         converted = handed_over * largest if handed_over != summed else 0
         kept = summed * _total(partitions) * self.facts.caller.kept_partitions
         return kept + copied + converted
@@ -228,18 +242,21 @@ class _Choice:
         why = (
             f"of {rank.accelerator_total or 0:,} bytes of accelerator memory "
             f"{rank.accelerator_free or 0:,} were free, gradients will take "
-            f"{self._later(rank.partitions):,}, and {self.config.offload_reserve_fraction:.0%} stay "
+            f"{self._later(rank.partitions):,}, and {self.config.offload_reserve_fraction:.0%} "
+            f"stay "
             "free for activations (zenflow.offload_reserve_fraction)"
         )
         return share, Reason(f"offload_optimizer.ratio = {share:.4g}", why, is_open=True)
 
     def _units(self, rank: RankFacts) -> int:
-        """The largest share of a rank's optimizer that fits into its accelerator, in units; 0 if there
-        is no room for any. An element takes more bytes where it steps there."""
+        """The largest share of a rank's optimizer that fits into its accelerator, in units; 0 if
+        there is no room for any. An element takes more bytes where it steps there."""
         reserve = round((rank.accelerator_total or 0) * self.config.offload_reserve_fraction)
         room = (rank.accelerator_free or 0) - self._later(rank.partitions) - reserve
         units = range(UNITS + 1)
-        fitting = bisect_right(units, room, key=lambda u: self._bytes_at(rank.partitions, 1.0 - u / UNITS))
+        fitting = bisect_right(
+            units, room, key=lambda u: self._bytes_at(rank.partitions, 1.0 - u / UNITS)
+        )
         return max(fitting - 1, 0)
 
     def _later(self, partitions: Partitions) -> int:
@@ -247,8 +264,8 @@ class _Choice:
         return self._gradient_bytes(partitions) + self.facts.caller.bucket_bytes
 
     def _bytes_at(self, partitions: Partitions, host_share: float) -> int:
-        """Bytes of the accelerator for the share of the optimizer, and for what the rest keeps there:
-        the rule's state and, if copies may run beside the step, landing buffers."""
+        """Bytes of the accelerator for the share of the optimizer, and for what the rest keeps
+        there: the rule's state and, if copies may run beside the step, landing buffers."""
         nbytes = self._share_bytes(partitions, host_share)
         for run in self._on_host(partitions, host_share):
             of_rule = bytes_of(self.rule, run.numel, DTYPE_BYTES[self.dtypes.weights])
@@ -258,7 +275,10 @@ class _Choice:
         return nbytes
 
     def _share_bytes(self, partitions: Partitions, host_share: float) -> int:
-        return sum(share_bytes(self.rule, self._head(run.numel, host_share)) * run.times for run in partitions)
+        return sum(
+            share_bytes(self.rule, self._head(run.numel, host_share)) * run.times
+            for run in partitions
+        )
 
     def _head(self, numel: int, host_share: float) -> int:
         return head_of(numel, host_share, self.rule.block_size)
@@ -306,7 +326,9 @@ class _Choice:
         taken = self._later(rank.partitions) + self._share_bytes(rank.partitions, host_share)
         return free - taken - math.ceil(total * LEAST_FREE)
 
-    def chunks(self, partitions: Partitions, places: Places, host_share: float) -> tuple[Chunks | None, Reason]:
+    def chunks(
+        self, partitions: Partitions, places: Places, host_share: float
+    ) -> tuple[Chunks | None, Reason]:
         """The chunks of copies beside the step, and whether gradients are on the host only while
         their chunk is.
 
@@ -340,7 +362,9 @@ class _Choice:
         Args:
             sums: bytes of an element of the sums of gradients that are on the host, too.
         """
-        needs = self._by_shape(partial(self._host_bytes, places=places, host_share=host_share, sums=sums))
+        needs = self._by_shape(
+            partial(self._host_bytes, places=places, host_share=host_share, sums=sums)
+        )
         sharers: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for rank in self.facts.ranks:
             for limit, free in rank.host_free:
@@ -354,7 +378,9 @@ class _Choice:
                 )
         return None
 
-    def _host_bytes(self, partitions: Partitions, places: Places, host_share: float, sums: int) -> int:
+    def _host_bytes(
+        self, partitions: Partitions, places: Places, host_share: float, sums: int
+    ) -> int:
         """Bytes that a rank touches on its host at start."""
         found, _ = self.chunks(partitions, places, host_share)
         slots: list[ArraySpec] = []

@@ -68,8 +68,9 @@ class Caller:
         summed_dtype: name of the dtype in which gradients of micro-steps are added up.
         weights: where partitions of the weights are.
         takes_gradients: whether a gradient can go to the host during backward.
-        partitions_weights: whether a rank has a part of the weights, as at stage 3. Then a partition's
-            gradients are copied to a flat tensor even if they are added up in another dtype.
+        partitions_weights: whether a rank has a part of the weights, as at stage 3. Then a
+            partition's gradients are copied to a flat tensor even if they are added up in another
+            dtype.
         bucket_bytes: bytes of the accelerator for gradients that are being reduced.
         ranks: the data-parallel ranks.
     """

@@ -141,8 +141,8 @@ class Held:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of this rank's file of a checkpoint: p and the moments, the rule's state, and at the
-        most all gradients of an interval but one, which wait for their step."""
+        """Bytes of this rank's file of a checkpoint: p and the moments, the rule's state, and at
+        the most all gradients of an interval but one, which wait for their step."""
         layout, waiting = self.rule.layout, self.rule.longest_interval - 1
         moment = _FLOAT_BYTES if layout.is_coded else DTYPE_BYTES[layout.moment_dtype]
         gradients = waiting * DTYPE_BYTES[self.dtypes.gradient]
@@ -178,7 +178,11 @@ class Held:
 
     def _accelerator_moments(self, phase: Phase) -> Moments:
         if phase is Phase.START:  # the rule's state comes with the first steps
-            return {"built": [part for part in self._on_accelerator() if part.kind in (_SHARE, _LANDING)]}
+            return {
+                "built": [
+                    part for part in self._on_accelerator() if part.kind in (_SHARE, _LANDING)
+                ]
+            }
         if phase is Phase.STEP:
             exchange = {} if self.caller.partitions_weights else {"exchange": self._exchange()}
             if self.computes_there:
@@ -259,7 +263,9 @@ class Held:
             weights = self.partitions[0].places.weights
             exchanged = {"g"} if weights is Place.HOST else {"g", "y"}
         return [
-            Part(_ARENA_KINDS[kind], size, Memory.LOCKED_ARENA if kind in exchanged else Memory.ARENA)
+            Part(
+                _ARENA_KINDS[kind], size, Memory.LOCKED_ARENA if kind in exchanged else Memory.ARENA
+            )
             for kind, size in nbytes.items()
         ]
 
@@ -295,7 +301,10 @@ class Held:
         arena, places = self._arena(at_start=True), self.partitions[0].places
         most = max(each.on_host for each in self.partitions)
         is_there = places.weights is Place.ACCELERATOR
-        return {"build": [*arena, *([passing(self._item * most, 2)] if is_there else [])], "sums": arena}
+        return {
+            "build": [*arena, *([passing(self._item * most, 2)] if is_there else [])],
+            "sums": arena,
+        }
 
     def _moved(self) -> Part:
         """Temporaries of a step: state that moves when hot blocks are selected, or those of hot
@@ -310,7 +319,10 @@ class Held:
         """State moves back from the accelerator before anything is written. What steps on the
         accelerator is shown during all of it. An export puts the predicted weights aside."""
         moved = Part("temporaries", self._of_rule(self._most).moved, Memory.PAGEABLE)
-        shown, counts = self._shown(), Part("copy of the rule's state", self._copied_bytes(), Memory.PAGEABLE)
+        shown, counts = (
+            self._shown(),
+            Part("copy of the rule's state", self._copied_bytes(), Memory.PAGEABLE),
+        )
         aside = [] if self.computes_there else [self._aside(Memory.PAGEABLE)]
         found: dict[str, list[Part]] = {"move": [moved], "export": [shown, *aside]}
         if self.saves_beside:  # what is not in the arena is copied, until it is written
@@ -345,7 +357,10 @@ class Held:
             size = 0 if layout.moment_dtype == "float32" else size
             return [Part("loaded moments", size, Memory.PAGEABLE)]
         shown = Part("shown moments", size, Memory.ARENA)
-        return [shown, Part("codes being made", _ENCODING_BYTES * self._coded_at_once, Memory.PAGEABLE)]
+        return [
+            shown,
+            Part("codes being made", _ENCODING_BYTES * self._coded_at_once, Memory.PAGEABLE),
+        ]
 
     @property
     def _coded_at_once(self) -> int:

@@ -1,12 +1,12 @@
 """Predicts how long a step's copies and its pass take, and which part of them every step waits for.
 
-A step's chain is: gradients down the link, the optimizer's pass over host memory, y up the link. All three
-work at once, chunk by chunk, so the slowest of them decides. What runs beside the next forward and backward
-is hidden if these take at least as long; the rest is exposed in every step. What steps on the accelerator
-takes no time here.
+A step's chain is: gradients down the link, the optimizer's pass over host memory, y up the link.
+All three work at once, chunk by chunk, so the slowest of them decides. What runs beside the next
+forward and backward is hidden if these take at least as long; the rest is exposed in every step.
+What steps on the accelerator takes no time here.
 
-Not counted: the first and the last chunk, in which only one of the three works (1/64 of each), launches,
-and the waits of a link that several accelerators share.
+Not counted: the first and the last chunk, in which only one of the three works (1/64 of each),
+launches, and the waits of a link that several accelerators share.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Lanes:
 
 
 def traffic_of(plan: ZenFlowPlan) -> Traffic:
-    """What a step moves: every gradient goes down; y and the block means come up once an interval."""
+    """What a step moves: every gradient goes down; y and the block means come up once an
+    interval."""
     rule, dtypes, interval = plan.rule, plan.dtypes, plan.rule.longest_interval
     specs = plan.kinds.of(0, _NUMEL)
     kinds = (*rule.layout.kinds, *rule.layout.scales)
@@ -88,9 +89,9 @@ def traffic_of(plan: ZenFlowPlan) -> Traffic:
 def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
     """How long the chain takes, and which part of it a step can hide.
 
-    With landing buffers all of it is hidden, and without them the pass. If the host computes the weights,
-    the estimate there is exposed, which reads gradients and y and writes weights, or the weights' way up
-    at the same time, if they are not on the host, too.
+    With landing buffers all of it is hidden, and without them the pass. If the host computes the
+    weights, the estimate there is exposed, which reads gradients and y and writes weights, or the
+    weights' way up at the same time, if they are not on the host, too.
     """
     moves, item = traffic_of(plan), DTYPE_BYTES[plan.dtypes.weights]
     numel = sum(each.on_host * each.times for each in plan.partitions)

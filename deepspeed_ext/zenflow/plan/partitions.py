@@ -1,4 +1,5 @@
-"""What follows from the sizes of partitions: their arrays, and the bytes that each decision takes."""
+"""What follows from the sizes of partitions: their arrays, and the bytes that each decision
+takes."""
 
 from __future__ import annotations
 

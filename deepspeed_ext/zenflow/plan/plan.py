@@ -120,7 +120,9 @@ class ZenFlowPlan:
     def arena(self) -> tuple[ArraySpec, ...]:
         """The arrays of the arena; of partitions of equal size, those of one."""
         partitions = (
-            spec for index, each in enumerate(self.partitions) for spec in self.kinds.of(index, each.on_host, each.head)
+            spec
+            for index, each in enumerate(self.partitions)
+            for spec in self.kinds.of(index, each.on_host, each.head)
         )
         return (*partitions, *self._slot_arrays())
 
@@ -176,7 +178,11 @@ class ZenFlowPlan:
     def affordable_interval(self, wanted: int, room: int) -> int:
         """The longest interval up to `wanted` whose further gradients fit into `room` bytes of host
         memory; 0: not even the shortest."""
-        fitting = (n for n in range(self.rule.shortest_interval, wanted + 1) if self.further_bytes(None, n) <= room)
+        fitting = (
+            n
+            for n in range(self.rule.shortest_interval, wanted + 1)
+            if self.further_bytes(None, n) <= room
+        )
         return max(fitting, default=0)
 
     # -- the accelerator ---------------------------------------------------------------------------

@@ -29,7 +29,9 @@ LONGEST_MEASURED = 2
 
 def ring_of(interval: int, arrival: Arrival) -> int:
     """Number of ring slots needed at `interval`, overlapped (see Note: [the slot of y])."""
-    return max(2 * interval - (arrival is not Arrival.IN_BACKWARD), 1 if arrival is Arrival.AFTER_Y else 2)
+    return max(
+        2 * interval - (arrival is not Arrival.IN_BACKWARD), 1 if arrival is Arrival.AFTER_Y else 2
+    )
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,10 @@ class PredictiveSettings(RuleSettings):
         if config.overlapped and longest is not None:
             if interval is not None and interval > longest:
                 raise ConfigError(
-                    f"zero_optimization.zenflow.update_interval = {interval} with {layout.name.capitalize()}: the "
-                    f"estimate for it has been measured at {longest} only (docs/results.md). Set the interval to "
+                    f"zero_optimization.zenflow.update_interval = {interval} with "
+                    f"{layout.name.capitalize()}: the "
+                    f"estimate for it has been measured at {longest} only (docs/results.md). Set "
+                    f"the interval to "
                     f"{longest} or leave it out"
                 )
             interval = longest

@@ -62,7 +62,8 @@ def bytes_of(
     Args:
         weights_bytes: bytes of an element of the weights.
         arrived_bytes: bytes of an element of y.
-        in_place: whether y is in a landing buffer on the accelerator, so that it is not copied there in parts.
+        in_place: whether y is in a landing buffer on the accelerator, so that it is not copied
+            there in parts.
         on_host: whether hot blocks step on the host.
     """
     if isinstance(rule, SelectiveSettings):
@@ -70,7 +71,9 @@ def bytes_of(
     return _predictive(rule, numel, weights_bytes, arrived_bytes, in_place)
 
 
-def share_step_bytes(numel: int, block_size: int, layout: StateLayout = ADAM_STATE, *, on_host: bool = False) -> int:
+def share_step_bytes(
+    numel: int, block_size: int, layout: StateLayout = ADAM_STATE, *, on_host: bool = False
+) -> int:
     """Temporaries while `numel` elements step beside the worker, if no kernel can run: two fp32
     arrays of one chunk, and three numbers per block. Lion has no kernel for it, and three fp32
     arrays."""
@@ -88,8 +91,8 @@ def _predictive(
 
     Temporaries by torch operations are fp32 arrays of one chunk: for 16-bit weights three of
     `Estimator.predict`, to which y comes in parts, and four of `Estimator.move`; for others one, or
-    two with D, and two. With Lion two, and a byte for each sign. A kernel needs none, but whether it
-    can run is not known before the run.
+    two with D, and two. With Lion two, and a byte for each sign. A kernel needs none, but whether
+    it can run is not known before the run.
     """
     if not rule.overlapped:
         return RuleBytes()
@@ -97,7 +100,10 @@ def _predictive(
     remembered = "signs and means" if rule.layout.with_signs else "derived denominators"
     kept = {remembered: FLOAT_BYTES * -(-numel // rule.block_size) * rule.per_block_width, **drift}
     chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, rule.block_size))
-    arrived, factor = 0 if in_place else chunk * arrived_bytes, FLOAT_BYTES * -(-chunk // rule.block_size)
+    arrived, factor = (
+        0 if in_place else chunk * arrived_bytes,
+        FLOAT_BYTES * -(-chunk // rule.block_size),
+    )
     if rule.layout.with_signs:
         step = chunk * (2 * FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else arrived_bytes))
         return RuleBytes(kept, saved=tuple(kept.values()), step=step)
@@ -108,11 +114,14 @@ def _predictive(
     return RuleBytes(kept, saved=tuple(kept.values()), step=step)
 
 
-def _selective(rule: SelectiveSettings, numel: int, weights_bytes: int, ranks: int, steps_on_host: bool) -> RuleBytes:
+def _selective(
+    rule: SelectiveSettings, numel: int, weights_bytes: int, ranks: int, steps_on_host: bool
+) -> RuleBytes:
     """Kept: the state of hot blocks and their numbers. p, m and v move one after the other.
 
-    Temporaries of `AdamBlocks.step` besides the gradient of the hot blocks: state that is on the host, and two fp32
-    temporaries of one chunk. A kernel does not need the latter, but whether it can run is not known before the run.
+    Temporaries of `AdamBlocks.step` besides the gradient of the hot blocks: state that is on the
+    host, and two fp32 temporaries of one chunk. A kernel does not need the latter, but whether it
+    can run is not known before the run.
     """
     blocks = rule.hot_blocks(numel)
     hot, state = blocks * rule.block_size, rule.hot_state_bytes(blocks)

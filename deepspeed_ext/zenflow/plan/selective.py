@@ -84,15 +84,21 @@ class SelectiveSettings(RuleSettings):
             auto_ratio=config.auto_ratio,
         )
         settings.steps_between_selections(settings.update_interval or 1)
-        if settings.update_interval is None and 0 < (settings.select_every_steps or 0) < (settings.lag or 0):
+        if settings.update_interval is None and 0 < (settings.select_every_steps or 0) < (
+            settings.lag or 0
+        ):
             raise ConfigError(
-                f"zero_optimization.zenflow selects hot blocks every {settings.select_every_steps} steps, which is "
-                f"less than overlap_lag = {settings.lag}: raise select_interval or lower overlap_lag"
+                f"zero_optimization.zenflow selects hot blocks every "
+                f"{settings.select_every_steps} steps, which is "
+                f"less than overlap_lag = {settings.lag}: raise select_interval or lower "
+                f"overlap_lag"
             )
         if settings.lag and settings.update_interval and settings.lag > settings.update_interval:
             raise ConfigError(
-                f"zero_optimization.zenflow.overlap_lag = {settings.lag} is more than update_interval = "
-                f"{settings.update_interval}, but a result must be applied before the next hand-over: lower overlap_lag"
+                f"zero_optimization.zenflow.overlap_lag = {settings.lag} is more than "
+                f"update_interval = "
+                f"{settings.update_interval}, but a result must be applied before the next "
+                f"hand-over: lower overlap_lag"
             )
         return settings
 
@@ -114,7 +120,11 @@ class SelectiveSettings(RuleSettings):
 
     def ring_at(self, interval: int | None, arrival: Arrival) -> int:
         lag = self.lag or 0
-        return ring_of(1, min(lag, 1), arrival) if interval is None else ring_of(interval, lag, arrival)
+        return (
+            ring_of(1, min(lag, 1), arrival)
+            if interval is None
+            else ring_of(interval, lag, arrival)
+        )
 
     @property
     def steps_each_gradient(self) -> bool:
@@ -157,7 +167,8 @@ class SelectiveSettings(RuleSettings):
             steps = max(_AUTO_SELECT_STEPS, 4 * interval)
         if 0 < steps < interval:
             raise ConfigError(
-                f"zero_optimization.zenflow selects hot blocks every {steps} steps, which is less than "
+                f"zero_optimization.zenflow selects hot blocks every {steps} steps, which is less "
+                f"than "
                 f"update_interval = {interval}: raise select_interval or lower update_interval"
             )
         return math.ceil(steps / interval) * interval
@@ -167,7 +178,8 @@ def _select_every_steps(config: ZenFlowConfig, steps_per_epoch: int | None) -> i
     given, strategy = config.select_interval, config.select_strategy
     if strategy == "step" and given is None:
         raise ConfigError(
-            'zero_optimization.zenflow.select_strategy = "step" needs select_interval, the number of optimizer steps '
+            'zero_optimization.zenflow.select_strategy = "step" needs select_interval, the number '
+            "of optimizer steps "
             'between two selections: set it, or set select_strategy to "auto"'
         )
     if strategy != "epoch":
@@ -181,6 +193,8 @@ def unknown_epoch(config: ZenFlowConfig, steps_per_epoch: int | None) -> str | N
     if config.rule != "selective" or config.select_strategy != "epoch" or steps_per_epoch:
         return None
     return (
-        'zenflow.select_strategy = "epoch": the length of an epoch is known only if deepspeed.initialize is '
-        "given training_data; hot blocks are selected once. Set select_strategy = step and select_interval"
+        'zenflow.select_strategy = "epoch": the length of an epoch is known only if '
+        "deepspeed.initialize is "
+        "given training_data; hot blocks are selected once. Set select_strategy = step and "
+        "select_interval"
     )

@@ -1,7 +1,8 @@
 """Selects blocks of a flat partition and runs Adam on them.
 
-A partition of n elements is divided into blocks of `block_size` contiguous elements; the last may be shorter. Parameter
-shapes play no role: selecting blocks reaches the same loss as selecting columns.
+A partition of n elements is divided into blocks of `block_size` contiguous elements; the last may
+be shorter. Parameter shapes play no role: selecting blocks reaches the same loss as selecting
+columns.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class BlockSet:
             flat: 1-D [n], any dtype, any device.
 
         Returns:
-            [len(self), block_size], on the device of `flat`, one row per block; a short block is padded with zeros.
+            [len(self), block_size], on the device of `flat`, one row per block; a short block is
+            padded with zeros.
         """
         whole, ids = self._split(flat)
         rows = whole.index_select(0, ids)
@@ -67,17 +69,19 @@ class BlockSet:
             flat[whole.numel() :] = rows[-1, : self._tail]
 
     def _split(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """View the whole blocks of `flat` as rows; also return the set's whole-block numbers, on `flat`'s device."""
+        """View the whole blocks of `flat` as rows; also return the set's whole-block numbers, on
+        `flat`'s device."""
         ids = self.ids[:-1] if self._has_tail else self.ids
         return flat[: self._whole * self.block_size].view(-1, self.block_size), ids.to(flat.device)
 
 
 class BlocksOfRanks:
-    """The same number of blocks per rank, applicable to the partitions of all ranks, of n elements each.
+    """The same number of blocks per rank, applicable to the partitions of all ranks, of n elements
+    each.
 
     Args:
-        ids: block numbers, [ranks, k] int64, ascending in each row, on the device where the blocks are used. A number
-            may occur several times, except that of a short last block.
+        ids: block numbers, [ranks, k] int64, ascending in each row, on the device where the blocks
+            are used. A number may occur several times, except that of a short last block.
         numel: n.
     """
 
@@ -88,16 +92,18 @@ class BlocksOfRanks:
         is_whole = ids < self._shape[0]
         self._tails = (~is_whole).any(1).nonzero().view(-1)
         self._which = None if not len(self._tails) else is_whole
-        self._rows, self._ids = (rows, ids) if self._which is None else (rows[is_whole], ids[is_whole])
+        self._rows, self._ids = (
+            (rows, ids) if self._which is None else (rows[is_whole], ids[is_whole])
+        )
 
     def put(self, flats: torch.Tensor, values: torch.Tensor) -> None:
-        """Scatter blocks into the partitions, in place; the number of operations does not depend on the number of
-        ranks.
+        """Scatter blocks into the partitions, in place; the number of operations does not depend on
+        the number of ranks.
 
         Args:
             flats: [ranks, n], any dtype, on the device of the numbers.
-            values: [ranks, k, block_size], the same dtype and device. Values of a block that occurs several times are
-                equal.
+            values: [ranks, k, block_size], the same dtype and device. Values of a block that occurs
+                several times are equal.
         """
         whole = self._shape[0] * self.block_size
         if whole:
@@ -127,19 +133,24 @@ class AdamBlocks:
     def step(self, grad: torch.Tensor, step: AdamStep) -> torch.Tensor:
         """Take one Adam step.
 
-        Computed in fp32 on grad's device as `worker.kernel.adam_pass` defines it, with each block's own update count.
-        State that lives on another device is copied there and back. ``step.step`` is not used.
+        Computed in fp32 on grad's device as `worker.kernel.adam_pass` defines it, with each block's
+        own update count. State that lives on another device is copied there and back. ``step.step``
+        is not used.
 
         Args:
             grad: [k, block_size], any float dtype, any device.
 
         Returns:
-            The new p, fp32 [k, block_size], on grad's device. Compute weights from this tensor, not from the attribute
-            `p`: that may be page-locked host memory to which the asynchronous copy back has not finished. If the host
+            The new p, fp32 [k, block_size], on grad's device. Compute weights from this tensor, not
+            from the attribute
+            `p`: that may be page-locked host memory to which the asynchronous copy back has not
+                finished. If the host
             reads or converts it, it may see the previous step or a mixture.
         """
         state_device, device = self.p.device, grad.device
-        p, m, v, updates = (t.to(device, non_blocking=True) for t in (self.p, self.m, self.v, self.updates))
+        p, m, v, updates = (
+            t.to(device, non_blocking=True) for t in (self.p, self.m, self.v, self.updates)
+        )
         updates.add_(1)
         kernels.hot_step(p, m, v, grad, updates, kernels.HotConstants.of(step))
         if state_device != device:

@@ -1,4 +1,5 @@
-"""Defines what both rules' saved states share: strict pydantic models of plain values and tensors."""
+"""Defines what both rules' saved states share: strict pydantic models of plain values and
+tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
 class SavedValues(BaseModel):
     """A part of the saved state. Unknown keys and values of other types are errors."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, arbitrary_types_allowed=True, frozen=True
+    )
 
 
 class StepValues(SavedValues):
@@ -85,7 +88,8 @@ class PartitionValues(SavedValues, ABC):
 
     Attributes:
         numel: its number of elements.
-        on_accelerator: how many of them, at its start, step on the accelerator. They have no part in the other values.
+        on_accelerator: how many of them, at its start, step on the accelerator. They have no part
+            in the other values.
         updates: its number of updates; None: that of the run.
     """
 
@@ -114,32 +118,43 @@ class PartitionValues(SavedValues, ABC):
         Returns:
             Messages, with empty strings among them for checks that passed.
         """
-        found = [misfit(grad, self.on_host, GRADIENT_DTYPES, f"gradient {i}") for i, grad in enumerate(self.gradients)]
+        found = [
+            misfit(grad, self.on_host, GRADIENT_DTYPES, f"gradient {i}")
+            for i, grad in enumerate(self.gradients)
+        ]
         if len(self.gradients) != len(self.collected):
-            found.append(f"{len(self.gradients)} gradients with the constants of {len(self.collected)}")
+            found.append(
+                f"{len(self.gradients)} gradients with the constants of {len(self.collected)}"
+            )
         return found
 
     @abstractmethod
-    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32") -> None:
-        """Apply the collected gradients to a part of what the rule sees, as the rule would have, in this process.
+    def apply_collected(
+        self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
+    ) -> None:
+        """Apply the collected gradients to a part of what the rule sees, as the rule would have, in
+        this process.
 
         Args:
             state: p, m, v of the part, changed in place; 1-D [n], host; p is fp32.
-            begin: the first element of the part behind those on the accelerator, at the start of a block. The part ends
-                where a block or the partition ends.
+            begin: the first element of the part behind those on the accelerator, at the start of a
+                block. The part ends where a block or the partition ends.
             moment_dtype: that to which the rule rounded the moments.
         """
 
-    def catch_up(self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32") -> None:
-        """`apply_collected` for a part of the whole partition, which begins at element `begin` of it, where a block
-        begins."""
+    def catch_up(
+        self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
+    ) -> None:
+        """`apply_collected` for a part of the whole partition, which begins at element `begin` of
+        it, where a block begins."""
         skipped = max(0, self.on_accelerator - begin)
         parts, begin = [array[skipped:] for array in state], begin + skipped - self.on_accelerator
         self.apply_collected(parts, block_size, begin, moment_dtype)
 
 
 def misfit(tensor: torch.Tensor, numel: int, dtypes: Sequence[torch.dtype], what: str) -> str:
-    """Return why `tensor` is not a 1-D strided CPU tensor of `numel` elements in one of `dtypes`; empty if it is."""
+    """Return why `tensor` is not a 1-D strided CPU tensor of `numel` elements in one of `dtypes`;
+    empty if it is."""
     plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
     if plain and tuple(tensor.shape) == (numel,) and tensor.dtype in dtypes:
         return ""

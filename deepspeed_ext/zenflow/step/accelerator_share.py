@@ -1,10 +1,10 @@
 """Steps a share of every partition on the accelerator: exactly, in the same step as the gradient.
 
-``offload_optimizer.ratio`` is the share of the optimizer on the host. The first blocks of each partition, up to that
-share, have p and the moments in accelerator memory: with Adam 12 bytes per element there, and none on the host. They
-never wait for the worker, and the update rule does not see them. The host's arrays begin in front of the rule's part
-(see `Arena.whole`), so what DeepSpeed saves, loads and shows is the whole partition: `show` copies the share there,
-`take` copies it back.
+``offload_optimizer.ratio`` is the share of the optimizer on the host. The first blocks of each
+partition, up to that share, have p and the moments in accelerator memory: with Adam 12 bytes per
+element there, and none on the host. They never wait for the worker, and the update rule does not
+see them. The host's arrays begin in front of the rule's part (see `Arena.whole`), so what DeepSpeed
+saves, loads and shows is the whole partition: `show` copies the share there, `take` copies it back.
 
 Source of the idea: ZeRO-Offload++ (DeepSpeed's "Twin-Flow"), which moves whole sub-groups.
 """
@@ -82,8 +82,8 @@ class AcceleratorShare:
         kind: OptimizerKind,
         ranks: RankGroup,
     ) -> AcceleratorShare | None:
-        """Allocate it on every rank; None on every rank if the accelerator of any has no memory for it. A
-        collective."""
+        """Allocate it on every rank; None on every rank if the accelerator of any has no memory for
+        it. A collective."""
         heads, block_size = [each.head for each in plan.partitions], plan.rule.block_size
         return allocation.try_on_all_ranks(
             "zenflow.accelerator_share",
@@ -108,19 +108,25 @@ class AcceleratorShare:
         share = cls.if_all_have_room(plan, weights, arena, kind, ranks)
         if share is None:
             raise OutOfMemoryError(
-                f"offload_optimizer.ratio keeps {plan.held.share_bytes:,} bytes of the optimizer on the "
-                f"accelerator of rank {ranks.rank}, and a rank has no memory for that: raise the ratio, "
+                f"offload_optimizer.ratio keeps {plan.held.share_bytes:,} bytes of the optimizer "
+                f"on the "
+                f"accelerator of rank {ranks.rank}, and a rank has no memory for that: raise the "
+                f"ratio, "
                 'or set it to "auto"'
             )
         return share
 
     @torch.no_grad()
-    def step(self, index: int, grad: torch.Tensor, step: StepConstants, weights: torch.Tensor) -> None:
+    def step(
+        self, index: int, grad: torch.Tensor, step: StepConstants, weights: torch.Tensor
+    ) -> None:
         """Take one step of a partition's share, and write its weights.
 
         Args:
-            grad: the share's gradient, 1-D [d], any float dtype, accelerator; neither unscaled nor clipped.
-            weights: the share's weights, 1-D [d], in the model's dtype, accelerator; written in place.
+            grad: the share's gradient, 1-D [d], any float dtype, accelerator; neither unscaled nor
+                clipped.
+            weights: the share's weights, 1-D [d], in the model's dtype, accelerator; written in
+                place.
         """
         state = self._parts[index].state
         p = state[0]
@@ -128,12 +134,12 @@ class AcceleratorShare:
             self._kind.step_rows(state, grad.view_as(p), self._updates[: len(p)], step)
             weights.copy_(p.view(-1))
 
-    # -- outside of a step ----------------------------------------------------------------------------------------
+    # -- outside of a step -------------------------------------------------------------------------
 
     @torch.no_grad()
     def show(self) -> None:
-        """Copy p and the moments to the host, where they take memory until `hide`. Nothing of the arena may be in
-        use."""
+        """Copy p and the moments to the host, where they take memory until `hide`. Nothing of the
+        arena may be in use."""
         for part in self._parts:
             for shown, values in zip(part.shown, part.state, strict=True):
                 shown.copy_(values.view(-1))

@@ -21,8 +21,8 @@ class Adviser:
     Args:
         remedies: what may be suggested.
         cores: of the optimizer process; None: not known.
-        leads: whether this rank logs. Its times count: its step on the accelerator includes waits for
-            other ranks.
+        leads: whether this rank logs. Its times count: its step on the accelerator includes waits
+            for other ranks.
         room: bytes of accelerator memory that were never used so far.
         clock: seconds.
     """

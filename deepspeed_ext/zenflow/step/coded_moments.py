@@ -1,9 +1,10 @@
 """Shows moments that are codes of 8 bits as fp32: to DeepSpeed, to users and to checkpoints.
 
-The codes and their scales are the state; the worker knows nothing else. Everyone else sees fp32 arrays of the arena,
-which take memory only while they are shown: what is read there has been decoded, and what is written there is encoded
-before the next step, to the nearest value. What was not written gives the same codes again. A save does not show the
-moments: they are decoded chunk by chunk, on their way to the file.
+The codes and their scales are the state; the worker knows nothing else. Everyone else sees fp32
+arrays of the arena, which take memory only while they are shown: what is read there has been
+decoded, and what is written there is encoded before the next step, to the nearest value. What was
+not written gives the same codes again. A save does not show the moments: they are decoded chunk by
+chunk, on their way to the file.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class CodedMoment(NamedTuple):
             yield Span(begin, min(begin + step, self.codes.numel()))
 
     def decode(self, span: Span, values: torch.Tensor) -> torch.Tensor:
-        """Decode a run of whole blocks to the first elements of `values`, 1-D fp32, and return these."""
+        """Decode a run of whole blocks to the first elements of `values`, 1-D fp32, and return
+        these."""
         values = values[: span.numel]
         decode(self.codes[slice(*span)], self._scales_of(span), self.block_size, values)
         return values
@@ -56,7 +58,9 @@ class CodedMoment(NamedTuple):
     def decoded(self) -> Iterator[torch.Tensor]:
         """The fp32 values in order, each part valid until the next."""
         chunk = torch.empty(
-            min(chunk_of(CODED_CHUNK_NUMEL, self.block_size), self.codes.numel()), dtype=torch.float32, device="cpu"
+            min(chunk_of(CODED_CHUNK_NUMEL, self.block_size), self.codes.numel()),
+            dtype=torch.float32,
+            device="cpu",
         )
         for span in self.spans(CODED_CHUNK_NUMEL):
             yield self.decode(span, chunk)
@@ -74,16 +78,26 @@ class CodedMoments:
     """The moments of a rank's partitions.
 
     Attributes:
-        is_shown: whether the state is what is shown, which may have been written. From the beginning of a step on, it
-            is the codes.
+        is_shown: whether the state is what is shown, which may have been written. From the
+            beginning of a step on, it is the codes.
     """
 
-    def __init__(self, arena: Arena, partitions: Sequence[Partition], layout: StateLayout, block_size: int) -> None:
+    def __init__(
+        self, arena: Arena, partitions: Sequence[Partition], layout: StateLayout, block_size: int
+    ) -> None:
         self.is_shown = False
         self._has_memory = False
         self._arena = arena
         self._moments = [
-            CodedMoment(kind, shown, partition.index, block_size, codes, scales, arena.tensor(shown, partition.index))
+            CodedMoment(
+                kind,
+                shown,
+                partition.index,
+                block_size,
+                codes,
+                scales,
+                arena.tensor(shown, partition.index),
+            )
             for partition in partitions
             for kind, shown, codes, scales in zip(
                 layout.kinds[1:], layout.shown, partition.moments, partition.scales, strict=True
@@ -91,7 +105,8 @@ class CodedMoments:
         ]
 
     def show(self) -> None:
-        """Decode the moments, which take memory until `hide`. Nothing of the arena may be in use."""
+        """Decode the moments, which take memory until `hide`. Nothing of the arena may be in
+        use."""
         self._has_memory = self.is_shown = True
         for moment in self._moments:
             for span in moment.spans(CODED_CHUNK_NUMEL):
@@ -106,15 +121,18 @@ class CodedMoments:
                     moment.encode(span)
 
     def hide(self) -> None:
-        """Free the memory of what was shown, unless it is the state. Nothing may read it any more."""
+        """Free the memory of what was shown, unless it is the state. Nothing may read it any
+        more."""
         if self._has_memory and not self.is_shown:
             self._has_memory = False
             for moment in self._moments:
                 self._arena.release(moment.shown_kind, moment.partition)
 
     def behind(self, values: torch.Tensor) -> CodedMoment | None:
-        """The moment that `values`, a storage of the host, would show; None: it holds other values, or it does show
-        them."""
+        """The moment that `values`, a storage of the host, would show; None: it holds other values,
+        or it does show them."""
         if self.is_shown:
             return None
-        return next((each for each in self._moments if each.shown.data_ptr() == values.data_ptr()), None)
+        return next(
+            (each for each in self._moments if each.shown.data_ptr() == values.data_ptr()), None
+        )

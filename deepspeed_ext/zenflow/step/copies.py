@@ -1,8 +1,10 @@
-"""Finds parameters of which several ranks have a copy, and whose copies would be predicted differently.
+"""Finds parameters of which several ranks have a copy, and whose copies would be predicted
+differently.
 
-With tensor parallelism a rank has parts of some parameters and copies of others. The estimate of an element depends on
-the mean of v over its block. A block with elements of both kinds has another mean on each rank, so predicted weights of
-the copies would differ, silently. Plain values, no torch.
+With tensor parallelism a rank has parts of some parameters and copies of others. The estimate of an
+element depends on the mean of v over its block. A block with elements of both kinds has another
+mean on each rank, so predicted weights of the copies would differ, silently. Plain values, no
+torch.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def mixed(runs: Sequence[Run], block_size: int) -> list[str]:
     """
     divided: set[int] = set()
     for run in runs:
-        if not run.is_copy and run.end > run.begin:  # only the ends of a run can share a block with another
+        if (
+            not run.is_copy and run.end > run.begin
+        ):  # only the ends of a run can share a block with another
             divided |= {run.begin // block_size, (run.end - 1) // block_size}
     ends = [
         (run, {run.begin // block_size, (run.end - 1) // block_size})
@@ -45,7 +49,8 @@ def mixed(runs: Sequence[Run], block_size: int) -> list[str]:
 
 
 def largest_block_apart(partitions: Sequence[Sequence[Run]], block_size: int) -> int:
-    """The largest power of two up to `block_size` as a block size at which no copy shares a block."""
+    """The largest power of two up to `block_size` as a block size at which no copy shares a
+    block."""
     size = 1 << (block_size.bit_length() - 1)
     while size > 1 and any(mixed(runs, size) for runs in partitions):
         size //= 2

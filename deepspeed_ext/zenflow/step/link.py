@@ -1,4 +1,5 @@
-"""The trainer's connection to its optimizer process: submit work, wait, and raise errors on all ranks together."""
+"""The trainer's connection to its optimizer process: submit work, wait, and raise errors on all
+ranks together."""
 
 from __future__ import annotations
 
@@ -43,13 +44,16 @@ class UpdatePhase(enum.Enum):
     """State of the newest update; decides who may read and write p, m and v."""
 
     READ = "read"
-    """The update is in p, m, v, and the rule has read what it needs. The trainer may read p, m and v."""
+    """The update is in p, m, v, and the rule has read what it needs. The trainer may read p, m and
+    v."""
     IN_FLIGHT = "in flight"
-    """Handed over and not awaited: p, m, v, y and the handed-over gradients belong to the worker."""
+    """Handed over and not awaited: p, m, v, y and the handed-over gradients belong to the
+    worker."""
     ARRIVED = "arrived"
     """The update is in p, m, v and y; the rule has not read the block means yet."""
     EXPOSED = "exposed"
-    """Like `READ`, but p, m, v may have been written from outside: the next step publishes them again."""
+    """Like `READ`, but p, m, v may have been written from outside: the next step publishes them
+    again."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +90,17 @@ class WorkerLink:
         plan: the arena, and what crosses the link.
         buffers: landing buffers of each partition, if copies run beside the next step.
         threads: of the worker, where they run, and how long it may make no progress.
-        ranks: the ranks that the model is spread over; each of them builds one of these, and all get the
-            error of one.
+        ranks: the ranks that the model is spread over; each of them builds one of these, and all
+            get the error of one.
 
     Attributes:
         home: the process that this belongs to.
         arena, process, transfers, page_locks, metrics: see their classes.
         phase: state of the newest update.
-        write_wait_seconds: total time spent waiting for the worker to write parts of the arena to files.
-        longest_wait_seconds: longest wait even with progress; after it, the collective of other ranks would time out.
+        write_wait_seconds: total time spent waiting for the worker to write parts of the arena to
+            files.
+        longest_wait_seconds: longest wait even with progress; after it, the collective of other
+            ranks would time out.
 
     Raises:
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
@@ -133,26 +139,31 @@ class WorkerLink:
             self.abandon()
             raise
         if self.process.ready.warning:
-            logger.warning(f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}")
+            logger.warning(
+                f"rank {dist.get_rank()}: the optimizer process {self.process.ready.warning}"
+            )
 
     def _carry(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> None:
         """Begin to carry what `plan` says."""
         self.transfers = self._transfers(plan, buffers)
         parts = self.process, self.transfers, self.page_locks
-        # Runs at `close` or at garbage collection, but not at exit, which frees everything without waiting.
+        # Runs at `close` or at garbage collection, but not at exit, which frees everything without
+        # waiting.
         self._end_copies = weakref.finalize(self, _end_copies, *parts, os.getpid())
         self._end_copies.atexit = False
         self.lock([spec.key for spec in plan.arena if spec.touched and spec.exchanged])
 
     def relay(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> None:
-        """Go on with the same memory and worker, but with fewer elements on the host, as `plan` says. Nothing may be
-        in flight, and no result that has arrived is read afterwards.
+        """Go on with the same memory and worker, but with fewer elements on the host, as `plan`
+        says. Nothing may be in flight, and no result that has arrived is read afterwards.
 
         Raises:
             WorkerError: the worker has failed, or copies do not end.
         """
         if not self.transfers.close():
-            raise WorkerError("copies between accelerator and host have not ended, so no share can move")
+            raise WorkerError(
+                "copies between accelerator and host have not ended, so no share can move"
+            )
         self._end_copies.detach()
         self.page_locks.unlock()
         layout = relaid(self.arena.layout, plan)
@@ -170,8 +181,8 @@ class WorkerLink:
     def lock(self, keys: Sequence[ArrayKey]) -> None:
         """Page-lock these arrays, so that their copies overlap with computation. Idempotent.
 
-        The worker touches them first: locking untouched pages would place them on this process's memory node and clear
-        them with a single thread.
+        The worker touches them first: locking untouched pages would place them on this process's
+        memory node and clear them with a single thread.
         """
         new = [key for key in keys if key not in self._touched]
         if new:
@@ -180,17 +191,18 @@ class WorkerLink:
         self.page_locks.lock([self.arena.tensor(*key) for key in keys])
 
     # Note: [an error of one rank]
-    # Between two of DeepSpeed's collectives a rank is alone. If it raised there, the others would wait
-    # in the next collective until the group's timeout. So each part of a step that can fail runs inside
-    # `keeping`: the rank keeps its error and goes on to the same collectives, with values that make
-    # every rank skip the step (a norm of NaN) or that nobody reads. The next wait that all ranks make
-    # together raises the error on each of them. A call outside of `keeping` must be unable to fail
-    # alone; tests/unit/faults/test_one_rank_fails.py lists those calls with the reason.
+    # Between two of DeepSpeed's collectives a rank is alone. If it raised there, the others would
+    # wait in the next collective until the group's timeout. So each part of a step that can fail
+    # runs inside `keeping`: the rank keeps its error and goes on to the same collectives, with
+    # values that make every rank skip the step (a norm of NaN) or that nobody reads. The next wait
+    # that all ranks make together raises the error on each of them. A call outside of `keeping`
+    # must be unable to fail alone; tests/unit/faults/test_one_rank_fails.py lists those calls with
+    # the reason.
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Wrap this rank's own part of a step; see Note: [an error of one rank]. Until all ranks wait
-        together, `failed` is true and work may be skipped."""
+        """Wrap this rank's own part of a step; see Note: [an error of one rank]. Until all ranks
+        wait together, `failed` is true and work may be skipped."""
         self.home.require()  # not kept: it would be raised after a collective of the parent's group
         with self._kept.keeping():
             try:
@@ -199,8 +211,10 @@ class WorkerLink:
                 if not is_of_handler(error):
                     raise
                 raise StateError(
-                    f"{type(error).__name__} ({error}), raised by a signal handler, has broken off an optimizer step "
-                    "or a wait for it: build a new engine, and load the last checkpoint. Let the handler only set a "
+                    f"{type(error).__name__} ({error}), raised by a signal handler, has broken "
+                    f"off an optimizer step "
+                    "or a wait for it: build a new engine, and load the last checkpoint. Let the "
+                    "handler only set a "
                     "flag, and check the flag between steps"
                 ) from error
 
@@ -210,8 +224,8 @@ class WorkerLink:
         return self._kept.error is not None
 
     def depart(self, tasks: Sequence[WorkerTask], *, gradients: int, publishes: bool) -> None:
-        """Send off the gradients that `transfers` has taken, and hand over work on them and earlier ones. Does nothing
-        if this rank has failed.
+        """Send off the gradients that `transfers` has taken, and hand over work on them and earlier
+        ones. Does nothing if this rank has failed.
 
         Args:
             tasks: at most one task per partition.
@@ -226,15 +240,15 @@ class WorkerLink:
             self.transfers.depart(tasks, publishes)
 
     def start_copies(self) -> None:
-        """Start the copies of the gradients that `transfers` has taken (see `Transfers.start`). Does nothing if this
-        rank has failed."""
+        """Start the copies of the gradients that `transfers` has taken (see `Transfers.start`).
+        Does nothing if this rank has failed."""
         if not self.failed:
             with self.keeping():
                 self.transfers.start()
 
     def wait(self) -> Exception | None:
-        """Wait for everything in flight on this rank. Even with progress, the wait ends before the collective of the
-        ranks that wait for this one times out.
+        """Wait for everything in flight on this rank. Even with progress, the wait ends before the
+        collective of the ranks that wait for this one times out.
 
         Returns:
             The kept error, if any, which `wait_together` raises on all ranks.
@@ -253,8 +267,8 @@ class WorkerLink:
         """Wait for everything in flight. A collective.
 
         Raises:
-            WorkerError: on every rank, if any rank's worker has failed, or has ended although idle; every later wait
-                raises it again.
+            WorkerError: on every rank, if any rank's worker has failed, or has ended although idle;
+                every later wait raises it again.
         """
         with self.keeping():
             self.wait()
@@ -276,14 +290,15 @@ class WorkerLink:
             raise
 
     def receive(self) -> None:
-        """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does not check an idle
-        worker."""
+        """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does
+        not check an idle worker."""
         with self.keeping(), self.metrics.waiting.measured():
             self.wait()
         self.raise_kept()
 
     def close(self) -> None:
-        """Stop the worker. The arena's tensors stay readable. Idempotent, also after a failed start."""
+        """Stop the worker. The arena's tensors stay readable. Idempotent, also after a failed
+        start."""
         if hasattr(self, "process"):
             self.process.close()
         if hasattr(self, "_end_copies"):
@@ -292,15 +307,18 @@ class WorkerLink:
             self.arena.close()
 
     def abandon(self) -> None:
-        """Close after the engine's constructor failed, and free the arena's memory even if tensors still refer to
-        it."""
+        """Close after the engine's constructor failed, and free the arena's memory even if tensors
+        still refer to it."""
         self.close()
         if hasattr(self, "arena"):
             self.arena.discard()
 
 
-def _end_copies(process: OptimizerProcess, transfers: Transfers, page_locks: PageLocks, owner_pid: int) -> None:
-    """Unlock memory once no copy is running; if a copy does not end, leave everything that it uses."""
+def _end_copies(
+    process: OptimizerProcess, transfers: Transfers, page_locks: PageLocks, owner_pid: int
+) -> None:
+    """Unlock memory once no copy is running; if a copy does not end, leave everything that it
+    uses."""
     if os.getpid() != owner_pid:  # a forked process must not use the accelerator
         return
     process.close()
@@ -309,15 +327,21 @@ def _end_copies(process: OptimizerProcess, transfers: Transfers, page_locks: Pag
     else:
         page_locks.leave(transfers)
         logger.warning(
-            "copies between accelerator and host have not ended, perhaps behind a collective that a rank has left: "
+            "copies between accelerator and host have not ended, perhaps behind a collective that "
+            "a rank has left: "
             "their memory stays locked until this process ends"
         )
 
 
 def _results(arena: Arena, block_size: int) -> list[list[Results]]:
-    """The arrays that the worker writes for the trainer, for each partition in order, for each slot of its ring."""
+    """The arrays that the worker writes for the trainer, for each partition in order, for each slot
+    of its ring."""
     keys = [array.spec.key for array in arena.layout.arrays]
-    means = {key.partition: _by_block(arena, key, block_size) for key in keys if key.kind in ("block_means", "known")}
+    means = {
+        key.partition: _by_block(arena, key, block_size)
+        for key in keys
+        if key.kind in ("block_means", "known")
+    }
     found: dict[int, list[Results]] = {key.partition: [] for key in keys if key.kind == "p"}
     for _, partition, slot in (key for key in keys if key.kind == "g"):
         if partition == OF_CHUNKS:
@@ -327,14 +351,18 @@ def _results(arena: Arena, block_size: int) -> list[list[Results]]:
     for partition, each in found.items():
         if not each:  # y passes through the places of chunks
             numel, dtype = arena.tensor("p", partition).numel(), arena.tensor("y", OF_CHUNKS).dtype
-            each.append(Results(torch.empty(numel, dtype=dtype, device="meta"), means.get(partition)))
+            each.append(
+                Results(torch.empty(numel, dtype=dtype, device="meta"), means.get(partition))
+            )
     return list(found.values())
 
 
 def _slots_of_chunks(arena: Arena) -> list[ChunkSlot]:
     """The places through which chunks pass; none: partitions keep whole gradients."""
     return [
-        ChunkSlot(arena.tensor(*key), arena.tensor("y", OF_CHUNKS, key.slot), streams.blocking_event())
+        ChunkSlot(
+            arena.tensor(*key), arena.tensor("y", OF_CHUNKS, key.slot), streams.blocking_event()
+        )
         for key in arena.keys("g", OF_CHUNKS)
     ]
 
@@ -347,7 +375,8 @@ def _by_block(arena: Arena, key: ArrayKey, block_size: int) -> torch.Tensor:
 
 
 def _longest_wait_seconds(timeout_seconds: float, ranks: RankGroup) -> float:
-    """How long this rank may wait for a worker that makes progress before the other ranks' collective would time out.
+    """How long this rank may wait for a worker that makes progress before the other ranks'
+    collective would time out.
 
     Args:
         timeout_seconds: longest wait without progress; it is below the group's timeout.

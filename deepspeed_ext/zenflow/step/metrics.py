@@ -40,7 +40,8 @@ class _Overlapped:
 
 @dataclass
 class Metrics:
-    """Metrics of the last optimizer step; times in seconds, sizes in bytes. Values not measured yet are NaN.
+    """Metrics of the last optimizer step; times in seconds, sizes in bytes. Values not measured yet
+    are NaN.
 
     On an accelerator with streams, times are measured on its stream and known a step or more later.
     """
@@ -52,14 +53,15 @@ class Metrics:
     link_seconds: float = field(default=math.nan, init=False)
     """Time of the copies beside the step, in both directions."""
     device_seconds: float = field(default=math.nan, init=False)
-    """Time from the end of the previous step to the start of this one: forward, backward and everything else."""
+    """Time from the end of the previous step to the start of this one: forward, backward and
+    everything else."""
     step_seconds: float = field(default=math.nan, init=False)
     """Time inside the optimizer step, waiting included."""
     gather_seconds: float = field(default=math.nan, init=False)
     """The part of it after the weights were written: their gather, at stages 1 and 2."""
     overlap: float = field(default=math.nan, init=False)
-    """Fraction of the total time of the worker and those copies during which the accelerator did not wait, over all
-    overlapped steps so far."""
+    """Fraction of the total time of the worker and those copies during which the accelerator did
+    not wait, over all overlapped steps so far."""
     bytes_down: int = field(default=0, init=False)
     """Bytes copied from the accelerator to the arena in this step."""
     bytes_up: int = field(default=0, init=False)
@@ -90,7 +92,8 @@ class Metrics:
         self._device = [*self._device[-_REMEMBERED:], *between]
 
     def end_step(self, synchronous: bool) -> None:
-        """Stop timing the optimizer step. A step that is `synchronous` waits for its own update and hides nothing."""
+        """Stop timing the optimizer step. A step that is `synchronous` waits for its own update and
+        hides nothing."""
         self._inside.stop()
         self._between.start()
         waits, gathers, insides = self.waiting.lap(), self.gathering.lap(), self._inside.lap()
@@ -135,12 +138,14 @@ class Metrics:
             self._overlapped.link.append(seconds)
 
     def typical(self) -> tuple[float, float]:
-        """Median seconds of the worker's pass and of the accelerator's step, without the first ones."""
+        """Median seconds of the worker's pass and of the accelerator's step, without the first
+        ones."""
         worker, device = self._worker[_SETTLING_STEPS:], self._device[_SETTLING_STEPS:]
         return statistics.median(worker or [0.0]), statistics.median(device or [0.0])
 
     def typical_step(self) -> MeasuredStep | None:
-        """Medians over the newest steps in a row that overlapped; None: none has, or it took no time."""
+        """Medians over the newest steps in a row that overlapped; None: none has, or it took no
+        time."""
         past, median = self._overlapped, partial(_median, otherwise=0.0)
         device = median(self._device[-len(past.inside) :])
         if not (past.inside and past.worker and device > 0.0):

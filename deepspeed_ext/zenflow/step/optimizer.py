@@ -1,8 +1,9 @@
-"""Runs optimizer steps for the ZeRO subclasses: takes the gradients of partitions and writes their weights.
+"""Runs optimizer steps for the ZeRO subclasses: takes the gradients of partitions and writes their
+weights.
 
-One optimizer step is `begin_step`, `step_partition` for each partition in order, `finish_weights`, `end_step`. The ZeRO
-subclass owns parameters and communication. `HostOptimizer` collects gradients, hands them to the
-worker and waits for it. An `UpdateRule` decides when, and computes the weights.
+One optimizer step is `begin_step`, `step_partition` for each partition in order, `finish_weights`,
+`end_step`. The ZeRO subclass owns parameters and communication. `HostOptimizer` collects gradients,
+hands them to the worker and waits for it. An `UpdateRule` decides when, and computes the weights.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ __all__ = ["Mover", "HostOptimizer"]
 
 
 class Mover(Protocol):
-    """Moves a share of the optimizer to the accelerator. Every rank of the model has one, or none has."""
+    """Moves a share of the optimizer to the accelerator. Every rank of the model has one, or none
+    has."""
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
         """Look at a step that has ended. A collective if it chooses."""
 
     def adopt(self, host: HostOptimizer, heads: Sequence[int]) -> None:
-        """Take over a checkpoint's share, if there is room for it; p and the moments have been loaded. A collective.
+        """Take over a checkpoint's share, if there is room for it; p and the moments have been
+        loaded. A collective.
 
         Args:
             heads: elements of each partition that step on the accelerator.
@@ -63,10 +66,12 @@ class HostOptimizer:
         decided, rule, link, kind, ranks: the arguments.
         partitions, states, share, coded: see `OptimizerState`; `states` are its wholes.
         ring: the slots of gradients.
-        counts: for each partition, the updates of p and the moments whose gradients have been taken so far (t of the
-            newest). They differ only if a user has reset the state of some partitions.
+        counts: for each partition, the updates of p and the moments whose gradients have been taken
+            so far (t of the newest). They differ only if a user has reset the state of some
+            partitions.
         shown: what users reach of the optimizer.
-        plan: the plan of the current step; None between steps. It stays if an exception interrupts the step.
+        plan: the plan of the current step; None between steps. It stays if an exception interrupts
+            the step.
         is_offloaded: whether `offload` was called, and `reload` was not.
         mover: chooses how much steps on the accelerator; None: that has been decided.
     """
@@ -107,17 +112,20 @@ class HostOptimizer:
         self.partitions, self.states = state.partitions, state.wholes
         self.share, self.coded = state.share, state.coded
 
-    # -- one optimizer step ---------------------------------------------------------------------------------------
+    # -- one optimizer step ------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Begin an optimizer step that will be applied; wait for the update in flight if the weights need it. A
-        collective.
+        """Begin an optimizer step that will be applied; wait for the update in flight if the
+        weights need it. A collective.
 
         Raises:
-            WorkerError: on every rank, if any rank's worker has failed; or the error with which the last step ended.
+            WorkerError: on every rank, if any rank's worker has failed; or the error with which the
+                last step ended.
         """
         with in_profile("zenflow.begin_step"):
-            if self.plan is not None:  # the last step has failed, perhaps before its interval was chosen
+            if (
+                self.plan is not None
+            ):  # the last step has failed, perhaps before its interval was chosen
                 self.link.raise_kept()
             with self.link.keeping():
                 self._take_over()
@@ -141,13 +149,20 @@ class HostOptimizer:
         """Take the gradient of one partition, on this rank alone.
 
         Args:
-            index: number of the partition; each is taken once, in order, between `begin_step` and `finish_weights`.
-            grad: 1-D [n], of the whole partition, reduced, neither unscaled nor clipped; may be reused after the call.
+            index: number of the partition; each is taken once, in order, between `begin_step` and
+                `finish_weights`.
+            grad: 1-D [n], of the whole partition, reduced, neither unscaled nor clipped; may be
+                reused after the call.
             grad_scale: c, the multiplier of the gradient (loss scale and clipping).
         """
-        # Runs even if the worker has failed: weights that do not depend on it stay correct until all ranks wait.
+        # Runs even if the worker has failed: weights that do not depend on it stay correct until
+        # all ranks wait.
         with in_profile("zenflow.step_partition"), self.link.keeping():
-            plan, partition, transfers = self._current_plan, self.partitions[index], self.link.transfers
+            plan, partition, transfers = (
+                self._current_plan,
+                self.partitions[index],
+                self.link.transfers,
+            )
             slot = self.coming_slot(index) if transfers.handed_over is Place.HOST else None
             step = self.kind.step(partition.group, self.counts[index] + 1, grad_scale)
             if self.share is not None:
@@ -159,16 +174,20 @@ class HostOptimizer:
             self.rule.step_partition(plan, partition, grad)
             transfers.take(index, grad, slot, ready)
             self._metrics.bytes_down += grad.nbytes
-            if plan.waits_last:  # the worker steps this partition while the next gradient is prepared
+            if (
+                plan.waits_last
+            ):  # the worker steps this partition while the next gradient is prepared
                 task = self.rule.task(plan, partition)
                 self.link.depart([task], gradients=plan.handed_over, publishes=True)
 
     def finish_weights(self, *, starts_copies: bool = True) -> None:
-        """Write the new weights of all partitions, once all gradients have been taken. A collective.
+        """Write the new weights of all partitions, once all gradients have been taken. A
+        collective.
 
         Args:
-            starts_copies: whether copies of gradients start now, beside what the caller does with the weights; False if
-                that waits for the whole device, and so for copies. Then they start in `end_step`.
+            starts_copies: whether copies of gradients start now, beside what the caller does with
+                the weights; False if that waits for the whole device, and so for copies. Then they
+                start in `end_step`.
 
         Raises:
             WorkerError: on every rank, if any rank's worker has failed.
@@ -179,13 +198,14 @@ class HostOptimizer:
                 self._receive()
             self.rule.write_weights(plan)
             if starts_copies and not plan.waits_last:
-                self.link.start_copies()  # overlaps with DeepSpeed's use of the weights, which may wait for the device
+                # overlaps with DeepSpeed's use of the weights, which may wait for the device
+                self.link.start_copies()
             with self.link.keeping():
                 self._metrics.gathering.start()
 
     def end_step(self) -> None:
-        """Hand over what the plan says, without waiting for the worker. A collective only while no interval or share
-        is chosen."""
+        """Hand over what the plan says, without waiting for the worker. A collective only while no
+        interval or share is chosen."""
         with in_profile("zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
             with self.link.keeping():
@@ -197,7 +217,11 @@ class HostOptimizer:
             rule.schedule.advance(plan)
             with self.link.keeping():
                 if not plan.waits_last:
-                    self.link.depart(tasks, gradients=plan.handed_over, publishes=rule.schedule.plan().waits_first)
+                    self.link.depart(
+                        tasks,
+                        gradients=plan.handed_over,
+                        publishes=rule.schedule.plan().waits_first,
+                    )
                 rule.end_step(plan)
             if (wanted := rule.measured_interval(plan)) is not None:
                 self.ring.choose_interval(wanted)
@@ -208,7 +232,8 @@ class HostOptimizer:
                 self.shown.advance(self._shown_counts())
             self.plan = None
             with self.link.keeping():
-                # No parameter has a gradient, so no weight changes; schedulers and step hooks still see a step.
+                # No parameter has a gradient, so no weight changes; schedulers and step hooks still
+                # see a step.
                 self.kind.optimizer.step()
             if self.mover is not None:
                 self.mover.after_step(self, plan)
@@ -219,12 +244,12 @@ class HostOptimizer:
         with self.link.keeping():
             self._state.hide()
 
-    # -- gradients ------------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     def coming_slot(self, index: int) -> torch.Tensor:
-        """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the arena. Not for
-        gradients that pass through in chunks. After `begin_step` it is free, but on an accelerator that is not the CPU
-        the step may still read y there."""
+        """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the
+        arena. Not for gradients that pass through in chunks. After `begin_step` it is free, but on
+        an accelerator that is not the CPU the step may still read y there."""
         return self.partitions[index].ring[self.rule.schedule.coming]
 
     @property
@@ -232,15 +257,16 @@ class HostOptimizer:
         assert self.plan is not None, "valid only inside a step"
         return self.plan
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def drain(self, *, shows_moments: bool = True) -> None:
-        """Wait until p, m, v, and the step count beside them, include every gradient that was handed over. Later steps
-        are bitwise unaffected.
+        """Wait until p, m, v, and the step count beside them, include every gradient that was
+        handed over. Later steps are bitwise unaffected.
 
         Args:
-            shows_moments: whether moments that are codes are then in fp32 where others see them; otherwise only p is,
-                and what writes the moments to a file decodes them (see `CodedMoments`).
+            shows_moments: whether moments that are codes are then in fp32 where others see them;
+                otherwise only p is, and what writes the moments to a file decodes them (see
+                `CodedMoments`).
 
         Raises:
             WorkerError: this rank's worker has failed.
@@ -252,12 +278,15 @@ class HostOptimizer:
         """`drain`, without taking over what a user has changed."""
         if (error := self.link.wait()) is not None:
             raise error
-        if self.link.phase is not UpdatePhase.EXPOSED:  # otherwise the arena is already authoritative
+        if (
+            self.link.phase is not UpdatePhase.EXPOSED
+        ):  # otherwise the arena is already authoritative
             self.rule.write_back()
             self._state.show(moments=shows_moments)
 
     def _take_over(self) -> None:
-        """Let the next step start from what a user has changed by other means than writing in place, if anything.
+        """Let the next step start from what a user has changed by other means than writing in
+        place, if anything.
 
         Raises:
             StateError: something of it has no exact meaning.
@@ -276,7 +305,9 @@ class HostOptimizer:
         """Continue to count from `updates`; gradients that are collected follow."""
         if not self.rule.shows_collected:
             number = updates + 1
-            partition.collected = [replace(step, step=number + k) for k, step in enumerate(partition.collected)]
+            partition.collected = [
+                replace(step, step=number + k) for k, step in enumerate(partition.collected)
+            ]
             updates += len(partition.collected)
         self.counts[partition.index] = updates
         self.rule.recounted(partition, updates)
@@ -289,14 +320,14 @@ class HostOptimizer:
             raise error
 
     def expose(self) -> bool:
-        """Prepare p, m, v for reading or writing from outside: drain, and make the next step start from their new
-        values.
+        """Prepare p, m, v for reading or writing from outside: drain, and make the next step start
+        from their new values.
 
         If nothing is written, the next step is bitwise unchanged; it costs one extra worker pass.
 
         Returns:
-            False if this rank's worker has failed. The error is raised on every rank by the next step, because the
-            caller may be inside a collective.
+            False if this rank's worker has failed. The error is raised on every rank by the next
+            step, because the caller may be inside a collective.
         """
         if exposed := self._expose():
             self._take_over()
@@ -310,23 +341,30 @@ class HostOptimizer:
         return not self.link.failed
 
     def offload(self, *, pins: bool = True) -> None:
-        """Wait for the update in flight, and free the accelerator memory that is held between steps. Call `reload`
-        before the next step. Idempotent. If the host has no memory for it, nothing is freed.
+        """Wait for the update in flight, and free the accelerator memory that is held between
+        steps. Call `reload` before the next step. Idempotent. If the host has no memory for it,
+        nothing is freed.
 
         Args:
             pins: whether the copies on the host are page-locked, if possible.
 
-        If this rank's worker has failed, nothing is freed, and the next step raises the error on every rank."""
+        If this rank's worker has failed, nothing is freed, and the next step raises the error on
+        every rank."""
         self.link.wait()
         if self._parked is None and not self.link.failed:
-            beside = [tensor for partition in self.partitions for tensor in self._beside_weights(partition)]
+            beside = [
+                tensor
+                for partition in self.partitions
+                for tensor in self._beside_weights(partition)
+            ]
             self._parked = Parked(beside, pins=pins)
             with self.link.keeping():
                 self.link.transfers.release()
         self.is_offloaded = True
 
     def reload(self) -> None:
-        """Undo `offload`; later steps are bitwise unaffected. Idempotent, even after it ran out of memory."""
+        """Undo `offload`; later steps are bitwise unaffected. Idempotent, even after it ran out of
+        memory."""
         if self._parked is not None:
             self._parked.restore()
             if not self.link.transfers.restore():
@@ -345,7 +383,10 @@ class HostOptimizer:
         """For each partition, the updates of p and the moments that are shown."""
         if self.rule.shows_collected:
             return list(self.counts)
-        return [count - len(each.collected) for count, each in zip(self.counts, self.partitions, strict=True)]
+        return [
+            count - len(each.collected)
+            for count, each in zip(self.counts, self.partitions, strict=True)
+        ]
 
     @property
     def updates(self) -> int:
@@ -353,10 +394,12 @@ class HostOptimizer:
         return max(self.counts, default=0)
 
     def masters_changed(self, counts: Sequence[int] | None = None) -> None:
-        """Start over from p, m, v, which were written from outside, with synchronous steps. Nothing may be in flight.
+        """Start over from p, m, v, which were written from outside, with synchronous steps. Nothing
+        may be in flight.
 
         Args:
-            counts: for each partition, number of updates that the new values have had; None: as many as the old ones.
+            counts: for each partition, number of updates that the new values have had; None: as
+                many as the old ones.
         """
         self.counts = self.counts if counts is None else list(counts)
         self.rule.schedule.restart()
@@ -366,9 +409,11 @@ class HostOptimizer:
         self._state.take()
         self._bind_state()
 
-    # -- the share on the accelerator ------------------------------------------------------------------------------
+    # -- the share on the accelerator --------------------------------------------------------------
 
-    def _step_share(self, share: AcceleratorShare, index: int, grad: torch.Tensor, step: StepConstants) -> torch.Tensor:
+    def _step_share(
+        self, share: AcceleratorShare, index: int, grad: torch.Tensor, step: StepConstants
+    ) -> torch.Tensor:
         """Step the share of a partition, and return the rest of its gradient."""
         numel = share.numels[index]
         share.step(index, grad[:numel], step, self.states[index].weights()[:numel])
@@ -379,9 +424,12 @@ class HostOptimizer:
         values = self._metrics.as_dict(self.rule.schedule.interval or 1) | self.rule.measurements()
         return {f"zenflow_{name}": value for name, value in values.items()}
 
-    def move_to(self, plan: ZenFlowPlan, partitions: Sequence[Partition], share: AcceleratorShare) -> None:
-        """Go on with `plan`, by which more elements step on the accelerator. Between two synchronous steps: p and the
-        moments are complete on the host, and nobody reads y or the per-block arrays of the last update.
+    def move_to(
+        self, plan: ZenFlowPlan, partitions: Sequence[Partition], share: AcceleratorShare
+    ) -> None:
+        """Go on with `plan`, by which more elements step on the accelerator. Between two
+        synchronous steps: p and the moments are complete on the host, and nobody reads y or the
+        per-block arrays of the last update.
 
         Args:
             partitions: what remains for the rule.

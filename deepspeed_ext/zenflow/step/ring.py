@@ -81,7 +81,9 @@ class GradientRing:
         used = self._plan.ring_slots(self._schedule.interval)
         if used:
             self._link.transfers.keep_whole()
-        of_partitions = (self._link.arena.keys("g", index)[:used] for index in range(len(self._plan.partitions)))
+        of_partitions = (
+            self._link.arena.keys("g", index)[:used] for index in range(len(self._plan.partitions))
+        )
         self._link.lock([key for keys in of_partitions for key in keys])
 
 

@@ -28,15 +28,16 @@ PlanT = TypeVar("PlanT", bound=StepPlan)
 
 
 class UpdateRule(ABC, Generic[PlanT]):
-    """Decides what a step does, and computes the weights that are not simply copied from the worker.
+    """Decides what a step does, and computes the weights that are not simply copied from the
+    worker.
 
     Args:
         schedule: decides what each step does.
 
     Attributes:
         name: the rule's name in configs and checkpoints.
-        shows_collected: whether the update count exposed with p, m, v includes gradients that are collected but not
-            handed over.
+        shows_collected: whether the update count exposed with p, m, v includes gradients that are
+            collected but not handed over.
     """
 
     name: ClassVar[str]
@@ -56,21 +57,22 @@ class UpdateRule(ABC, Generic[PlanT]):
         self._link = link
         self._metrics = metrics
 
-    # -- one optimizer step, in this order ------------------------------------------------------------------------
+    # -- one optimizer step, in this order ---------------------------------------------------------
 
     def arrived(self) -> None:
-        """Inspect the update that has arrived, while its gradients are still in their slots, before the step is
-        planned. Called if the coming step waits first. A collective if the schedule asks for it, which it does on every
-        rank or on none."""
+        """Inspect the update that has arrived, while its gradients are still in their slots, before
+        the step is planned. Called if the coming step waits first. A collective if the schedule
+        asks for it, which it does on every rank or on none."""
 
     @abstractmethod
     def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor) -> None:
-        """Use the collected gradient of one partition. If the plan waits first, the update in flight has arrived.
+        """Use the collected gradient of one partition. If the plan waits first, the update in
+        flight has arrived.
 
         Args:
             partition: the partition; its newest constants are ``partition.collected[-1]``.
-            grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor clipped: its factor is
-                among those constants.
+            grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor
+                clipped: its factor is among those constants.
         """
 
     @abstractmethod
@@ -79,15 +81,16 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     @abstractmethod
     def write_weights(self, plan: PlanT) -> None:
-        """Write the weights that `step_partition` could not write. If the plan waits last, the update handed over in
-        this step has arrived. A collective."""
+        """Write the weights that `step_partition` could not write. If the plan waits last, the
+        update handed over in this step has arrived. A collective."""
 
     def end_step(self, plan: PlanT) -> None:
         """Finish the step: its weights are written and its gradients, if due, are handed over."""
 
     @abstractmethod
     def measured_interval(self, plan: PlanT) -> int | None:
-        """Choose the interval that the config left open, once enough steps are measured. Called after the step.
+        """Choose the interval that the config left open, once enough steps are measured. Called
+        after the step.
 
         A collective if the schedule asks for it, which it does on every rank or on none.
 
@@ -95,7 +98,7 @@ class UpdateRule(ABC, Generic[PlanT]):
             The interval, the same on every rank; None: nothing to choose, or not yet.
         """
 
-    # -- queries --------------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------
 
     def state_beside_weights(self, partition: Partition) -> list[torch.Tensor]:
         """Tensors that the rule keeps for a partition besides its weights, on any device."""
@@ -105,11 +108,11 @@ class UpdateRule(ABC, Generic[PlanT]):
         """Metrics of the rule itself, by name."""
         return {}
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def write_back(self) -> None:
-        """Copy state from the accelerator into p, m and v, which may be changed afterwards. Nothing may be in
-        flight."""
+        """Copy state from the accelerator into p, m and v, which may be changed afterwards. Nothing
+        may be in flight."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -123,24 +126,26 @@ class UpdateRule(ABC, Generic[PlanT]):
         """Discard everything derived from the old p, m, v, which were replaced.
 
         Args:
-            counts: for each partition, number of updates that the new values have had; None: as many as the old ones.
+            counts: for each partition, number of updates that the new values have had; None: as
+                many as the old ones.
             partitions: the partitions from now on, with fewer elements on the host; None: the same.
         """
         if partitions is not None:
             self._partitions = partitions
 
     def recounted(self, partition: Partition, updates: int) -> None:
-        """Take over that p and the moments of a partition count as the result of `updates` updates. Nothing may be in
-        flight."""
+        """Take over that p and the moments of a partition count as the result of `updates` updates.
+        Nothing may be in flight."""
 
     @abstractmethod
     def saved(self) -> list[dict[str, Any]]:
-        """Return what a checkpoint stores of the rule, per partition: its state besides p, m, v and the collected
-        gradients. Nothing may be in flight."""
+        """Return what a checkpoint stores of the rule, per partition: its state besides p, m, v and
+        the collected gradients. Nothing may be in flight."""
 
     @abstractmethod
     def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
-        """Name the setting whose change keeps a checkpoint from being continued bitwise; None: it can be continued.
+        """Name the setting whose change keeps a checkpoint from being continued bitwise; None: it
+        can be continued.
 
         Args:
             schedule: state of the schedule in the checkpoint.
@@ -149,17 +154,20 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     @abstractmethod
     def restore(self, partitions: Sequence[Any]) -> None:
-        """Continue from what `saved` returned; p, m, v, schedule and collected gradients are already in place."""
+        """Continue from what `saved` returned; p, m, v, schedule and collected gradients are
+        already in place."""
 
-    # -- for the rules --------------------------------------------------------------------------------------------
+    # -- for the rules -----------------------------------------------------------------------------
 
     def _slots(self, count: int) -> tuple[int, ...]:
-        """The slots of the last `count` gradients, oldest first; the last is this step's. Valid only inside a step."""
+        """The slots of the last `count` gradients, oldest first; the last is this step's. Valid
+        only inside a step."""
         return (*self.schedule.latest(count - 1), self.schedule.coming)
 
     @staticmethod
     def _interval_fits(settings: RuleSettings, there: int | None) -> bool:
-        """Whether a checkpoint with interval `there` (None: not chosen) can be continued with these settings."""
+        """Whether a checkpoint with interval `there` (None: not chosen) can be continued with these
+        settings."""
         here = settings.update_interval
         return here == there or (here is None and (there or 1) <= settings.longest_interval)
 
@@ -167,7 +175,8 @@ class UpdateRule(ABC, Generic[PlanT]):
         """Copy a partition's published weights to its weights."""
         weights = partition.weights()
         for span, published in self._link.transfers.published(partition.index):
-            # A converting copy needs a temporary of the published dtype on the accelerator; copying in parts bounds it.
+            # A converting copy needs a temporary of the published dtype on the accelerator; copying
+            # in parts bounds it.
             part_numel = published.numel() if published.dtype == weights.dtype else CONVERTED_NUMEL
             parts = weights[slice(*span)].split(part_numel)
             for part, arrived in zip(parts, published.split(part_numel), strict=True):

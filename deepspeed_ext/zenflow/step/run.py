@@ -16,10 +16,12 @@ class ZenFlowRun:
     """The section as the user wrote it, with what else a run needs to know.
 
     Attributes:
-        worker_timeout_seconds: longest wait for the worker: as the user set it, or a default that may be lowered.
-        steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build the data loader.
-        host_share: the share of each partition that steps on the host (``offload_optimizer.ratio``); None: chosen
-            (see `decide`).
+        worker_timeout_seconds: longest wait for the worker: as the user set it, or a default that
+            may be lowered.
+        steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build
+            the data loader.
+        host_share: the share of each partition that steps on the host
+            (``offload_optimizer.ratio``); None: chosen (see `decide`).
     """
 
     config: ZenFlowConfig
@@ -37,11 +39,12 @@ class ZenFlowRun:
     ) -> ZenFlowRun:
         """Add the run-time values to `config`.
 
-        The default timeout is lowered if the collectives in which other ranks wait would time out first.
+        The default timeout is lowered if the collectives in which other ranks wait would time out
+        first.
 
         Args:
-            group_timeouts_seconds: timeouts of the process groups in which other ranks wait for this one; empty if
-                there are no other ranks.
+            group_timeouts_seconds: timeouts of the process groups in which other ranks wait for
+                this one; empty if there are no other ranks.
             steps_per_epoch, host_share: see the attributes.
 
         Raises:

@@ -1,7 +1,7 @@
 """Defines what both rules' schedules share, and chooses an interval by measurement.
 
-A schedule is a state machine over plain values. For each optimizer step it says what is handed over, awaited and
-applied. Overflowed steps neither query nor advance the schedule.
+A schedule is a state machine over plain values. For each optimizer step it says what is handed
+over, awaited and applied. Overflowed steps neither query nor advance the schedule.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ StateT = TypeVar("StateT", bound=State)
 
 
 class Schedule(ABC, Generic[PlanT, StateT]):
-    """Advances step by step: `plan` describes the coming step, `advance` records that it was carried out."""
+    """Advances step by step: `plan` describes the coming step, `advance` records that it was
+    carried out."""
 
     def __init__(self, state: StateT) -> None:
         self.state = state
@@ -74,8 +75,8 @@ class Schedule(ABC, Generic[PlanT, StateT]):
 
     @abstractmethod
     def ring_at(self, interval: int | None) -> int:
-        """Number of ring slots in use at `interval`. It exceeds the interval when gradients are collected while others
-        are in flight."""
+        """Number of ring slots in use at `interval`. It exceeds the interval when gradients are
+        collected while others are in flight."""
 
     @property
     @abstractmethod
@@ -94,7 +95,8 @@ class Schedule(ABC, Generic[PlanT, StateT]):
 
     @property
     def handed_over(self) -> int:
-        """Slot of the newest gradient that was handed over; y is in its place until the slot's next gradient."""
+        """Slot of the newest gradient that was handed over; y is in its place until the slot's next
+        gradient."""
         return (self.state.written - self.state.position - 1) % self.ring
 
     def latest(self, count: int) -> tuple[int, ...]:
@@ -117,10 +119,15 @@ class Schedule(ABC, Generic[PlanT, StateT]):
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain values, except what follows from the collected gradients."""
-        return {name: value for name, value in asdict(self.state).items() if name not in ("position", "written")}
+        return {
+            name: value
+            for name, value in asdict(self.state).items()
+            if name not in ("position", "written")
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
-        """Continue from `state_dict`, with `position` collected gradients, which take the first slots of the ring."""
+        """Continue from `state_dict`, with `position` collected gradients, which take the first
+        slots of the ring."""
         self.state = type(self.state)(**state, position=position, written=position)
 
 
@@ -131,8 +138,9 @@ MEASURED_STEPS = 5
 def smallest_interval(worker_seconds: float, device_seconds: float, limit: int) -> int:
     """The smallest interval at which the worker keeps up, at most `limit`.
 
-    A pass over S steps moves ``24 + 2 + 2 S`` bytes per element (p, m, v both ways, y, S gradients); a pass over one
-    step moves 28. The pass may take as long as S steps of the accelerator; 5 % of that is kept in reserve.
+    A pass over S steps moves ``24 + 2 + 2 S`` bytes per element (p, m, v both ways, y, S
+    gradients); a pass over one step moves 28. The pass may take as long as S steps of the
+    accelerator; 5 % of that is kept in reserve.
 
     Args:
         worker_seconds: duration of a pass over one step.
@@ -146,6 +154,7 @@ def smallest_interval(worker_seconds: float, device_seconds: float, limit: int) 
 
 
 def is_overloaded(worker_seconds: float, device_seconds: float, interval: int) -> bool:
-    """Whether the worker is slower than the accelerator even at `interval`; arguments as for `smallest_interval`."""
+    """Whether the worker is slower than the accelerator even at `interval`; arguments as for
+    `smallest_interval`."""
     per_step = worker_seconds * (26 + 2 * interval) / 28 / interval
     return math.isfinite(worker_seconds) and per_step > device_seconds

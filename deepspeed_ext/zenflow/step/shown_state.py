@@ -1,20 +1,24 @@
 """Shows the optimizer's state to its users, and takes over what they change.
 
-p and the moments lie in memory that the optimizer process writes while training goes on. What leaves the optimizer is a
-`ShownTensor` on the same memory: each use of its values, also of a handle or of a view that was kept for many steps,
-first waits for the update in flight. The tensors by which the optimizer itself finds its memory are never handed out.
+p and the moments lie in memory that the optimizer process writes while training goes on. What
+leaves the optimizer is a `ShownTensor` on the same memory: each use of its values, also of a handle
+or of a view that was kept for many steps, first waits for the update in flight. The tensors by
+which the optimizer itself finds its memory are never handed out.
 
-`changes` compares what the user's optimizer holds with what was shown, so every way to change the state is noticed:
+`changes` compares what the user's optimizer holds with what was shown, so every way to change the
+state is noticed:
 
-====================================  ==============================================================================
-written in place                      `ShownTensor` reports the use; the next step starts from the new values
-``.data`` rebound, entry assigned     the values are copied to the optimizer's memory, and the handle is bound again
-entry deleted, dict cleared/replaced  as torch: state that is missing is fresh, with moments of zero and step 0
-``load_state_dict``                   all of these
-step assigned                         the next update is number step + 1
-====================================  ==============================================================================
+====================================
+============================================================================== written in place
+`ShownTensor` reports the use; the next step starts from the new values ``.data`` rebound, entry
+assigned     the values are copied to the optimizer's memory, and the handle is bound again entry
+deleted, dict cleared/replaced  as torch: state that is missing is fresh, with moments of zero and
+step 0 ``load_state_dict``                   all of these step assigned                         the
+next update is number step + 1 ====================================
+==============================================================================
 
-What has no exact meaning (another shape, a dtype that is no float, half of an entry) is a `StateError`.
+What has no exact meaning (another shape, a dtype that is no float, half of an entry) is a
+`StateError`.
 """
 
 from __future__ import annotations
@@ -36,10 +40,50 @@ __all__ = ["Change", "ShownState", "ShownTensor", "plain", "write"]
 _VIEWS = {"data", "detach", "narrow", "view", "view_as", "alias"}
 _LIKE = {"empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"}
 _DESCRIPTIONS = {
-    *("_base", "_is_view", "_version", "data_ptr", "device", "dim", "dtype", "element_size", "grad", "grad_fn"),
-    *("is_complex", "is_contiguous", "is_cpu", "is_cuda", "is_floating_point", "is_leaf", "is_meta", "is_pinned"),
-    *("is_sparse", "is_quantized", "itemsize", "layout", "names", "nbytes", "ndim", "nelement", "numel", "output_nr"),
-    *("requires_grad", "requires_grad_", "retains_grad", "shape", "size", "storage_offset", "stride", "__len__"),
+    *(
+        "_base",
+        "_is_view",
+        "_version",
+        "data_ptr",
+        "device",
+        "dim",
+        "dtype",
+        "element_size",
+        "grad",
+        "grad_fn",
+    ),
+    *(
+        "is_complex",
+        "is_contiguous",
+        "is_cpu",
+        "is_cuda",
+        "is_floating_point",
+        "is_leaf",
+        "is_meta",
+        "is_pinned",
+    ),
+    *(
+        "is_sparse",
+        "is_quantized",
+        "itemsize",
+        "layout",
+        "names",
+        "nbytes",
+        "ndim",
+        "nelement",
+        "numel",
+        "output_nr",
+    ),
+    *(
+        "requires_grad",
+        "requires_grad_",
+        "retains_grad",
+        "shape",
+        "size",
+        "storage_offset",
+        "stride",
+        "__len__",
+    ),
     *("untyped_storage", "is_inference", "register_hook", "__hash__"),
 }
 _USES_NO_VALUES = frozenset(_VIEWS | _LIKE | _DESCRIPTIONS)
@@ -47,17 +91,21 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ShownTensor(torch.Tensor):
-    """A tensor of the optimizer's state that a user may keep: p, a moment, or a view of one; on the host.
+    """A tensor of the optimizer's state that a user may keep: p, a moment, or a view of one; on the
+    host.
 
-    Any function that uses its values waits for the update in flight, and the next step starts from what is there
-    afterwards. Views are again of this class, all other results and pickled or deep copies plain tensors. What takes
-    the address of the memory is not followed: ``numpy()``, DLPack and extensions in C++.
+    Any function that uses its values waits for the update in flight, and the next step starts from
+    what is there afterwards. Views are again of this class, all other results and pickled or deep
+    copies plain tensors. What takes the address of the memory is not followed: ``numpy()``, DLPack
+    and extensions in C++.
     """
 
     shown_by: weakref.ref[ShownState]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, shown_by: weakref.ref[ShownState], *, is_leaf: bool) -> ShownTensor:
+    def of(
+        cls, tensor: torch.Tensor, shown_by: weakref.ref[ShownState], *, is_leaf: bool
+    ) -> ShownTensor:
         """Another tensor on the memory of `tensor`.
 
         Args:
@@ -65,7 +113,9 @@ class ShownTensor(torch.Tensor):
         """
         with torch._C.DisableTorchFunctionSubclass():
             if is_leaf:
-                made: ShownTensor = torch.Tensor._make_subclass(cls, tensor.detach(), tensor.requires_grad)
+                made: ShownTensor = torch.Tensor._make_subclass(
+                    cls, tensor.detach(), tensor.requires_grad
+                )
             else:
                 made = tensor.as_subclass(cls)
         made.shown_by = shown_by
@@ -73,7 +123,11 @@ class ShownTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         shown = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ShownTensor)]
@@ -101,7 +155,11 @@ def _shown_again(result: Any, memory: Mapping[int, weakref.ref[ShownState]]) -> 
     if type(result) is not torch.Tensor or result.layout != torch.strided:
         return result
     owner = memory.get(result.untyped_storage().data_ptr())
-    return result if owner is None or not result.numel() else ShownTensor.of(result, owner, is_leaf=False)
+    return (
+        result
+        if owner is None or not result.numel()
+        else ShownTensor.of(result, owner, is_leaf=False)
+    )
 
 
 def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
@@ -123,7 +181,8 @@ class Change:
 
     Attributes:
         partition: its index.
-        values: p or a moment in the optimizer's memory, 1-D [n], and its new value: 1-D [n], any device; None: zero.
+        values: p or a moment in the optimizer's memory, 1-D [n], and its new value: 1-D [n], any
+            device; None: zero.
         updates: the new step; None: as before.
     """
 
@@ -134,11 +193,15 @@ class Change:
 
 @torch.no_grad()
 def write(changes: Sequence[Change]) -> None:
-    """Write the values of all `changes` to the optimizer's memory, of which nothing may be in flight."""
+    """Write the values of all `changes` to the optimizer's memory, of which nothing may be in
+    flight."""
     pairs = [pair for change in changes for pair in change.values]
     memory = {target.untyped_storage().data_ptr() for target, _ in pairs}
-    values = [  # a handle may have been assigned to another entry: copy it before its memory is written
-        value.clone() if value is not None and value.untyped_storage().data_ptr() in memory else value
+    # a handle may have been assigned to another entry: copy it before its memory is written
+    values = [
+        value.clone()
+        if value is not None and value.untyped_storage().data_ptr() in memory
+        else value
         for _, value in pairs
     ]
     for (target, _), value in zip(pairs, values, strict=True):
@@ -154,7 +217,9 @@ class _Handles:
     def __init__(self, state: WholeState, owner: weakref.ref[ShownState]) -> None:
         self.state = state
         self.master = ShownTensor.of(state.master, owner, is_leaf=True)
-        self.moments = {name: ShownTensor.of(each, owner, is_leaf=True) for name, each in state.moments.items()}
+        self.moments = {
+            name: ShownTensor.of(each, owner, is_leaf=True) for name, each in state.moments.items()
+        }
         self.updates = 0
 
     def pairs(self) -> Iterator[tuple[str, ShownTensor, torch.Tensor]]:
@@ -171,11 +236,12 @@ class ShownState:
         optimizer: the user's Adam or Lion, whose ``state`` shows them.
         states: this rank's partitions.
         step_value: the step count in the form in which the optimizer keeps it.
-        use: called before values are used: waits for the update in flight, and lets the next step start from what is
-            there afterwards. It raises if that is impossible.
+        use: called before values are used: waits for the update in flight, and lets the next step
+            start from what is there afterwards. It raises if that is impossible.
 
     Attributes:
-        masters: the handles on p, in order of the partitions; each a leaf that requires a gradient, 1-D fp32 [n].
+        masters: the handles on p, in order of the partitions; each a leaf that requires a gradient,
+            1-D fp32 [n].
     """
 
     def __init__(
@@ -197,7 +263,8 @@ class ShownState:
         return [handles.master for handles in self._handles]
 
     def handle(self, partition: int, moment: str | None) -> torch.Tensor | None:
-        """The handle on p or a moment of a partition, 1-D [n]; None while `quiet`, when a load may replace it."""
+        """The handle on p or a moment of a partition, 1-D [n]; None while `quiet`, when a load may
+        replace it."""
         if self._is_quiet:
             return None
         handles = self._handles[partition]
@@ -210,8 +277,8 @@ class ShownState:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Context for uses by DeepSpeed that need not be noted: nothing is in flight, and what is written is taken over
-        in another way."""
+        """Context for uses by DeepSpeed that need not be noted: nothing is in flight, and what is
+        written is taken over in another way."""
         before, self._is_quiet = self._is_quiet, True
         try:
             yield
@@ -222,13 +289,15 @@ class ShownState:
         """Stop to note uses; what is there stays readable."""
         self._use = None
 
-    # -- showing ------------------------------------------------------------------------------------------------------
+    # -- showing -----------------------------------------------------------------------------------
 
     def bind(self, updates: Sequence[int]) -> None:
-        """Let the optimizer's state show the handles, with these step counts. Entries of the user's own stay.
+        """Let the optimizer's state show the handles, with these step counts. Entries of the user's
+        own stay.
 
         Args:
-            updates: for each partition, how many updates p and the moments have had once nothing is in flight.
+            updates: for each partition, how many updates p and the moments have had once nothing is
+                in flight.
         """
         with torch._C.DisableTorchFunctionSubclass():
             for handles, count in zip(self._handles, updates, strict=True):
@@ -255,12 +324,16 @@ class ShownState:
     def _count(self, entry: dict[str, Any], count: int) -> None:
         value = self._step_value(count)
         shown = entry.get("step")
-        if isinstance(value, torch.Tensor) and isinstance(shown, torch.Tensor) and _alike(shown, value):
+        if (
+            isinstance(value, torch.Tensor)
+            and isinstance(shown, torch.Tensor)
+            and _alike(shown, value)
+        ):
             shown.fill_(count)
         else:
             entry["step"] = value
 
-    # -- taking over --------------------------------------------------------------------------------------------------
+    # -- taking over -------------------------------------------------------------------------------
 
     def changes(self) -> list[Change]:
         """What differs from what was shown, other than values that were written in place.
@@ -278,7 +351,8 @@ class ShownState:
         for number, group in enumerate(self._optimizer.param_groups):
             if any(id(param) not in ours for param in group["params"]):
                 raise StateError(
-                    f"optimizer.param_groups[{number}]['params'] holds a tensor that is not the optimizer's: put back "
+                    f"optimizer.param_groups[{number}]['params'] holds a tensor that is not the "
+                    f"optimizer's: put back "
                     "what was there, and write new values into it (tensor.data.copy_(...))"
                 )
 
@@ -293,19 +367,22 @@ class ShownState:
         for name, handle, own in moments:
             if name not in entry:
                 raise StateError(
-                    f"optimizer.state {where} has no {name!r} any more, but other entries: assign it, or delete the "
+                    f"optimizer.state {where} has no {name!r} any more, but other entries: assign "
+                    f"it, or delete the "
                     "whole state of this partition to start from fresh moments"
                 )
             if entry[name] is not handle or not _is_on(handle, own):
-                values.append((own, _fitting(entry[name], own, f"optimizer.state {where}, {name!r},")))
+                values.append(
+                    (own, _fitting(entry[name], own, f"optimizer.state {where}, {name!r},"))
+                )
         updates = _step_of(entry, f"optimizer.state {where}")
         if not values and updates == handles.updates:
             return None
         return Change(index, values, None if updates == handles.updates else updates)
 
     def loaded(self) -> list[Change]:
-        """What DeepSpeed has put into the optimizer's state from a checkpoint: every partition. A moment that the
-        checkpoint does not have is zero.
+        """What DeepSpeed has put into the optimizer's state from a checkpoint: every partition. A
+        moment that the checkpoint does not have is zero.
 
         Raises:
             StateError: something does not fit.
@@ -327,16 +404,23 @@ class ShownState:
 
 def _is_on(tensor: torch.Tensor, own: torch.Tensor) -> bool:
     """Whether `tensor` shows all of `own`, in its memory."""
-    return tensor.data_ptr() == own.data_ptr() and tensor.shape == own.shape and tensor.dtype == own.dtype
+    return (
+        tensor.data_ptr() == own.data_ptr()
+        and tensor.shape == own.shape
+        and tensor.dtype == own.dtype
+    )
 
 
 def _fitting(value: Any, own: torch.Tensor, what: str) -> torch.Tensor:
     """A value that may replace `own`, as a plain tensor."""
     if not isinstance(value, torch.Tensor):
-        raise StateError(f"{what} is now a {type(value).__name__}, expected a tensor of {own.numel()} elements")
+        raise StateError(
+            f"{what} is now a {type(value).__name__}, expected a tensor of {own.numel()} elements"
+        )
     if value.shape != own.shape or value.dtype not in _FLOATS or value.layout != torch.strided:
         raise StateError(
-            f"{what} is now {tuple(value.shape)} {value.dtype}, expected {tuple(own.shape)} {own.dtype}: put back "
+            f"{what} is now {tuple(value.shape)} {value.dtype}, expected {tuple(own.shape)} "
+            f"{own.dtype}: put back "
             "what was moved away before the next step, save or load"
         )
     return value.detach()
@@ -349,7 +433,9 @@ def _step_of(entry: Mapping[str, Any], what: str) -> int:
     except (TypeError, ValueError, RuntimeError):
         count = -1.0
     if count < 0 or count != int(count):
-        raise StateError(f"{what}, 'step', is now {step!r}, expected how many updates the moments have had")
+        raise StateError(
+            f"{what}, 'step', is now {step!r}, expected how many updates the moments have had"
+        )
     return int(count)
 
 

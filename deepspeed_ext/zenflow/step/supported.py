@@ -1,8 +1,8 @@
 """Refuses every combination of settings that ZenFlow does not support.
 
-It checks two things, each as soon as it is known: the ``zero_optimization`` section, and DeepSpeed's reading of the
-rest of the config. `zenflow.optimizers` checks the user's optimizer. Contradictions between fields of one section are
-found when it is read.
+It checks two things, each as soon as it is known: the ``zero_optimization`` section, and
+DeepSpeed's reading of the rest of the config. `zenflow.optimizers` checks the user's optimizer.
+Contradictions between fields of one section are found when it is read.
 """
 
 from __future__ import annotations
@@ -26,15 +26,22 @@ __all__ = [
 ]
 
 IDLE = {
-    "zero_optimization.offload_optimizer.super_offload": "ZenFlow's optimizer process takes its place",
-    "zero_optimization.elastic_checkpoint": "a checkpoint of any number of ranks is loaded without it",
-    "zero_optimization.pipeline_loading_checkpoint": "all ranks load at once, and map their files to read only what "
+    "zero_optimization.offload_optimizer.super_offload": "ZenFlow's optimizer process takes its "
+    "place",
+    "zero_optimization.elastic_checkpoint": "a checkpoint of any number of ranks is loaded "
+    "without it",
+    "zero_optimization.pipeline_loading_checkpoint": "all ranks load at once, and map their files "
+    "to read only what "
     "they need",
-    "bf16.bf16_master_weights_and_grads": "ZenFlow keeps p in fp32, which takes 2 bytes a parameter more",
-    "fp16.fp16_master_weights_and_grads": "ZenFlow keeps p in fp32, which takes 2 bytes a parameter more",
-    "bf16.bf16_optimizer_states": "zenflow.state_dtype says float32, or this rule or ratio keeps m and v in fp32",
+    "bf16.bf16_master_weights_and_grads": "ZenFlow keeps p in fp32, which takes 2 bytes a "
+    "parameter more",
+    "fp16.fp16_master_weights_and_grads": "ZenFlow keeps p in fp32, which takes 2 bytes a "
+    "parameter more",
+    "bf16.bf16_optimizer_states": "zenflow.state_dtype says float32, or this rule or ratio keeps "
+    "m and v in fp32",
 }
-"""Settings that ZenFlow replaces by something that does at least as much, each with what that is."""
+"""Settings that ZenFlow replaces by something that does at least as much, each with what that
+is."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +68,33 @@ def require_section(section: Any) -> None:
     if section.zenflow is None:
         return
     zenflow = section.zenflow
-    offloads = {"offload_optimizer": section.offload_optimizer, "offload_param": section.offload_param}
-    rounds, state_dtype = zenflow.state_dtype != "float32", f'zenflow.state_dtype = "{zenflow.state_dtype}"'
+    offloads = {
+        "offload_optimizer": section.offload_optimizer,
+        "offload_param": section.offload_param,
+    }
+    rounds, state_dtype = (
+        zenflow.state_dtype != "float32",
+        f'zenflow.state_dtype = "{zenflow.state_dtype}"',
+    )
     _refuse(
         Refusal(
-            "stage = 0", section.stage == 0, "DeepSpeed neither partitions nor offloads an optimizer at that stage"
+            "stage = 0",
+            section.stage == 0,
+            "DeepSpeed neither partitions nor offloads an optimizer at that stage",
         ),
         *(
-            Refusal(f'{name}.device = "nvme"', each is not None and each.device == "nvme", "it is not built")
+            Refusal(
+                f'{name}.device = "nvme"',
+                each is not None and each.device == "nvme",
+                "it is not built",
+            )
             for name, each in offloads.items()
         ),
         Refusal(
             f'{state_dtype} with update_rule = "selective"',
             rounds and zenflow.rule == "selective",
-            "hot blocks keep fp32 moments, and would be rounded each time they move; the predictive rule has it",
+            "hot blocks keep fp32 moments, and would be rounded each time they move; the "
+            "predictive rule has it",
         ),
         Refusal(
             f"{state_dtype} with offload_optimizer.ratio below 1",
@@ -85,7 +105,8 @@ def require_section(section: Any) -> None:
         Refusal(
             f"{state_dtype} with block_size above {LARGEST_CODED_BLOCK}",
             zenflow.state_dtype == "int8" and zenflow.block_size > LARGEST_CODED_BLOCK,
-            "a block has one scale, and in a large one most moments are small beside the largest: lower block_size",
+            "a block has one scale, and in a large one most moments are small beside the largest: "
+            "lower block_size",
         ),
         Refusal(
             "compute_grad_norm = false",
@@ -117,12 +138,15 @@ def require_shared_folder(section: Any, node_local: bool) -> None:
     """
     if section.zenflow is not None and section.zenflow.async_save and node_local:
         raise ConfigError(
-            "zero_optimization.zenflow.async_save needs one folder that all ranks write to: remove it, or "
+            "zero_optimization.zenflow.async_save needs one folder that all ranks write to: "
+            "remove it, or "
             "checkpoint.use_node_local_storage"
         )
 
 
-def require_spreadable(zenflow: ZenFlowConfig, *, tensor_ranks: int, ties_stages: bool, makes_experts: bool) -> None:
+def require_spreadable(
+    zenflow: ZenFlowConfig, *, tensor_ranks: int, ties_stages: bool, makes_experts: bool
+) -> None:
     """Check how the model is spread over ranks.
 
     Args:
@@ -131,11 +155,13 @@ def require_spreadable(zenflow: ZenFlowConfig, *, tensor_ranks: int, ties_stages
         makes_experts: whether DeepSpeed's AutoEP replaces layers by its own.
 
     Raises:
-        ConfigError: ranks that hold copies of a parameter would train them apart, or it is not built.
+        ConfigError: ranks that hold copies of a parameter would train them apart, or it is not
+            built.
     """
     is_selective = zenflow.rule == "selective"
     why = (
-        "each data-parallel group chooses the blocks that step at once, so copies of a parameter in "
+        "each data-parallel group chooses the blocks that step at once, so copies of a parameter "
+        "in "
         "several groups would become different; the predictive rule has it"
     )
     _refuse(
@@ -152,21 +178,25 @@ def require_spreadable(zenflow: ZenFlowConfig, *, tensor_ranks: int, ties_stages
         Refusal(
             "expert_parallel.enabled = true",
             makes_experts,
-            "AutoEP is not built; DeepSpeed's MoE layer at stages 1 and 2, and experts that are not distributed, train",
+            "AutoEP is not built; DeepSpeed's MoE layer at stages 1 and 2, and experts that are "
+            "not distributed, train",
         ),
     )
 
 
 def require_compilable(is_deepcompile: bool) -> None:
-    """Check ``compile.deepcompile`` before the model is compiled; without ``engine.compile`` it has no effect.
+    """Check ``compile.deepcompile`` before the model is compiled; without ``engine.compile`` it has
+    no effect.
 
     Raises:
         ConfigError: it is on.
     """
     if is_deepcompile:
         raise ConfigError(
-            "zero_optimization.zenflow does not support engine.compile() with compile.deepcompile (it removes the "
-            "hooks by which an offloaded optimizer gets its gradients, so ZeRO-Offload does not train with it either): "
+            "zero_optimization.zenflow does not support engine.compile() with compile.deepcompile "
+            "(it removes the "
+            "hooks by which an offloaded optimizer gets its gradients, so ZeRO-Offload does not "
+            "train with it either): "
             "remove that setting, and engine.compile() compiles the model with torch.compile"
         )
 
@@ -179,7 +209,8 @@ def require_publishable(zenflow: ZenFlowConfig, weights_dtype: str) -> None:
     """
     if zenflow.publish_dtype not in (None, "float32", weights_dtype):
         raise ConfigError(
-            f'zero_optimization.zenflow.publish_dtype = "{zenflow.publish_dtype}" with a {weights_dtype} model: '
+            f'zero_optimization.zenflow.publish_dtype = "{zenflow.publish_dtype}" with a '
+            f"{weights_dtype} model: "
             f'set it to "{weights_dtype}" or "float32", or leave it out'
         )
 
@@ -197,8 +228,10 @@ def require_group_timeout(timeout_seconds: float, group_timeout_seconds: float) 
     if timeout_seconds >= group_timeout_seconds:
         raise ConfigError(
             f"zero_optimization.zenflow.worker_timeout_seconds = {timeout_seconds:g} is not below "
-            f"the process group's timeout of {group_timeout_seconds:g} s, after which the communication library ends "
-            "the job: lower it, or raise the group's timeout (init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
+            f"the process group's timeout of {group_timeout_seconds:g} s, after which the "
+            f"communication library ends "
+            "the job: lower it, or raise the group's timeout (init_distributed, or "
+            "DEEPSPEED_TIMEOUT in minutes)"
         )
 
 
@@ -211,7 +244,8 @@ def _of_gradients(section: Any) -> list[Refusal]:
         Refusal(
             f"{name} at stage 1",
             given and section.stage == 1,
-            "DeepSpeed keeps the whole gradient on the accelerator until it is reduced: use stage 2",
+            "DeepSpeed keeps the whole gradient on the accelerator until it is reduced: use stage "
+            "2",
         ),
         Refusal(
             f"{name} with hide_transfers = true",

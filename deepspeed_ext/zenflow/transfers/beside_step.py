@@ -1,12 +1,14 @@
-"""Moves gradients to the arena and results back beside the next step, so that the accelerator waits for neither.
+"""Moves gradients to the arena and results back beside the next step, so that the accelerator waits
+for neither.
 
-When a step has computed its weights, its gradient is copied to a landing buffer in device memory. From there it is
-copied to the host during the next forward, in chunks of whole blocks. The worker steps each chunk as it arrives, and y
-of the chunk is copied back during backward, into the part of the buffer that its gradient has left.
+When a step has computed its weights, its gradient is copied to a landing buffer in device memory.
+From there it is copied to the host during the next forward, in chunks of whole blocks. The worker
+steps each chunk as it arrives, and y of the chunk is copied back during backward, into the part of
+the buffer that its gradient has left.
 
-On the host a chunk has a place only while it is there, if nobody reads it afterwards (`plan.decide`): a few
-slots, which chunks take in turn. A chunk is sent once the one before it in its slot has been sent back. Otherwise every
-partition keeps whole gradients.
+On the host a chunk has a place only while it is there, if nobody reads it afterwards
+(`plan.decide`): a few slots, which chunks take in turn. A chunk is sent once the one before it in
+its slot has been sent back. Otherwise every partition keeps whole gradients.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ class LandingBuffer:
 
     Note: [y follows its gradient]
     The gradient lies at the end and y at the start. So even if their sizes differ, y of a chunk
-    overwrites only gradients of this and earlier chunks, which have been copied to the host. No event
-    orders the two copies: the worker has answered with y of a chunk, so its gradient has arrived.
+    overwrites only gradients of this and earlier chunks, which have been copied to the host. No
+    event orders the two copies: the worker has answered with y of a chunk, so its gradient has
+    arrived.
 
     Args:
         host: what the worker writes; only dtypes and sizes are read.
@@ -72,7 +75,9 @@ class LandingBuffer:
         self.gradient = buffer[buffer.numel() - numel * grad_dtype.itemsize :].view(grad_dtype)
         means = None
         if host.block_means is not None:
-            means = torch.empty_like(host.block_means, dtype=host.block_means.dtype, device=self._device)
+            means = torch.empty_like(
+                host.block_means, dtype=host.block_means.dtype, device=self._device
+            )
         self.results = Results(buffer[: numel * publish_dtype.itemsize].view(publish_dtype), means)
 
     def release(self) -> None:
@@ -109,8 +114,9 @@ class ChunkSlot:
 
     Note: [a chunk's place]
     The gradient of a chunk, and then its y, have the same place, which the chunks take in turn. The
-    copy down of the next chunk waits for `free`, which the copy up of y records. The courier sends that
-    chunk only after it has started the copy up, so the event that is waited for is the newest one.
+    copy down of the next chunk waits for `free`, which the copy up of y records. The courier sends
+    that chunk only after it has started the copy up, so the event that is waited for is the newest
+    one.
 
     Attributes:
         gradient, published: the same memory, 1-D, in the dtypes of gradients and of y.
@@ -124,7 +130,8 @@ class ChunkSlot:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of blocks of a partition, and the place that it takes on the host; None: in the partition's own arrays."""
+    """A run of blocks of a partition, and the place that it takes on the host; None: in the
+    partition's own arrays."""
 
     span: Span
     blocks: Span
@@ -147,14 +154,19 @@ class Chunk:
         target.copy_(gradient, non_blocking=True)
 
     def start_up(self, host: Results, stream: Any) -> None:
-        """Start copying the results to the buffer, from the chunk's place or from `host`, the arena.
+        """Start copying the results to the buffer, from the chunk's place or from `host`, the
+        arena.
 
-        The gradient has arrived, so all work launched before it is done and nothing still reads the buffer's older
-        contents.
+        The gradient has arrived, so all work launched before it is done and nothing still reads the
+        buffer's older contents.
         """
         part, results = slice(*self.span), self.buffer.results
         with get_accelerator().stream(stream):
-            source = host.published[part] if self.slot is None else self.slot.published[: self.span.numel]
+            source = (
+                host.published[part]
+                if self.slot is None
+                else self.slot.published[: self.span.numel]
+            )
             results.published[part].copy_(source, non_blocking=True)
             if results.block_means is not None and host.block_means is not None:
                 blocks = slice(*self.blocks)
@@ -173,7 +185,8 @@ class HiddenTransfers(Transfers):
         buffers: of each partition in order.
         chunks: their sizes.
         timeout_seconds: longest time without progress, before waiting is an error.
-        slots: places through which chunks pass, until `keep_whole`; empty: they lie in the partitions' own arrays.
+        slots: places through which chunks pass, until `keep_whole`; empty: they lie in the
+            partitions' own arrays.
     """
 
     def __init__(
@@ -192,9 +205,14 @@ class HiddenTransfers(Transfers):
         self._buffers = buffers
         self._chunk_slots = slots
         self._has_y = not slots  # the host has the newest y
-        self._coming: list[Parcel] = []  # in order: with a gradient, and not given to the courier yet
+        self._coming: list[
+            Parcel
+        ] = []  # in order: with a gradient, and not given to the courier yet
         self._up = accelerator.Stream()
-        self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()  # of two threads, of which one sends down
+        self._downwards, self._upwards = (
+            StreamStopwatch(),
+            StreamStopwatch(),
+        )  # of two threads, of which one sends down
         self._courier = Courier(accelerator.current_device(), timeout_seconds)
 
     def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor | None, ready: Any) -> None:
@@ -228,7 +246,9 @@ class HiddenTransfers(Transfers):
         departed = streams.blocking_event()
         departed.record(get_accelerator().current_stream())
         without = {task.partition for task in tasks} - {parcel.index for parcel in parcels}
-        parcels += self._parcels(sorted(without), len(parcels), partial(self._nothing_down, departed))
+        parcels += self._parcels(
+            sorted(without), len(parcels), partial(self._nothing_down, departed)
+        )
         by_index = {task.partition: task for task in tasks}
         self._has_y = self._has_y or bool(tasks and not self._chunk_slots)
         for parcel in parcels:
@@ -249,20 +269,35 @@ class HiddenTransfers(Transfers):
         """How many chunks may be on the host at once; None: all."""
         return len(self._chunk_slots) or None
 
-    def _parcels(self, indices: Sequence[int], before: int, send: Callable[[Chunk], Any]) -> list[Parcel]:
+    def _parcels(
+        self, indices: Sequence[int], before: int, send: Callable[[Chunk], Any]
+    ) -> list[Parcel]:
         """The parcels of partitions, behind `before` others of the same shipment."""
         found: list[Parcel] = []
         for index in indices:
             for span, blocks in self._spans(index):
                 number = before + len(found)
-                slot = self._chunk_slots[number % len(self._chunk_slots)] if self._chunk_slots else None
+                slot = (
+                    self._chunk_slots[number % len(self._chunk_slots)]
+                    if self._chunk_slots
+                    else None
+                )
                 chunk = Chunk(span, blocks, self._buffers[index], slot)
                 bring_up = partial(self._start_up, chunk, index)
-                found.append(Parcel(partial(send, chunk), bring_up=bring_up, index=index, span=span, number=number))
+                found.append(
+                    Parcel(
+                        partial(send, chunk),
+                        bring_up=bring_up,
+                        index=index,
+                        span=span,
+                        number=number,
+                    )
+                )
         return found
 
     def _send_down(self, chunk: Chunk) -> Any:
-        """Start the chunk's copy to the host, once its place is free; return an event on which a thread can sleep."""
+        """Start the chunk's copy to the host, once its place is free; return an event on which a
+        thread can sleep."""
         with get_accelerator().stream(self._down):
             if chunk.slot is None:
                 chunk.start_down()
@@ -273,8 +308,8 @@ class HiddenTransfers(Transfers):
             return self._arrived()
 
     def _nothing_down(self, departed: Any, chunk: Chunk) -> Any:
-        """As `_send_down` for a chunk without a gradient: the worker writes to its place once that is free and
-        everything that reads what it writes is done."""
+        """As `_send_down` for a chunk without a gradient: the worker writes to its place once that
+        is free and everything that reads what it writes is done."""
         if chunk.slot is None:
             return departed
         with get_accelerator().stream(self._down):

@@ -1,9 +1,10 @@
-"""Carries gradients to the worker and its results back, beside the trainer's computation, in a separate thread.
+"""Carries gradients to the worker and its results back, beside the trainer's computation, in a
+separate thread.
 
-An update travels in parcels, each a run of whole blocks of one partition. The trainer starts all copies to the host and
-continues. The courier waits until a parcel has arrived in the arena, tells the worker, and starts the copy back once
-the worker has stepped it. It tells the worker of the next parcel before it waits for the answer to this one, so the
-worker is never idle.
+An update travels in parcels, each a run of whole blocks of one partition. The trainer starts all
+copies to the host and continues. The courier waits until a parcel has arrived in the arena, tells
+the worker, and starts the copy back once the worker has stepped it. It tells the worker of the next
+parcel before it waits for the answer to this one, so the worker is never idle.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ __all__ = ["Courier", "Parcel", "Shipment"]
 _PARCELS_AHEAD = 1
 _CLOSE_SECONDS = 2.0
 _LATER_SECONDS = 5.0
-"""The trainer waits this much longer than the courier, so that the courier's more specific error comes first."""
+"""The trainer waits this much longer than the courier, so that the courier's more specific error
+comes first."""
 
 
 @dataclass
@@ -38,11 +40,12 @@ class Parcel:
     """A run of blocks in transit.
 
     Attributes:
-        start_down: starts its copy to the host, and returns an event that is recorded after it. If there is no
-            gradient, the event is recorded after everything that reads what the task writes.
+        start_down: starts its copy to the host, and returns an event that is recorded after it. If
+            there is no gradient, the event is recorded after everything that reads what the task
+            writes.
         task: the worker's task once the gradient has arrived; None: none.
-        bring_up: called by the courier to start the copy of the worker's result to the accelerator; None: the result
-            stays on the host.
+        bring_up: called by the courier to start the copy of the worker's result to the accelerator;
+            None: the result stays on the host.
         index, span: the partition, and the run of its elements.
         number: its number in the shipment.
         arrived: the event; None before `send`.
@@ -71,11 +74,16 @@ class Shipment:
 
     Attributes:
         carried: parcels delivered so far.
-        is_done: whether everything is delivered or an error has ended it. It then holds no more references.
+        is_done: whether everything is delivered or an error has ended it. It then holds no more
+            references.
     """
 
-    def __init__(self, parcels: Sequence[Parcel], process: OptimizerProcess, at_once: int | None) -> None:
-        assert at_once is None or at_once > _PARCELS_AHEAD, "a parcel waits behind the one that the worker has"
+    def __init__(
+        self, parcels: Sequence[Parcel], process: OptimizerProcess, at_once: int | None
+    ) -> None:
+        assert at_once is None or at_once > _PARCELS_AHEAD, (
+            "a parcel waits behind the one that the worker has"
+        )
         self.carried = 0
         self.is_done = False
         self._parcels = deque(parcels)
@@ -118,15 +126,16 @@ class Shipment:
         self._latch.release()
 
     def wait_a_slice(self, patience: Patience) -> None:
-        """Block for one slice of `patience` at most, or until it is done. A signal handler that interrupts this may
-        call it as well."""
+        """Block for one slice of `patience` at most, or until it is done. A signal handler that
+        interrupts this may call it as well."""
         if not self.is_done and self._latch.acquire(timeout=max(0.0, patience.begin_slice())):
             return  # the latch is no longer needed
         patience.end_slice()
 
 
 class Courier:
-    """The thread and its shipments. The thread ends at `close`, or when this object is garbage-collected.
+    """The thread and its shipments. The thread ends at `close`, or when this object is
+    garbage-collected.
 
     Args:
         device: index of the accelerator on which the trainer's tensors are.
@@ -137,7 +146,9 @@ class Courier:
         self._timeout_seconds = timeout_seconds
         self._shipments: deque[Shipment] = deque()
         self._errors: list[BaseException] = []
-        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: there is work; False: end
+        self._calls: queue.SimpleQueue[bool] = (
+            queue.SimpleQueue()
+        )  # True: there is work; False: end
         self._thread = threading.Thread(
             target=_carry_all,
             args=(self._calls, self._shipments, self._errors, device),
@@ -152,16 +163,19 @@ class Courier:
         """Whether everything is delivered."""
         return all(shipment.is_done for shipment in tuple(self._shipments))
 
-    def send(self, parcels: Sequence[Parcel], process: OptimizerProcess, at_once: int | None = None) -> None:
-        """Queue `parcels` behind everything sent before, without waiting. `at_once` as for `Shipment`."""
+    def send(
+        self, parcels: Sequence[Parcel], process: OptimizerProcess, at_once: int | None = None
+    ) -> None:
+        """Queue `parcels` behind everything sent before, without waiting. `at_once` as for
+        `Shipment`."""
         while self._shipments and self._shipments[0].is_done:
             self._shipments.popleft()
         self._shipments.append(Shipment(parcels, process, at_once))
         self._calls.put(True)
 
     def wait(self, within: Patience | None = None) -> None:
-        """Wait until all parcels are delivered: gradients are in the arena, the worker has the tasks, and copies back
-        are started. May be called by a signal handler.
+        """Wait until all parcels are delivered: gradients are in the arena, the worker has the
+        tasks, and copies back are started. May be called by a signal handler.
 
         Args:
             within: longest wait in all; None: unlimited while parcels are delivered.
@@ -172,27 +186,33 @@ class Courier:
         """
         self._calls.put(True)  # the handler may have interrupted `send`
         for shipment in tuple(self._shipments):
-            patience, seen = Patience(self._timeout_seconds + _LATER_SECONDS, within), shipment.carried
+            patience, seen = (
+                Patience(self._timeout_seconds + _LATER_SECONDS, within),
+                shipment.carried,
+            )
             while not shipment.is_done:
                 if shipment.carried != seen:
                     patience.renew()
                     seen = shipment.carried
                 if within is not None and within.is_over:
                     raise WorkerError(
-                        "copies between accelerator and optimizer process, and its passes between them, have not ended "
+                        "copies between accelerator and optimizer process, and its passes between "
+                        "them, have not ended "
                         f"within {within.seconds:g} s. {within_group_timeout()}"
                     )
                 if patience.is_over or not self._thread.is_alive():
                     raise WorkerError(
                         "copies between accelerator and optimizer process have not moved for "
-                        f"{self._timeout_seconds:g} s (zenflow.worker_timeout_seconds): is the accelerator stuck?"
+                        f"{self._timeout_seconds:g} s (zenflow.worker_timeout_seconds): is the "
+                        f"accelerator stuck?"
                     )
                 shipment.wait_a_slice(patience)
         if self._errors:
             raise self._errors[0]
 
     def close(self) -> bool:
-        """End the thread. Close the worker first, because the thread may be waiting for it. Idempotent.
+        """End the thread. Close the worker first, because the thread may be waiting for it.
+        Idempotent.
 
         Returns:
             Whether it has ended; if not, it waits for the accelerator.
@@ -202,9 +222,13 @@ class Courier:
 
 
 def _carry_all(
-    calls: queue.SimpleQueue[bool], shipments: deque[Shipment], errors: list[BaseException], device: int
+    calls: queue.SimpleQueue[bool],
+    shipments: deque[Shipment],
+    errors: list[BaseException],
+    device: int,
 ) -> None:
-    """Run the thread. While idle it refers to no worker, so that an unreferenced engine can be freed."""
+    """Run the thread. While idle it refers to no worker, so that an unreferenced engine can be
+    freed."""
     get_accelerator().set_device(device)
     while calls.get():
         for shipment in tuple(shipments):
@@ -220,12 +244,15 @@ def _carry_all(
 
 
 def _explained(error: BaseException) -> BaseException:
-    """The error, or a clearer one if a graph capture in another thread forbade this thread's calls."""
+    """The error, or a clearer one if a graph capture in another thread forbade this thread's
+    calls."""
     if isinstance(error, RuntimeError) and "captur" in str(error).lower():
         explained = WorkerError(
-            "copies between accelerator and optimizer process were under way while a graph was captured in a mode that "
+            "copies between accelerator and optimizer process were under way while a graph was "
+            "captured in a mode that "
             f"forbids calls of other threads ({str(error).splitlines()[0]}): capture with "
-            'capture_error_mode="thread_local", an argument of torch\'s context for graphs, or before the first step'
+            'capture_error_mode="thread_local", an argument of torch\'s context for graphs, or '
+            "before the first step"
         )
         explained.__cause__ = error
         return explained

@@ -1,4 +1,5 @@
-"""Moves gradients to the arena and results back inside the step. `beside_step` does it beside the next step."""
+"""Moves gradients to the arena and results back inside the step. `beside_step` does it beside the
+next step."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 __all__ = ["Results", "Transfers"]
 
 _CLOSE_SECONDS = 5.0
-"""Longest wait of `close` for copies. They take a fraction of a second, unless they wait for a collective that never
-ends."""
+"""Longest wait of `close` for copies. They take a fraction of a second, unless they wait for a
+collective that never ends."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class Results:
 
     Attributes:
         published: y, 1-D [n]; on the meta device if it passes through the host in chunks.
-        block_means: what the estimate is made from: means of v, 1-D fp32 [ceil(n / block_size)], or with Lion signs and
-            means of m, int32, one row per block; None: the rule does not use it.
+        block_means: what the estimate is made from: means of v, 1-D fp32 [ceil(n / block_size)], or
+            with Lion signs and means of m, int32, one row per block; None: the rule does not use
+                it.
     """
 
     published: torch.Tensor
@@ -40,23 +42,26 @@ class Results:
 
 
 class Transfers:
-    """Copies inside the step: gradients to the arena on a separate stream, and results when they are read.
+    """Copies inside the step: gradients to the arena on a separate stream, and results when they
+    are read.
 
-    If gradients come to the ring in backward, they are in their slots before they are taken, and the host
-    computes the weights: only these are copied, or nothing, if they are on the host, too (`Copies`). On the
-    CPU as the accelerator nothing crosses a link either, and copies are done when the calls return.
+    If gradients come to the ring in backward, they are in their slots before they are taken, and
+    the host computes the weights: only these are copied, or nothing, if they are on the host, too
+    (`Copies`). On the CPU as the accelerator nothing crosses a link either, and copies are done
+    when the calls return.
 
-    A step calls `ready` and `take` for each partition, then `start`, then `depart`. `wait` comes before `published` and
-    `block_means`, in this step or a later one.
+    A step calls `ready` and `take` for each partition, then `start`, then `depart`. `wait` comes
+    before `published` and `block_means`, in this step or a later one.
 
     Note: [y before the next gradient]
-    y lies in a slot of the gradient ring, and the coming gradient may go to the same slot (Note: [the
-    slot of y]). The two copies run on different streams, in opposite directions. So `published` records
-    an event after each part of y, and `take` lets the copy of the same part of the gradient wait for it:
-    part by part, because the link is busy in both directions then.
+    y lies in a slot of the gradient ring, and the coming gradient may go to the same slot (Note:
+    [the slot of y]). The two copies run on different streams, in opposite directions. So
+    `published` records an event after each part of y, and `take` lets the copy of the same part of
+    the gradient wait for it: part by part, because the link is busy in both directions then.
 
     Args:
-        results: the arrays of the arena that the worker writes, of each partition in order, for each slot of its ring.
+        results: the arrays of the arena that the worker writes, of each partition in order, for
+            each slot of its ring.
         waiting: runs while the accelerator waits for copies.
         copies: what crosses the link.
     """
@@ -74,7 +79,9 @@ class Transfers:
         self._block_size = block_size
         self._waiting = waiting
         self._slots = [0] * len(results)  # of each partition: where its newest y is
-        self._read: dict[int, list[tuple[Span, Any]]] = {}  # by partition: parts of y, and events after their reading
+        self._read: dict[
+            int, list[tuple[Span, Any]]
+        ] = {}  # by partition: parts of y, and events after their reading
         self._lifts = copies is not Copies.NONE
         self._down: Any = None
         if copies in (Copies.INSIDE_STEP, Copies.BESIDE_STEP):
@@ -88,7 +95,8 @@ class Transfers:
         self._reader: Any = None  # stream that has read the arena
 
     def ready(self) -> Any:
-        """Return an event on the current stream that marks the gradient complete, for `take`; None without streams."""
+        """Return an event on the current stream that marks the gradient complete, for `take`; None
+        without streams."""
         return None if self._down is None else get_accelerator().current_stream().record_event()
 
     def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor | None, ready: Any) -> None:
@@ -96,8 +104,8 @@ class Transfers:
 
         Args:
             grad: 1-D [n], on the accelerator; may be reused by later work on the current stream.
-            slot: 1-D [n], same dtype, in the arena. It must not change before `wait`. None: gradients pass through the
-                host in chunks.
+            slot: 1-D [n], same dtype, in the arena. It must not change before `wait`. None:
+                gradients pass through the host in chunks.
             ready: from `ready`.
         """
         assert slot is not None, "only chunks beside the step have places of their own"
@@ -114,13 +122,16 @@ class Transfers:
             grad.record_stream(self._down)
             self._older, self._newest = self._newest, streams.blocking_event()
             self._newest.record(self._down)
-        if self._older is not None:  # otherwise flat gradients pile up if the host runs ahead of the link
+        if (
+            self._older is not None
+        ):  # otherwise flat gradients pile up if the host runs ahead of the link
             self._older.synchronize()
             self._older = None
 
     def start(self) -> None:
-        """Start the copies of all gradients taken now, so that later work on the current stream does not delay them.
-        That work must not read results, which the worker's next results replace."""
+        """Start the copies of all gradients taken now, so that later work on the current stream
+        does not delay them. That work must not read results, which the worker's next results
+        replace."""
 
     def depart(self, tasks: Sequence[WorkerTask], publishes: bool) -> None:
         """Hand `tasks` over, once the gradients taken since the last call have arrived.
@@ -143,8 +154,9 @@ class Transfers:
         return self._results[index][self._slots[index]]
 
     def wait(self, within: Patience | None = None) -> float:
-        """Wait until everything that departed has arrived and is processed, and until work launched on the trainer's
-        stream before the last gradients started, such as copies to the host, is done.
+        """Wait until everything that departed has arrived and is processed, and until work launched
+        on the trainer's stream before the last gradients started, such as copies to the host, is
+        done.
 
         Args:
             within: longest wait in all; None: unlimited while there is progress.
@@ -155,8 +167,8 @@ class Transfers:
         return self._process.wait(within=within).seconds
 
     def published(self, index: int) -> Iterator[tuple[Span, torch.Tensor]]:
-        """A partition's y in parts of whole blocks, in order, for work on the current stream. Launch the work on a part
-        before the next one is taken.
+        """A partition's y in parts of whole blocks, in order, for work on the current stream.
+        Launch the work on a part before the next one is taken.
 
         Yields:
             The part's elements, and y of them; on the host or on the accelerator.
@@ -165,7 +177,9 @@ class Transfers:
         numel, size = published.numel(), published.numel()
         if self._lifts:
             self._reader = get_accelerator().current_stream()
-        if self._down is not None:  # copies of the next gradient follow part by part, in the other direction
+        if (
+            self._down is not None
+        ):  # copies of the next gradient follow part by part, in the other direction
             size = chunk_of(ACCELERATOR_CHUNK_NUMEL, self._block_size)
         read: list[tuple[Span, Any]] = []
         for begin in range(0, numel, max(1, size)):
@@ -175,16 +189,20 @@ class Transfers:
                 read.append((part, self.ready()))
         self._read[index] = read
 
-    def computed(self, weights: torch.Tensor, span: Span, *, reads: bool) -> Iterator[tuple[Span, torch.Tensor]]:
-        """The weights of `span` in parts of whole blocks, in order, as memory to write where gradients are. Write a
-        part's before the next one is taken; arguments and results as for `WeightUpload.parts`."""
+    def computed(
+        self, weights: torch.Tensor, span: Span, *, reads: bool
+    ) -> Iterator[tuple[Span, torch.Tensor]]:
+        """The weights of `span` in parts of whole blocks, in order, as memory to write where
+        gradients are. Write a part's before the next one is taken; arguments and results as for
+        `WeightUpload.parts`."""
         if self._upload is None:
             yield span, weights[slice(*span)]
         else:
             yield from self._upload.parts(weights, span, reads=reads)
 
     def block_means(self, index: int) -> torch.Tensor:
-        """A partition's block means, for work on the current stream; on the host or on the accelerator."""
+        """A partition's block means, for work on the current stream; on the host or on the
+        accelerator."""
         if self._lifts:
             self._reader = get_accelerator().current_stream()
         means = self._host_results(index).block_means
@@ -193,8 +211,8 @@ class Transfers:
 
     @property
     def handed_over(self) -> Place:
-        """Where gradients that are handed over, and their y, are on the host: whole in their slots, or
-        in transit."""
+        """Where gradients that are handed over, and their y, are on the host: whole in their slots,
+        or in transit."""
         return Place.HOST
 
     def keep_whole(self) -> None:
@@ -204,7 +222,8 @@ class Transfers:
         """Free the accelerator memory that is held between steps. Nothing may be in flight."""
 
     def restore(self) -> bool:
-        """Allocate it again. Return whether it has the newest results; otherwise the worker must publish them again."""
+        """Allocate it again. Return whether it has the newest results; otherwise the worker must
+        publish them again."""
         return True
 
     def copying_seconds(self) -> float:
@@ -212,8 +231,8 @@ class Transfers:
         return 0.0
 
     def _finish(self) -> None:
-        """Wait for all copies to the arena, and for the current stream's copies from it, because the worker overwrites
-        it."""
+        """Wait for all copies to the arena, and for the current stream's copies from it, because
+        the worker overwrites it."""
         if self._lifts:
             with self._waiting.measured():
                 if self._down is not None:
@@ -221,7 +240,8 @@ class Transfers:
                 streams.synchronize(get_accelerator().current_stream())
 
     def close(self) -> bool:
-        """Start no more copies, and wait some seconds for those that still run. Close the worker first. Idempotent.
+        """Start no more copies, and wait some seconds for those that still run. Close the worker
+        first. Idempotent.
 
         Returns:
             Whether all of them have ended. If not, the memory that they use must not be freed.
@@ -233,4 +253,7 @@ class Transfers:
         if not self._lifts:
             return []
         copying = [self._down, self._reader, *([] if self._upload is None else self._upload.used)]
-        return [get_accelerator().current_stream(), *(stream for stream in copying if stream is not None)]
+        return [
+            get_accelerator().current_stream(),
+            *(stream for stream in copying if stream is not None),
+        ]

@@ -1,4 +1,5 @@
-"""Page-locks memory that the accelerator's runtime did not allocate, and never unmaps it while it is locked."""
+"""Page-locks memory that the accelerator's runtime did not allocate, and never unmaps it while it
+is locked."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ _left: list[Any] = []
 class PageLocks:
     """Page-locked parts of the host's memory.
 
-    If memory were unmapped while it is page-locked, later mappings at its address would count as page-locked. So memory
-    that is never passed to `unlock` stays locked and mapped until the process ends.
+    If memory were unmapped while it is page-locked, later mappings at its address would count as
+    page-locked. So memory that is never passed to `unlock` stays locked and mapped until the
+    process ends.
     """
 
     def __init__(self) -> None:
@@ -42,10 +44,11 @@ class PageLocks:
         weakref.finalize(self, _leave, self._locked).atexit = False
 
     def lock(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Page-lock existing host tensors, so that their copies run in parallel with computation. Idempotent.
+        """Page-lock existing host tensors, so that their copies run in parallel with computation.
+        Idempotent.
 
-        If the system refuses (``ulimit -l``), or the accelerator cannot do it, a warning is logged: copies then go
-        through pageable memory, slower and synchronously.
+        If the system refuses (``ulimit -l``), or the accelerator cannot do it, a warning is logged:
+        copies then go through pageable memory, slower and synchronously.
 
         Args:
             tensors: must not share a page with other locked memory.
@@ -65,14 +68,16 @@ class PageLocks:
                 name = accelerator.device_name() if not can_register_host_memory() else None
                 remedy = remedy_for_refused(error, limit, shares_host_memory(), without=name)
                 warn_once(
-                    f"{tensor.nbytes:,} bytes of the optimizer's memory could not be page-locked: copies to and from "
+                    f"{tensor.nbytes:,} bytes of the optimizer's memory could not be page-locked: "
+                    f"copies to and from "
                     f"the accelerator are slower. {remedy}"
                 )
                 return
             self._locked[begin] = tensor
 
     def unlock(self, tensors: Sequence[torch.Tensor] | None = None) -> None:
-        """Undo `lock` of these tensors; None: of all. No copy to or from them may be running. Idempotent."""
+        """Undo `lock` of these tensors; None: of all. No copy to or from them may be running.
+        Idempotent."""
         if os.getpid() != self._owner_pid:  # a forked process must not use the accelerator
             return
         chosen = None if tensors is None else {tensor.data_ptr() for tensor in tensors}
@@ -84,7 +89,8 @@ class PageLocks:
                 del self._locked[begin]
 
     def leave(self, *others: object) -> None:
-        """Keep all of it locked, and `others` in memory, until the process ends, because copies may still run."""
+        """Keep all of it locked, and `others` in memory, until the process ends, because copies may
+        still run."""
         _leave(self._locked)
         self._locked.clear()
         _left.extend(others)
@@ -94,7 +100,9 @@ def _leave(locked: dict[int, torch.Tensor]) -> None:
     _left.extend(locked.values())
 
 
-def remedy_for_refused(error: str, limit: int | None, shares_memory: bool, *, without: str | None = None) -> str:
+def remedy_for_refused(
+    error: str, limit: int | None, shares_memory: bool, *, without: str | None = None
+) -> str:
     """Say why memory could not be page-locked, and what to change. A pure function.
 
     Args:
@@ -106,13 +114,19 @@ def remedy_for_refused(error: str, limit: int | None, shares_memory: bool, *, wi
     if without is not None:
         return f"DeepSpeed's accelerator {without!r} has no register_host_memory"
     if shares_memory:
-        return f"The accelerator's memory is the host's ({error}), so offload frees nothing: {SHARED_MEMORY}"
+        return (
+            f"The accelerator's memory is the host's ({error}), so offload frees nothing: "
+            f"{SHARED_MEMORY}"
+        )
     if limit is not None:
         return (
-            f"Raise the limit on locked memory, {limit:,} bytes (ulimit -l, --ulimit memlock=-1). The runtime said: "
+            f"Raise the limit on locked memory, {limit:,} bytes (ulimit -l, --ulimit memlock=-1). "
+            f"The runtime said: "
             f"{error}"
         )
-    return f"The limit on locked memory is not the cause; this driver or runtime refuses it: {error}"
+    return (
+        f"The limit on locked memory is not the cause; this driver or runtime refuses it: {error}"
+    )
 
 
 def _refusal(address: int, nbytes: int) -> str | None:
@@ -123,11 +137,11 @@ def _refusal(address: int, nbytes: int) -> str | None:
 
 
 def _error_of(call: Any) -> str | None:
-    """The error that a call of the accelerator's runtime raises, or None; clears it if it does. A runtime that has no
-    such call raises an `AttributeError`.
+    """The error that a call of the accelerator's runtime raises, or None; clears it if it does. A
+    runtime that has no such call raises an `AttributeError`.
 
-    The runtime keeps the error of a refused call and reports it at the next kernel launch check, wherever that is.
-    torch has no function to clear it, but launching a kernel through torch does.
+    The runtime keeps the error of a refused call and reports it at the next kernel launch check,
+    wherever that is. torch has no function to clear it, but launching a kernel through torch does.
     """
     try:
         call()

@@ -1,5 +1,5 @@
-"""Waits for streams of the accelerator: asleep if the accelerator supports it, and with a limit if a peer may be
-gone."""
+"""Waits for streams of the accelerator: asleep if the accelerator supports it, and with a limit if
+a peer may be gone."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def synchronize(stream: Any) -> None:
 
 
 def have_ended(streams: Collection[Any], seconds: float) -> bool:
-    """Wait for everything launched on `streams` so far, with a limit: a stream may hold a collective that a peer never
-    launches.
+    """Wait for everything launched on `streams` so far, with a limit: a stream may hold a
+    collective that a peer never launches.
 
     Returns:
         Whether all of it is done; False also if the accelerator has failed.

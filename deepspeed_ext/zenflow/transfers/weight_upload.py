@@ -1,8 +1,10 @@
-"""Lets the host compute weights that are on the accelerator, part by part, through two page-locked buffers.
+"""Lets the host compute weights that are on the accelerator, part by part, through two page-locked
+buffers.
 
-While the host computes one part, the accelerator receives the one before it and, if the old weights are needed, sends
-the one after it. So only the weights of a partition need accelerator memory, not its gradient or y. Only they cross the
-link, too: half as many bytes upwards as y and the gradient would be, if the accelerator computed.
+While the host computes one part, the accelerator receives the one before it and, if the old weights
+are needed, sends the one after it. So only the weights of a partition need accelerator memory, not
+its gradient or y. Only they cross the link, too: half as many bytes upwards as y and the gradient
+would be, if the accelerator computed.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ __all__ = ["WeightUpload"]
 
 
 class WeightUpload:
-    """Two buffers of host memory, used alternately. Without streams (the CPU), weights are written in place.
+    """Two buffers of host memory, used alternately. Without streams (the CPU), weights are written
+    in place.
 
     Args:
         most: elements of the largest partition.
@@ -37,8 +40,11 @@ class WeightUpload:
         self._sent: list[Any] = [None, None]  # of each buffer: event after its newest copy up
         self._down: Any = None  # stream of the copies down
 
-    def parts(self, weights: torch.Tensor, span: Span, *, reads: bool) -> Iterator[tuple[Span, torch.Tensor]]:
-        """The weights of `span` in parts of whole blocks, in order. Write a part's before the next one is taken.
+    def parts(
+        self, weights: torch.Tensor, span: Span, *, reads: bool
+    ) -> Iterator[tuple[Span, torch.Tensor]]:
+        """The weights of `span` in parts of whole blocks, in order. Write a part's before the next
+        one is taken.
 
         Args:
             weights: of the whole partition, 1-D [n], on the accelerator.
@@ -46,10 +52,13 @@ class WeightUpload:
             reads: whether what is written depends on the old weights.
 
         Yields:
-            The part's elements, and host memory for its weights: with the old ones if `reads`, otherwise undefined.
+            The part's elements, and host memory for its weights: with the old ones if `reads`,
+                otherwise undefined.
         """
         if not self._buffers:
-            self._buffers = [allocation.host_empty(self._numel, weights.dtype, pin=True) for _ in range(2)]
+            self._buffers = [
+                allocation.host_empty(self._numel, weights.dtype, pin=True) for _ in range(2)
+            ]
         starts = range(span.begin, span.end, max(1, self._numel))
         pieces = [Span(begin, min(begin + self._numel, span.end)) for begin in starts]
         fetched: Any = None
@@ -69,13 +78,18 @@ class WeightUpload:
                 self._sent[number % 2].record(get_accelerator().current_stream())
 
     def _fetch(self, weights: torch.Tensor, piece: Span, number: int) -> Any:
-        """Start the copy of old weights to their buffer, once its copy up has ended; return an event after it."""
+        """Start the copy of old weights to their buffer, once its copy up has ended; return an
+        event after it."""
         accelerator = get_accelerator()
         if self._down is None:
             self._down = accelerator.Stream()
-        self._down.wait_stream(accelerator.current_stream())  # which writes weights, and sends the buffer's older ones
+        self._down.wait_stream(
+            accelerator.current_stream()
+        )  # which writes weights, and sends the buffer's older ones
         with accelerator.stream(self._down):
-            self._buffers[number % 2][: piece.end - piece.begin].copy_(weights[slice(*piece)], non_blocking=True)
+            self._buffers[number % 2][: piece.end - piece.begin].copy_(
+                weights[slice(*piece)], non_blocking=True
+            )
             arrived = streams.blocking_event()
             arrived.record(self._down)
         return arrived

@@ -1,8 +1,10 @@
-"""Provides the memory that trainer and worker share: one memfd with typed arrays, placed by `plan.arrays`.
+"""Provides the memory that trainer and worker share: one memfd with typed arrays, placed by
+`plan.arrays`.
 
-A memfd needs no /dev/shm and vanishes with the last process that holds it. A page takes memory only once it is touched,
-so an array that is planned but never used costs nothing. The mapping is excluded from core dumps and from forked
-processes, which would otherwise keep the memory alive and see it change. Importing this module does not import torch.
+A memfd needs no /dev/shm and vanishes with the last process that holds it. A page takes memory only
+once it is touched, so an array that is planned but never used costs nothing. The mapping is
+excluded from core dumps and from forked processes, which would otherwise keep the memory alive and
+see it change. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,13 +31,21 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Arena:
-    """A mapping of the shared memory. `create` makes the memory; the constructor maps what another process made.
+    """A mapping of the shared memory. `create` makes the memory; the constructor maps what another
+    process made.
 
     Args:
         fileno: the memfd, of which this takes ownership.
@@ -62,7 +72,8 @@ class Arena:
         """
         if not hasattr(os, "memfd_create"):
             raise UnsupportedError(
-                "ZenFlow shares memory between processes with memfd_create, which needs Linux: turn zenflow off"
+                "ZenFlow shares memory between processes with memfd_create, which needs Linux: "
+                "turn zenflow off"
             )
         fileno = -1
         try:
@@ -72,9 +83,14 @@ class Arena:
         except OSError as error:
             if fileno >= 0:
                 os.close(fileno)
-            limit = "open files (ulimit -n)" if error.errno == errno.EMFILE else "memory (ulimit -v, -f)"
+            limit = (
+                "open files (ulimit -n)"
+                if error.errno == errno.EMFILE
+                else "memory (ulimit -v, -f)"
+            )
             raise UnsupportedError(
-                f"the kernel refuses {layout.nbytes:,} bytes of shared memory for the optimizer process: {error}. "
+                f"the kernel refuses {layout.nbytes:,} bytes of shared memory for the optimizer "
+                f"process: {error}. "
                 f"Raise the limit on {limit}, use more ranks (each holds less), or turn zenflow off"
             ) from error
 
@@ -84,13 +100,18 @@ class Arena:
         return self._address
 
     def find(self, address: int, nbytes: int) -> int | None:
-        """The offset in the arena of the `nbytes` bytes at `address`; None: they are not in the arena."""
+        """The offset in the arena of the `nbytes` bytes at `address`; None: they are not in the
+        arena."""
         begin = address - self._address
         return begin if begin >= 0 and begin + nbytes <= self.layout.nbytes else None
 
     def keys(self, kind: str, partition: int) -> list[ArrayKey]:
         """The keys of a partition's arrays of one kind, by slot."""
-        return [spec.key for spec, _ in self.layout.arrays if (spec.kind, spec.partition) == (kind, partition)]
+        return [
+            spec.key
+            for spec, _ in self.layout.arrays
+            if (spec.kind, spec.partition) == (kind, partition)
+        ]
 
     def array(self, kind: str, partition: int = 0, slot: int = 0) -> Array:
         """The address of an array; valid while the arena exists."""
@@ -108,30 +129,36 @@ class Arena:
         return torch.frombuffer(self._memory, dtype=dtype, count=spec.numel, offset=offset)
 
     def whole(self, kind: str, partition: int = 0) -> torch.Tensor:
-        """An array with the elements before it, as one 1-D CPU tensor: all p, m or v of a partition of ZeRO."""
+        """An array with the elements before it, as one 1-D CPU tensor: all p, m or v of a partition
+        of ZeRO."""
         import torch
 
         spec, offset = self._arrays[ArrayKey(kind, partition)]
         count, begin = spec.before + spec.numel, offset - spec.before_bytes
         if count == 0:
             return self.tensor(kind, partition)
-        return torch.frombuffer(self._memory, dtype=getattr(torch, spec.dtype), count=count, offset=begin)
+        return torch.frombuffer(
+            self._memory, dtype=getattr(torch, spec.dtype), count=count, offset=begin
+        )
 
     def relay(self, layout: ArenaLayout) -> None:
-        """Find arrays where `layout` says from now on. Tensors and addresses from before stay valid."""
+        """Find arrays where `layout` says from now on. Tensors and addresses from before stay
+        valid."""
         assert layout.nbytes == self.layout.nbytes, "the same memory"
         self.layout = layout
         self._arrays = layout.by_key()
 
     def release_before(self, kind: str, partition: int = 0) -> None:
-        """Free the memory of the elements before an array; they read as zero until they are written again."""
+        """Free the memory of the elements before an array; they read as zero until they are written
+        again."""
         spec, offset = self._arrays[ArrayKey(kind, partition)]
         begin = round_up(offset - spec.before_bytes, PAGE_BYTES)
         if (nbytes := offset // PAGE_BYTES * PAGE_BYTES - begin) > 0:
             _require(_libc.madvise(self._address + begin, nbytes, _MADV_REMOVE) == 0)
 
     def release(self, kind: str, partition: int = 0) -> None:
-        """Free the memory of an array; it reads as zero until it is written again. No page holds another array."""
+        """Free the memory of an array; it reads as zero until it is written again. No page holds
+        another array."""
         spec, offset = self._arrays[ArrayKey(kind, partition)]
         begin = offset // PAGE_BYTES * PAGE_BYTES
         if spec.numel:
@@ -139,8 +166,8 @@ class Arena:
             _require(_libc.madvise(self._address + begin, end - begin, _MADV_REMOVE) == 0)
 
     def close(self) -> None:
-        """Close the memfd, so that no other process can map the arena. The memory is freed once no process maps it
-        and no tensor refers to it. Idempotent."""
+        """Close the memfd, so that no other process can map the arena. The memory is freed once no
+        process maps it and no tensor refers to it. Idempotent."""
         self._finalizer()
         self.fileno = -1
 
@@ -152,12 +179,15 @@ class Arena:
 def _map(fileno: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
     """Create a shared mapping that ends with the last reference to the result.
 
-    Not with `mmap.mmap`, which keeps a copy of the descriptor: every forked process would then keep the memory alive.
+    Not with `mmap.mmap`, which keeps a copy of the descriptor: every forked process would then keep
+    the memory alive.
     """
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fileno, 0)
     _require(address != _MAP_FAILED)
     for advice in (mmap.MADV_DONTDUMP, mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
-        _libc.madvise(address, nbytes, advice)  # errors are ignored: without huge pages it is a little slower
+        _libc.madvise(
+            address, nbytes, advice
+        )  # errors are ignored: without huge pages it is a little slower
     memory = (ctypes.c_char * nbytes).from_address(address)
     # Not at exit: the mapping ends with the process, after everything that may still use it.
     weakref.finalize(memory, _unmap, address, nbytes, os.getpid()).atexit = False

@@ -1,6 +1,7 @@
 """Transfers whole messages between two processes over a socket. Only `Channel.idle` ever blocks.
 
-A message is a header with a mark and a length, followed by a pickle. Importing this module does not import torch.
+A message is a header with a mark and a length, followed by a pickle. Importing this module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ class GarbledError(Exception):
 class Patience:
     """A timeout counted in slices, which ignores time during which the process was suspended.
 
-    When a job is suspended or a machine sleeps, both processes stop while the clock keeps running. A slice that took
-    much longer than intended counts as such a gap: it does not use up the timeout, and at least 10 seconds remain for
-    the other process to resume.
+    When a job is suspended or a machine sleeps, both processes stop while the clock keeps running.
+    A slice that took much longer than intended counts as such a gap: it does not use up the
+    timeout, and at least 10 seconds remain for the other process to resume.
 
     Args:
         seconds: the whole timeout; may be infinite. NaN counts as expired.
-        within: an outer timeout that runs at the same time and that `renew` does not affect; when it expires, so does
-            this one.
+        within: an outer timeout that runs at the same time and that `renew` does not affect; when
+            it expires, so does this one.
     """
 
     def __init__(self, seconds: float, within: Patience | None = None) -> None:
@@ -78,8 +79,8 @@ class Patience:
 class Channel:
     """One end of a connection; the other end is a `Channel` too.
 
-    Incoming messages are read with `first` and removed with `drop_first`. A message that was handled only in part,
-    because a signal handler raised, is therefore still there.
+    Incoming messages are read with `first` and removed with `drop_first`. A message that was
+    handled only in part, because a signal handler raised, is therefore still there.
 
     Args:
         end: a connected stream socket; the channel takes ownership.
@@ -143,24 +144,29 @@ class Channel:
         """Bytes of the first message including its header, which must have arrived."""
         mark, length = _HEADER.unpack_from(self._unread)
         if mark != _MARK or length > _LONGEST_BYTES:
-            raise GarbledError(f"not the header of a message: {bytes(self._unread[: _HEADER.size])!r}")
+            raise GarbledError(
+                f"not the header of a message: {bytes(self._unread[: _HEADER.size])!r}"
+            )
         return _HEADER.size + length
 
     def idle(self, patience: Patience | None = None, *, is_shared: bool = False) -> None:
-        """Block until unsent bytes can be sent or, if there are none, something can be read; at most for one slice of
-        `patience`. The slice is short if another thread reads, too (`is_shared`), because it may take the message that
-        this one waits for."""
+        """Block until unsent bytes can be sent or, if there are none, something can be read; at
+        most for one slice of `patience`. The slice is short if another thread reads, too
+        (`is_shared`), because it may take the message that this one waits for."""
         poller = select.poll()
         with contextlib.suppress(ValueError):  # closed by another thread; the caller will notice
             poller.register(self._end, select.POLLIN if self.is_flushed else select.POLLOUT)
         if patience is None:
             poller.poll()
         else:
-            poller.poll(patience.begin_slice(_SHARED_SLICE_SECONDS if is_shared else _SLICE_SECONDS) * 1000)
+            poller.poll(
+                patience.begin_slice(_SHARED_SLICE_SECONDS if is_shared else _SLICE_SECONDS) * 1000
+            )
             patience.end_slice()
 
     def close(self) -> None:
-        """Close the connection. The other end notices even if a forked process holds a copy of the socket."""
+        """Close the connection. The other end notices even if a forked process holds a copy of the
+        socket."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
@@ -169,8 +175,8 @@ class Channel:
 def above_standard(descriptor: int) -> int:
     """Return `descriptor`, or a copy above 2 that replaces it.
 
-    A process started with a closed stdin gets descriptor 0 for the next file that it opens. A child that inherits this
-    number would find its own stdin there instead.
+    A process started with a closed stdin gets descriptor 0 for the next file that it opens. A child
+    that inherits this number would find its own stdin there instead.
     """
     if descriptor > 2:
         return descriptor

@@ -1,8 +1,10 @@
-"""Runs the optimizer process: ``python start_process.py MODULE SOCKET_FD ARENA_FD PARENT_PID BY_MAIN_THREAD``.
+"""Runs the optimizer process:
+``python start_process.py MODULE SOCKET_FD ARENA_FD PARENT_PID BY_MAIN_THREAD``.
 
-Started only by `process.OptimizerProcess`. The process binds itself to its cores before it imports anything heavy, and
-imports torch only if the native kernel is missing. It ends when told to, when the trainer's end of the socket closes,
-and when the trainer dies, no matter what it is doing at that moment.
+Started only by `process.OptimizerProcess`. The process binds itself to its cores before it imports
+anything heavy, and imports torch only if the native kernel is missing. It ends when told to, when
+the trainer's end of the socket closes, and when the trainer dies, no matter what it is doing at
+that moment.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
 from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel
-from deepspeed_ext.zenflow.worker.kernel import AdamPass, Array, Kernel, LionPass, MeanPass, NativeKernel, load_kernel
+from deepspeed_ext.zenflow.worker.kernel import (
+    AdamPass,
+    Array,
+    Kernel,
+    LionPass,
+    MeanPass,
+    NativeKernel,
+    load_kernel,
+)
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 from deepspeed_ext.zenflow.worker.kernel.rounding import CODE_DTYPES
@@ -60,8 +70,8 @@ def main() -> None:
     """Serve one trainer until it closes the connection."""
     socket_fd, arena_fd, parent_pid, by_main_thread = map(int, sys.argv[1:5])
     _end_with_parent(parent_pid, bool(by_main_thread))
-    # Launchers and schedulers signal all processes of a job at once. The signals are meant for the trainer, which may
-    # still save with this process, and then closes it.
+    # Launchers and schedulers signal all processes of a job at once. The signals are meant for the
+    # trainer, which may still save with this process, and then closes it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=socket_fd))
@@ -77,8 +87,8 @@ def main() -> None:
 
 
 def _end_with_parent(parent_pid: int, by_main_thread: bool) -> None:
-    """Let the kernel kill this process when the thread that started it dies. If that thread may end before the
-    trainer, poll instead."""
+    """Let the kernel kill this process when the thread that started it dies. If that thread may end
+    before the trainer, poll instead."""
     if by_main_thread:
         end_with_parent()
     else:
@@ -98,7 +108,12 @@ def _serve(channel: Channel, arena_fd: int) -> None:
     placement = WorkerPlacement.parse(plan.placement) if plan.placement is not None else None
     warning = placement.bind_process() if placement is not None else None
     kernel = load_kernel(plan.library, plan.threads)
-    if placement is not None and placement.one_each and warning is None and isinstance(kernel, NativeKernel):
+    if (
+        placement is not None
+        and placement.one_each
+        and warning is None
+        and isinstance(kernel, NativeKernel)
+    ):
         kernel.pin(sorted(placement.cpus))
     arena = Arena(arena_fd, plan.layout)
     arena.close()  # the mapping outlives the descriptor
@@ -112,7 +127,8 @@ def _serve(channel: Channel, arena_fd: int) -> None:
 
 
 def _next(channel: Channel) -> Any:
-    """Wait for the next message without a time limit: if the trainer goes away, its end of the socket closes."""
+    """Wait for the next message without a time limit: if the trainer goes away, its end of the
+    socket closes."""
     while (message := channel.first()) is None:
         channel.idle()
     channel.drop_first()
@@ -147,7 +163,8 @@ def _touch(arena: Arena, kernel: Kernel, keys: Sequence[ArrayKey], plan: WorkerP
 
 
 def _misplaced(arena: Arena, plan: WorkerPlan, node: int) -> str | None:
-    """What is to be said if touched memory does not lie on `node`: a full node gives way to others silently."""
+    """What is to be said if touched memory does not lie on `node`: a full node gives way to others
+    silently."""
     if node < 0:
         return None
     touched = [array for array in plan.layout.arrays if array.spec.touched and array.spec.numel]
@@ -163,7 +180,9 @@ def block_bytes(arena: Arena, key: ArrayKey, block_size: int) -> int:
         return block_size * itemsize
     numel = arena.array("p", key.partition).numel
     is_of_elements = array.numel == numel and key.kind not in PER_BLOCK
-    return itemsize * (block_size if is_of_elements else array.numel // max(1, -(-numel // block_size)))
+    return itemsize * (
+        block_size if is_of_elements else array.numel // max(1, -(-numel // block_size))
+    )
 
 
 def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, plan: WorkerPlan) -> Done:
@@ -189,7 +208,9 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, plan: Worke
     return Done(submission.number, seconds, failed_write)
 
 
-def write_from_arena(work: ArenaWrite, arena: Arena, kernel: Kernel | None = None, block_size: int = 1) -> str | None:
+def write_from_arena(
+    work: ArenaWrite, arena: Arena, kernel: Kernel | None = None, block_size: int = 1
+) -> str | None:
     """Write a file's parts; return what went wrong, or None.
 
     Args:
@@ -211,9 +232,14 @@ def write_from_arena(work: ArenaWrite, arena: Arena, kernel: Kernel | None = Non
     return None
 
 
-def _write_decoded(descriptor: int, part: CodedPart, arena: Arena, kernel: Kernel, block_size: int, crc: int) -> int:
+def _write_decoded(
+    descriptor: int, part: CodedPart, arena: Arena, kernel: Kernel, block_size: int, crc: int
+) -> int:
     """Write moments as fp32, which pass through one chunk; return the CRC that `crc` becomes."""
-    codes, scales = arena.array(part.kind, part.partition), arena.array(f"{part.kind}_scales", part.partition)
+    codes, scales = (
+        arena.array(part.kind, part.partition),
+        arena.array(f"{part.kind}_scales", part.partition),
+    )
     step = chunk_of(CODED_CHUNK_NUMEL, block_size)
     chunk = (ctypes.c_float * min(step, part.span.numel))()
     for begin in range(part.span.begin, part.span.end, step):
@@ -223,7 +249,9 @@ def _write_decoded(descriptor: int, part: CodedPart, arena: Arena, kernel: Kerne
         kernel.decode(codes.part(begin, end), of_blocks, block_size, values)
         size = DTYPE_BYTES["float32"]
         memory = files.memory_at(values.address, size * values.numel)
-        crc = files.write_summed(descriptor, memory, part.offset + size * (begin - part.span.begin), crc)
+        crc = files.write_summed(
+            descriptor, memory, part.offset + size * (begin - part.span.begin), crc
+        )
     return crc
 
 
@@ -233,8 +261,13 @@ def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
     first = 0 if work.span is None else work.span.begin
     scales = None
     if m.dtype == CODE_DTYPES[0]:
-        scales = _per_block(work, arena, "m_scales", block_size), _per_block(work, arena, "v_scales", block_size)
-    return AdamPass(p, m, v, tuple(grads), work.steps, published, means, block_size, work.publish, first, scales)
+        scales = (
+            _per_block(work, arena, "m_scales", block_size),
+            _per_block(work, arena, "v_scales", block_size),
+        )
+    return AdamPass(
+        p, m, v, tuple(grads), work.steps, published, means, block_size, work.publish, first, scales
+    )
 
 
 def _mean_pass(work: MeanPartitionPass, arena: Arena, block_size: int) -> MeanPass:
@@ -256,8 +289,14 @@ def _arrays(work: WorkerTask, arena: Arena, state: StateLayout) -> list[Array]:
     if work.chunk_slot is not None:
         assert work.span is not None
         assert len(work.slots) <= 1, "a chunk has one gradient"
-        both = [arena.array(kind, OF_CHUNKS, work.chunk_slot) for kind in ("y", *("g" for _ in work.slots))]
-        return [*(array.part(*work.span) for array in arrays), *(array.part(0, work.span.numel) for array in both)]
+        both = [
+            arena.array(kind, OF_CHUNKS, work.chunk_slot)
+            for kind in ("y", *("g" for _ in work.slots))
+        ]
+        return [
+            *(array.part(*work.span) for array in arrays),
+            *(array.part(0, work.span.numel) for array in both),
+        ]
     arrays += [arena.array("y", work.partition, work.y_slot)]
     arrays += [arena.array("g", work.partition, slot) for slot in work.slots]
     return arrays if work.span is None else [array.part(*work.span) for array in arrays]
@@ -266,4 +305,8 @@ def _arrays(work: WorkerTask, arena: Arena, state: StateLayout) -> list[Array]:
 def _per_block(work: WorkerTask, arena: Arena, kind: str, block_size: int, width: int = 1) -> Array:
     """The part of a per-block array, with `width` elements for a block, of the task's span."""
     whole, span = arena.array(kind, work.partition), work.span
-    return whole if span is None else whole.part(span.begin // block_size * width, -(-span.end // block_size) * width)
+    return (
+        whole
+        if span is None
+        else whole.part(span.begin // block_size * width, -(-span.end // block_size) * width)
+    )

@@ -35,8 +35,8 @@ class WorkerPlan:
     layout: ArenaLayout
     block_size: int
     placement: str | None
-    """Cores and memory node, as written by `deepspeed_ext.cores.worker_placement.WorkerPlacement`; None:
-    inherited."""
+    """Cores and memory node, as written by `deepspeed_ext.cores.worker_placement.WorkerPlacement`;
+    None: inherited."""
     threads: int
     library: str | None
     """Path of the native kernel; None: the torch reference."""
@@ -60,16 +60,20 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass over one partition, with the gradients in ``slots`` of its ring; then it publishes y."""
+    """One pass over one partition, with the gradients in ``slots`` of its ring; then it publishes
+    y."""
 
     partition: int
     slots: tuple[int, ...]
     span: Span | None = field(default=None, kw_only=True)
-    """The part to process; None: all of it. Parts may be processed in any order, with the same result."""
+    """The part to process; None: all of it. Parts may be processed in any order, with the same
+    result."""
     again: int | None = field(default=None, kw_only=True)
-    """Without gradients: the slot whose place y takes. Its gradient is lost, so it must have been handed over."""
+    """Without gradients: the slot whose place y takes. Its gradient is lost, so it must have been
+    handed over."""
     chunk_slot: int | None = field(default=None, kw_only=True)
-    """The place in which the part's gradient is, and its y is to be; None: the partition's own slots."""
+    """The place in which the part's gradient is, and its y is to be; None: the partition's own
+    slots."""
 
     @property
     def y_slot(self) -> int:
@@ -88,8 +92,8 @@ class PartitionPass(_Pass):
 
 @dataclass(frozen=True)
 class MeanPartitionPass(_Pass):
-    """One step of a partition's cold blocks with ``sum_k scales[k] g[slots[k]]``. Without gradients: only publish p
-    again."""
+    """One step of a partition's cold blocks with ``sum_k scales[k] g[slots[k]]``. Without
+    gradients: only publish p again."""
 
     scales: tuple[float, ...]
     step: AdamStep
@@ -136,8 +140,8 @@ class CodedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class ArenaWrite:
-    """Write parts of the arena to an existing file, and the CRCs of records. An error is not the worker's end: `Done`
-    has it."""
+    """Write parts of the arena to an existing file, and the CRCs of records. An error is not the
+    worker's end: `Done` has it."""
 
     path: str
     parts: tuple[FilePart | CodedPart, ...]
@@ -145,8 +149,8 @@ class ArenaWrite:
 
 @dataclass(frozen=True)
 class ArenaTouch:
-    """Touch the pages of arrays, which places those that nobody has touched on the worker's memory node. Their values
-    stay."""
+    """Touch the pages of arrays, which places those that nobody has touched on the worker's memory
+    node. Their values stay."""
 
     keys: tuple[ArrayKey, ...]
 
@@ -168,7 +172,8 @@ class Submission:
 
 @dataclass(frozen=True)
 class Ready:
-    """Sent once the worker has bound itself, mapped and touched the arena, and loaded its kernel."""
+    """Sent once the worker has bound itself, mapped and touched the arena, and loaded its
+    kernel."""
 
     pid: int
     kernel: str

@@ -47,17 +47,18 @@ _REMEDIES: dict[int, str] = {
 class OptimizerProcess:
     """A process that runs passes over a shared arena. Starts in the constructor; a context manager.
 
-    Submissions are processed in order; `wait` waits for all of them. Every wait ends: with the result, with the
-    worker's own exception, when the worker dies, or after `timeout_seconds` without an answer to any submission. Time
-    during which this process was suspended does not count. After an error the process is closed, and later calls raise
-    the same error.
+    Submissions are processed in order; `wait` waits for all of them. Every wait ends: with the
+    result, with the worker's own exception, when the worker dies, or after `timeout_seconds`
+    without an answer to any submission. Time during which this process was suspended does not
+    count. After an error the process is closed, and later calls raise the same error.
 
-    `submit` and `wait` may be called from any thread; `wait` also from a signal handler. In a forked process every call
-    raises StateError (see Note: [Forked processes]).
+    `submit` and `wait` may be called from any thread; `wait` also from a signal handler. In a
+    forked process every call raises StateError (see Note: [Forked processes]).
 
     Args:
-        arena: the shared memory. Its descriptor is closed here: the worker has its own, and every process forked from
-            this one would inherit it. The mapping must outlive the optimizer process.
+        arena: the shared memory. Its descriptor is closed here: the worker has its own, and every
+            process forked from this one would inherit it. The mapping must outlive the optimizer
+            process.
         plan: what the worker does at start.
         rank: used in messages.
         timeout_seconds: longest duration of the start, and of a wait without any answer.
@@ -71,7 +72,9 @@ class OptimizerProcess:
 
     ready: Ready
 
-    def __init__(self, arena: Arena, plan: WorkerPlan, *, rank: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, arena: Arena, plan: WorkerPlan, *, rank: int, timeout_seconds: float
+    ) -> None:
         self._rank = rank
         self._home = OwnProcess(f"rank {rank}: the optimizer process")
         self._timeout_seconds = timeout_seconds
@@ -91,13 +94,16 @@ class OptimizerProcess:
         try:
             arena.close()
             self._channel.put(plan)
-            self._await(lambda: self._is_ready, timeout_seconds, f"start within {timeout_seconds:g} s")
+            self._await(
+                lambda: self._is_ready, timeout_seconds, f"start within {timeout_seconds:g} s"
+            )
         except BaseException:
             self.close()
             raise
 
     def _launch(self, arena: Arena, plan: WorkerPlan) -> tuple[subprocess.Popen[bytes], Channel]:
-        # PR_SET_PDEATHSIG refers to the thread that starts the process; only the main thread lives as long as we do.
+        # PR_SET_PDEATHSIG refers to the thread that starts the process; only the main thread lives
+        # as long as we do.
         by_main_thread = threading.current_thread() is threading.main_thread()
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(plan.threads)}
         try:
@@ -119,7 +125,8 @@ class OptimizerProcess:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 remedy = "Raise the limit on open files (ulimit -n)"
             raise WorkerError(
-                f"rank {self._rank}: the optimizer process could not be started with {sys.executable!r}: {error}. "
+                f"rank {self._rank}: the optimizer process could not be started with "
+                f"{sys.executable!r}: {error}. "
                 f"{remedy}, or turn zenflow off"
             ) from error
         return process, Channel(ours)
@@ -141,7 +148,8 @@ class OptimizerProcess:
         return self._process.pid
 
     def submit(self, tasks: Sequence[WorkerTask | ArenaWrite | ArenaTouch | ArenaRelay]) -> int:
-        """Hand over work without waiting for it. The arrays it names belong to the worker until `wait`.
+        """Hand over work without waiting for it. The arrays it names belong to the worker until
+        `wait`.
 
         Returns:
             The number of the submission, for `wait_for`.
@@ -157,14 +165,19 @@ class OptimizerProcess:
             if any(isinstance(task, ArenaWrite) for task in tasks):
                 self._newest_write = number
         seconds = self._timeout_seconds
-        self._await(lambda: self._channel.is_flushed, seconds, f"read its orders within {seconds:g} s")
+        self._await(
+            lambda: self._channel.is_flushed, seconds, f"read its orders within {seconds:g} s"
+        )
         return number
 
-    def wait_for(self, number: int, timeout_seconds: float | None = None, *, within: Patience | None = None) -> None:
+    def wait_for(
+        self, number: int, timeout_seconds: float | None = None, *, within: Patience | None = None
+    ) -> None:
         """Wait until submission `number` is done; its seconds are still counted by the next `wait`.
 
         Args:
-            timeout_seconds: longest wait without an answer, if that is more than the value given to the constructor.
+            timeout_seconds: longest wait without an answer, if that is more than the value given to
+                the constructor.
             within: longest wait in all; None: unlimited while there are answers.
 
         Raises:
@@ -199,18 +212,22 @@ class OptimizerProcess:
         """Wait until everything submitted is done.
 
         Args:
-            timeout_seconds: longest wait without an answer; None: the value given to the constructor.
+            timeout_seconds: longest wait without an answer; None: the value given to the
+                constructor.
             within: as for `wait_for`.
 
         Returns:
             The last answer, with the total seconds of all answers awaited here.
 
         Raises:
-            WorkerError: the worker raised, has ended, or did not answer in time. If nothing is in flight, the arena is
-                complete and a worker that has ended is not an error; see `require_alive`.
+            WorkerError: the worker raised, has ended, or did not answer in time. If nothing is in
+                flight, the arena is complete and a worker that has ended is not an error; see
+                `require_alive`.
         """
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        self._await(lambda: self._done == self._submitted, seconds, f"answer within {seconds:g} s", within)
+        self._await(
+            lambda: self._done == self._submitted, seconds, f"answer within {seconds:g} s", within
+        )
         with self._alone():
             if self._last.number < self._submitted:
                 self._last, self._seconds = Done(self._done, self._seconds), 0.0
@@ -229,21 +246,22 @@ class OptimizerProcess:
                 raise self._failure(self._how_it_ended())
 
     def close(self) -> None:
-        """End the process: ask, wait two seconds, kill. Idempotent; does not raise for a process that is gone. Does
-        nothing in a forked process."""
+        """End the process: ask, wait two seconds, kill. Idempotent; does not raise for a process
+        that is gone. Does nothing in a forked process."""
         if self._home.is_here:
             with self._lock:
                 self._finalizer()
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Guard sending, reading and counting: one thread at a time, and no signal handler in the middle of the code
-        that it interrupted. The guarded code is short and never waits."""
+        """Guard sending, reading and counting: one thread at a time, and no signal handler in the
+        middle of the code that it interrupted. The guarded code is short and never waits."""
         self._home.require()  # before the lock, which another thread may have held at the fork
         with self._lock:
             if self._is_inside:
                 raise WorkerError(
-                    f"rank {self._rank}: a signal handler called the optimizer process while the interrupted code was "
+                    f"rank {self._rank}: a signal handler called the optimizer process while the "
+                    f"interrupted code was "
                     "using it. Let the handler only set a flag, and check the flag between steps"
                 )
             try:
@@ -252,12 +270,14 @@ class OptimizerProcess:
             finally:
                 self._is_inside = False
 
-    def _await(self, is_over: Callable[[], bool], seconds: float, what: str, within: Patience | None = None) -> None:
-        """Exchange messages until `is_over`, which is checked again after every slice, because another thread may have
-        made it true.
+    def _await(
+        self, is_over: Callable[[], bool], seconds: float, what: str, within: Patience | None = None
+    ) -> None:
+        """Exchange messages until `is_over`, which is checked again after every slice, because
+        another thread may have made it true.
 
-        Also polls the process itself: its end of the socket may stay open after its death, because a process forked
-        while this one was being started has a copy.
+        Also polls the process itself: its end of the socket may stay open after its death, because
+        a process forked while this one was being started has a copy.
         """
         with self._waiting():
             self._exchange_until(is_over, Patience(seconds, within), what, within)
@@ -283,7 +303,9 @@ class OptimizerProcess:
                 if self._done > done:
                     patience.renew()
                     done = self._done
-                has_ended = self._process.poll() is not None  # checked before its last messages are read
+                has_ended = (
+                    self._process.poll() is not None
+                )  # checked before its last messages are read
                 if not is_over():
                     self._exchange()
                 if is_over():
@@ -321,7 +343,9 @@ class OptimizerProcess:
             self.ready, self._is_ready = answer, True
         elif not isinstance(answer, Done) or answer.number > self._done + 1:
             raise GarbledError(f"{answer!r} after answer {self._done} of {self._submitted}")
-        elif answer.number == self._done + 1:  # otherwise a signal handler interrupted us after it was recorded
+        elif (
+            answer.number == self._done + 1
+        ):  # otherwise a signal handler interrupted us after it was recorded
             self._done = answer.number
             self._seconds += answer.seconds
             if answer.failed_write is not None:
@@ -331,7 +355,10 @@ class OptimizerProcess:
         if self._error:
             raise WorkerError(self._error)
         if not self._finalizer.alive:
-            raise WorkerError(f"rank {self._rank}: the optimizer process is closed; build a new engine to train on")
+            raise WorkerError(
+                f"rank {self._rank}: the optimizer process is closed; build a new engine to train "
+                f"on"
+            )
 
     def _how_it_ended(self) -> str:
         try:
@@ -344,26 +371,35 @@ class OptimizerProcess:
             name = signal.Signals(-status).name
         except ValueError:  # a real-time signal
             name = f"signal {-status}"
-        return f"was killed by {name} (exit status {status}). {_REMEDIES.get(-status, 'Its stderr may show the cause')}"
+        return (
+            f"was killed by {name} (exit status {status}). "
+            f"{_REMEDIES.get(-status, 'Its stderr may show the cause')}"
+        )
 
     def _silence(self, what: str, seconds: float) -> WorkerError:
         is_setting = seconds == self._timeout_seconds
+        setting = f" (zenflow.worker_timeout_seconds = {seconds:g})" if is_setting else ""
         return self._failure(
-            f"did not {what}{f' (zenflow.worker_timeout_seconds = {seconds:g})' if is_setting else ''}. "
+            f"did not {what}{setting}. "
             + (
                 "It may still be writing a checkpoint to a file system that stalls: "
                 + ("raise the timeout" if is_setting else "save to another one")
                 if self._done < self._newest_write
-                else "It may be stopped, starved of CPU or swapping: give it more cores (core_binding), or raise the "
+                else "It may be stopped, starved of CPU or swapping: give it more cores "
+                "(core_binding), or raise the "
                 "timeout"
             )
         )
 
     def _lateness(self, within: Patience) -> WorkerError:
         writes = (
-            "writing a checkpoint, to a file system that is too slow" if self._done < self._newest_write else "busy"
+            "writing a checkpoint, to a file system that is too slow"
+            if self._done < self._newest_write
+            else "busy"
         )
-        return self._failure(f"was still {writes} after {within.seconds:g} s. {within_group_timeout()}")
+        return self._failure(
+            f"was still {writes} after {within.seconds:g} s. {within_group_timeout()}"
+        )
 
     def _failure(self, what: str) -> WorkerError:
         self._process.kill()
@@ -378,7 +414,8 @@ class OptimizerProcess:
 def within_group_timeout() -> str:
     """Why even a wait with progress is limited, and what to do."""
     return (
-        "The other ranks do not wait longer for this one: the process group's timeout would end the job. Raise it "
+        "The other ranks do not wait longer for this one: the process group's timeout would end "
+        "the job. Raise it "
         "(init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
     )
 
@@ -396,5 +433,7 @@ def _end(process: subprocess.Popen[bytes], channel: Channel, owner_pid: int) -> 
             process.wait(_CLOSE_SECONDS)
         finally:
             process.kill()  # no effect if it has ended
-    with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in an uninterruptible call: it dies afterwards
+    with contextlib.suppress(
+        subprocess.TimeoutExpired
+    ):  # stuck in an uninterruptible call: it dies afterwards
         process.wait(_REAP_SECONDS)

@@ -20,7 +20,8 @@ SEEDS = range(5)
 
 
 def operators(device: str) -> dict[str, Any]:
-    """Results of operators with outputs of all kinds: new, in place, given, several, of a shape that values decide."""
+    """Results of operators with outputs of all kinds: new, in place, given, several, of a shape
+    that values decide."""
     make = torch.Generator().manual_seed(1)
     a, b = (torch.randn(6, 5, generator=make).to(device) for _ in range(2))
     rows = torch.tensor([4, 0, 0, 5]).to(device)
@@ -50,11 +51,15 @@ def operators(device: str) -> dict[str, Any]:
         "equal": torch.equal(a, a.clone()),
         "item": a.sum().item(),
     }
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in results.items()}
+    return {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in results.items()
+    }
 
 
 def interrupted(kind: type[BaseException]) -> str:
-    """What reaches the caller if `kind` is raised in the part of an operator that computes its shape, in Python."""
+    """What reaches the caller if `kind` is raised in the part of an operator that computes its
+    shape, in Python."""
     name = f"simtest_{kind.__name__}"
     library = torch.library.Library(name, "FRAGMENT")
     library.define("copy_of(Tensor x) -> Tensor")
@@ -83,16 +88,19 @@ def test_operators_equal_the_cpus_to_the_bit() -> None:
 
 
 def steps(device: str, order: str = "", seed: int = 0, foreach: bool = False) -> list[torch.Tensor]:
-    """Losses and parameters of a small network, whose optimizer divides by no number: that rounds differently."""
+    """Losses and parameters of a small network, whose optimizer divides by no number: that rounds
+    differently."""
     if order:
         from tests.support.simulated_accelerator import simulation
 
         simulation.configure(order, seed)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(20, 16), nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 20)).to(
-        device
+    model = nn.Sequential(
+        nn.Embedding(20, 16), nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 20)
+    ).to(device)
+    optimizer = torch.optim.SGD(
+        model.parameters(), 0.1, momentum=0.9, weight_decay=0.01, foreach=foreach
     )
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.01, foreach=foreach)
     losses = []
     for step in range(4):
         ids = torch.randint(0, 20, (4, 8), generator=torch.Generator().manual_seed(step)).to(device)
@@ -129,7 +137,9 @@ def mistakes() -> list[str]:
     attempt(lambda: a + torch.ones(3))
     attempt(lambda: a + torch.ones(2, device="sim"))
     attempt(lambda: torch.empty(3, device="sim", pin_memory=True))
-    nn.functional.embedding(torch.tensor([7]).to("sim"), torch.ones(3, 3, device="sim"))  # found by the kernel, later
+    nn.functional.embedding(
+        torch.tensor([7]).to("sim"), torch.ones(3, 3, device="sim")
+    )  # found by the kernel, later
     attempt(torch.accelerator.synchronize)
     attempt(torch.accelerator.synchronize)
     return texts
@@ -181,7 +191,9 @@ def copies() -> dict[str, Any]:
     before = sim.memory_allocated()
     sim.reset_peak_memory_stats()
     kept = torch.ones(10_000, pin_memory=True).to("sim", torch.bfloat16, non_blocking=True)
-    found["asynchronous conversion needs the source on the device"] = sim.max_memory_allocated() - before >= 60_000
+    found["asynchronous conversion needs the source on the device"] = (
+        sim.max_memory_allocated() - before >= 60_000
+    )
     sim.reset_peak_memory_stats()
     before = sim.memory_allocated()
     kept = torch.ones(10_000, pin_memory=True).to("sim", torch.bfloat16)
@@ -204,8 +216,11 @@ def test_copies_follow_the_rules_of_a_device() -> None:
     }
 
 
-def side_stream(wait: bool, order: str = "held", seed: int = 0, decisions: Any = ()) -> tuple[float, int, Any, Any]:
-    """A side stream adds to what the main stream then reads: the value, races, their text, decisions."""
+def side_stream(
+    wait: bool, order: str = "held", seed: int = 0, decisions: Any = ()
+) -> tuple[float, int, Any, Any]:
+    """A side stream adds to what the main stream then reads: the value, races, their text,
+    decisions."""
     from tests.support.simulated_accelerator import device as sim
     from tests.support.simulated_accelerator import simulation
 
@@ -244,7 +259,10 @@ def test_a_planted_race_is_found_explained_and_replayed() -> None:
         assert len(race[1]) >= 2
     assert len(totals) > 1  # and wrong in most orders
     for seed, (total, made) in orders.items():
-        assert on_sim(side_stream, False, "seeded", seed)[0][::3] == (total, made)  # a seed always gives its order
+        assert on_sim(side_stream, False, "seeded", seed)[0][::3] == (
+            total,
+            made,
+        )  # a seed always gives its order
         assert on_sim(side_stream, False, "replay", 0, made)[0][0] == total
     assert len({str(made) for _, made in orders.values()}) > 1
     for seed in SEEDS:

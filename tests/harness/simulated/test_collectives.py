@@ -22,7 +22,11 @@ def collectives(device: str) -> dict[str, torch.Tensor]:
         return (torch.arange(count) * 1.37 + rank * 10.1).to(device, dtype)
 
     results: dict[str, Any] = {}
-    for name, op in {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.items():
+    for name, op in {
+        "sum": dist.ReduceOp.SUM,
+        "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN,
+    }.items():
         dist.all_reduce(value := numbers(), op)
         results[f"all_reduce {name}"] = value
     dist.all_reduce(value := numbers(dtype=torch.bfloat16))
@@ -43,7 +47,9 @@ def collectives(device: str) -> dict[str, torch.Tensor]:
     dist.reduce_scatter_tensor(part := torch.empty(12 // size, device=device), numbers())
     results["reduce_scatter_tensor"] = part
     if device != "cpu":  # gloo of torch 2.6 takes no list here
-        dist.reduce_scatter(part := torch.empty(12 // size, device=device), list(numbers().chunk(size)))
+        dist.reduce_scatter(
+            part := torch.empty(12 // size, device=device), list(numbers().chunk(size))
+        )
     results["reduce_scatter"] = part
     dist.all_to_all_single(swapped := torch.empty(12, device=device), numbers())
     results["all_to_all_single"] = swapped
@@ -51,7 +57,9 @@ def collectives(device: str) -> dict[str, torch.Tensor]:
     dist.gather(numbers(), gathered, dst=0)
     results["gather"] = torch.cat(gathered) if gathered else None
     dist.scatter(
-        part := torch.empty(12 // size, device=device), list(numbers().chunk(size)) if rank == 0 else None, src=0
+        part := torch.empty(12 // size, device=device),
+        list(numbers().chunk(size)) if rank == 0 else None,
+        src=0,
     )
     results["scatter"] = part
     for sender in (0, 1):  # there and back, as a pipeline does
@@ -65,7 +73,10 @@ def collectives(device: str) -> dict[str, torch.Tensor]:
     dist.all_gather_object(objects, {"rank": rank})
     results["objects"] = objects
     dist.barrier()
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in results.items()}
+    return {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in results.items()
+    }
 
 
 def test_results_equal_gloos() -> None:
@@ -80,7 +91,9 @@ def only_here() -> dict[str, Any]:
     outputs = [torch.empty(2 * size, device=value.device) for _ in range(3)]
     with dist._coalescing_manager(device=value.device, async_ops=True) as manager:
         for number, output in enumerate(outputs):
-            dist.all_gather_into_tensor(output, torch.full((2,), 10.0 * number + rank, device=value.device))
+            dist.all_gather_into_tensor(
+                output, torch.full((2,), 10.0 * number + rank, device=value.device)
+            )
     manager.wait()
     return {"average": value.tolist(), "coalesced": [output.tolist() for output in outputs]}
 
@@ -94,7 +107,8 @@ def test_averages_and_coalesced_launches() -> None:
 
 
 def waiting_orders_the_current_stream(wait: bool) -> tuple[bool, list[float], int]:
-    """Whether the collective was late, what came out, and the races of a reader on another stream."""
+    """Whether the collective was late, what came out, and the races of a reader on another
+    stream."""
     from tests.support.simulated_accelerator import device as sim
     from tests.support.simulated_accelerator import simulation
 
@@ -123,14 +137,18 @@ def test_waiting_orders_only_the_current_stream() -> None:
 
 
 def two_groups_in_two_orders(order: str, seed: int) -> float:
-    """The host waits for two groups in another order on each rank, while the device holds both back."""
+    """The host waits for two groups in another order on each rank, while the device holds both
+    back."""
     from tests.support.simulated_accelerator import simulation
 
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     simulation.configure(order, seed + rank)  # type: ignore[arg-type]
     values = [torch.ones(4, device=f"sim:{rank}") for _ in groups]
-    works = [dist.all_reduce(value, group=group, async_op=True) for value, group in zip(values, groups, strict=True)]
+    works = [
+        dist.all_reduce(value, group=group, async_op=True)
+        for value, group in zip(values, groups, strict=True)
+    ]
     for index in (0, 1) if rank == 0 else (1, 0):
         works[index].wait()
         values[index].sum().item()
@@ -141,11 +159,14 @@ def two_groups_in_two_orders(order: str, seed: int) -> float:
 @pytest.mark.parametrize("order", ["held", "seeded"])
 def test_groups_that_are_waited_for_in_two_orders_do_not_hang(order: str) -> None:
     for seed in range(3):
-        assert run_ranks(2, two_groups_in_two_orders, order, seed, device="sim", timeout_seconds=30) == [16.0, 16.0]
+        assert run_ranks(
+            2, two_groups_in_two_orders, order, seed, device="sim", timeout_seconds=30
+        ) == [16.0, 16.0]
 
 
 def one_rank_waits_elsewhere() -> float:
-    """Rank 1 needs a collective that rank 0 has launched, while rank 0's host waits for something else."""
+    """Rank 1 needs a collective that rank 0 has launched, while rank 0's host waits for something
+    else."""
     rank = dist.get_rank()
     host_group = dist.new_group([0, 1], backend="gloo")
     value = torch.ones(4, device=f"sim:{rank}")

@@ -51,7 +51,13 @@ def test_memory_is_counted_cached_limited_and_poisoned() -> None:
     (found,) = on_sim(memory)
     assert found.pop("total") == 16 * 2**30
     assert "out of memory. Tried to allocate" in found.pop("error")
-    assert found == {"rounded": 512, "cached": True, "released": True, "afterwards": 4800, "uninitialised is NaN": True}
+    assert found == {
+        "rounded": 512,
+        "cached": True,
+        "released": True,
+        "afterwards": 4800,
+        "uninitialised is NaN": True,
+    }
 
 
 def page_locks() -> list[Any]:
@@ -161,7 +167,12 @@ def two_devices() -> list[Any]:
         found += [str(other.device), sim.memory_allocated(1) >= 4000]
     here = other.to("sim:0")
     other.zero_()  # ordered after the copy
-    found += [str(here.device), here.sum().item(), other.sum().item(), len(simulation.found_races())]
+    found += [
+        str(here.device),
+        here.sum().item(),
+        other.sum().item(),
+        len(simulation.found_races()),
+    ]
     try:
         here + other
     except RuntimeError as error:

@@ -23,7 +23,9 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def results() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     torch.manual_seed(0)
     x = torch.rand(4096) + 0.1
-    return {name: (operation(x), operation(x.to("sim")).cpu()) for name, operation in OPERATIONS.items()}
+    return {
+        name: (operation(x), operation(x.to("sim")).cpu()) for name, operation in OPERATIONS.items()
+    }
 
 
 def test_some_operations_round_as_on_a_gpu() -> None:

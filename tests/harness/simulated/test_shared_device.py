@@ -1,4 +1,5 @@
-"""Ranks share a device if there are fewer; DeepSpeed names the missing ones by number, by text and as torch.device."""
+"""Ranks share a device if there are fewer; DeepSpeed names the missing ones by number, by text and
+as torch.device."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ def losses(stage: int) -> tuple[int, list[float]]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_that_share_a_device_train_as_with_one_each(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # New processes on both sides: in used ones, earlier tests may have left settings of torch behind.
+def test_ranks_that_share_a_device_train_as_with_one_each(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # New processes on both sides: in used ones, earlier tests may have left settings of torch
+    # behind.
     apart = run_ranks(2, losses, stage, device="sim", pool="a device each")
     monkeypatch.setenv("SIMULATED_DEVICES", "1")
     shared = run_ranks(2, losses, stage, device="sim", pool="one device")

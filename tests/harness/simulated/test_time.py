@@ -1,4 +1,5 @@
-"""The model of time: what a step of ZenFlow hides and what it leaves exposed. It simulates overlap, not a device."""
+"""The model of time: what a step of ZenFlow hides and what it leaves exposed. It simulates overlap,
+not a device."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def overlap(link_gb_per_s: float) -> tuple[float, list[str], dict[str, Any]]:
     a, b, c = (torch.ones(1_000_000, device="sim") for _ in range(3))
     host, source = torch.empty(1_000_000, pin_memory=True), torch.ones(1_000_000, pin_memory=True)
     sim.synchronize()
-    with simulation.timeline(operator_us=100, link_gb_per_s=link_gb_per_s, copy_us=0, memory_gb_per_s=1e9) as spans:
+    with simulation.timeline(
+        operator_us=100, link_gb_per_s=link_gb_per_s, copy_us=0, memory_gb_per_s=1e9
+    ) as spans:
         with sim.stream(down):
             host.copy_(a, non_blocking=True)
         with sim.stream(up):
@@ -54,7 +57,8 @@ def test_the_model_of_time_overlaps_lanes() -> None:
 
 
 def modelled(config: dict[str, Any], ns_per_element: float) -> dict[str, float]:
-    """Train a few steps with a worker of this speed: microseconds by lane, and of the worker alone with the clock."""
+    """Train a few steps with a worker of this speed: microseconds by lane, and of the worker alone
+    with the clock."""
     from tests.support.simulated_accelerator import simulation
     from tests.support.simulated_accelerator.worker_time import worker_time
 
@@ -87,7 +91,8 @@ def test_an_overlapped_pass_is_hidden_as_far_as_there_is_a_step_to_hide_it() -> 
     assert short["exposed worker"] < 0.25 * short["worker"]
     long = steps_with(overlap=True, ns_per_element=1000)
     assert long["worker"] > long["compute"]
-    # The estimate, as torch operations of 20 us each, takes half as long as this small step, and hides nothing.
+    # The estimate, as torch operations of 20 us each, takes half as long as this small step, and
+    # hides nothing.
     assert long["exposed worker"] < long["worker"] - 0.35 * long["compute"]
 
 
@@ -107,7 +112,9 @@ def test_the_engine_knows_how_long_the_accelerator_waits() -> None:
 @pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 2)])
 def test_hidden_transfers_leave_the_accelerator_nothing_to_wait_for(stage: int, ranks: int) -> None:
     """Copies take 0.4 of a step each way, and the worker's pass 0.5."""
-    inside, beside = (figures(Way(stage, ranks, 1, hidden), [(LINK, WORKER)])[0] for hidden in (False, True))
+    inside, beside = (
+        figures(Way(stage, ranks, 1, hidden), [(LINK, WORKER)])[0] for hidden in (False, True)
+    )
     assert inside["idle"] > 0.2
     assert beside["idle"] < 0.03
     assert beside["step"] < 1.03

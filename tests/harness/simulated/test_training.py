@@ -1,4 +1,5 @@
-"""On a device whose work is late, every system trains as on the CPU, to the bit and without a race."""
+"""On a device whose work is late, every system trains as on the CPU, to the bit and without a
+race."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ pytestmark = pytest.mark.sampled(2)
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES[2::13], *(pytest.param(case, marks=pytest.mark.full) for case in CASES)], ids=str
+    "case",
+    [*CASES[2::13], *(pytest.param(case, marks=pytest.mark.full) for case in CASES)],
+    ids=str,
 )
 def test_training_is_the_same_if_the_device_holds_all_work_back(case: Case) -> None:
     check(case, "held")

@@ -1,7 +1,8 @@
-"""Saves a checkpoint again and again, killed at another system call each time, and looks at what can be loaded.
+"""Saves a checkpoint again and again, killed at another system call each time, and looks at what
+can be loaded.
 
-``python -m tests.support.crash.driver FOLDER RANKS EVERY``, with `interpose.cpp` preloaded: at every call (1) or at
-every k-th one (EVERY = k; other ones for each victim). Prints one JSON object.
+``python -m tests.support.crash.driver FOLDER RANKS EVERY``, with `interpose.cpp` preloaded: at
+every call (1) or at every k-th one (EVERY = k; other ones for each victim). Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ MODES = ("waiting", "beside, finished together", "beside, finished alone")
 
 @dataclass(frozen=True)
 class Disks:
-    """Where the ranks save: one folder for all, or one per rank as on nodes with disks of their own."""
+    """Where the ranks save: one folder for all, or one per rank as on nodes with disks of their
+    own."""
 
     folder: Path
     own: bool
@@ -61,7 +63,8 @@ class Case:
 
 
 class InProcess:
-    """Stands for the worker: it writes when it is told to, so its system calls count as the victim's."""
+    """Stands for the worker: it writes when it is told to, so its system calls count as the
+    victim's."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -84,8 +87,11 @@ class InProcess:
         return self._failed[number]
 
 
-def make_engine(ranks: RankGroup, leads: bool, mode: str) -> tuple[JointCheckpointEngine, torch.Tensor]:
-    """The engine of a mode, and a tensor for the optimizer's state: in the arena if there is one."""
+def make_engine(
+    ranks: RankGroup, leads: bool, mode: str
+) -> tuple[JointCheckpointEngine, torch.Tensor]:
+    """The engine of a mode, and a tensor for the optimizer's state: in the arena if there is
+    one."""
     if mode == "waiting":
         return JointCheckpointEngine(CONFIG, ranks, leads), torch.empty(NUMEL)
     async_engine._SILENCE_SECONDS = 0.3  # of a rank that was killed
@@ -98,7 +104,9 @@ def _file(rank: int) -> str:
     return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-def commit_save(engine: JointCheckpointEngine, state: torch.Tensor, ranks: RankGroup, disks: Disks, tag: str) -> None:
+def commit_save(
+    engine: JointCheckpointEngine, state: torch.Tensor, ranks: RankGroup, disks: Disks, tag: str
+) -> None:
     """What DeepSpeed's `save_checkpoint` does with a checkpoint engine."""
     folder = disks.of(ranks.rank)
     engine.begin_save(names_latest=True)
@@ -115,7 +123,14 @@ def commit_save(engine: JointCheckpointEngine, state: torch.Tensor, ranks: RankG
     ranks.minimum(0)
 
 
-def save(ranks: RankGroup, disks: Disks, tag: str, value: int, crash: Case | None = None, mode: str = MODES[0]) -> str:
+def save(
+    ranks: RankGroup,
+    disks: Disks,
+    tag: str,
+    value: int,
+    crash: Case | None = None,
+    mode: str = MODES[0],
+) -> str:
     """Save `value`, as DeepSpeed and then the trainer do."""
     engine, state = make_engine(ranks, disks.leads(ranks.rank), mode)
     if crash is not None and crash.victim == ranks.rank:
@@ -131,13 +146,17 @@ def load(ranks: RankGroup, disks: Disks, tag: str | None = None) -> set[int]:
     engine = JointCheckpointEngine(CONFIG, ranks, disks.leads(ranks.rank))
     folder = disks.of(ranks.rank)
     found = engine.begin_load(folder, tag)
-    content = [engine.load(f"{folder}/{found}/{name}") for name in ("mp_rank_00_model_states.pt", _file(ranks.rank))]
+    content = [
+        engine.load(f"{folder}/{found}/{name}")
+        for name in ("mp_rank_00_model_states.pt", _file(ranks.rank))
+    ]
     assert all("deepspeed_ext_save_id" not in part for part in content)
     return {int(value) for part in content for tensor in part.values() for value in tensor.unique()}
 
 
 def crash(size: int, folder: Path, case: Case) -> tuple[str | None, bool]:
-    """Save 1 under "a", crash while saving 2, load, save 3, load; returns what is wrong, and whether it did crash."""
+    """Save 1 under "a", crash while saving 2, load, save 3, load; returns what is wrong, and
+    whether it did crash."""
     shutil.rmtree(folder, ignore_errors=True)
     disks = Disks(folder, case.own_disks)
     run_forked(size, lambda ranks: save(ranks, disks, "a", 1))
@@ -157,7 +176,9 @@ def crash(size: int, folder: Path, case: Case) -> tuple[str | None, bool]:
     if again != [{3}] * size:
         return f"the next save: {saved}, loaded {again}", crashed
     # What has no owner yet, and takes no room, goes after an hour.
-    left = [str(path.parent) for path in folder.rglob("*_states.pt") if ".dsext-" in path.parent.name]
+    left = [
+        str(path.parent) for path in folder.rglob("*_states.pt") if ".dsext-" in path.parent.name
+    ]
     left += [str(path) for path in folder.rglob("*written*")]
     return (f"left behind: {left}" if left else None), crashed
 

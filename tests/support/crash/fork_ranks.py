@@ -1,4 +1,5 @@
-"""Ranks that are forked and talk over pipes: hundreds of them in the time in which one process imports torch."""
+"""Ranks that are forked and talk over pipes: hundreds of them in the time in which one process
+imports torch."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class PipeGroup(RankGroup):
 
 
 def run_forked(size: int, body: Callable[[RankGroup], Any]) -> list[Any]:
-    """Run `body` on `size` forked ranks; returns what each returned, an exception, or None for one that was killed."""
+    """Run `body` on `size` forked ranks; returns what each returned, an exception, or None for one
+    that was killed."""
     pids, connections = [], []
     for rank in range(size):
         ours, theirs = socket.socketpair()

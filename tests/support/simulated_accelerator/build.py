@@ -27,9 +27,12 @@ _FLAGS = ["-O1", "-g0", "-std=c++20"]
 
 
 def library_path() -> Path:
-    """Return the path of the compiled library; compiles it if there is none yet, which takes half a minute."""
+    """Return the path of the compiled library; compiles it if there is none yet, which takes half a
+    minute."""
     files = sorted(_SOURCES.iterdir())
-    digest = hashlib.sha256("\0".join([str(sys.implementation.cache_tag), torch.__version__, *_FLAGS]).encode())
+    digest = hashlib.sha256(
+        "\0".join([str(sys.implementation.cache_tag), torch.__version__, *_FLAGS]).encode()
+    )
     for file in files:
         digest.update(file.name.encode() + file.read_bytes())
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
@@ -54,7 +57,9 @@ def _compile(files: list[Path], folder: Path) -> None:
         build = [sys.executable, "-m", __spec__.name, scratch, str(everything)]
         done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise RuntimeError(f"the simulated accelerator could not be compiled\n{done.stdout}\n{done.stderr}")
+            raise RuntimeError(
+                f"the simulated accelerator could not be compiled\n{done.stdout}\n{done.stderr}"
+            )
         finished = Path(scratch) / "finished"
         finished.mkdir()
         shutil.move(Path(scratch) / f"{_NAME}.so", finished)
@@ -71,4 +76,10 @@ def load_library() -> ModuleType:
 
 
 if __name__ == "__main__":
-    cpp_extension.load(_NAME, sys.argv[2:], extra_cflags=_FLAGS, build_directory=sys.argv[1], is_python_module=False)
+    cpp_extension.load(
+        _NAME,
+        sys.argv[2:],
+        extra_cflags=_FLAGS,
+        build_directory=sys.argv[1],
+        is_python_module=False,
+    )

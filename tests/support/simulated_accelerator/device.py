@@ -27,8 +27,11 @@ class Stream(torch.Stream):
         return super().__new__(cls, device=torch.device("sim", _index(device)), priority=priority)
 
 
-def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # noqa: N802
-    """A point in a stream. No subclass: torch measures the time between two of its own class alone."""
+def Event(  # noqa: N802
+    enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+) -> torch.Event:
+    """A point in a stream. No subclass: torch measures the time between two of its own class
+    alone."""
     return torch.Event(device="sim", enable_timing=enable_timing)
 
 
@@ -76,8 +79,14 @@ def current_stream(device: Any = None) -> torch.Stream:
 
 
 def default_stream(device: Any = None) -> torch.Stream:
-    kind = torch._C._autograd.DeviceType.PrivateUse1 if hasattr(torch._C._autograd, "DeviceType") else 20
-    return torch.Stream(stream_id=0, device_index=_index(device), device_type=int(getattr(kind, "value", kind)))
+    kind = (
+        torch._C._autograd.DeviceType.PrivateUse1
+        if hasattr(torch._C._autograd, "DeviceType")
+        else 20
+    )
+    return torch.Stream(
+        stream_id=0, device_index=_index(device), device_type=int(getattr(kind, "value", kind))
+    )
 
 
 def set_stream(stream: torch.Stream) -> None:
@@ -204,7 +213,8 @@ def _process_group(store: dist.Store, rank: int, size: int, timeout: Any) -> Any
 
 
 def _let_autograd_through() -> torch.library.Library:
-    """For operators that the library registers and that have no derivatives: torch 2.13 does it, 2.9 does not yet."""
+    """For operators that the library registers and that have no derivatives: torch 2.13 does it,
+    2.9 does not yet."""
     everything = torch.library.Library("_", "IMPL")
     if not torch._C._dispatch_has_backend_fallback(torch._C.DispatchKey.AutogradPrivateUse1):
         everything.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse1")

@@ -1,4 +1,5 @@
-"""Controls the simulated accelerator: the order of its tasks, its limits, what it found, and its model of time."""
+"""Controls the simulated accelerator: the order of its tasks, its limits, what it found, and its
+model of time."""
 
 from __future__ import annotations
 
@@ -46,12 +47,15 @@ class Race:
     trace: tuple[str, ...]
 
 
-def configure(order: Order = "held", seed: int = 0, decisions: Sequence[tuple[int, int]] = ()) -> None:
+def configure(
+    order: Order = "held", seed: int = 0, decisions: Sequence[tuple[int, int]] = ()
+) -> None:
     """Choose the order in which tasks run from now on.
 
     Args:
-        order: ``eager``: as soon as they may; ``held``: only when the host waits for them; ``seeded``: any legal order,
-            drawn from `seed`; ``replay``: `decisions`, which an earlier run of the same program has made.
+        order: ``eager``: as soon as they may; ``held``: only when the host waits for them;
+            ``seeded``: any legal order, drawn from `seed`; ``replay``: `decisions`, which an
+                earlier run of the same program has made.
         seed: of a seeded order.
         decisions: of `decisions()`.
     """
@@ -59,7 +63,8 @@ def configure(order: Order = "held", seed: int = 0, decisions: Sequence[tuple[in
 
 
 def decisions() -> list[tuple[int, int]]:
-    """Return what ran when since `configure`: (number of the host's call, turn of the stream) for each task."""
+    """Return what ran when since `configure`: (number of the host's call, turn of the stream) for
+    each task."""
     return library.decisions()
 
 
@@ -70,14 +75,18 @@ def recent_tasks() -> list[str]:
 
 def found_races() -> list[Race]:
     """Return the races found since the last call, and forget them."""
-    races = [Race(race["text"], race["earlier"], race["later"], tuple(race["trace"])) for race in library.races()]
+    races = [
+        Race(race["text"], race["earlier"], race["later"], tuple(race["trace"]))
+        for race in library.races()
+    ]
     library.forget_races()
     return races
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time on a lane of the model: compute, copy down, copy up, communication, host waits, ..."""
+    """Something that took time on a lane of the model: compute, copy down, copy up, communication,
+    host waits, ..."""
 
     name: str
     lane: str
@@ -106,7 +115,8 @@ def timeline(**speeds: float) -> Iterator[list[Span]]:
 
 
 def idle_share(spans: Sequence[Span], lane: str = "compute") -> float:
-    """Return the share of the time from the first to the last span in which nothing runs on `lane`."""
+    """Return the share of the time from the first to the last span in which nothing runs on
+    `lane`."""
     begin, end = min(span.begin_us for span in spans), max(span.end_us for span in spans)
     return 1 - sum(until - since for since, until in _busy(spans, {lane})) / (end - begin)
 
@@ -139,7 +149,14 @@ def write_chrome_trace(spans: Sequence[Span], path: Path) -> None:
         for lane, number in lanes.items()
     ]
     events += [
-        {"ph": "X", "name": s.name, "pid": 0, "tid": lanes[s.lane], "ts": s.begin_us, "dur": s.end_us - s.begin_us}
+        {
+            "ph": "X",
+            "name": s.name,
+            "pid": 0,
+            "tid": lanes[s.lane],
+            "ts": s.begin_us,
+            "dur": s.end_us - s.begin_us,
+        }
         for s in spans
     ]
     path.write_text(json.dumps({"traceEvents": events, "otherData": {"note": "a simulation"}}))

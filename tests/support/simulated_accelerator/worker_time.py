@@ -19,7 +19,8 @@ __all__ = ["worker_time"]
 
 @contextmanager
 def worker_time(ns_per_element: float) -> Iterator[None]:
-    """Give the optimizer process a lane in the model of time: each pass takes so long, one after the other."""
+    """Give the optimizer process a lane in the model of time: each pass takes so long, one after
+    the other."""
     model = _WorkerTime(ns_per_element / 1e3)
     with ExitStack() as stack:
         for owner, name in (
@@ -31,12 +32,15 @@ def worker_time(ns_per_element: float) -> Iterator[None]:
             (Shipment, "carry"),
             (Courier, "wait"),
         ):
-            stack.enter_context(patch.object(owner, name, getattr(model, name.strip("_"))(getattr(owner, name))))
+            stack.enter_context(
+                patch.object(owner, name, getattr(model, name.strip("_"))(getattr(owner, name)))
+            )
         yield
 
 
 class _WorkerTime:
-    """Takes methods of the package and returns ones that also advance the clocks of the threads that call them."""
+    """Takes methods of the package and returns ones that also advance the clocks of the threads
+    that call them."""
 
     def __init__(self, us_per_element: float) -> None:
         self._us_per_element = us_per_element

@@ -1,8 +1,9 @@
-"""Bodies of the CPU tests on a real accelerator: one rank, and two and three ranks that may share a device.
+"""Bodies of the CPU tests on a real accelerator: one rank, and two and three ranks that may share a
+device.
 
-One rank talks through the accelerator's own backend (NCCL), and so do ranks on one device where that works
-(`tests.support.shared_device`). Tiered flattening has its own file, ``flatten/test_gpu.py``; copies have theirs,
-``zenflow/transfers/test_copies.py``.
+One rank talks through the accelerator's own backend (NCCL), and so do ranks on one device where
+that works (`tests.support.shared_device`). Tiered flattening has its own file,
+``flatten/test_gpu.py``; copies have theirs, ``zenflow/transfers/test_copies.py``.
 """
 
 from __future__ import annotations
@@ -66,16 +67,22 @@ def test_zenflow_without_overlap_is_zero_offload(stage: int, ranks: int) -> None
 @pytest.mark.parametrize(("interval", "tolerance"), [(1, 0.02), (4, 0.06)])  # as on the CPU
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_predicted_training_stays_close_to_adamw(stage: int, ranks: int, interval: int, tolerance: float) -> None:
+def test_predicted_training_stays_close_to_adamw(
+    stage: int, ranks: int, interval: int, tolerance: float
+) -> None:
     config = zenflow_config(stage, update_interval=interval, full_warm_up_rounds=interval, lr=1e-2)
     for expected, actual in on(ranks, with_and_without, config, 40):
         assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=tolerance)
 
 
-@pytest.mark.parametrize("zenflow", [{"update_interval": 1}, {"update_interval": 2}], ids=["1", "2"])
+@pytest.mark.parametrize(
+    "zenflow", [{"update_interval": 1}, {"update_interval": 2}], ids=["1", "2"]
+)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_resume_continues_to_the_bit(stage: int, ranks: int, zenflow: dict[str, Any], tmp_path: Path) -> None:
+def test_resume_continues_to_the_bit(
+    stage: int, ranks: int, zenflow: dict[str, Any], tmp_path: Path
+) -> None:
     config = zenflow_config(stage, full_warm_up_rounds=2, **zenflow)
     assert not failed_resumes(ranks, config, 2, 5, str(tmp_path), device="accelerator")
 

@@ -1,4 +1,5 @@
-"""The loss scale of `torch_autocast` in float16 is followed as DeepSpeed's own step would, and recovers."""
+"""The loss scale of `torch_autocast` in float16 is followed as DeepSpeed's own step would, and
+recovers."""
 
 from __future__ import annotations
 
@@ -41,11 +42,15 @@ def test_a_saved_scale_goes_on_where_it_was() -> None:
 
 
 def overflowing(stage: int) -> list[tuple[bool, float]]:
-    config = zenflow_config(stage, torch.float32) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+    config = zenflow_config(stage, torch.float32) | {
+        "torch_autocast": {"enabled": True, "dtype": "float16"}
+    }
     engine, found = make_engine(config), []
     for number, batch in enumerate(batches(5, dist.get_rank())):
         train(engine, [batch], times=float("inf") if number in (1, 2) else 1.0)
-        found.append((engine.optimizer.overflow, engine.optimizer.torch_autocast_gradscaler.get_scale()))
+        found.append(
+            (engine.optimizer.overflow, engine.optimizer.torch_autocast_gradscaler.get_scale())
+        )
     engine.destroy()
     return found
 
@@ -53,6 +58,14 @@ def overflowing(stage: int) -> list[tuple[bool, float]]:
 def test_training_goes_on_after_overflows() -> None:
     """In processes of its own: DeepSpeed keeps the setting for the process."""
     start = 2.0**16
-    expected = [(False, start), (True, start / 2), (True, start / 4), (False, start / 4), (False, start / 4)]
+    expected = [
+        (False, start),
+        (True, start / 2),
+        (True, start / 4),
+        (False, start / 4),
+        (False, start / 4),
+    ]
     for stage in (2, 3):
-        assert [outcome.value for outcome in run_fresh_ranks(2, overflowing, stage)] == [expected] * 2
+        assert [outcome.value for outcome in run_fresh_ranks(2, overflowing, stage)] == [
+            expected
+        ] * 2

@@ -41,10 +41,25 @@ STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
     ("place", "member", "expected", "says"),
     [
         (ENGINE, "gone", contract.EXISTS, "DeepSpeedEngine.gone does not exist"),
-        (OPTIMIZER, "__init__", contract.Takes(("mpu", "gone")), "__init__ takes no parameter gone"),
+        (
+            OPTIMIZER,
+            "__init__",
+            contract.Takes(("mpu", "gone")),
+            "__init__ takes no parameter gone",
+        ),
         (STAGE_3, "step", "(self)", "step takes (self, closure), expected (self)"),
-        ("deepspeed.runtime.gone:Thing", "member", contract.EXISTS, "deepspeed.runtime.gone:Thing does not exist"),
-        ("deepspeed.runtime.zero.config", "get_zero_config", "(a, b)", "takes (param_dict), expected (a, b)"),
+        (
+            "deepspeed.runtime.gone:Thing",
+            "member",
+            contract.EXISTS,
+            "deepspeed.runtime.gone:Thing does not exist",
+        ),
+        (
+            "deepspeed.runtime.zero.config",
+            "get_zero_config",
+            "(a, b)",
+            "takes (param_dict), expected (a, b)",
+        ),
     ],
 )
 def test_what_moved_is_named(
@@ -63,12 +78,14 @@ def test_what_moved_is_named(
         (OPTIMIZER, "_hp_mapping"),  # assigned in the same file, to something else
     ],
 )
-def test_what_is_no_longer_assigned_is_named(monkeypatch: pytest.MonkeyPatch, place: str, member: str) -> None:
+def test_what_is_no_longer_assigned_is_named(
+    monkeypatch: pytest.MonkeyPatch, place: str, member: str
+) -> None:
     monkeypatch.setitem(contract.CONTRACT, place, {member: contract.ASSIGNED})
     assert f"{place}.{member} is not assigned anywhere" in unassigned()
 
 
-# -- the contract is complete ---------------------------------------------------------------------------------------
+# -- the contract is complete ----------------------------------------------------------------------
 
 OUR_FILES = sorted(ADAPTER.glob("*.py"))
 PUBLIC = {"module"}
@@ -80,7 +97,8 @@ def is_deepspeeds(kind: type) -> bool:
 
 
 def names_touched(node: ast.ClassDef) -> set[str]:
-    """Members that a class defines, and what it reads, calls or assigns by ``self.X`` and ``super().X``."""
+    """Members that a class defines, and what it reads, calls or assigns by ``self.X`` and
+    ``super().X``."""
     names = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
     return (names | attributes_of(node, "self", "super")) - PUBLIC
 
@@ -97,12 +115,18 @@ def attributes_of(node: ast.AST, *names: str) -> set[str]:
 
 
 def classes_with_deepspeeds_above() -> Iterator[tuple[type, ast.ClassDef]]:
-    """Our concrete subclasses of DeepSpeed's, each with the source of every class of ours that it is made of."""
+    """Our concrete subclasses of DeepSpeed's, each with the source of every class of ours that it
+    is made of."""
     sources: dict[type, ast.ClassDef] = {}
     for path in OUR_FILES:
-        module = importlib.import_module(".".join(["deepspeed_ext", *path.relative_to(PACKAGE).with_suffix("").parts]))
+        module = importlib.import_module(
+            ".".join(["deepspeed_ext", *path.relative_to(PACKAGE).with_suffix("").parts])
+        )
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and issubclass(getattr(module, node.name), BaseModel) is False:
+            if (
+                isinstance(node, ast.ClassDef)
+                and issubclass(getattr(module, node.name), BaseModel) is False
+            ):
                 sources[getattr(module, node.name)] = node
     for concrete in sources:
         if any(map(is_deepspeeds, concrete.__mro__)) and not inspect.isabstract(concrete):
@@ -122,7 +146,8 @@ def promised(concrete: type) -> set[str]:
 def omissions() -> tuple[set[str], set[tuple[str, str]]]:
     """What the contract lacks, and the names of the classes that were looked at.
 
-    Whatever DeepSpeed's classes define or assign is theirs, whether we override, call, read or assign it.
+    Whatever DeepSpeed's classes define or assign is theirs, whether we override, call, read or
+    assign it.
     """
     missing = set()
     checked = set()
@@ -131,8 +156,12 @@ def omissions() -> tuple[set[str], set[tuple[str, str]]]:
         theirs = [kind for kind in concrete.__mro__ if is_deepspeeds(kind)]
         assigned = assigned_by(theirs[0], names)
         defined = {name for name in names if any(name in vars(kind) for kind in theirs)}
-        # Methods of object and of torch's module are not DeepSpeed's; of a constructor we rely on what we pass.
-        missing |= {f"{part.name}: {theirs[0].__name__}.{name}" for name in (assigned | defined) - {"__init__"}}
+        # Methods of object and of torch's module are not DeepSpeed's; of a constructor we rely on
+        # what we pass.
+        missing |= {
+            f"{part.name}: {theirs[0].__name__}.{name}"
+            for name in (assigned | defined) - {"__init__"}
+        }
         checked.add((concrete.__name__, part.name))
     return missing, checked
 
@@ -197,23 +226,33 @@ def test_what_deepspeed_hangs_on_parameters_is_in_the_contract() -> None:
 
 
 OF_OTHERS = {
-    *("accelerator", "all_gather_single", "get_device_properties", "mem_get_info", "supports_coalescing"),
+    *(
+        "accelerator",
+        "all_gather_single",
+        "get_device_properties",
+        "mem_get_info",
+        "supports_coalescing",
+    ),
     *("__closure__", "__file__", "__spec__", "_initializing", "co_filename"),
     *("O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "memfd_create", "safe_path"),
     *("iowait", "sched_getaffinity", "FileBaton"),
     *("_end_copies", "arena", "measurements", "process", "host_optimizer", "zenflow_parts"),
     *("architectures", "text_config", "is_integrated", "cudart"),
 }
-"""Attributes of torch, Python, the operating system, transformers and this package that may be missing."""
+"""Attributes of torch, Python, the operating system, transformers and this package that may be
+missing."""
 
 
 def test_attributes_with_a_default_are_in_the_contract() -> None:
-    """``getattr(x, "name", default)`` hides a rename in DeepSpeed: an Adam with L2 decay would train as AdamW."""
+    """``getattr(x, "name", default)`` hides a rename in DeepSpeed: an Adam with L2 decay would
+    train as AdamW."""
     used = {
         node.args[1].value
         for _, tree in trees()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("getattr", "hasattr")
         if isinstance(node.args[1], ast.Constant)
     }
     assert used >= OF_OTHERS | {"adam_w_mode", "_zero_padding"}
@@ -226,9 +265,25 @@ def test_keyword_arguments_that_we_read_are_in_the_contract() -> None:
     for path in (*ADAPTER.glob("*stage*.py"), ADAPTER / "step.py"):
         node: Any
         for node in ast.walk(ast.parse(path.read_text())):
-            key = node.slice if isinstance(node, ast.Subscript) else node.args[0] if is_get(node) else None
-            source = node.value if isinstance(node, ast.Subscript) else node.func.value if is_get(node) else None
-            if isinstance(source, ast.Name) and source.id == "kwargs" and isinstance(key, ast.Constant):
+            key = (
+                node.slice
+                if isinstance(node, ast.Subscript)
+                else node.args[0]
+                if is_get(node)
+                else None
+            )
+            source = (
+                node.value
+                if isinstance(node, ast.Subscript)
+                else node.func.value
+                if is_get(node)
+                else None
+            )
+            if (
+                isinstance(source, ast.Name)
+                and source.id == "kwargs"
+                and isinstance(key, ast.Constant)
+            ):
                 used.add(key.value)
     assert "offload_optimizer_config" in used
     optimizers: list[Any] = [contract.CONTRACT[name]["__init__"] for name in (OPTIMIZER, STAGE_3)]
@@ -236,7 +291,11 @@ def test_keyword_arguments_that_we_read_are_in_the_contract() -> None:
 
 
 def is_get(node: Any) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get"
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "get"
+    )
 
 
 @pytest.mark.parametrize("version", [(0, 19, 2), (0, 9, 9), (0, 20, 0), (1, 0, 0)])

@@ -14,10 +14,29 @@ import deepspeed_ext
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
-from tests.support.zenflow import RULES, Outcome, full_masters_of, make_engine, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    RULES,
+    Outcome,
+    full_masters_of,
+    make_engine,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 PACKAGE = Path(deepspeed_ext.__file__).parent
-FACTORIES = {"arange", "as_tensor", "empty", "full", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros"}
+FACTORIES = {
+    "arange",
+    "as_tensor",
+    "empty",
+    "full",
+    "ones",
+    "rand",
+    "randn",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+}
 EXEMPT = {"cores/tune/measuring_process.py"}
 """It runs in a process of its own, without any user code."""
 
@@ -26,7 +45,11 @@ def unnamed_defaults(path: Path) -> list[str]:
     """Calls of torch's factories that do not name both device and dtype."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in FACTORIES
+        ):
             is_torchs = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
             if is_torchs and not {"device", "dtype"} <= {keyword.arg for keyword in node.keywords}:
                 found.append(f"{path.name}:{node.lineno}: torch.{node.func.attr}")
@@ -39,7 +62,8 @@ def test_every_factory_call_names_device_and_dtype() -> None:
 
 
 def trained(config: dict[str, Any], device: str | None, dtype: torch.dtype) -> Outcome:
-    """Three exact and three overlapped steps, saved state included, with other defaults once the engine is there."""
+    """Three exact and three overlapped steps, saved state included, with other defaults once the
+    engine is there."""
     data = batches(8, dist.get_rank())
     try:
         engine = make_engine(config)

@@ -91,7 +91,11 @@ def bad_config_body(zero: dict[str, Any], free_bytes: int | None) -> str:
     before = entry_points()
     real = allocation.free_accelerator_bytes
     with (
-        patch.object(allocation, "free_accelerator_bytes", lambda: real() if free_bytes is None else free_bytes),
+        patch.object(
+            allocation,
+            "free_accelerator_bytes",
+            lambda: real() if free_bytes is None else free_bytes,
+        ),
         pytest.raises(ConfigError) as error,
     ):
         initialize(deepspeed_ext.initialize, zero)
@@ -102,9 +106,21 @@ def bad_config_body(zero: dict[str, Any], free_bytes: int | None) -> str:
 @pytest.mark.parametrize(
     ("zero", "free_bytes", "says"),
     [
-        ({"flaten_tier": "host"}, None, ["zero_optimization.flaten_tier", "'host'", "'flatten_tier'"]),
-        ({"flatten_tier": "accelerator"}, 1000, ['flatten_tier = "accelerator"', "1,000", "remove the field"]),
-        ({"flatten_tier": "distributed"}, 1000, ['flatten_tier = "distributed"', "1,000", "remove the field"]),
+        (
+            {"flaten_tier": "host"},
+            None,
+            ["zero_optimization.flaten_tier", "'host'", "'flatten_tier'"],
+        ),
+        (
+            {"flatten_tier": "accelerator"},
+            1000,
+            ['flatten_tier = "accelerator"', "1,000", "remove the field"],
+        ),
+        (
+            {"flatten_tier": "distributed"},
+            1000,
+            ['flatten_tier = "distributed"', "1,000", "remove the field"],
+        ),
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -123,7 +139,9 @@ def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> li
     config["zero_optimization"] |= zero
     model = OddModel()
     with patch("deepspeed_ext.runtime.log.logger.warning") as warning:
-        engine, *_ = deepspeed_ext.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine, *_ = deepspeed_ext.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
     engine.destroy()
     return [call.args[0] for call in warning.call_args_list]
 
@@ -135,7 +153,8 @@ def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> li
             2,
             {"stage3_allgather_single_param": True},
             {},
-            "stage3_allgather_single_param has no effect: this run uses ZeRO stage 2 with ZeroOptimizer",
+            "stage3_allgather_single_param has no effect: this run uses ZeRO stage 2 with "
+            "ZeroOptimizer",
         ),
         (
             0,
@@ -166,7 +185,9 @@ def test_a_setting_without_effect_warns_on_rank_0_only(
 
 
 def startup_body() -> dict[str, Any]:
-    engine = initialize(deepspeed_ext.initialize, {"offload_optimizer": {"device": "cpu", "pin_memory": True}})
+    engine = initialize(
+        deepspeed_ext.initialize, {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    )
     startup = engine.optimizer.startup
     masters = sum(master.nbytes for master in engine.optimizer.single_partition_of_fp32_groups)
     flats = sum(flat.nbytes for flat in engine.optimizer.bit16_groups_flat)
@@ -184,10 +205,14 @@ def test_startup_breakdown_has_the_bytes_of_every_phase() -> None:
 
 
 def shorter_group_timeout(seconds: float) -> float:
-    return group_timeout_seconds(torch.distributed.new_group([0], timeout=timedelta(seconds=seconds)))
+    return group_timeout_seconds(
+        torch.distributed.new_group([0], timeout=timedelta(seconds=seconds))
+    )
 
 
-@pytest.mark.cpu(reason="torch shows the options, which hold the timeout, of gloo's and NCCL's groups only")
+@pytest.mark.cpu(
+    reason="torch shows the options, which hold the timeout, of gloo's and NCCL's groups only"
+)
 def test_the_timeout_of_a_group_can_be_read() -> None:
     assert run_ranks(1, shorter_group_timeout, 77.0) == [77.0]
 
@@ -198,7 +223,9 @@ def test_a_worker_is_not_awaited_longer_than_the_other_ranks_wait() -> None:
 
     assert settled(1800.0, 300.0) == 240
     assert settled(1800.0, 300.0, worker_timeout_seconds=299) == 299
-    with pytest.raises(ConfigError, match=r"worker_timeout_seconds = 300 is not below .* 300 s.*DEEPSPEED_TIMEOUT"):
+    with pytest.raises(
+        ConfigError, match=r"worker_timeout_seconds = 300 is not below .* 300 s.*DEEPSPEED_TIMEOUT"
+    ):
         settled(1800.0, 300.0, worker_timeout_seconds=300)
     assert settled(1800.0, 60.0) == 30
     assert settled(worker_timeout_seconds=3600) == 3600, "one rank waits for no other"

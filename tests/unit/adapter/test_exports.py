@@ -1,4 +1,5 @@
-"""A model that the Hugging Face Trainer saves from a run with ZenFlow holds p, rounded, for plain transformers."""
+"""A model that the Hugging Face Trainer saves from a run with ZenFlow holds p, rounded, for plain
+transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def test_a_saved_model_is_the_rounded_masters(stage: int, kind: str, tmp_path: P
 
     (found,) = run_ranks(1, saved_by_trainer, stage, kind, OVERLAPPED, str(tmp_path))
     assert found["others"], "the run's own weights are no predictions"
-    saved = dict(LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters())
+    saved = dict(
+        LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters()
+    )
     assert_same({name: saved[name].detach() for name in found["masters"]}, found["masters"])
 
 
@@ -43,6 +46,12 @@ def test_predicted_weights_are_saved_on_request(tmp_path: Path) -> None:
 
     section = {**OVERLAPPED, "save_predicted_weights": True}
     (found,) = run_ranks(1, saved_by_trainer, 2, "whole", section, str(tmp_path))
-    saved = dict(LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters())
-    different = sum(not torch.equal(saved[name], found["masters"][name]) for name in saved if name in found["masters"])
+    saved = dict(
+        LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters()
+    )
+    different = sum(
+        not torch.equal(saved[name], found["masters"][name])
+        for name in saved
+        if name in found["masters"]
+    )
     assert different == found["others"] > 0

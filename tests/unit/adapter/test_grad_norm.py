@@ -1,4 +1,5 @@
-"""The norm of a gradient in one pass: as exact as in fp64, and not finite exactly where the gradient is not."""
+"""The norm of a gradient in one pass: as exact as in fp64, and not finite exactly where the
+gradient is not."""
 
 import math
 from typing import Any
@@ -65,7 +66,10 @@ class Launches(TorchDispatchMode):
 def gradients_of_a_model() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     sizes = [7, 512, 1000, 0, 70_000, 1, 4096]
-    found = [torch.randn(size, generator=generator).to(DTYPES[index % 2]) for index, size in enumerate(sizes)]
+    found = [
+        torch.randn(size, generator=generator).to(DTYPES[index % 2])
+        for index, size in enumerate(sizes)
+    ]
     return [*found, torch.full((2048, 2048), 0.1, dtype=torch.bfloat16)]
 
 
@@ -92,7 +96,9 @@ def test_padding_and_parameters_that_are_counted_otherwise_keep_their_places() -
     with patch.object(module, "_fuses", lambda device: True):
         found = norm_tensors(gradients, params)
     real = [gradient for gradient in gradients if not hasattr(gradient, "_zero_padding")]
-    assert [float(each) for each in found] == [pytest.approx(exact(gradient), rel=1e-12) for gradient in real]
+    assert [float(each) for each in found] == [
+        pytest.approx(exact(gradient), rel=1e-12) for gradient in real
+    ]
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

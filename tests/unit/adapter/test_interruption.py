@@ -22,7 +22,9 @@ def interrupted(work: Work) -> Interruption:
 @pytest.mark.parametrize("work", Work)
 def test_the_next_call_names_what_was_interrupted_and_by_what(work: Work) -> None:
     interruption = interrupted(work)
-    with pytest.raises(StateError, match=r"^KeyboardInterrupt \(now\) has broken off the last") as raised:
+    with pytest.raises(
+        StateError, match=r"^KeyboardInterrupt \(now\) has broken off the last"
+    ) as raised:
         interruption.require_none()
     assert work.value in str(raised.value)
     interruption.require_none(work)
@@ -38,7 +40,8 @@ def test_nothing_is_recorded_of_work_that_ends_or_has_not_begun() -> None:
 
 
 def test_work_is_whole_if_the_exception_comes_when_its_context_is_left() -> None:
-    """A signal's exception between two lines of `with`; Python then closes the context's generator."""
+    """A signal's exception between two lines of `with`; Python then closes the context's
+    generator."""
     interruption = Interruption()
     generator = Interruption.recorded.__wrapped__(interruption, Work.STEP)  # type: ignore[attr-defined]
     next(generator)
@@ -52,7 +55,7 @@ def test_a_whole_load_heals() -> None:
     interruption.require_none()
 
 
-# -- backward passes, without DeepSpeed: a parameter whose hook announces that its gradient is reduced ---------------
+# -- backward passes, without DeepSpeed: a parameter whose hook announces that its gradient is reduc
 
 
 class Engine:
@@ -182,7 +185,9 @@ def test_an_exception_that_leaves_our_call_is_named_if_a_gradient_was_reduced() 
     engine.require_whole()
     with failing_call(engine):
         engine(Raises.apply(leaf())).sum().backward()
-    with pytest.raises(StateError, match=r"^ValueError \(inside\) has broken off the last backward pass"):
+    with pytest.raises(
+        StateError, match=r"^ValueError \(inside\) has broken off the last backward pass"
+    ):
         engine.require_whole()
 
 

@@ -1,4 +1,5 @@
-"""Checkpoint files on one rank: loss of power at any moment, mixtures, tags that name no folder, foreign files."""
+"""Checkpoint files on one rank: loss of power at any moment, mixtures, tags that name no folder,
+foreign files."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
 
 
 class Recorder:
-    """Records what a save does to files, in order, as functions that do it again to another folder."""
+    """Records what a save does to files, in order, as functions that do it again to another
+    folder."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
         self.root = root
@@ -59,17 +61,26 @@ class Recorder:
         return recorded
 
     def _note(self, name: str, *paths: str, content: bytes = b"") -> None:
-        self.operations.append((name, tuple(os.path.relpath(path, self.root) for path in paths), content))
+        self.operations.append(
+            (name, tuple(os.path.relpath(path, self.root) for path in paths), content)
+        )
 
 
-def after_power_loss(operations: list[tuple[str, tuple[str, ...], bytes]], folder: Path, draw: random.Random) -> None:
-    """Carry out what may be on the disk after `operations`: names up to the last synced one and perhaps some more, in
-    order, as file systems with a journal keep it; content that was not synced is lost or not."""
-    synced = max((place for place, (name, *_) in enumerate(operations) if name == "sync folder"), default=-1)
+def after_power_loss(
+    operations: list[tuple[str, tuple[str, ...], bytes]], folder: Path, draw: random.Random
+) -> None:
+    """Carry out what may be on the disk after `operations`: names up to the last synced one and
+    perhaps some more, in order, as file systems with a journal keep it; content that was not synced
+    is lost or not."""
+    synced = max(
+        (place for place, (name, *_) in enumerate(operations) if name == "sync folder"), default=-1
+    )
     kept = draw.randint(synced + 1, len(operations))
     for name, paths, content in operations[:kept]:
         targets = [folder / path for path in paths]
-        if name == "write":  # it was created and written before; the sync is the moment from which it is sure
+        if (
+            name == "write"
+        ):  # it was created and written before; the sync is the moment from which it is sure
             targets[0].write_bytes(content)
         elif name in ("rename", "replace"):
             os.rename(*targets)
@@ -80,7 +91,9 @@ def after_power_loss(operations: list[tuple[str, tuple[str, ...], bytes]], folde
 
 
 @pytest.mark.parametrize("tag", ["a", "b"])
-def test_power_loss_at_any_moment(tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_power_loss_at_any_moment(
+    tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = tmp_path / "base"
     save(ALONE, Disks(base, False), "a", 1)
     shutil.copytree(base, tmp_path / "saved", symlinks=True)
@@ -97,7 +110,9 @@ def test_power_loss_at_any_moment(tag: str, tmp_path: Path, monkeypatch: pytest.
             after_power_loss(operations[:moment], folder, random.Random(seed * 1000 + moment))
             found = load(ALONE, Disks(folder, False))
             assert found in ({1}, {2}), f"seed {seed}, after {names[:moment]}"
-            assert moment < len(operations) or found == {2}, "what commit has returned for is on the disk"
+            assert moment < len(operations) or found == {2}, (
+                "what commit has returned for is on the disk"
+            )
             shutil.rmtree(folder)
 
 
@@ -123,26 +138,71 @@ def test_tags_that_name_no_folder_of_their_own(tag: str, tmp_path: Path) -> None
     "tag",
     [
         *("latest", "latest_universal", "zero_to_fp32.py", "latest/x", "./latest"),
-        *("a.dsext-removing", "a.dsext-saving.0123456789abcdef", "b/a.dsext-replaced/c", "x.dsext-tmp.1"),
-        *(" a", "a ", "a\n", "\ta", "a\u2003", "a\rb", "a\0b", "a\x7f", "a/../b", "a/b/..", "\udc80"),
+        *(
+            "a.dsext-removing",
+            "a.dsext-saving.0123456789abcdef",
+            "b/a.dsext-replaced/c",
+            "x.dsext-tmp.1",
+        ),
+        *(
+            " a",
+            "a ",
+            "a\n",
+            "\ta",
+            "a\u2003",
+            "a\rb",
+            "a\0b",
+            "a\x7f",
+            "a/../b",
+            "a/b/..",
+            "\udc80",
+        ),
     ],
 )
-def test_tags_under_which_a_save_could_not_be_found_are_refused_at_the_save(tag: str, tmp_path: Path) -> None:
+def test_tags_under_which_a_save_could_not_be_found_are_refused_at_the_save(
+    tag: str, tmp_path: Path
+) -> None:
     engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
     engine.begin_save(names_latest=True)
     with pytest.raises(CheckpointError, match=r"the tag .*save under another tag"):
-        engine.create(type("Info", (), {"tag": tag, "save_dir": str(tmp_path), "save_latest": True}))
+        engine.create(
+            type("Info", (), {"tag": tag, "save_dir": str(tmp_path), "save_latest": True})
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "tag",
     [
-        *("global_step7", "7", "run/epoch 3/best", "...", ".hidden", "v1.2..3", "latest.1", "a/latest", "x" * 200),
-        *("schöner Stand", "模型", "🙂", "a b", "-x", "~", "%d", "a//b", "a/", "zero_to_fp32.pyc", "dsext-removing"),
+        *(
+            "global_step7",
+            "7",
+            "run/epoch 3/best",
+            "...",
+            ".hidden",
+            "v1.2..3",
+            "latest.1",
+            "a/latest",
+            "x" * 200,
+        ),
+        *(
+            "schöner Stand",
+            "模型",
+            "🙂",
+            "a b",
+            "-x",
+            "~",
+            "%d",
+            "a//b",
+            "a/",
+            "zero_to_fp32.pyc",
+            "dsext-removing",
+        ),
     ],
 )
-def test_other_tags_are_saved_found_by_latest_and_kept_by_the_next_save(tag: str, tmp_path: Path) -> None:
+def test_other_tags_are_saved_found_by_latest_and_kept_by_the_next_save(
+    tag: str, tmp_path: Path
+) -> None:
     disks = Disks(tmp_path, False)
     save(ALONE, disks, tag, 1)
     assert (tmp_path / "disk0/latest").read_text() == tag
@@ -157,12 +217,15 @@ def test_a_file_under_the_tags_name_is_not_replaced(tmp_path: Path) -> None:
     engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
     engine.begin_save(names_latest=True)
     with pytest.raises(CheckpointError, match="not a folder"):
-        engine.create(type("Info", (), {"tag": "t", "save_dir": str(tmp_path), "save_latest": True}))
+        engine.create(
+            type("Info", (), {"tag": "t", "save_dir": str(tmp_path), "save_latest": True})
+        )
     assert (tmp_path / "t").read_text() == "a file of the user's"
 
 
 def test_what_others_put_beside_the_files_stays(tmp_path: Path) -> None:
-    """Files of the older save go, also those of ranks that are no more: tools read every file that matches."""
+    """Files of the older save go, also those of ranks that are no more: tools read every file that
+    matches."""
     disks = Disks(tmp_path, False)
     save(ALONE, disks, "a", 1)
     folder = tmp_path / "disk0" / "a"
@@ -227,14 +290,18 @@ def test_a_damaged_marker_under_the_saves_own_tag_is_an_error_of_the_save(tmp_pa
     (tmp_path / "t" / checkpoint_folder._MARKER).write_text("[]")
     engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
     engine.begin_save(names_latest=True)
-    with pytest.raises(CheckpointError, match=r"'t' was not saved: .*damaged.*save under another tag"):
+    with pytest.raises(
+        CheckpointError, match=r"'t' was not saved: .*damaged.*save under another tag"
+    ):
         engine.create(SimpleNamespace(tag="t", save_dir=str(tmp_path)))
 
 
 INTERRUPTIONS = ("created", "folder made", "a file failed", "a file saved", "committing")
 
 
-def interrupted_save(engine: JointCheckpointEngine, folder: Path, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted_save(
+    engine: JointCheckpointEngine, folder: Path, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A save under tag a that ends `at` this point, as if Ctrl-C had been pressed there."""
     info = SimpleNamespace(tag="a", save_dir=str(folder))
     engine.begin_save(names_latest=True)
@@ -258,7 +325,9 @@ def interrupted_save(engine: JointCheckpointEngine, folder: Path, at: str, monke
 
 @pytest.mark.parametrize("at", INTERRUPTIONS)
 @pytest.mark.parametrize("tag", ["a", "b"])
-def test_an_interrupted_save_does_not_affect_the_next(tag: str, at: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_interrupted_save_does_not_affect_the_next(
+    tag: str, at: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
     interrupted_save(engine, tmp_path, at, monkeypatch)
     info = SimpleNamespace(tag=tag, save_dir=str(tmp_path))
@@ -291,7 +360,9 @@ class Named(Disks):
 
 
 @pytest.mark.parametrize("name", [".", "a/..", "a"])
-def test_a_folder_that_is_relative_to_the_current_one(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_folder_that_is_relative_to_the_current_one(
+    name: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path)
     for value in (1, 2):  # the second replaces the first
@@ -301,8 +372,12 @@ def test_a_folder_that_is_relative_to_the_current_one(name: str, tmp_path: Path,
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_the_script_may_change_its_folder_while_a_save_goes_on(alone: bool, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)  # `make_engine` changes it
+def test_the_script_may_change_its_folder_while_a_save_goes_on(
+    alone: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(
+        async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS
+    )  # `make_engine` changes it
     folders = [tmp_path / name for name in ("before", "after")]
     for folder in folders:
         folder.mkdir()
@@ -317,7 +392,9 @@ def test_the_script_may_change_its_folder_while_a_save_goes_on(alone: bool, tmp_
 
 
 @pytest.mark.parametrize(("ranks", "copies"), [(1, True), (8, False)])
-def test_copies_of_all_ranks_find_room(ranks: int, copies: bool, tmp_path: Path, monkeypatch: Any) -> None:
+def test_copies_of_all_ranks_find_room(
+    ranks: int, copies: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
     """The other ranks of the host copy at the same time."""
     monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)
     engine, state = make_engine(ALONE, True, MODES[1])

@@ -1,4 +1,5 @@
-"""Random programs of what scripts do with backward passes, against plain autograd and torch's AdamW in fp32."""
+"""Random programs of what scripts do with backward passes, against plain autograd and torch's AdamW
+in fp32."""
 
 from __future__ import annotations
 
@@ -121,7 +122,9 @@ MICRO_STEPS: list[Callable[[Any, int, bool], None]] = [
 ]
 
 
-def differing(stage: int, fields: dict[str, Any], accumulation: int, seed: int) -> tuple[float, list[str]]:
+def differing(
+    stage: int, fields: dict[str, Any], accumulation: int, seed: int
+) -> tuple[float, list[str]]:
     """The largest difference of a master after a random program, and the program."""
     draw = random.Random(seed)
     config = zenflow_config(stage, torch.float32, accumulation=accumulation, lr=LR, **fields)
@@ -130,7 +133,9 @@ def differing(stage: int, fields: dict[str, Any], accumulation: int, seed: int) 
     plain, program = Plain(LR, DECAY, accumulation), []
     for number in range(4 * accumulation):
         parts = draw.choices(MICRO_STEPS, k=draw.choice([1, 1, 2]))
-        if set(parts) == {an_exception_before_any_gradient}:  # no pass ends, so a step would be refused
+        if set(parts) == {
+            an_exception_before_any_gradient
+        }:  # no pass ends, so a step would be refused
             parts.append(once)
         for part, micro_step in enumerate(parts):
             arguments = 10 * number + 4 * part, draw.random() < 0.5
@@ -145,7 +150,9 @@ def differing(stage: int, fields: dict[str, Any], accumulation: int, seed: int) 
     return found, program
 
 
-def wrong_programs(stage: int, fields: dict[str, Any], accumulation: int, seeds: range) -> list[Any]:
+def wrong_programs(
+    stage: int, fields: dict[str, Any], accumulation: int, seeds: range
+) -> list[Any]:
     wrong = []
     for seed in seeds:
         found, program = differing(stage, fields, accumulation, seed)
@@ -167,7 +174,9 @@ def test_odd_backward_passes_train_as_plain_autograd_does(stage: int, accumulati
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "accumulation"), CASES)
 def test_many_odd_backward_passes(stage: int, accumulation: int) -> None:
-    (wrong,) = run_ranks(1, wrong_programs, stage, {}, accumulation, range(6, 200), timeout_seconds=1800)
+    (wrong,) = run_ranks(
+        1, wrong_programs, stage, {}, accumulation, range(6, 200), timeout_seconds=1800
+    )
     assert not wrong
 
 
@@ -175,7 +184,9 @@ def test_many_odd_backward_passes(stage: int, accumulation: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_so_they_do_with_gradients_on_the_host(stage: int, accumulation: int) -> None:
     fields = {"gradients_on_host": True, "update_interval": 1}
-    (wrong,) = run_ranks(1, wrong_programs, stage, fields, accumulation, range(4), device="sim", timeout_seconds=280)
+    (wrong,) = run_ranks(
+        1, wrong_programs, stage, fields, accumulation, range(4), device="sim", timeout_seconds=280
+    )
     assert not wrong
 
 
@@ -186,12 +197,16 @@ def two_engines(stage: int) -> float:
     plains = [Plain(LR, DECAY) for _ in range(2)]
     for number in range(4):
         for first, second in (engines, plains):
-            backward(first, drawn_loss(first, number) + drawn_loss(second, number + 10), number % 2 == 1)
+            backward(
+                first, drawn_loss(first, number) + drawn_loss(second, number + 10), number % 2 == 1
+            )
             first.step()
             second.step()
     found = 0.0
     for engine, plain in zip(engines, plains, strict=True):
-        for master, expected in zip(full_masters_of(engine), plain.module.parameters(), strict=True):
+        for master, expected in zip(
+            full_masters_of(engine), plain.module.parameters(), strict=True
+        ):
             found = max(found, float((master.view(-1) - expected.detach().view(-1)).abs().max()))
         engine.destroy()
     return found
@@ -203,11 +218,14 @@ def test_two_engines_in_one_loss(stage: int) -> None:
     assert found < 3e-6
 
 
-# -- what is really interrupted --------------------------------------------------------------------------------------
+# -- what is really interrupted --------------------------------------------------------------------
 
 
-def after_an_interruption(stage: int, place: int, plain: bool, kind: type[BaseException], folder: str) -> list[str]:
-    """What training on, stepping, and saving say after an exception inside autograd that the script has caught."""
+def after_an_interruption(
+    stage: int, place: int, plain: bool, kind: type[BaseException], folder: str
+) -> list[str]:
+    """What training on, stepping, and saving say after an exception inside autograd that the script
+    has caught."""
     engine = make_engine(zenflow_config(stage, torch.float32), model=LinearNet)
     once(engine, 0, False)
     engine.step()
@@ -239,7 +257,9 @@ def test_an_interrupted_pass_is_one_true_error_and_can_be_saved(
     stage: int, plain: bool, kind: type[BaseException], tmp_path: Any
 ) -> None:
     for place in (0, 2, 3):
-        ((again, step, save, load),) = run_ranks(1, after_an_interruption, stage, place, plain, kind, str(tmp_path))
+        ((again, step, save, load),) = run_ranks(
+            1, after_an_interruption, stage, place, plain, kind, str(tmp_path)
+        )
         cause = "an exception" if plain else f"{kind.__name__} (bomb)"
         for said in (again, step, load):
             assert said.startswith(f"{cause} has broken off the last backward pass"), (place, said)
@@ -247,7 +267,8 @@ def test_an_interrupted_pass_is_one_true_error_and_can_be_saved(
 
 
 def nested_twice(stage: int) -> str:
-    """What ``engine.backward`` says of a loss whose hook runs two passes that the engine counts as one."""
+    """What ``engine.backward`` says of a loss whose hook runs two passes that the engine counts as
+    one."""
     engine = make_engine(zenflow_config(stage, torch.float32), model=LinearNet)
     loss = leaf(engine).sum() * 1.0
 
@@ -268,7 +289,8 @@ def nested_twice(stage: int) -> str:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_passes_inside_the_engines_own_are_one_true_error(stage: int) -> None:
-    """DeepSpeed's own is an assertion, without a text at stage 3. In ``loss.backward()`` they train."""
+    """DeepSpeed's own is an assertion, without a text at stage 3. In ``loss.backward()`` they
+    train."""
     (said,) = run_ranks(1, nested_twice, stage)
     assert "Call loss.backward() instead" in said
 
@@ -296,7 +318,9 @@ def steps_without_backward(stage: int, accumulation: int) -> list[str]:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_without_a_backward_pass_is_one_error_and_changes_nothing(stage: int, accumulation: int) -> None:
+def test_a_step_without_a_backward_pass_is_one_error_and_changes_nothing(
+    stage: int, accumulation: int
+) -> None:
     (said,) = run_ranks(1, steps_without_backward, stage, accumulation)
     assert len(said) == (0 if stage == 3 and accumulation == 2 else 2)
     assert all("no backward pass since the last step" in text for text in said)

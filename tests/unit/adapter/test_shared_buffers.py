@@ -1,4 +1,5 @@
-"""DeepSpeed's buffers in /dev/shm: made by the start of its communication, and not by that of ours."""
+"""DeepSpeed's buffers in /dev/shm: made by the start of its communication, and not by that of
+ours."""
 
 from __future__ import annotations
 

@@ -25,17 +25,27 @@ def function_of(where: str) -> Any:
 
 def is_known(node: ast.AST, names: set[str]) -> bool:
     text = ast.unparse(node)
-    return any(text == name or ("*" in name and fnmatch.fnmatchcase(text, name.replace("[", "[[]"))) for name in names)
+    return any(
+        text == name or ("*" in name and fnmatch.fnmatchcase(text, name.replace("[", "[[]")))
+        for name in names
+    )
 
 
 def used_in(tree: ast.AST, known_as: tuple[str, ...]) -> set[str]:
-    """The attributes of what is known as one of these expressions, or assigned from one, that the code uses."""
+    """The attributes of what is known as one of these expressions, or assigned from one, that the
+    code uses."""
     names = set(known_as)
     for node in ast.walk(tree):  # later names of it, such as ``partition = self.partitions[i]``
         if isinstance(node, ast.Assign) and is_known(node.value, names):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_known(node.value, names)}
-    called = any(isinstance(node, ast.Call) and is_known(node.func, names) for node in ast.walk(tree))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and is_known(node.value, names)
+    }
+    called = any(
+        isinstance(node, ast.Call) and is_known(node.func, names) for node in ast.walk(tree)
+    )
     return used | ({"()"} if called else set())
 
 
@@ -47,7 +57,9 @@ def uses(stand_in: StandIn) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("stand_in", STAND_INS, ids=lambda each: f"{each.ours} {each.where[0].rpartition('.')[2]}")
+@pytest.mark.parametrize(
+    "stand_in", STAND_INS, ids=lambda each: f"{each.ours} {each.where[0].rpartition('.')[2]}"
+)
 def test_deepspeed_uses_what_is_listed_and_ours_has_it(stand_in: StandIn) -> None:
     assert uses(stand_in) == stand_in.uses
     module, _, name = stand_in.ours.partition(":")
@@ -60,5 +72,8 @@ def test_deepspeed_uses_what_is_listed_and_ours_has_it(stand_in: StandIn) -> Non
 
 
 def test_another_use_would_be_found() -> None:
-    tree = ast.parse("part = self.parts[i]\npart.grad = part.data\nself.parts[j].numel()\nself.other[i].gone()\nf(x)")
+    tree = ast.parse(
+        "part = self.parts[i]\npart.grad = "
+        "part.data\nself.parts[j].numel()\nself.other[i].gone()\nf(x)"
+    )
     assert used_in(tree, ("self.parts[*]", "f")) == {"grad", "data", "numel", "()"}

@@ -1,4 +1,5 @@
-"""What a start prints: one block on rank 0 that names each system that is on and what it has decided."""
+"""What a start prints: one block on rank 0 that names each system that is on and what it has
+decided."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def logged(config: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def lines_of(stage: int, **zenflow: Any) -> list[str]:
-    """The block of rank 0, once it is known to be all that was said but for warnings, each said once."""
+    """The block of rank 0, once it is known to be all that was said but for warnings, each said
+    once."""
     first, second = run_ranks(2, logged, zenflow_config(stage, **zenflow))
     (block,) = (text for level, text in first if level == "INFO")
     texts = [text for _, text in first]
@@ -38,12 +40,20 @@ def test_a_start_is_one_block_on_rank_0(stage: int) -> None:
     assert title == f"ZeRO stage {stage} on 2 ranks, with"
     assert lines[0].split()[0] == "ZenFlow"
     assert "update_interval 1, predictive rule" in lines[0]
-    assert "the first 40 steps wait for their own update; updates of later steps overlap" in lines[1]
+    assert (
+        "the first 40 steps wait for their own update; updates of later steps overlap" in lines[1]
+    )
     assert any(line.split()[0] == "flattening" for line in lines) == (stage == 2)
     assert len(lines) <= 8
     (memory,) = (line for line in lines if "a rank holds" in line)
-    assert re.search(r"holds 0\.\d MiB of the host, 0\.\d MiB of it page-locked, and 0\.\d MiB of the acc", memory)
+    assert re.search(
+        r"holds 0\.\d MiB of the host, 0\.\d MiB of it page-locked, and 0\.\d MiB of the acc",
+        memory,
+    )
 
 
 def test_a_start_without_overlap_says_so() -> None:
-    assert "every step waits for its own update" in lines_of(2, update_interval=1, overlap_step=False)[2]
+    assert (
+        "every step waits for its own update"
+        in lines_of(2, update_interval=1, overlap_step=False)[2]
+    )

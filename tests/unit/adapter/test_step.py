@@ -1,4 +1,5 @@
-"""DeepSpeed calls a step's methods in the order that `adapter.step` documents, and the phases follow it."""
+"""DeepSpeed calls a step's methods in the order that `adapter.step` documents, and the phases
+follow it."""
 
 from __future__ import annotations
 
@@ -26,9 +27,13 @@ def documented(stage: int) -> dict[str, tuple[str, ...]]:
 
 @contextlib.contextmanager
 def recorded(optimizer: Any) -> Iterator[list[tuple[str, str]]]:
-    """The calls of the documented methods from inside of DeepSpeed's step, each with the phase in which it came."""
+    """The calls of the documented methods from inside of DeepSpeed's step, each with the phase in
+    which it came."""
     calls: list[tuple[str, str]] = []
-    kind, names = type(optimizer), {name for parts in documented(kind_of(optimizer)).values() for name in parts}
+    kind, names = (
+        type(optimizer),
+        {name for parts in documented(kind_of(optimizer)).values() for name in parts},
+    )
     originals = {name: getattr(kind, name) for name in names}
 
     def recording(name: str) -> Any:
@@ -51,7 +56,8 @@ def kind_of(optimizer: Any) -> int:
 
 
 def recorded_steps(config: dict, overflowing: list[int]) -> dict[str, Any]:
-    """Train; returns the number of partitions, and of each step its calls and whether it overflowed."""
+    """Train; returns the number of partitions, and of each step its calls and whether it
+    overflowed."""
     if config.get("fp16", {}).get("enabled"):
         allow_fp16()
     engine = make_engine(config)
@@ -71,7 +77,9 @@ def documented_calls(stage: int, partitions: int, overflows: bool) -> list[str]:
     """The documented names in order; a name that comes several times in a row stands once."""
     parts = documented(stage)
     if overflows:
-        before = parts["before"][:1] if stage == 3 else parts["before"]  # with fp16, stage 3 checks first
+        before = (
+            parts["before"][:1] if stage == 3 else parts["before"]
+        )  # with fp16, stage 3 checks first
         return [*before, *parts["overflow"]]
     return [*parts["before"], *(name for _ in range(partitions) for name in parts["partition"])]
 
@@ -81,7 +89,11 @@ def check_calls(stage: int, answer: dict[str, Any], accumulation: int = 1) -> No
         if number % accumulation:
             assert calls == [], "no step of the optimizer"
             continue
-        names = [name for name, _ in groupby(name for name, _ in calls) if name != "check_overflow" or stage != 3]
+        names = [
+            name
+            for name, _ in groupby(name for name, _ in calls)
+            if name != "check_overflow" or stage != 3
+        ]
         while "zero_grad" in names and stage != 3 and not overflows:
             names.remove("zero_grad")  # the engine's, after the step
         told = documented_calls(stage, answer["partitions"], overflows)
@@ -90,15 +102,22 @@ def check_calls(stage: int, answer: dict[str, Any], accumulation: int = 1) -> No
         phases = dict(reversed(calls))
         assert phases["step"] == "BETWEEN"
         assert phases.get("get_grad_norm_direct", "CHECKING") == "CHECKING"
-        assert {phase for name, phase in calls if name == "_optimizer_step"} <= {"CHECKING", "TAKING"}
+        assert {phase for name, phase in calls if name == "_optimizer_step"} <= {
+            "CHECKING",
+            "TAKING",
+        }
         assert overflows is ("_optimizer_step" not in names)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_calls_of_a_step_are_the_documented_ones(stage: int, rule: str, accumulation: int) -> None:
-    config = zenflow_config(stage, accumulation=accumulation, **RULES[rule]) | {"gradient_clipping": 0.5}
+def test_the_calls_of_a_step_are_the_documented_ones(
+    stage: int, rule: str, accumulation: int
+) -> None:
+    config = zenflow_config(stage, accumulation=accumulation, **RULES[rule]) | {
+        "gradient_clipping": 0.5
+    }
     for answer in run_ranks(2, recorded_steps, config, []):
         assert not any(overflows for _, overflows in answer["steps"])
         check_calls(stage, answer, accumulation)
@@ -114,7 +133,8 @@ def test_an_overflow_ends_the_step_before_anything_is_taken(stage: int) -> None:
 
 
 def recorded_on_host(config: dict, overflowing: int | None) -> tuple[int, list[list[str]]]:
-    """The number of partitions, and the documented calls of each step whose gradients are on the host."""
+    """The number of partitions, and the documented calls of each step whose gradients are on the
+    host."""
     if config["fp16"]["enabled"]:
         allow_fp16()
     engine = make_engine(config)
@@ -133,7 +153,9 @@ def recorded_on_host(config: dict, overflowing: int | None) -> tuple[int, list[l
         loss = engine(on_device(batch))
         engine.backward(loss * float("inf") if number == overflowing else loss)
         steps.append([])
-        engine.optimizer.__class__ = type(kind.__name__, (kind,), {name: recording(name) for name in names})
+        engine.optimizer.__class__ = type(
+            kind.__name__, (kind,), {name: recording(name) for name in names}
+        )
         engine.step()
         engine.optimizer.__class__ = kind
     partitions = len(engine.optimizer.host_optimizer.partitions)
@@ -143,9 +165,13 @@ def recorded_on_host(config: dict, overflowing: int | None) -> tuple[int, list[l
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("overflowing", [None, 2])
-def test_with_gradients_on_the_host_the_calls_are_those_of_cpu_offload(stage: int, overflowing: int | None) -> None:
+def test_with_gradients_on_the_host_the_calls_are_those_of_cpu_offload(
+    stage: int, overflowing: int | None
+) -> None:
     dtype = torch.bfloat16 if overflowing is None else torch.float16
-    config = zenflow_config(stage, dtype, update_interval=1, gradients_on_host=True) | {"gradient_clipping": 0.5}
+    config = zenflow_config(stage, dtype, update_interval=1, gradients_on_host=True) | {
+        "gradient_clipping": 0.5
+    }
     config["fp16"] |= {"initial_scale_power": 8}
     parts = CALLS["gradients on the host"]
     for partitions, steps in run_ranks(1, recorded_on_host, config, overflowing, device="sim"):
@@ -156,7 +182,7 @@ def test_with_gradients_on_the_host_the_calls_are_those_of_cpu_offload(stage: in
             assert found[: len(told)] == told
 
 
-# -- phases ---------------------------------------------------------------------------------------------------------
+# -- phases ----------------------------------------------------------------------------------------
 
 
 def new_step() -> Step:

@@ -20,12 +20,16 @@ from tests.support.zenflow import make_engine, train, zenflow_config
 def waits_of_a_timer(synchronized: bool) -> list[tuple[bool, bool]]:
     """After start and stop: is all work of the current stream done, and that of another?"""
     accelerator = get_accelerator()
-    config = get_timers_config({"timers": {"throughput": {"enabled": True, "synchronized": synchronized}}})
+    config = get_timers_config(
+        {"timers": {"throughput": {"enabled": True, "synchronized": synchronized}}}
+    )
     timer, other, found = StreamThroughputTimer(config, batch_size=1), accelerator.Stream(), []
     for call in [timer.start, timer.stop] * 3:
         work = torch.zeros(1, dtype=torch.float32, device=accelerator.current_device_name()) + 1
         with accelerator.stream(other):
-            work_beside = torch.zeros(1, dtype=torch.float32, device=accelerator.current_device_name()) + 1
+            work_beside = (
+                torch.zeros(1, dtype=torch.float32, device=accelerator.current_device_name()) + 1
+            )
         call()
         found.append((accelerator.current_stream().query(), other.query()))
         accelerator.synchronize()
@@ -57,10 +61,14 @@ def test_no_step_waits_for_the_whole_device() -> None:
 
 
 @pytest.mark.parametrize(("synchronized", "waits"), [(True, [0, 1, 2]), (False, [0, 0, 0])])
-def test_a_timer_waits_once_a_call_and_not_for_a_stop_without_a_start(synchronized: bool, waits: list[int]) -> None:
+def test_a_timer_waits_once_a_call_and_not_for_a_stop_without_a_start(
+    synchronized: bool, waits: list[int]
+) -> None:
     accelerator = Mock()
     accelerator.is_synchronized_device.return_value = False
-    config = get_timers_config({"timers": {"throughput": {"enabled": True, "synchronized": synchronized}}})
+    config = get_timers_config(
+        {"timers": {"throughput": {"enabled": True, "synchronized": synchronized}}}
+    )
     with patch.object(stand_ins, "get_accelerator", lambda: accelerator):
         timer, found = StreamThroughputTimer(config, batch_size=1), []
         for call in (timer.stop, timer.start, timer.stop):

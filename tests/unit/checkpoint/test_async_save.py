@@ -30,7 +30,9 @@ BEFORE, AFTER = 5, 9
 """Steps before the save (in the middle of an interval), and at the end."""
 
 
-def config_of(stage: int, rule: str, dtype: torch.dtype = torch.bfloat16, *, beside: bool = True) -> dict[str, Any]:
+def config_of(
+    stage: int, rule: str, dtype: torch.dtype = torch.bfloat16, *, beside: bool = True
+) -> dict[str, Any]:
     return zenflow_config(stage, dtype, **RULES[rule], **({"async_save": True} if beside else {}))
 
 
@@ -40,9 +42,13 @@ def content(folder: Path) -> dict[str, Any]:
     for path in sorted(folder.glob("*_states.pt")):
         state = torch.load(path, map_location="cpu", weights_only=False)
         found[path.name] = {
-            key: value for key, value in state.items() if key not in ("deepspeed_ext_save_id", "ds_config")
+            key: value
+            for key, value in state.items()
+            if key not in ("deepspeed_ext_save_id", "ds_config")
         }
-        found[path.name].get("optimizer_state_dict", {}).pop("loss_scaler", None)  # an object without equality
+        found[path.name].get("optimizer_state_dict", {}).pop(
+            "loss_scaler", None
+        )  # an object without equality
     return found
 
 
@@ -71,10 +77,14 @@ def trained(config: dict[str, Any], folder: str) -> dict[str, Any]:
         pytest.param(2, "selective", torch.float32, marks=pytest.mark.full),
     ],
 )
-def test_equal_to_a_save_that_training_waits_for(stage: int, rule: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_equal_to_a_save_that_training_waits_for(
+    stage: int, rule: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Losses and weights of the run, and every value in every file, to the bit."""
     found = [
-        run_ranks(2, trained, config_of(stage, rule, dtype, beside=beside), str(tmp_path / str(beside)))
+        run_ranks(
+            2, trained, config_of(stage, rule, dtype, beside=beside), str(tmp_path / str(beside))
+        )
         for beside in (False, True)
     ]
     for waiting, beside in zip(*found, strict=True):
@@ -121,7 +131,9 @@ def hold_the_worker(config: dict[str, Any], folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_waits_until_what_it_overwrites_is_written(stage: int, tmp_path: Path) -> None:
     """The values of the moment of the save arrive, however late they are written."""
-    expected = run_ranks(2, trained, config_of(stage, "predictive", beside=False), str(tmp_path / "False"))
+    expected = run_ranks(
+        2, trained, config_of(stage, "predictive", beside=False), str(tmp_path / "False")
+    )
     found = run_ranks(2, hold_the_worker, config_of(stage, "predictive"), str(tmp_path / "True"))
     for waiting, beside in zip(expected, found, strict=True):
         assert waiting["losses"] == beside["losses"]
@@ -160,11 +172,17 @@ def save_on_full_disk(config: dict[str, Any], folder: str, whose: str) -> dict[s
         if message:  # raised after the step
             losses.append(math.nan)
         step += 1
-    message = message or said(engine.checkpoint_engine.finish)  # not yet written when the last step looked
+    message = message or said(
+        engine.checkpoint_engine.finish
+    )  # not yet written when the last step looked
     dist.barrier()
     if rank == 1:
         resource.prlimit(victim, resource.RLIMIT_FSIZE, before)
-    left = sorted(path.name for path in Path(folder).rglob("*") if ".dsext-" in path.name or path.name == "full")
+    left = sorted(
+        path.name
+        for path in Path(folder).rglob("*")
+        if ".dsext-" in path.name or path.name == "full"
+    )
     latest = Path(folder, "latest").read_text()
     losses += train(engine, data[step : AFTER + 1])
     engine.save_checkpoint(folder, tag="later")
@@ -174,16 +192,24 @@ def save_on_full_disk(config: dict[str, Any], folder: str, whose: str) -> dict[s
     return {"message": message, "losses": losses, "left": left, "latest": latest}
 
 
-@pytest.mark.parametrize(("stage", "rule", "whose"), [(2, "predictive", "worker"), (3, "selective", "thread")])
-def test_a_full_disk_is_raised_by_a_later_step(stage: int, rule: str, whose: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "rule", "whose"), [(2, "predictive", "worker"), (3, "selective", "thread")]
+)
+def test_a_full_disk_is_raised_by_a_later_step(
+    stage: int, rule: str, whose: str, tmp_path: Path
+) -> None:
     """A later step raises it on every rank, and is complete itself; training goes on to the bit."""
     expected = run_ranks(2, trained_on, config_of(stage, rule, beside=False), AFTER + 2)
     for losses, found in zip(
-        expected, run_ranks(2, save_on_full_disk, config_of(stage, rule), str(tmp_path), whose), strict=True
+        expected,
+        run_ranks(2, save_on_full_disk, config_of(stage, rule), str(tmp_path), whose),
+        strict=True,
     ):
         assert "checkpoint 'full' was not saved: rank 1: " in found["message"]
         assert whose == "thread" or "File too large" in found["message"]
-        pairs = [pair for pair in zip(losses, found["losses"], strict=True) if not math.isnan(pair[1])]
+        pairs = [
+            pair for pair in zip(losses, found["losses"], strict=True) if not math.isnan(pair[1])
+        ]
         assert all(loss == mine for loss, mine in pairs)
         assert len(pairs) >= AFTER + 1
         assert (found["left"], found["latest"]) == ([], "good")
@@ -208,7 +234,8 @@ def load_latest(config: dict[str, Any], folder: str) -> int:
 
 
 def lose_a_worker(config: dict[str, Any], folder: str, moment: str, how: str) -> list[str]:
-    """Rank 1's worker is killed before it has written, or answers no more; `moment` says who notices."""
+    """Rank 1's worker is killed before it has written, or answers no more; `moment` says who
+    notices."""
     rank, data = dist.get_rank(), batches(AFTER, dist.get_rank())
     engine = make_engine(config)
     train(engine, data[:BEFORE])
@@ -253,7 +280,8 @@ def lose_a_worker(config: dict[str, Any], folder: str, moment: str, how: str) ->
     ],
 )
 def test_a_worker_lost_while_it_writes(stage: int, moment: str, how: str, tmp_path: Path) -> None:
-    """The same error on every rank, and the older checkpoint is whole. What ends does not wait longer than a step."""
+    """The same error on every rank, and the older checkpoint is whole. What ends does not wait
+    longer than a step."""
     found = run_ranks(2, lose_a_worker, config_of(stage, "predictive"), str(tmp_path), moment, how)
     if moment == "destroy":  # without the others
         assert [len(messages) for messages in found] == [1, 0]

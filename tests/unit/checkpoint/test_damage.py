@@ -1,4 +1,5 @@
-"""Damaged files: each load raises an error that names the file, or the damage has changed nothing."""
+"""Damaged files: each load raises an error that names the file, or the damage has changed
+nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
     """A flipped bit, a range of zeros, or an end that is missing."""
     kind = rng.choice(("flip", "flip", "flip", "zeros", "zeros", "cut"))
     # Every other draw hits the directory at the end or the first bytes, which are few.
-    edge = rng.randrange(max(1, len(content) - 2500), len(content)) if rng.random() < 0.5 else rng.randrange(600)
+    edge = (
+        rng.randrange(max(1, len(content) - 2500), len(content))
+        if rng.random() < 0.5
+        else rng.randrange(600)
+    )
     place = rng.randrange(len(content)) if rng.random() < 0.5 else min(edge, len(content) - 1)
     if kind == "cut":
         return content[:place]
@@ -47,7 +52,9 @@ def state(engine: Any) -> dict[str, Any]:
         "weights": weights_of(engine),
         "masters": masters_of(engine),
         "optimizer": engine.optimizer.state_dict()[
-            "optimizer_state_dict" if engine.zero_optimization_stage() == 3 else "base_optimizer_state"
+            "optimizer_state_dict"
+            if engine.zero_optimization_stage() == 3
+            else "base_optimizer_state"
         ],
         "steps": engine.global_steps,
     }
@@ -70,7 +77,11 @@ def loads(folder: str, saving: dict[str, Any], loading: dict[str, Any], seed: in
             try:
                 engine.load_checkpoint(folder, "t")
             except CheckpointError as error:
-                found["refused, the file named" if path.name in str(error) else f"refused: {error}"[:300]] += 1
+                found[
+                    "refused, the file named"
+                    if path.name in str(error)
+                    else f"refused: {error}"[:300]
+                ] += 1
             else:
                 difference = first_difference(sound, state(engine), "state")
                 found["unchanged" if not difference else f"{path.name}, {draw}: {difference}"] += 1
@@ -86,22 +97,30 @@ def loads(folder: str, saving: dict[str, Any], loading: dict[str, Any], seed: in
     ("stage", "beside", "other"),
     [(1, False, 1), (2, True, 2), (3, False, 3), (3, True, 3), (2, False, 3), (3, True, 1)],
 )
-def test_damage_is_found_or_changes_nothing(stage: int, beside: bool, other: int, tmp_path: Path) -> None:
+def test_damage_is_found_or_changes_nothing(
+    stage: int, beside: bool, other: int, tmp_path: Path
+) -> None:
     configs = [zenflow_config(each, torch.bfloat16, async_save=beside) for each in (stage, other)]
     (found,) = run_ranks(1, loads, str(tmp_path / "saves"), *configs, stage + 10 * beside)
     known = {"refused, the file named", "unchanged", "equal bytes"}
-    elsewhere = {what for what in found if what.startswith("refused: ") and "different saves" in what}
+    elsewhere = {
+        what for what in found if what.startswith("refused: ") and "different saves" in what
+    }
     assert set(found) - known - elsewhere == set(), found
     assert found["refused, the file named"] > DRAWS
 
 
 def written(folder: Path, **how: Any) -> Path:
     path = folder / "file_states.pt"
-    torch.save({"a": torch.randn(5000), "b": torch.arange(3 << 18), "c": torch.empty(0)}, path, **how)
+    torch.save(
+        {"a": torch.randn(5000), "b": torch.arange(3 << 18), "c": torch.empty(0)}, path, **how
+    )
     return path
 
 
-def test_a_large_record_is_compared_beside_the_load_and_what_the_load_says_of_it_is_not_asked(tmp_path: Path) -> None:
+def test_a_large_record_is_compared_beside_the_load_and_what_the_load_says_of_it_is_not_asked(
+    tmp_path: Path,
+) -> None:
     path = written(tmp_path)
     (large,) = (record for record in records(str(path)) if record.nbytes > sums.SMALL_BYTES)
     content = bytearray(path.read_bytes())
@@ -113,14 +132,17 @@ def test_a_large_record_is_compared_beside_the_load_and_what_the_load_says_of_it
     require_sound(str(path), most_bytes=sums.SMALL_BYTES)
 
 
-def test_files_without_sums_are_loaded_and_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_sums_are_loaded_and_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(sums, "warn_once", said.append)
     with checking(str(written(tmp_path))):
         assert said == []
     with checking(str(written(tmp_path, _use_new_zipfile_serialization=False))):
         assert said.pop() == (
-            f"{tmp_path}: files such as file_states.pt hold no sums and are loaded without a check of their bytes"
+            f"{tmp_path}: files such as file_states.pt hold no sums and are loaded without a "
+            f"check of their bytes"
         )
     path = written(tmp_path)
     content = bytearray(path.read_bytes())
@@ -146,7 +168,9 @@ def test_a_sum_that_is_gone_in_one_of_its_places_is_damage(tmp_path: Path) -> No
 def test_sums_of_a_save_stand_the_test_of_zip_files(tmp_path: Path) -> None:
     for stage, beside in ((1, True), (2, False), (3, True)):
         folder = tmp_path / f"{stage}{beside}"
-        run_ranks(2, saved_only, str(folder), zenflow_config(stage, torch.bfloat16, async_save=beside))
+        run_ranks(
+            2, saved_only, str(folder), zenflow_config(stage, torch.bfloat16, async_save=beside)
+        )
         for path in folder.rglob("*.pt"):
             assert zipfile.ZipFile(path).testzip() is None, path
             assert all(record.has_sum for record in records(str(path))), path

@@ -1,4 +1,5 @@
-"""What saves the model alone holds p, rounded to the nearest value, whatever is in flight, and disturbs nothing."""
+"""What saves the model alone holds p, rounded to the nearest value, whatever is in flight, and
+disturbs nothing."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class PartlyFrozen(OddModel):
 
 
 def exported(config: dict[str, Any], folder: str) -> dict[str, str]:
-    """How a model's file and its consolidation differ from the masters; how the run differs afterwards from one that
-    exports nothing."""
+    """How a model's file and its consolidation differ from the masters; how the run differs
+    afterwards from one that exports nothing."""
     outcomes, found = [], {}
     for exports in (False, True):
         engine = make_engine(config, model=PartlyFrozen)
@@ -42,7 +43,9 @@ def exported(config: dict[str, Any], folder: str) -> dict[str, str]:
             if engine.zero_optimization_stage() == 3:
                 whole = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
                 if dist.get_rank() == 0:
-                    found["consolidated"] = first_difference(masters, {name: whole[name].cpu() for name in masters})
+                    found["consolidated"] = first_difference(
+                        masters, {name: whole[name].cpu() for name in masters}
+                    )
                     found["frozen"] = "" if "norm.weight" not in whole else "it is there"
         losses += train(engine, batches(4, dist.get_rank(), seed=1))
         outcomes.append({"losses": losses, "masters": masters_by_name(engine)})
@@ -64,7 +67,9 @@ BY_DEFAULT = [(2, "predictive", "bf16"), (3, "predictive", "bf16"), (1, "selecti
     ("stage", "rule", "dtype"),
     [case if case in BY_DEFAULT else pytest.param(*case, marks=pytest.mark.full) for case in CASES],
 )
-def test_a_saved_model_is_the_rounded_masters(stage: int, rule: str, dtype: str, tmp_path: Path) -> None:
+def test_a_saved_model_is_the_rounded_masters(
+    stage: int, rule: str, dtype: str, tmp_path: Path
+) -> None:
     config = zenflow_config(stage, DTYPES[dtype], **RULES[rule])
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     for found in run_ranks(2, exported, config, str(tmp_path)):
@@ -72,7 +77,8 @@ def test_a_saved_model_is_the_rounded_masters(stage: int, rule: str, dtype: str,
 
 
 def loaded_alone(config: dict[str, Any], folder: str) -> dict[str, str]:
-    """How the masters and weights of a run that loads the model alone differ from the saved masters, rounded."""
+    """How the masters and weights of a run that loads the model alone differ from the saved
+    masters, rounded."""
     engine = make_engine(config)
     train(engine, batches(6, dist.get_rank()))
     engine.save_checkpoint(folder, tag="x")
@@ -82,10 +88,15 @@ def loaded_alone(config: dict[str, Any], folder: str) -> dict[str, str]:
     train(engine, batches(2, dist.get_rank(), seed=3))
     engine.load_checkpoint(folder, tag="x", load_module_only=True)
     found = {
-        "weights": first_difference({k: v.float() for k, v in expected.items()}, weights_of(engine)),
+        "weights": first_difference(
+            {k: v.float() for k, v in expected.items()}, weights_of(engine)
+        ),
         "masters": first_difference(
             {name: value.float() for name, value in expected.items()},
-            {name: safe_get_full_fp32_param(p).cpu() for name, p in engine.module.named_parameters()},
+            {
+                name: safe_get_full_fp32_param(p).cpu()
+                for name, p in engine.module.named_parameters()
+            },
         ),
     }
     train(engine, batches(3, dist.get_rank(), seed=4))
@@ -102,7 +113,9 @@ def loaded_alone(config: dict[str, Any], folder: str) -> dict[str, str]:
         pytest.param(3, "predictive", marks=pytest.mark.full),
     ],
 )
-def test_a_model_that_is_loaded_alone_is_the_rounded_masters(stage: int, rule: str, tmp_path: Path) -> None:
+def test_a_model_that_is_loaded_alone_is_the_rounded_masters(
+    stage: int, rule: str, tmp_path: Path
+) -> None:
     config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
     for found in run_ranks(2, loaded_alone, config, str(tmp_path)):
         assert found == {"weights": "", "masters": ""}
@@ -132,6 +145,6 @@ def loaded_by_another(config: dict[str, Any], folder: str) -> bool:
 
 
 def test_another_model_still_loads_what_it_shares(tmp_path: Path) -> None:
-    assert run_ranks(1, loaded_by_another, zenflow_config(2, torch.bfloat16, update_interval=1), str(tmp_path)) == [
-        True
-    ]
+    assert run_ranks(
+        1, loaded_by_another, zenflow_config(2, torch.bfloat16, update_interval=1), str(tmp_path)
+    ) == [True]

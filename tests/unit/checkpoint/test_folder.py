@@ -1,4 +1,5 @@
-"""Several saves in one folder of tags: none touches another that goes on, and none loses the only copy."""
+"""Several saves in one folder of tags: none touches another that goes on, and none loses the only
+copy."""
 
 from __future__ import annotations
 
@@ -61,9 +62,13 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_two_engines_of_one_process_save_beside_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_engines_of_one_process_save_beside_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if the first one makes no step for a long time, so that its save waits."""
-    monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)  # `make_engine` changes it
+    monkeypatch.setattr(
+        async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS
+    )  # `make_engine` changes it
     disks = Disks(tmp_path, False)
     engine, state = make_engine(ALONE, True, MODES[1])
     assert isinstance(engine, AsyncCheckpointEngine)
@@ -95,14 +100,18 @@ def test_a_swap_of_another_job(hours: float, tmp_path: Path) -> None:
     make_older(tmp_path, hours)
     saved(tmp_path, "ours", "b")
     assert names(tmp_path) == (
-        ["ours", "theirs"] if hours > 1 else ["ours", "theirs.dsext-replaced.new", "theirs.dsext-saving.new"]
+        ["ours", "theirs"]
+        if hours > 1
+        else ["ours", "theirs.dsext-replaced.new", "theirs.dsext-saving.new"]
     )
     theirs.finish_swap()
     assert theirs.state().saved == "new"
 
 
 @pytest.mark.usefixtures("of_another_job")
-def test_a_rest_that_cannot_be_removed_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rest_that_cannot_be_removed_stops_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = begun(tmp_path, "theirs", "a")
     make_older(tmp_path, 9)
     rename = os.rename
@@ -117,7 +126,9 @@ def test_a_rest_that_cannot_be_removed_stops_no_save(tmp_path: Path, monkeypatch
     assert names(tmp_path) == ["ours", "theirs.dsext-saving.a"]
 
 
-def test_a_swap_that_a_reader_completes_has_succeeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_that_a_reader_completes_has_succeeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A job that loads the tag between the renames takes them for a crash."""
     saved(tmp_path, "t", "older")
     ours = begun(tmp_path, "t", "new")
@@ -172,7 +183,9 @@ def test_a_folder_without_a_model_file_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "mp_rank_00_model_states.pt"])
-def test_a_folder_that_appears_during_a_save_is_replaced_unless_it_holds_a_save(name: str, tmp_path: Path) -> None:
+def test_a_folder_that_appears_during_a_save_is_replaced_unless_it_holds_a_save(
+    name: str, tmp_path: Path
+) -> None:
     """A save of plain DeepSpeed has no marker; a person's folder has neither marker nor model."""
     ours = begun(tmp_path, "t", "new")
     (tmp_path / "t").mkdir()

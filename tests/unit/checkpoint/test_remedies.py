@@ -1,4 +1,5 @@
-"""The operating system refuses a call of a save: what was saved is whole, and the remedy fits the cause."""
+"""The operating system refuses a call of a save: what was saved is whole, and the remedy fits the
+cause."""
 
 from __future__ import annotations
 
@@ -23,9 +24,29 @@ from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.crash.driver import MODES, Disks, load, save
 
 ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
-CALLS = ("rename", "replace", "mkdir", "open", "unlink", "listdir", "stat", "lstat", "fsync", "pwrite")
+CALLS = (
+    "rename",
+    "replace",
+    "mkdir",
+    "open",
+    "unlink",
+    "listdir",
+    "stat",
+    "lstat",
+    "fsync",
+    "pwrite",
+)
 NUMBERS = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO),
+    *(
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.EIO,
+    ),
     *(errno.ESTALE, errno.EFBIG, errno.EPERM),
 )
 STATED = ("stat", "lstat")
@@ -33,7 +54,8 @@ STATED = ("stat", "lstat")
 
 @contextmanager
 def refused(number: int, at: int | None) -> Iterator[list[str]]:
-    """The call number `at` of those that touch files fails; yields the calls made so far, in order."""
+    """The call number `at` of those that touch files fails; yields the calls made so far, in
+    order."""
     made: list[str] = []
 
     def refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +88,9 @@ def wrong_with(folder: Path, mode: str, tag: str, number: int, at: int | None) -
             save(ALONE, disks, tag, 2, None, mode)
         except CheckpointError as error:
             said = str(error)
-    found = load(ALONE, disks, tag if "was saved, but" in said else None)  # `latest` could not be written
+    found = load(
+        ALONE, disks, tag if "was saved, but" in said else None
+    )  # `latest` could not be written
     call = made[at] if at is not None else ""
     case = f"{mode}, {tag}, {errno.errorcode[number]} at call {at} ({call}): "
     if found != ({1} if "was not saved" in said else {2}):
@@ -75,7 +99,11 @@ def wrong_with(folder: Path, mode: str, tag: str, number: int, at: int | None) -
     if (
         said
         and call not in STATED
-        and (not is_told or said.count("To go on: ") != 1 or not said.endswith(_remedies(number, said)))
+        and (
+            not is_told
+            or said.count("To go on: ") != 1
+            or not said.endswith(_remedies(number, said))
+        )
     ):
         return f"{case}said {said!r}", len(made)
     save(ALONE, disks, "a", 3)
@@ -90,7 +118,9 @@ def _remedies(number: int, said: str) -> str:
 
 def look(folder: Path, draw: random.Random, count: int | None) -> None:
     wrong: list[str] = []
-    with patch.object(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS):  # `make_engine` changes it
+    with patch.object(
+        async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS
+    ):  # `make_engine` changes it
         for mode in MODES:
             for tag in ("a", "b"):
                 problem, calls = wrong_with(folder / f"{mode} {tag}", mode, tag, errno.EIO, None)
@@ -98,7 +128,9 @@ def look(folder: Path, draw: random.Random, count: int | None) -> None:
                 assert calls > 40
                 for at in range(calls) if count is None else draw.sample(range(calls), count):
                     for number in NUMBERS if count is None else draw.sample(NUMBERS, 1):
-                        problem, _ = wrong_with(folder / f"{mode} {tag} {at} {number}", mode, tag, number, at)
+                        problem, _ = wrong_with(
+                            folder / f"{mode} {tag} {at} {number}", mode, tag, number, at
+                        )
                         wrong += [problem] if problem else []
     assert not wrong, "\n".join(wrong)
 
@@ -113,7 +145,9 @@ def test_any_refused_call_of_a_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tag", ["a", "b"])
-def test_a_save_beside_training_without_a_thread_is_one_that_training_waits_for(tag: str, tmp_path: Path) -> None:
+def test_a_save_beside_training_without_a_thread_is_one_that_training_waits_for(
+    tag: str, tmp_path: Path
+) -> None:
     """No thread can be started."""
     disks = Disks(tmp_path, False)
     warnings: list[str] = []
@@ -125,7 +159,10 @@ def test_a_save_beside_training_without_a_thread_is_one_that_training_waits_for(
     ):
         save(ALONE, disks, tag, 2, None, MODES[1])
     assert load(ALONE, disks) == {2}
-    assert all("training waits while a file is written: can't start new thread" in text for text in warnings)
+    assert all(
+        "training waits while a file is written: can't start new thread" in text
+        for text in warnings
+    )
     assert all(text.endswith(f"To go on: {THREADS}") for text in warnings)
     assert len(warnings) == 2
 
@@ -133,20 +170,31 @@ def test_a_save_beside_training_without_a_thread_is_one_that_training_waits_for(
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        *((OSError(number, os.strerror(number), "/x"), remedy) for number, remedy in BY_NUMBER.items()),
+        *(
+            (OSError(number, os.strerror(number), "/x"), remedy)
+            for number, remedy in BY_NUMBER.items()
+        ),
         (RuntimeError("can't start new thread"), THREADS),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), THREADS),
         (MemoryError(), BY_NUMBER[errno.ENOMEM]),
         (RuntimeError("DefaultCPUAllocator: not enough memory"), BY_NUMBER[errno.ENOMEM]),
-        (AttributeError("Can't pickle local object 'main.<locals>.f'"), "a client_state that pickle can store"),
-        (RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"), OTHERWISE),
+        (
+            AttributeError("Can't pickle local object 'main.<locals>.f'"),
+            "a client_state that pickle can store",
+        ),
+        (
+            RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0"),
+            OTHERWISE,
+        ),
     ],
 )
 def test_the_remedy_fits_the_cause(error: Exception, remedy: str) -> None:
     with pytest.raises(CheckpointError) as told, advised():
         raise error
     assert str(told.value).endswith(remedy)
-    assert remedy_for(f"rank 1: {type(error).__name__}: {error}").endswith(remedy), "also as another process tells it"
+    assert remedy_for(f"rank 1: {type(error).__name__}: {error}").endswith(remedy), (
+        "also as another process tells it"
+    )
 
 
 def test_an_error_that_advises_already_is_not_advised_again() -> None:

@@ -1,4 +1,5 @@
-"""Saving changes nothing, and a run resumed in another process continues to the bit, at every step and phase."""
+"""Saving changes nothing, and a run resumed in another process continues to the bit, at every step
+and phase."""
 
 from pathlib import Path
 
@@ -11,7 +12,9 @@ WARM_UP = 3
 
 
 BY_DEFAULT = {(3, 2, 4)}
-MATRIX = [(stage, ranks, interval) for stage in (1, 2, 3) for ranks in (1, 2) for interval in (1, 4)]
+MATRIX = [
+    (stage, ranks, interval) for stage in (1, 2, 3) for ranks in (1, 2) for interval in (1, 4)
+]
 
 
 @pytest.mark.parametrize(
@@ -19,7 +22,8 @@ MATRIX = [(stage, ranks, interval) for stage in (1, 2, 3) for ranks in (1, 2) fo
     [pytest.param(*row, marks=() if row in BY_DEFAULT else pytest.mark.full) for row in MATRIX],
 )
 def test_resume_in_a_new_process(stage: int, ranks: int, interval: int, tmp_path: Path) -> None:
-    """From every step of a whole interval, the ends of the warm-up and of the next interval included."""
+    """From every step of a whole interval, the ends of the warm-up and of the next interval
+    included."""
     config = zenflow_config(stage, update_interval=interval, full_warm_up_rounds=WARM_UP)
     warm_up = max(WARM_UP, interval)
     assert failed_resumes(ranks, config, warm_up - 1, warm_up + interval + 1, str(tmp_path)) == []
@@ -43,8 +47,12 @@ SEQUENTIAL = {"update_interval": 2, "select_interval": 4}
         pytest.param(3, 2, LAG_2, marks=pytest.mark.full),
     ],
 )
-def test_selective_resume_in_a_new_process(stage: int, ranks: int, zenflow: dict, tmp_path: Path) -> None:
-    """From every step of two intervals and over a selection: steps 2 (end of the warm-up, first selection) to 9; with
-    intervals of 3 selections are at 2 and 8."""
-    config = zenflow_config(stage, topk_ratio=0.1, select_block_size=32, full_warm_up_rounds=2, **zenflow)
+def test_selective_resume_in_a_new_process(
+    stage: int, ranks: int, zenflow: dict, tmp_path: Path
+) -> None:
+    """From every step of two intervals and over a selection: steps 2 (end of the warm-up, first
+    selection) to 9; with intervals of 3 selections are at 2 and 8."""
+    config = zenflow_config(
+        stage, topk_ratio=0.1, select_block_size=32, full_warm_up_rounds=2, **zenflow
+    )
     assert failed_resumes(ranks, config, 2, 9, str(tmp_path)) == []

@@ -26,7 +26,9 @@ def build(stage: int, tier: str | None, universal: bool = False) -> Any:
     config["checkpoint"] = {"load_universal": universal}
     torch.manual_seed(5)
     model = OddModel(awkward=True)
-    return deepspeed_ext.initialize(model=model, model_parameters=two_groups(model), config=config)[0]
+    return deepspeed_ext.initialize(model=model, model_parameters=two_groups(model), config=config)[
+        0
+    ]
 
 
 def masters(engine: Any) -> dict[str, torch.Tensor]:
@@ -72,15 +74,21 @@ def test_universal_checkpoint_resumes_with_other_ranks(tmp_path: Path) -> None:
     expected = run_ranks(2, save_body, str(tmp_path), 2, "host")[0]
     tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     folders = ["--input_folder", str(tmp_path / "t"), "--output_folder", str(tmp_path / "u")]
-    converted = subprocess.run([*tool, *folders], capture_output=True, text=True, timeout=120, check=False)
+    converted = subprocess.run(
+        [*tool, *folders], capture_output=True, text=True, timeout=120, check=False
+    )
     assert converted.returncode == 0, converted.stdout + converted.stderr
-    on_two, on_three = (run_ranks(ranks, universal_body, str(tmp_path), pool="universal") for ranks in (2, 3))
+    on_two, on_three = (
+        run_ranks(ranks, universal_body, str(tmp_path), pool="universal") for ranks in (2, 3)
+    )
     for loaded, _ in on_two + on_three:
         assert_same(expected, {name: loaded[name] for name in expected}, "masters")
     assert on_two[0][1][0] == on_three[0][1][0]
 
 
-def resume_body(folder: str, stage: int, tier: str, save_at: int) -> tuple[list[float], list[float]]:
+def resume_body(
+    folder: str, stage: int, tier: str, save_at: int
+) -> tuple[list[float], list[float]]:
     data = batches(6, dist.get_rank())
     engine = build(stage, tier)
     step(engine, data[:save_at])

@@ -1,4 +1,5 @@
-"""ZenFlow's checkpoints are DeepSpeed's: ZeRO-Offload and DeepSpeed's tools read them, and ZenFlow reads theirs."""
+"""ZenFlow's checkpoints are DeepSpeed's: ZeRO-Offload and DeepSpeed's tools read them, and ZenFlow
+reads theirs."""
 
 import subprocess
 import sys
@@ -35,7 +36,9 @@ def state_of(engine: Any) -> list[torch.Tensor]:
     """p, m, v of this rank's partitions."""
     masters = masters_of(engine)
     name = (
-        "fp32_partitioned_groups_flat" if engine.zero_optimization_stage() == 3 else "single_partition_of_fp32_groups"
+        "fp32_partitioned_groups_flat"
+        if engine.zero_optimization_stage() == 3
+        else "single_partition_of_fp32_groups"
     )
     states = [engine.optimizer.optimizer.state[p] for p in getattr(engine.optimizer, name)]
     return masters + [state[key].clone() for state in states for key in ("exp_avg", "exp_avg_sq")]
@@ -70,12 +73,19 @@ def exchange(config: dict, folder: str) -> dict[str, Any]:
     again_losses = train(again, data[9:])
     close(again)
     lost = [first_difference(a, b, "p, m, v") for a, b in ((saved, there), (further, back))]
-    return {"lost": lost, "updates": updates, "losses": (rest, again_losses), "rank": rank, "there": plain_losses}
+    return {
+        "lost": lost,
+        "updates": updates,
+        "losses": (rest, again_losses),
+        "rank": rank,
+        "there": plain_losses,
+    }
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_state_goes_to_zero_offload_and_back(stage: int, tmp_path: Path) -> None:
-    """Moments and masters arrive bitwise; fp32 and a synchronous first step make the later losses comparable."""
+    """Moments and masters arrive bitwise; fp32 and a synchronous first step make the later losses
+    comparable."""
     config = zenflow_config(stage, torch.float32, update_interval=1)
     for found in run_ranks(2, exchange, config, str(tmp_path)):
         assert found["lost"] == ["", ""]
@@ -119,13 +129,19 @@ def load_other_settings(config: dict, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("changes", [{"update_interval": 3}, {"overlap_step": False}, {"block_size": 64}])
-def test_other_settings_continue_from_the_exact_weights(stage: int, changes: dict, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"update_interval": 3}, {"overlap_step": False}, {"block_size": 64}]
+)
+def test_other_settings_continue_from_the_exact_weights(
+    stage: int, changes: dict, tmp_path: Path
+) -> None:
     """Gradients that were collected but not submitted are not lost: seven updates were made."""
     before = {"update_interval": 2, "full_warm_up_rounds": 2}
     _, saved = run_ranks(1, save_mid_interval, zenflow_config(stage, **before), str(tmp_path))[0]
     assert saved["position"] == 1
-    found = run_ranks(1, load_other_settings, zenflow_config(stage, **{**before, **changes}), str(tmp_path))[0]
+    found = run_ranks(
+        1, load_other_settings, zenflow_config(stage, **{**before, **changes}), str(tmp_path)
+    )[0]
     assert found["updates"] == 7
     flat = torch.cat([w.flatten() for w in found["weights"].values()])
     exact = torch.cat([m.bfloat16().float() for m in found["masters"]])
@@ -168,7 +184,10 @@ def test_loading_only_the_module_refreshes_the_masters(stage: int, tmp_path: Pat
     config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
     run_ranks(2, save_mid_interval, config, str(tmp_path))
     assert [
-        found for on_one in run_ranks(2, load_module_only, config, str(tmp_path)) for found in on_one if found
+        found
+        for on_one in run_ranks(2, load_module_only, config, str(tmp_path))
+        for found in on_one
+        if found
     ] == []
 
 
@@ -180,20 +199,28 @@ def load_universal(config: dict, folder: str) -> dict[str, Any]:
     found = {"updates": adam.updates, "masters": {}, "lengths": []}
     for name, parameter in engine.module.named_parameters():
         found["masters"][name] = safe_get_full_fp32_param(parameter).cpu().clone()
-        found["lengths"].append(safe_get_full_optimizer_state(parameter, "exp_avg_sq").norm().item())
+        found["lengths"].append(
+            safe_get_full_optimizer_state(parameter, "exp_avg_sq").norm().item()
+        )
     found["losses"] = train(engine, batches(4, 0))
     close(engine)
     return found
 
 
-@pytest.mark.parametrize(("stage", "states"), [(2, "float32"), (3, "float32"), (2, "int8"), (3, "int8")])
-def test_universal_checkpoint_resumes_with_other_ranks(stage: int, states: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "states"), [(2, "float32"), (3, "float32"), (2, "int8"), (3, "int8")]
+)
+def test_universal_checkpoint_resumes_with_other_ranks(
+    stage: int, states: str, tmp_path: Path
+) -> None:
     config = zenflow_config(stage, update_interval=1, state_dtype=states)
     run_ranks(2, save_mid_interval, config, str(tmp_path))
     expected = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")
     tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     folders = ["--input_folder", str(tmp_path / "t"), "--output_folder", str(tmp_path / "u")]
-    converted = subprocess.run([*tool, *folders], capture_output=True, text=True, timeout=120, check=False)
+    converted = subprocess.run(
+        [*tool, *folders], capture_output=True, text=True, timeout=120, check=False
+    )
     assert converted.returncode == 0, converted.stdout + converted.stderr
     one = run_ranks(1, load_universal, config, str(tmp_path))[0]
     assert one["updates"] == 7
@@ -225,7 +252,8 @@ def test_an_older_or_newer_section_is_refused(version: int, tmp_path: Path) -> N
 
 
 def save_beside(config: dict, folder: str) -> list[str]:
-    """Save a checkpoint, then the model alone into the same folder, as exports do; returns the model's keys."""
+    """Save a checkpoint, then the model alone into the same folder, as exports do; returns the
+    model's keys."""
     engine = make_engine(config)
     train(engine, batches(3, dist.get_rank()))
     engine.save_checkpoint(folder)
@@ -238,7 +266,8 @@ def save_beside(config: dict, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_model_saved_beside_a_checkpoint_leaves_it_whole(stage: int, tmp_path: Path) -> None:
-    """DeepSpeed saves the model alone through the checkpoint engine, too, under the tag of a checkpoint."""
+    """DeepSpeed saves the model alone through the checkpoint engine, too, under the tag of a
+    checkpoint."""
     config = zenflow_config(stage)
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     (keys, _) = run_ranks(2, save_beside, config, str(tmp_path))
@@ -246,7 +275,8 @@ def test_a_model_saved_beside_a_checkpoint_leaves_it_whole(stage: int, tmp_path:
 
 
 def export(config: dict, folder: str) -> dict[str, dict[str, torch.Tensor]]:
-    """The model's file, saved as it is and inside of `exact_weights`, and the masters in the model's dtype."""
+    """The model's file, saved as it is and inside of `exact_weights`, and the masters in the
+    model's dtype."""
     engine, files = make_engine(config), {}
     train(engine, batches(7, dist.get_rank()))
     for name, context in (("as it is", nullcontext()), ("exact", engine.optimizer.exact_weights())):
@@ -255,7 +285,9 @@ def export(config: dict, folder: str) -> dict[str, dict[str, torch.Tensor]]:
             files[name] = torch.load(Path(folder, f"{name}.bin"), weights_only=True)
             dist.barrier()
     names = [name for name, _ in engine.module.named_parameters()]
-    masters = dict(zip(names, [master.bfloat16() for master in full_masters_of(engine)], strict=True))
+    masters = dict(
+        zip(names, [master.bfloat16() for master in full_masters_of(engine)], strict=True)
+    )
     engine.destroy()
     return {**files, "masters": masters}
 
@@ -267,7 +299,10 @@ def test_an_export_inside_of_exact_weights_holds_the_masters(stage: int, tmp_pat
     (found, _) = run_ranks(2, export, config, str(tmp_path))
     trained = {name: found["exact"][name].cpu() for name in found["masters"]}
     assert_same(trained, found["masters"])
-    assert any(not torch.equal(found["as it is"][name].cpu(), master) for name, master in found["masters"].items())
+    assert any(
+        not torch.equal(found["as it is"][name].cpu(), master)
+        for name, master in found["masters"].items()
+    )
 
 
 def save_where_nothing_can_be(config: dict, folder: str) -> str:

@@ -22,7 +22,8 @@ SHOW = "deepspeed-ext() { printf 'got%s\\n' \"$(printf ' <%s>' \"$@\")\"; }"
 
 
 def typed(shell: str, keys: list[str], folder: Path) -> list[list[str]]:
-    """The words of each command line that is typed, after the line of the page that switches completion on."""
+    """The words of each command line that is typed, after the line of the page that switches
+    completion on."""
     if shutil.which(shell) is None:
         pytest.skip(f"not installed: {shell}")
     program = folder / "deepspeed-ext"
@@ -30,11 +31,22 @@ def typed(shell: str, keys: list[str], folder: Path) -> list[list[str]]:
     program.chmod(0o755)
     (line,) = re.findall(rf"`(source <\(deepspeed-ext completion {shell}\))`", PAGE.read_text())
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    environment |= {"ZDOTDIR": str(folder), "HOME": str(folder), "TERM": "dumb", "PS1": "", "COLUMNS": "1000"}
+    environment |= {
+        "ZDOTDIR": str(folder),
+        "HOME": str(folder),
+        "TERM": "dumb",
+        "PS1": "",
+        "COLUMNS": "1000",
+    }
     keyboard, terminal = pty.openpty()
     try:
         process = subprocess.Popen(
-            START[shell], stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder, env=environment
+            START[shell],
+            stdin=terminal,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=environment,
         )
         os.write(keyboard, "\n".join([line, SHOW, *keys, "exit", ""]).encode())
         output, _ = process.communicate(timeout=120)
@@ -46,7 +58,9 @@ def typed(shell: str, keys: list[str], folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_tab_key_completes_commands_options_values_and_files(shell: str, tmp_path: Path) -> None:
+def test_the_tab_key_completes_commands_options_values_and_files(
+    shell: str, tmp_path: Path
+) -> None:
     (tmp_path / "of_mine.json").touch()
     keys = {
         "deepspeed-ext ver\t --conf\t of_m\t": ["verify", "--config", "of_mine.json"],

@@ -18,7 +18,9 @@ def test_the_list_has_every_config_and_each_is_printed(capsys: pytest.CaptureFix
     assert [name.strip() for name in names] == READY
     for name in READY:
         assert cli.main(["config", name]) == 0
-        assert json.loads(capsys.readouterr().out) == json.loads((ROOT / f"configs/{name}.json").read_text())
+        assert json.loads(capsys.readouterr().out) == json.loads(
+            (ROOT / f"configs/{name}.json").read_text()
+        )
 
 
 def test_another_name_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""The environment report: every line has a verdict, every complaint a remedy, and only problems fail."""
+"""The environment report: every line has a verdict, every complaint a remedy, and only problems
+fail."""
 
 from __future__ import annotations
 
@@ -45,11 +46,21 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> dict[str, doctor.Check]:
 def test_real_report_is_complete_json() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
     command = [sys.executable, "-m", "deepspeed_ext.commands.main", "doctor", "--json"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     report = json.loads(done.stdout)
     names = [check["name"] for check in report["checks"]]
     assert len(names) == len(set(names)) == len(doctor.CHECKS)
-    assert {"accelerator", "backends", "compiler", "locked memory", "cpu quota", "cores", "launcher"} <= set(names)
+    assert {
+        "accelerator",
+        "backends",
+        "compiler",
+        "locked memory",
+        "cpu quota",
+        "cores",
+        "launcher",
+    } <= set(names)
     for check in report["checks"]:
         assert set(check) == {"name", "status", "detail", "remedy"}
         assert check["detail"]
@@ -72,7 +83,9 @@ def test_a_backend_of_another_accelerator_counts_if_it_is_registered(
 
 
 def test_the_kernel_that_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_ext.zenflow.worker.kernel.library_path", lambda: "/x/adam_pass.so")
+    monkeypatch.setattr(
+        "deepspeed_ext.zenflow.worker.kernel.library_path", lambda: "/x/adam_pass.so"
+    )
     check = doctor.check_adam_kernel()
     assert (check.status, "/x/adam_pass.so" in check.detail) == ("ok", True)
     monkeypatch.undo()
@@ -178,7 +191,8 @@ def test_an_old_build_lock_is_named_before_deepspeed_waits_for_it(
 def test_a_lock_file_is_no_lock_where_torch_locks_the_file_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As torch does from 2.14 on: each build leaves the file, and the next one does not wait for it."""
+    """As torch does from 2.14 on: each build leaves the file, and the next one does not wait for
+    it."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.delattr("torch.utils.cpp_extension.FileBaton", raising=False)
@@ -203,7 +217,9 @@ def test_a_compiler_with_arguments_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         assert doctor.check_compiler().status == ("warning" if named == "/bin/ " else "ok"), stated
 
 
-def test_buffers_that_no_process_maps_are_left_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_that_no_process_maps_are_left_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone, held = (tmp_path / f"deepspeed_allreduce_buffer_0___{rank}" for rank in range(2))
     (tmp_path / "something_else").write_bytes(b"x")
     for path in (gone, held):
@@ -240,7 +256,9 @@ def test_a_host_without_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPat
     assert "--shm-size" in check.remedy
 
 
-def test_a_host_that_does_not_describe_its_cpus_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_describe_its_cpus_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail() -> None:
         raise UnsupportedError("check that /sys is mounted")
 
@@ -290,7 +308,9 @@ BY_HAND = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         ({}, "none: a single process"),
     ],
 )
-def test_launchers_are_recognised_as_run_recognises_them(variables: dict[str, str], launcher: str) -> None:
+def test_launchers_are_recognised_as_run_recognises_them(
+    variables: dict[str, str], launcher: str
+) -> None:
     with patch.dict(os.environ, variables, clear=True):
         check = doctor.check_launcher()
     assert check.status == "ok"
@@ -318,7 +338,9 @@ def test_what_run_would_refuse_is_a_warning() -> None:
         ),
     ],
 )
-def test_autoload_is_reported_as_it_will_be(variables: dict[str, str], status: str, says: str) -> None:
+def test_autoload_is_reported_as_it_will_be(
+    variables: dict[str, str], status: str, says: str
+) -> None:
     with patch.dict(os.environ, variables, clear=True):
         check = doctor.check_autoload()
     assert check.status == status
@@ -326,5 +348,8 @@ def test_autoload_is_reported_as_it_will_be(variables: dict[str, str], status: s
 
 
 def test_an_installation_without_the_entry_point_cannot_load_itself() -> None:
-    with patch.dict(os.environ, {"DSEXT_AUTOLOAD": "1"}), patch.object(doctor, "entry_points", lambda **_: ()):
+    with (
+        patch.dict(os.environ, {"DSEXT_AUTOLOAD": "1"}),
+        patch.object(doctor, "entry_points", lambda **_: ()),
+    ):
         assert doctor.check_autoload().status == "problem"

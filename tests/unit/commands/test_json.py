@@ -1,4 +1,5 @@
-"""``--json`` prints JSON and nothing else, also where DeepSpeed logs which accelerator it has found."""
+"""``--json`` prints JSON and nothing else, also where DeepSpeed logs which accelerator it has
+found."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class Late(types.ModuleType):
     def __getattr__(self, name):
         if name != "run_from_cli":
             raise AttributeError(name)
-        import deepspeed_ext.adapter.upstream  # this is where DeepSpeed's logger takes the stdout that it finds
+        # this is where DeepSpeed's logger takes the stdout that it finds
+        import deepspeed_ext.adapter.upstream
         return lambda arguments: {answer}
 
 sys.modules["{module}"] = Late("{module}")
@@ -38,7 +40,12 @@ def test_json_is_all_that_is_printed(name: str) -> None:
     code = CODE.format(module=f"deepspeed_ext.{name}", arguments=arguments, answer=answer)
     environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "{}\n"), done.stderr
     assert "accelerator" in done.stderr

@@ -26,7 +26,9 @@ def test_a_reader_that_has_read_enough_is_no_error(words: tuple[str, ...]) -> No
     os.close(reading)
     try:
         command = [sys.executable, "-m", "deepspeed_ext.commands.main", *words]
-        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+        done = subprocess.run(
+            command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=120
+        )
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (command_line.EXIT_UNREAD, "")
@@ -40,7 +42,9 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(
 
     monkeypatch.setattr(command_line, "_config", fail)
     assert command_line.main(["config", "trainer_zenflow"]) == command_line.EXIT_PROBLEM
-    assert capfd.readouterr().err == "deepspeed-ext config: error: a process that measures has ended\n"
+    assert (
+        capfd.readouterr().err == "deepspeed-ext config: error: a process that measures has ended\n"
+    )
 
 
 def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

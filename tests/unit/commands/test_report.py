@@ -18,7 +18,8 @@ STEP = {"device_ms": 80.0, "step_ms": 20.0, "wait_ms": 0.0, "worker_ms": 60.0, "
 def of_trainer(folder: Path, *changes: dict[str, float]) -> Path:
     """A checkpoint of the Trainer whose log has a step for each of `changes` of `STEP`."""
     rows = [
-        {"loss": 1.0, "step": number} | {f"dsext/zenflow_{name}": value for name, value in {**STEP, **each}.items()}
+        {"loss": 1.0, "step": number}
+        | {f"dsext/zenflow_{name}": value for name, value in {**STEP, **each}.items()}
         for number, each in enumerate(changes)
     ]
     checkpoint = folder / "checkpoint-20"
@@ -40,7 +41,9 @@ def lanes(folder: Path, *changes: dict[str, float]) -> report.Lanes:
         ({"wait_ms": 30.0, "link_ms": 130.0}, "The link to the host limits this run: 30%"),
     ],
 )
-def test_the_verdict_names_what_a_step_waits_for(change: dict[str, float], says: str, tmp_path: Path) -> None:
+def test_the_verdict_names_what_a_step_waits_for(
+    change: dict[str, float], says: str, tmp_path: Path
+) -> None:
     found = lanes(tmp_path, change, change, {})
     assert found.verdict.startswith(says)
     assert found.steps == 3
@@ -73,7 +76,9 @@ def test_the_newest_checkpoint_is_read(tmp_path: Path) -> None:
     assert report.lanes_of(report.read_records(tmp_path)).worker == 1.0
 
 
-def test_the_command_reads_the_example_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reads_the_example_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = {"step": 1, "seconds": 0.1, "wait_ms": 50.0, "worker_ms": 120.0, "overlap": 0.5}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     drawing = tmp_path / "run.svg"
@@ -93,7 +98,9 @@ def test_the_command_reads_the_example_and_draws(tmp_path: Path, capsys: pytest.
         ("other.txt", "", "got neither"),
     ],
 )
-def test_a_file_that_tells_nothing_is_one_error_with_a_remedy(name: str, text: str, says: str, tmp_path: Path) -> None:
+def test_a_file_that_tells_nothing_is_one_error_with_a_remedy(
+    name: str, text: str, says: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=says):
         report.lanes_of(report.read_records(tmp_path))

@@ -19,7 +19,8 @@ import sys
 from deepspeed_ext.cores import initial_mask as snapshot
 import neighbour
 import deepspeed
-print(__name__, sys.argv[1:], neighbour.VALUE, deepspeed.DeepSpeedEngine.__module__, snapshot.initial() is not None)
+engine = deepspeed.DeepSpeedEngine.__module__
+print(__name__, sys.argv[1:], neighbour.VALUE, engine, snapshot.initial() is not None)
 sys.exit(3)
 """
 
@@ -27,7 +28,9 @@ sys.exit(3)
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "deepspeed_ext.commands.main", "run", *arguments]
     variables = {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_script_runs_as_main_with_its_arguments_and_the_extension(tmp_path: Path) -> None:
@@ -64,7 +67,9 @@ def test_with_safe_paths_the_first_of_the_users_paths_stays(tmp_path: Path) -> N
     assert done.stdout.splitlines()[-1:] == [str(tmp_path / "first")], done.stderr
 
 
-@pytest.mark.parametrize("name", ["none.py", "n" * 300, "x" * 5000, "fifo", ".", "loop", "null\0byte"])
+@pytest.mark.parametrize(
+    "name", ["none.py", "n" * 300, "x" * 5000, "fifo", ".", "loop", "null\0byte"]
+)
 def test_what_is_no_script_is_bad_input(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,29 +101,45 @@ def test_a_process_without_a_launcher_is_rank_0_of_1(autoload: bool, tmp_path: P
     script = tmp_path / "train.py"
     script.write_text(LONE)
     plain = [sys.executable, str(script)]
-    started = plain if autoload else [sys.executable, "-m", "deepspeed_ext.commands.main", "run", str(script)]
+    started = (
+        plain
+        if autoload
+        else [sys.executable, "-m", "deepspeed_ext.commands.main", "run", str(script)]
+    )
     variables = without_ranks() | ({"DSEXT_AUTOLOAD": "1"} if autoload else {})
-    done = subprocess.run(started, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        started, cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+    )
     assert done.stdout.splitlines()[-1:] == ["0 1 0 1 127.0.0.1 1"], done.stderr[-2000:]
     assert "so it is rank 0 of 1" in done.stderr
 
 
 def test_ranks_are_not_in_the_environment_before_communication_begins(tmp_path: Path) -> None:
-    """A launcher inside of the script, such as Lightning's, would take them for those of its processes."""
+    """A launcher inside of the script, such as Lightning's, would take them for those of its
+    processes."""
     script = tmp_path / "train.py"
-    script.write_text("import os, deepspeed\nprint(os.environ.get('LOCAL_RANK'), os.environ.get('WORLD_SIZE'))\n")
+    script.write_text(
+        "import os, deepspeed\nprint(os.environ.get('LOCAL_RANK'), os.environ.get('WORLD_SIZE'))\n"
+    )
     command = [sys.executable, "-m", "deepspeed_ext.commands.main", "run", str(script)]
-    done = subprocess.run(command, cwd=ROOT, env=without_ranks(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=without_ranks(), capture_output=True, text=True, check=False
+    )
     assert done.stdout.splitlines()[-1:] == ["None None"], done.stderr[-2000:]
 
 
 def test_a_task_of_srun_gets_the_variables_of_deepspeed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import os\nprint(*map(os.environ.get, ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR']))\n")
+    script.write_text(
+        "import os\nprint(*map(os.environ.get, ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', "
+        "'MASTER_ADDR']))\n"
+    )
     task = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7"}
     step = {"NUM_TASKS": "2", "TASKS_PER_NODE": "1(x2)", "NODELIST": "node[1-2]"}
     slurm = {**task, **{f"SLURM_STEP_{name}": value for name, value in step.items()}}
     assert run(str(script), **slurm).stdout.splitlines()[-1:] == ["1 2 0 node1"]
     refused = run(str(script), **slurm, WORLD_SIZE="3")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("deepspeed-ext run: error: WORLD_SIZE=3 is set, but srun says 2")
+    assert refused.stderr.startswith(
+        "deepspeed-ext run: error: WORLD_SIZE=3 is set, but srun says 2"
+    )

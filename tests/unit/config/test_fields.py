@@ -1,6 +1,8 @@
-"""The config that users write: what is accepted, what each mistake is called, and what is meant by leaving fields out.
+"""The config that users write: what is accepted, what each mistake is called, and what is meant by
+leaving fields out.
 
-Reading a config needs no ranks and no engine; that an engine refuses one on all ranks is in test_entry.py.
+Reading a config needs no ranks and no engine; that an engine refuses one on all ranks is in
+test_entry.py.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from pydantic.fields import FieldInfo
 
 import deepspeed_ext
 from deepspeed_ext.adapter.zero_config import Config, ZeroConfig
-from deepspeed_ext.config import OF_ONE_RULE, CoreBindingConfig, ZenFlowConfig, ZeroFields, given_of_the_other_rule
+from deepspeed_ext.config import (
+    OF_ONE_RULE,
+    CoreBindingConfig,
+    ZenFlowConfig,
+    ZeroFields,
+    given_of_the_other_rule,
+)
 from deepspeed_ext.config.file import read_json
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.step.supported import require_section
@@ -48,11 +56,23 @@ def message_of(**zero: Any) -> str:
 @pytest.mark.parametrize(
     ("zero", "says"),
     [
-        ({"flaten_tier": "host"}, ["zero_optimization.flaten_tier", "'host'", "mean 'flatten_tier'"]),
-        ({"flatten_tier": "gpu"}, ["zero_optimization.flatten_tier", "'gpu'", "'accelerator', 'distributed'"]),
-        ({"flatten_reserve_fraction": 1.5}, ["zero_optimization.flatten_reserve_fraction", "1.5", "less than 1"]),
+        (
+            {"flaten_tier": "host"},
+            ["zero_optimization.flaten_tier", "'host'", "mean 'flatten_tier'"],
+        ),
+        (
+            {"flatten_tier": "gpu"},
+            ["zero_optimization.flatten_tier", "'gpu'", "'accelerator', 'distributed'"],
+        ),
+        (
+            {"flatten_reserve_fraction": 1.5},
+            ["zero_optimization.flatten_reserve_fraction", "1.5", "less than 1"],
+        ),
         ({"flatten_reserve_fraction": "some"}, ["flatten_reserve_fraction", "'some'", "number"]),
-        ({"core_binding": {"enable": True}}, ["zero_optimization.core_binding.enable", "mean 'enabled'"]),
+        (
+            {"core_binding": {"enable": True}},
+            ["zero_optimization.core_binding.enable", "mean 'enabled'"],
+        ),
         ({"core_binding": 3}, ["zero_optimization.core_binding", "3"]),
         (
             {"zenflow": {"update_intervall": 2}},
@@ -62,28 +82,51 @@ def message_of(**zero: Any) -> str:
             {"zenflow": {"prediction_error_factor": 0.5}},
             ["zero_optimization.zenflow.prediction_error_factor", "0.5", "at least 1"],
         ),
-        ({"zenflow": {"top_ratio": 0.1}}, ["zero_optimization.zenflow.top_ratio", "mean 'topk_ratio'"]),
-        ({"update_interval": 2}, ["zero_optimization.update_interval", "mean 'zero_optimization.zenflow.update_inter"]),
-        ({"offload_optimizer": {"devise": "cpu"}}, ["zero_optimization.offload_optimizer.devise", "mean 'device'"]),
-        ({"stage3_prefetch_buket_size": 1}, ["stage3_prefetch_buket_size", "mean 'stage3_prefetch_bucket_size'"]),
-        ({"zenflow": {"quite_another": 1}}, ["zero_optimization.zenflow.quite_another", "docs/config_reference.md"]),
+        (
+            {"zenflow": {"top_ratio": 0.1}},
+            ["zero_optimization.zenflow.top_ratio", "mean 'topk_ratio'"],
+        ),
+        (
+            {"update_interval": 2},
+            ["zero_optimization.update_interval", "mean 'zero_optimization.zenflow.update_inter"],
+        ),
+        (
+            {"offload_optimizer": {"devise": "cpu"}},
+            ["zero_optimization.offload_optimizer.devise", "mean 'device'"],
+        ),
+        (
+            {"stage3_prefetch_buket_size": 1},
+            ["stage3_prefetch_buket_size", "mean 'stage3_prefetch_bucket_size'"],
+        ),
+        (
+            {"zenflow": {"quite_another": 1}},
+            ["zero_optimization.zenflow.quite_another", "docs/config_reference.md"],
+        ),
         ({"unknown": "x" * 10_000}, ["zero_optimization.unknown", "xxx...xxx"]),
     ],
 )
-def test_a_mistake_names_field_value_and_what_was_meant(zero: dict[str, Any], says: list[str]) -> None:
+def test_a_mistake_names_field_value_and_what_was_meant(
+    zero: dict[str, Any], says: list[str]
+) -> None:
     message = message_of(**zero)
     assert len(message) < 300
     for part in says:
         assert part in message
 
 
-@pytest.mark.parametrize("section", ["zenflow", "core_binding", "flatten_tier", "offload_optimizer", "unknown"])
-@pytest.mark.parametrize("container", [lambda inner: {"a": inner}, lambda inner: [inner]], ids=["dicts", "lists"])
+@pytest.mark.parametrize(
+    "section", ["zenflow", "core_binding", "flatten_tier", "offload_optimizer", "unknown"]
+)
+@pytest.mark.parametrize(
+    "container", [lambda inner: {"a": inner}, lambda inner: [inner]], ids=["dicts", "lists"]
+)
 def test_deep_nesting_is_one_clear_error(section: str, container: Any) -> None:
     value: Any = 1
     for _ in range(2000):
         value = container(value)
-    assert re.fullmatch(r"zero_optimization is nested more than \d+ levels deep.*", message_of(**{section: value}))
+    assert re.fullmatch(
+        r"zero_optimization is nested more than \d+ levels deep.*", message_of(**{section: value})
+    )
 
 
 def numbers_of(model: Any, name: str) -> list[Any]:
@@ -101,7 +144,9 @@ def numbers_of(model: Any, name: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("model", "name", "value"),
     [
-        pytest.param(model, name, value, id=f"{name}-{str(value)[:6] if abs(value) < 1e300 else 'huge'}")
+        pytest.param(
+            model, name, value, id=f"{name}-{str(value)[:6] if abs(value) < 1e300 else 'huge'}"
+        )
         for model, name in OF_THE_SECTION
         for value in numbers_of(model, name)
     ],
@@ -114,7 +159,8 @@ def test_no_number_is_unbounded(model: Any, name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("model", models(ZeroFields), ids=lambda model: model.__name__)
 def test_a_default_may_also_be_written(model: Any) -> None:
-    """Who writes down what they get without a field, for example from a log, must not be refused."""
+    """Who writes down what they get without a field, for example from a log, must not be
+    refused."""
     assert model(**model().model_dump(exclude_none=True)) == model()
 
 
@@ -158,12 +204,14 @@ def test_deepspeeds_own_checks_keep_their_error() -> None:
     assert not isinstance(error.value, ConfigError)
 
 
-# -- what is not given ----------------------------------------------------------------------------------------------
+# -- what is not given -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ratio", ["auto", "fit"])
 def test_a_ratio_that_is_chosen_leaves_the_other_fields_as_they_are(ratio: str) -> None:
-    zero = ZeroConfig(stage=2, zenflow={}, offload_optimizer={"device": "cpu", "pin_memory": True, "ratio": ratio})
+    zero = ZeroConfig(
+        stage=2, zenflow={}, offload_optimizer={"device": "cpu", "pin_memory": True, "ratio": ratio}
+    )
     assert zero.offload_optimizer is not None
     assert (zero.offload_optimizer.device, zero.offload_optimizer.pin_memory) == ("cpu", True)
     assert zero.host_share is None
@@ -219,11 +267,13 @@ SECTIONS = ("zenflow", "core_binding", "offload_optimizer", "offload_param")
 @pytest.mark.parametrize("value", [*WRONG_FORMS, {1: 2}, {None: 1}, {("a", 1): 1}])
 def test_a_section_of_a_wrong_form_is_one_clear_error(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^zero_optimization\.{name} ") as caught:
-        deepspeed.DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": {"stage": 2, name: value}})
+        deepspeed.DeepSpeedConfig(
+            {"train_batch_size": 1, "zero_optimization": {"stage": 2, name: value}}
+        )
     assert "\n" not in str(caught.value)
-    assert ("keys are names of fields" if isinstance(value, dict) else "expected an object, such as") in str(
-        caught.value
-    )
+    assert (
+        "keys are names of fields" if isinstance(value, dict) else "expected an object, such as"
+    ) in str(caught.value)
 
 
 @pytest.mark.usefixtures("_enabled")
@@ -247,7 +297,9 @@ def test_a_zero_optimization_of_a_wrong_form_is_one_clear_error(zero: Any) -> No
         ('{"zero_optimization": {', "is not a readable JSON file"),
     ],
 )
-def test_a_file_that_is_no_config_is_one_clear_error(text: str | None, says: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_config_is_one_clear_error(
+    text: str | None, says: str, tmp_path: Path
+) -> None:
     path = tmp_path / "ds.yaml"
     if text is None:
         path.mkdir()
@@ -262,9 +314,17 @@ def test_a_file_that_is_no_config_is_one_clear_error(text: str | None, says: str
 def test_right_files_and_forms_are_read_as_before(tmp_path: Path) -> None:
     """JSON is YAML, comments are allowed, DeepSpeed's sections may be left to a trainer."""
     path = tmp_path / "ds.yaml"
-    path.write_text('{"train_batch_size": 1, /* a comment */ "zero_optimization": {"stage": 2, "zenflow": "auto"}}')
+    path.write_text(
+        '{"train_batch_size": 1, /* a comment */ "zero_optimization": {"stage": 2, "zenflow": '
+        '"auto"}}'
+    )
     assert int(deepspeed.DeepSpeedConfig(str(path)).zero_config.stage) == 2
-    for zero in (True, {}, {"zenflow": None}, {"stage": 1, "offload_optimizer": None, "core_binding": "auto"}):
+    for zero in (
+        True,
+        {},
+        {"zenflow": None},
+        {"stage": 1, "offload_optimizer": None, "core_binding": "auto"},
+    ):
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
 
 
@@ -277,15 +337,21 @@ SELECTING: dict[str, Any] = {
 
 
 def test_every_select_field_and_nothing_else_chooses_the_selective_rule() -> None:
-    assert set(SELECTING) == {n for n in ZenFlowConfig.model_fields if n.startswith("select_")} | {"topk_ratio"}
+    assert set(SELECTING) == {n for n in ZenFlowConfig.model_fields if n.startswith("select_")} | {
+        "topk_ratio"
+    }
     for name, value in SELECTING.items():
         assert ZenFlowConfig(**{name: value}).rule == "selective", name
         assert ZenFlowConfig(**{name: value}, update_rule="predictive").rule == "predictive", name
-    assert ZenFlowConfig(update_interval=4, overlap_step=True, block_size=64, offload=True).rule == "predictive"
+    assert (
+        ZenFlowConfig(update_interval=4, overlap_step=True, block_size=64, offload=True).rule
+        == "predictive"
+    )
 
 
 def test_fields_of_one_rule_say_so_and_are_noticed_under_the_other() -> None:
-    """A field belongs to one rule exactly if its text begins with that rule's name and does not mention the other."""
+    """A field belongs to one rule exactly if its text begins with that rule's name and does not
+    mention the other."""
     for name, field in ZenFlowConfig.model_fields.items():
         text = field.description or ""
         for rule, other in (("predictive", "selective"), ("selective", "predictive")):
@@ -293,11 +359,14 @@ def test_fields_of_one_rule_say_so_and_are_noticed_under_the_other() -> None:
             assert (name in OF_ONE_RULE[rule]) == alone, name  # type: ignore[index]
     given = {**SELECTING, "offload": True, "update_interval": 2}
     assert given_of_the_other_rule(ZenFlowConfig(**given)) == []
-    assert given_of_the_other_rule(ZenFlowConfig(**given, update_rule="predictive")) == [*SELECTING, "offload"]
+    assert given_of_the_other_rule(ZenFlowConfig(**given, update_rule="predictive")) == [
+        *SELECTING,
+        "offload",
+    ]
     assert given_of_the_other_rule(ZenFlowConfig(topk_ratio=0.1, block_size=64)) == ["block_size"]
 
 
-# -- tools that only read configs -----------------------------------------------------------------------------------
+# -- tools that only read configs ------------------------------------------------------------------
 
 
 UPSTREAM_SECTION = {
@@ -326,7 +395,9 @@ def test_what_reads_deepspeeds_config_reads_ours() -> None:
 @pytest.mark.usefixtures("_enabled")
 def test_what_only_deepspeeds_own_zenflow_refuses_is_accepted() -> None:
     zero = {"stage": 2, "zenflow": {}, "offload_optimizer": {"device": "cpu"}}
-    config = Config({"train_batch_size": 1, "gradient_allreduce_op": "sum", "zero_optimization": zero})
+    config = Config(
+        {"train_batch_size": 1, "gradient_allreduce_op": "sum", "zero_optimization": zero}
+    )
     assert config.zero_config.zenflow is not None
 
 

@@ -78,7 +78,11 @@ def test_bindings_of_one_process_start_from_what_it_was_and_go_back_to_it() -> N
 @several_cpus
 def test_the_latest_of_different_bindings_counts_and_then_the_one_before() -> None:
     answer = run_scenario("different_bindings")
-    assert distinct(answer["first"]["masks"]) == distinct(answer["again"]["masks"]) == {tuple(answer["plan"])}
+    assert (
+        distinct(answer["first"]["masks"])
+        == distinct(answer["again"]["masks"])
+        == {tuple(answer["plan"])}
+    )
     assert set(answer["plan"]) < set(CPUS)
     assert distinct(answer["second"]["masks"]) == {tuple(CPUS)}
     assert answer["threads"] == [len(answer["plan"]), len(CPUS), len(answer["plan"]), 2]
@@ -155,7 +159,9 @@ def test_a_thread_that_leaves_its_set_is_seen_and_brought_back() -> None:
 def test_a_worker_takes_its_place_before_torch(place: str) -> None:
     cpus = CPUS[-1:] if place == "one" else CPUS
     text = str(WorkerPlacement(frozenset(cpus), 0, place == "one each"))
-    answer: dict[str, Any] = run_scenario("worker_process", text, OMP_NUM_THREADS="7", OMP_PROC_BIND="close")
+    answer: dict[str, Any] = run_scenario(
+        "worker_process", text, OMP_NUM_THREADS="7", OMP_PROC_BIND="close"
+    )
     assert answer["complaint"] is None
     assert all_within(answer["masks"], cpus)
     assert answer["threads"] == len(cpus)
@@ -172,7 +178,9 @@ def test_a_worker_whose_cpus_are_gone_says_so_and_runs() -> None:
     assert answer["threads"] == 1
 
 
-@pytest.mark.parametrize("place", [WorkerPlacement(frozenset({3, 8, 9}), 2), WorkerPlacement(frozenset({1}), -1, True)])
+@pytest.mark.parametrize(
+    "place", [WorkerPlacement(frozenset({3, 8, 9}), 2), WorkerPlacement(frozenset({1}), -1, True)]
+)
 def test_a_place_travels_as_one_word(place: WorkerPlacement) -> None:
     assert WorkerPlacement.parse(str(place)) == place
     assert " " not in str(place)
@@ -188,7 +196,8 @@ def test_trainer_and_worker_are_both_verified() -> None:
 
 
 def test_what_is_out_of_place_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU of the plan goes offline and a thread of the worker roams; this process stays where it is."""
+    """A CPU of the plan goes offline and a thread of the worker roams; this process stays where it
+    is."""
     heard: list[str] = []
     monkeypatch.setattr(binding, "warn_once", heard.append)
     topology = flat_topology(frozenset(CPUS))
@@ -258,7 +267,9 @@ def test_an_error_while_binding_leaves_the_run_unbound(monkeypatch: pytest.Monke
     assert "no such symbol" in heard[-1]
 
 
-def test_a_kernel_that_does_not_tell_masks_leaves_the_run_unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_tell_masks_leaves_the_run_unbound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     heard: list[str] = []
     monkeypatch.setattr(binding, "warn_once", heard.append)
     monkeypatch.setattr(thread_masks, "status_mask", lambda path: None)
@@ -277,7 +288,8 @@ threading.Thread(target=stop.wait).start()
 sys.modules["torch"] = sys  # as where a start-up hook of this Python imports it
 from deepspeed_ext.cores.thread_masks import thread_masks
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
-print(WorkerPlacement(frozenset({int(sys.argv[1])})).bind_process(), sorted(set(map(tuple, thread_masks().values()))))
+is_bound = WorkerPlacement(frozenset({int(sys.argv[1])})).bind_process()
+print(is_bound, sorted(set(map(tuple, thread_masks().values()))))
 stop.set()
 """
     command = [sys.executable, "-c", code, str(CPUS[-1])]

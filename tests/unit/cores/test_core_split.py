@@ -1,4 +1,5 @@
-"""How a rank's cores are split: the same for a worker that is bound by a plan and for one that is not."""
+"""How a rank's cores are split: the same for a worker that is bound by a plan and for one that is
+not."""
 
 from __future__ import annotations
 
@@ -85,7 +86,9 @@ def test_beside_an_accelerator_pytorch_keeps_an_eighth(number: int, pytorch: int
 def test_what_is_given_does_not_depend_on_the_accelerator(
     number: int, reserved: int | float | None, optimizer: int | None
 ) -> None:
-    beside, on_cpu = (split_cores(number, reserved, optimizer, on_cpu=each) for each in (False, True))
+    beside, on_cpu = (
+        split_cores(number, reserved, optimizer, on_cpu=each) for each in (False, True)
+    )
     if reserved is not None or optimizer is not None:
         assert beside == on_cpu
     else:
@@ -94,7 +97,9 @@ def test_what_is_given_does_not_depend_on_the_accelerator(
 
 @many
 @given(st.integers(1, 256), reserved_cores, st.none() | st.integers(1, 300))
-def test_a_split_uses_no_more_than_there_is(number: int, reserved: int | float | None, optimizer: int | None) -> None:
+def test_a_split_uses_no_more_than_there_is(
+    number: int, reserved: int | float | None, optimizer: int | None
+) -> None:
     pytorch, worker = split_cores(number, reserved, optimizer)
     assert pytorch >= 1
     assert worker >= 1
@@ -108,7 +113,9 @@ def test_the_default_is_one() -> None:
     assert ZenFlowConfig().pt_reserved_cores_perc == DEFAULT_RESERVED_FRACTION
 
 
-def test_a_worker_without_a_plan_counts_cores_and_not_their_hardware_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_without_a_plan_counts_cores_and_not_their_hardware_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     topology = Topology(tuple(adjacent(8, 2)))
     monkeypatch.setattr(worker_placement, "read_topology", lambda: topology)
     monkeypatch.setattr(worker_placement, "read_cpu_quota_cores", lambda: None)

@@ -23,7 +23,12 @@ from deepspeed_ext.cores.topology import (
     read_topology,
 )
 from deepspeed_ext.errors import ConfigError, UnsupportedError
-from deepspeed_ext.runtime.cgroup import read_cpu_quota_cores, read_cpu_quotas, read_cpuset, read_throttled_count
+from deepspeed_ext.runtime.cgroup import (
+    read_cpu_quota_cores,
+    read_cpu_quotas,
+    read_cpuset,
+    read_throttled_count,
+)
 from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist, parse_cpumask
 from tests.support.sysfs import cpumask, write, write_host
 from tests.support.topologies import adjacent, cores
@@ -45,13 +50,16 @@ CPU = "sys/devices/system/cpu"
         ("5-6,5", [5, 6]),
     ],
 )
-def test_cpu_lists_are_read_as_the_kernel_and_taskset_write_them(text: str, cpus: list[int]) -> None:
+def test_cpu_lists_are_read_as_the_kernel_and_taskset_write_them(
+    text: str, cpus: list[int]
+) -> None:
     assert parse_cpulist(text) == frozenset(cpus)
     assert parse_cpulist(format_cpulist(cpus)) == frozenset(cpus)
 
 
 @pytest.mark.parametrize(
-    "text", ["a", "1,,2", "3-1", "-1", "1-", "0-4294967295", "1:2", "0-7:0/4", "0-7:5/4", "0x3", "1 2"]
+    "text",
+    ["a", "1,,2", "3-1", "-1", "1-", "0-4294967295", "1:2", "0-7:0/4", "0-7:5/4", "0x3", "1 2"],
 )
 def test_malformed_cpu_lists_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"CPU|range|group"):
@@ -68,7 +76,14 @@ def test_a_cpu_whose_siblings_disagree_is_its_own_core(tmp_path: Path) -> None:
     for name in ("core_cpus_list", "thread_siblings_list"):
         write(tmp_path / CPU / "cpu1/topology" / name, "1-2")
         write(tmp_path / CPU / "cpu4/topology" / name, "6-7")
-    assert [core.pus for core in read_topology(tmp_path).cores] == [(0,), (1,), (2, 3), (4,), (5,), (6, 7)]
+    assert [core.pus for core in read_topology(tmp_path).cores] == [
+        (0,),
+        (1,),
+        (2, 3),
+        (4,),
+        (5,),
+        (6, 7),
+    ]
 
 
 def test_without_topology_every_online_cpu_is_a_core(tmp_path: Path) -> None:
@@ -79,7 +94,9 @@ def test_without_topology_every_online_cpu_is_a_core(tmp_path: Path) -> None:
     assert [core.pus for core in read_topology(tmp_path).cores] == [(cpu,) for cpu in range(6)]
 
 
-def test_cores_without_a_directory_are_of_the_first_socket_so_that_training_may_use_them(tmp_path: Path) -> None:
+def test_cores_without_a_directory_are_of_the_first_socket_so_that_training_may_use_them(
+    tmp_path: Path,
+) -> None:
     """Four described cores on node 0, and four on node 1 of which only their numbers are known."""
     write_host(tmp_path, [Core(cpu, (cpu,), cpu // 4, 0, -1, 0) for cpu in range(8)])
     for cpu in range(4, 8):
@@ -138,7 +155,9 @@ def test_no_sysfs_is_unsupported(tmp_path: Path) -> None:
         ([1000, 3000, 2000, 900], [2, 0, 1, 2]),
     ],
 )
-def test_clocks_within_ten_percent_are_one_kind(speeds: list[int], kinds: list[int], tmp_path: Path) -> None:
+def test_clocks_within_ten_percent_are_one_kind(
+    speeds: list[int], kinds: list[int], tmp_path: Path
+) -> None:
     write_host(tmp_path, cores(4))
     for cpu, speed in enumerate(speeds):
         write(tmp_path / CPU / f"cpu{cpu}/cpufreq/base_frequency", str(speed))
@@ -180,7 +199,10 @@ def test_a_container_that_cannot_see_its_own_path_reads_its_mount(tmp_path: Path
     write(tmp_path / "proc/self/cgroup", "4:cpu,cpuacct:/docker/0123")
     write(tmp_path / "sys/fs/cgroup/cpuacct,cpu/cpu.cfs_quota_us", "200000")
     write(tmp_path / "sys/fs/cgroup/cpuacct,cpu/cpu.cfs_period_us", "100000")
-    write(tmp_path / "sys/fs/cgroup/cpuacct,cpu/cpu.stat", "nr_periods 9\nnr_throttled 4\nthrottled_time 1")
+    write(
+        tmp_path / "sys/fs/cgroup/cpuacct,cpu/cpu.stat",
+        "nr_periods 9\nnr_throttled 4\nthrottled_time 1",
+    )
     assert read_cpu_quota_cores(tmp_path) == 2.0
     assert read_throttled_count(tmp_path) == 4
 
@@ -211,7 +233,9 @@ def test_openmp_binding_is_seen_through_where_a_cpuset_tells_the_truth(tmp_path:
 
 
 @pytest.mark.parametrize("cpuset", [None, "0-15"])
-def test_openmp_binding_without_a_cpuset_is_kept_and_warned_about(cpuset: str | None, tmp_path: Path) -> None:
+def test_openmp_binding_without_a_cpuset_is_kept_and_warned_about(
+    cpuset: str | None, tmp_path: Path
+) -> None:
     write_host(tmp_path, cores(16), mask="0", cpuset=cpuset)
     found = find_allowed(read_topology(tmp_path), tmp_path, {"OMP_PROC_BIND": "true"})
     assert found.cpus == {0}
@@ -219,7 +243,9 @@ def test_openmp_binding_without_a_cpuset_is_kept_and_warned_about(cpuset: str | 
 
 
 @pytest.mark.parametrize("environ", [{}, {"OMP_PROC_BIND": "false"}, {"KMP_AFFINITY": "none"}])
-def test_a_narrow_mask_without_openmp_binding_is_the_users_own(environ: dict[str, str], tmp_path: Path) -> None:
+def test_a_narrow_mask_without_openmp_binding_is_the_users_own(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
     write_host(tmp_path, cores(16), mask="0", cpuset="0-7")
     found = find_allowed(read_topology(tmp_path), tmp_path, environ)
     assert found.cpus == {0}
@@ -253,7 +279,9 @@ def test_cpus_that_are_not_online_are_no_mistake_of_the_user(tmp_path: Path) -> 
         find_allowed(read_topology(tmp_path), tmp_path, {ALLOWED_VARIABLE: "8-11"})
 
 
-def test_a_list_of_online_cpus_without_those_of_this_process_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_online_cpus_without_those_of_this_process_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """lxcfs numbers a container's CPUs from 0 in the list, and the kernel knows nothing of it."""
     assert read_online() >= initial_mask.present()
     for own in ({8000, 8001}, {min(read_online()), 8000}):
@@ -266,7 +294,9 @@ def test_a_list_of_online_cpus_without_those_of_this_process_is_not_believed(mon
 def test_snapshot_is_taken_at_import_and_only_before_torch() -> None:
     code = "import {}; from deepspeed_ext.cores import initial_mask; print(initial_mask.initial())"
     answers = [
-        subprocess.run([sys.executable, "-c", code.format(first)], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", code.format(first)], capture_output=True, text=True, check=True
+        ).stdout
         for first in ("deepspeed_ext", "torch")
     ]
     assert answers[0].startswith("frozenset")
@@ -301,7 +331,12 @@ def test_accelerator_node_from_its_pci_address(
 
 
 def write_cache(cpu: Path, index: int, level: int, kind: str, size: str, cpus: str) -> None:
-    for name, text in {"level": str(level), "type": kind, "size": size, "shared_cpu_list": cpus}.items():
+    for name, text in {
+        "level": str(level),
+        "type": kind,
+        "size": size,
+        "shared_cpu_list": cpus,
+    }.items():
         write(cpu / f"cache/index{index}" / name, text)
 
 
@@ -311,7 +346,8 @@ def test_cores_whose_caches_are_unknown_say_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "offline"), [("0-3", []), ("2-5", ["local rank 0: CPUs 4-5 are offline and not used"])]
+    ("allowed", "offline"),
+    [("0-3", []), ("2-5", ["local rank 0: CPUs 4-5 are offline and not used"])],
 )
 def test_a_list_of_cpus_some_of_which_are_offline_is_used_with_a_warning(
     allowed: str, offline: list[str], tmp_path: Path
@@ -335,9 +371,12 @@ def test_the_last_level_counts_however_the_caches_are_numbered(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("size", "nbytes"), [("32768K", 32 << 20), ("48M", 48 << 20), ("1G", 1 << 30), ("4096", 4096), ("", 0), ("k", 0)]
+    ("size", "nbytes"),
+    [("32768K", 32 << 20), ("48M", 48 << 20), ("1G", 1 << 30), ("4096", 4096), ("", 0), ("k", 0)],
 )
-def test_the_bytes_of_last_level_caches_are_added_once_each(size: str, nbytes: int, tmp_path: Path) -> None:
+def test_the_bytes_of_last_level_caches_are_added_once_each(
+    size: str, nbytes: int, tmp_path: Path
+) -> None:
     for number in range(4):
         cpu = tmp_path / f"sys/devices/system/cpu/cpu{number}"
         write_cache(cpu, 0, 2, "Unified", "1024K", str(number))
@@ -360,7 +399,11 @@ def test_without_caches_there_are_no_bytes_of_them(tmp_path: Path) -> None:
 
 def test_a_distance_that_the_firmware_does_not_give_is_that_of_a_remote_node() -> None:
     topology = Topology(tuple(cores(4)), (0, 8), ((10, 32), (32, 10)))
-    assert [topology.distance(0, 0), topology.distance(0, 8), topology.distance(8, 0)] == [10, 32, 32]
+    assert [topology.distance(0, 0), topology.distance(0, 8), topology.distance(8, 0)] == [
+        10,
+        32,
+        32,
+    ]
     assert topology.distance(3, 3) == 10
     assert topology.distance(0, 3) == 20
     assert Topology(tuple(cores(4)), (0, 8)).distance(0, 8) == 20
@@ -377,7 +420,8 @@ def test_a_cpu_without_a_known_speed_leaves_all_cpus_of_one_kind(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("slow", "low_power", "kinds"), [("2-3", "", [0, 0, 1, 1]), ("", "2-3", [0, 0, 2, 2]), ("2", "3", [0, 0, 1, 2])]
+    ("slow", "low_power", "kinds"),
+    [("2-3", "", [0, 0, 1, 1]), ("", "2-3", [0, 0, 2, 2]), ("2", "3", [0, 0, 1, 2])],
 )
 def test_kinds_of_cores_are_read_from_their_counters(
     slow: str, low_power: str, kinds: list[int], tmp_path: Path

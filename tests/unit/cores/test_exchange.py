@@ -1,4 +1,5 @@
-"""How ranks agree on a plan: two hosts, unequal masks, ranks that cannot read their host, ranks that disagree."""
+"""How ranks agree on a plan: two hosts, unequal masks, ranks that cannot read their host, ranks
+that disagree."""
 
 from __future__ import annotations
 
@@ -35,11 +36,19 @@ def flat(number: int) -> Topology:
 
 
 def member(
-    rank: int, mask: str, *, host: str = "a", local_rank: int | None = None, topology: Topology | None, **fields: Any
+    rank: int,
+    mask: str,
+    *,
+    host: str = "a",
+    local_rank: int | None = None,
+    topology: Topology | None,
+    **fields: Any,
 ) -> Member:
     local_rank = rank if local_rank is None else local_rank
     digest = topology.digest() if topology else None
-    return RankReport(rank, host, local_rank, mask, digest, **{"request": PlanRequest(), **fields}), topology
+    return RankReport(
+        rank, host, local_rank, mask, digest, **{"request": PlanRequest(), **fields}
+    ), topology
 
 
 def meet(members: Sequence[Member]) -> list[Agreement | Exception]:
@@ -55,7 +64,10 @@ def sets(answer: Agreement | Exception) -> tuple[str, str]:
 
 def test_each_host_is_planned_alone() -> None:
     """Two hosts of two ranks: local, not global, size counts, although all CPU lists are alike."""
-    members = [member(rank, "0-15", host="ab"[rank // 2], local_rank=rank % 2, topology=flat(16)) for rank in range(4)]
+    members = [
+        member(rank, "0-15", host="ab"[rank // 2], local_rank=rank % 2, topology=flat(16))
+        for rank in range(4)
+    ]
     answers = meet(members)
     assert [sets(answer) for answer in answers] == [("0-1", "2-7"), ("8-9", "10-15")] * 2
     assert [answer.leads_host for answer in answers] == [True, False, True, False]
@@ -64,14 +76,21 @@ def test_each_host_is_planned_alone() -> None:
 @pytest.mark.parametrize("other", ["0-15", "0-3", "8-9"])
 def test_another_host_never_changes_a_plan(other: str) -> None:
     first = [member(rank, "0-15", topology=flat(16)) for rank in range(2)]
-    second = [member(2, other, host="b", local_rank=0, topology=flat(64)), member(3, "0-1", host="c", topology=None)]
-    assert [sets(answer) for answer in meet([*first, *second])[:2]] == [sets(answer) for answer in meet(first)]
+    second = [
+        member(2, other, host="b", local_rank=0, topology=flat(64)),
+        member(3, "0-1", host="c", topology=None),
+    ]
+    assert [sets(answer) for answer in meet([*first, *second])[:2]] == [
+        sets(answer) for answer in meet(first)
+    ]
 
 
 def test_masks_that_overlap_in_part_leave_their_ranks_unbound() -> None:
     """Lists of different lengths, which a gather of equal-sized tensors cannot carry."""
     topology = flat(8)
-    answers = meet([member(rank, mask, topology=topology) for rank, mask in enumerate(["0-2", "2-3", "4-7"])])
+    answers = meet(
+        [member(rank, mask, topology=topology) for rank, mask in enumerate(["0-2", "2-3", "4-7"])]
+    )
     assert [answer.mine is None for answer in answers] == [True, True, False]
     assert sets(answers[2]) == ("4-5", "6-7")
     assert all("local ranks 0-1 stay unbound" in " ".join(answer.warnings) for answer in answers)
@@ -111,7 +130,9 @@ def test_different_requests_are_an_error_on_all() -> None:
         member(0, "0-3", topology=flat(4)),
         member(1, "0-3", topology=flat(4), request=PlanRequest(pt_reserved_cores=0.25)),
     ]
-    assert all(isinstance(answer, PlanMismatchError) and "0.25" in str(answer) for answer in meet(members))
+    assert all(
+        isinstance(answer, PlanMismatchError) and "0.25" in str(answer) for answer in meet(members)
+    )
 
 
 def test_different_plans_are_an_error_on_all() -> None:
@@ -119,7 +140,9 @@ def test_different_plans_are_an_error_on_all() -> None:
     report, _ = member(1, "0-3", topology=flat(4))
     other = Topology(tuple(Core(cpu, (cpu, cpu + 1), kind=cpu) for cpu in (0, 2)))
     answers = meet([member(0, "0-3", topology=flat(4)), (report, other)])
-    assert all(isinstance(answer, PlanMismatchError) and "core plans" in str(answer) for answer in answers)
+    assert all(
+        isinstance(answer, PlanMismatchError) and "core plans" in str(answer) for answer in answers
+    )
 
 
 def test_a_tuning_result_counts_for_exactly_its_situation() -> None:
@@ -128,13 +151,18 @@ def test_a_tuning_result_counts_for_exactly_its_situation() -> None:
     key = tuning_results.Fingerprint.of(topology, facts).key
     leader, _ = member(0, "0-15", topology=topology, tuned={key: 3, "other": 1})
     follower = member(1, "0-15", topology=topology, tuned={key: 5})
-    assert [sets(answer) for answer in meet([(leader, topology), follower])] == [("0-4", "5-7"), ("8-12", "13-15")]
+    assert [sets(answer) for answer in meet([(leader, topology), follower])] == [
+        ("0-4", "5-7"),
+        ("8-12", "13-15"),
+    ]
     for asked, cores_of_first in (
         (PlanRequest(pt_reserved_cores=2), ("0-1", "2-7")),
         (PlanRequest(optimizer_cores=2), ("0-5", "6-7")),
     ):
         members = [(replace(report, request=asked), topology) for report in (leader, follower[0])]
-        assert sets(meet(members)[0]) == cores_of_first, "what is asked for counts more than what was measured"
+        assert sets(meet(members)[0]) == cores_of_first, (
+            "what is asked for counts more than what was measured"
+        )
     assert sets(agree(leader, topology, RankGroup.alone())) == ("0-1", "2-15")
 
 
@@ -179,7 +207,10 @@ def test_ranks_share_the_quota_of_a_group_around_their_own(
     write_host(tmp_path, cores(64), quota="800000 100000", old=old)
     folder = tmp_path / "sys/fs/cgroup" / ("cpu,cpuacct" if old else "")
     for group in groups if own else ():
-        write(folder / f"{group[1:]}/{'cpu.cfs_quota_us' if old else 'cpu.max'}", own if old else f"{own} 100000")
+        write(
+            folder / f"{group[1:]}/{'cpu.cfs_quota_us' if old else 'cpu.max'}",
+            own if old else f"{own} 100000",
+        )
         write(folder / f"{group[1:]}/cpu.cfs_period_us", "100000")
     number = len(groups) if len(groups) > 1 else 4
     members = [rank_in(groups[rank % len(groups)], rank, tmp_path, old) for rank in range(number)]
@@ -189,7 +220,8 @@ def test_ranks_share_the_quota_of_a_group_around_their_own(
 
 
 @pytest.mark.parametrize(
-    ("raised", "expected"), [(RuntimeError("driver gone"), RankError), (ConfigError("x contradicts y"), ConfigError)]
+    ("raised", "expected"),
+    [(RuntimeError("driver gone"), RankError), (ConfigError("x contradicts y"), ConfigError)],
 )
 def test_whatever_a_rank_raises_before_the_gather_is_raised_on_all(
     raised: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -227,16 +259,23 @@ def test_a_host_that_cannot_be_read_is_reported_and_not_raised(tmp_path: Path) -
     assert "found no online CPU" in report.warnings[0]
 
 
-@pytest.mark.parametrize("masks", [[{8000, 8001}], [{8000, 8001}, {8002, 8003}], [{8000, 8001}, {8001, 8002}]])
-def test_made_up_numbers_of_cpus_end_no_start(masks: list[set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with lxcfs: /sys lists other CPUs than the kernel's, whose numbers count for masks."""
+@pytest.mark.parametrize(
+    "masks", [[{8000, 8001}], [{8000, 8001}, {8002, 8003}], [{8000, 8001}, {8001, 8002}]]
+)
+def test_made_up_numbers_of_cpus_end_no_start(
+    masks: list[set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container with lxcfs: /sys lists other CPUs than the kernel's, whose numbers count
+    for masks."""
     own = threading.local()
     monkeypatch.setattr(initial_mask, "_initial", None)
     monkeypatch.setattr(initial_mask, "present", lambda: frozenset(own.mask))
 
     def start(ranks: RankGroup) -> Agreement:
         own.mask = masks[ranks.rank]
-        return CoreBinding.start(CoreBindingConfig(dry_run=True), ranks, local_rank=ranks.rank).agreement
+        return CoreBinding.start(
+            CoreBindingConfig(dry_run=True), ranks, local_rank=ranks.rank
+        ).agreement
 
     answers = run_together(len(masks), start)
     assert all("lxcfs" in answer.warnings[0] for answer in answers)
@@ -249,7 +288,9 @@ def test_made_up_numbers_of_cpus_end_no_start(masks: list[set[int]], monkeypatch
 def test_a_rank_that_must_not_be_bound_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSEXT_BIND", "0")
     monkeypatch.setenv(ALLOWED_VARIABLE, "nonsense")
-    monkeypatch.setattr(binding.accelerators, "pci_address", lambda: pytest.fail("it asked the accelerator"))
+    monkeypatch.setattr(
+        binding.accelerators, "pci_address", lambda: pytest.fail("it asked the accelerator")
+    )
     answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
     assert answer.plan is None
     assert "DSEXT_BIND=0" in answer.agreement.warnings[0]
@@ -270,7 +311,9 @@ def test_real_ranks_agree_over_a_process_group() -> None:
     assert [len(mine) for mine in cpus] == [3, 4]
 
 
-@pytest.mark.parametrize(("count", "more"), [(1, ""), (3, ""), (4, " and 1 more"), (6, " and 3 more")])
+@pytest.mark.parametrize(
+    ("count", "more"), [(1, ""), (3, ""), (4, " and 1 more"), (6, " and 3 more")]
+)
 def test_tuning_results_that_cannot_be_read_are_named_three_and_counted(
     count: int, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +330,8 @@ def test_tuning_results_that_cannot_be_read_are_named_three_and_counted(
 
 
 @pytest.mark.parametrize(
-    ("cores", "is_read"), [(1, True), (8, True), (0, False), (-1, False), (True, False), (2.0, False)]
+    ("cores", "is_read"),
+    [(1, True), (8, True), (0, False), (-1, False), (True, False), (2.0, False)],
 )
 def test_a_tuning_result_is_a_whole_number_of_cores(
     cores: Any, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -308,8 +352,11 @@ def test_a_tuning_result_is_a_whole_number_of_cores(
         ("", "unknown"),
     ],
 )
-def test_a_cpu_is_named_as_its_kernel_names_it(cpuinfo: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """x86, POWER and ARM have fields of their own. So much of the file is read that no CPU is missing."""
+def test_a_cpu_is_named_as_its_kernel_names_it(
+    cpuinfo: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """x86, POWER and ARM have fields of their own. So much of the file is read that no CPU is
+    missing."""
 
     def read(path: Path, limit: int) -> str:
         assert limit >= 1 << 20

@@ -1,4 +1,5 @@
-"""Plans of hosts as a real kernel shows them: their sysfs was read in the guests of ``python -m tests.guests.run``."""
+"""Plans of hosts as a real kernel shows them: their sysfs was read in the guests of
+``python -m tests.guests.run``."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def kept(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(params=[guest for guest in GUESTS if guest.name in PLANS], ids=lambda guest: guest.name)
+@pytest.fixture(
+    params=[guest for guest in GUESTS if guest.name in PLANS], ids=lambda guest: guest.name
+)
 def guest(request: pytest.FixtureRequest) -> Guest:
     chosen: Guest = request.param
     return chosen
@@ -49,7 +52,9 @@ def test_the_tree_of_a_real_kernel_gives_the_plan_that_it_gave_there(
         write(tmp_path / path, text.rstrip("\n"))
     assert cli.main(["plan", "--root", str(tmp_path), "--json", *guest.plan_arguments()]) == 0
     ranks = json.loads(capsys.readouterr().out)["ranks"]
-    planned = [(format_cpulist(rank["pytorch"]), format_cpulist(rank["optimizer"])) for rank in ranks]
+    planned = [
+        (format_cpulist(rank["pytorch"]), format_cpulist(rank["optimizer"])) for rank in ranks
+    ]
     assert planned == PLANS[guest.name]
     assert planned == [(rank["pytorch"], rank["optimizer"]) for rank in found["ranks"]]
     assert cli.main(["plan", "--root", str(tmp_path), *guest.plan_arguments()]) == 0
@@ -63,8 +68,12 @@ def test_every_thread_was_where_the_plan_wanted_it(guest: Guest) -> None:
     assert not run.show(wrong)
 
 
-@pytest.mark.parametrize("masks", [["0-15", "0-15"], ["1-6,9,12-14"] * 2, ["0-7", "8-15"], ["8-15"] * 2])
-def test_the_formula_beside_ours_is_deepspeeds_own(masks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "masks", [["0-15", "0-15"], ["1-6,9,12-14"] * 2, ["0-7", "8-15"], ["8-15"] * 2]
+)
+def test_the_formula_beside_ours_is_deepspeeds_own(
+    masks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpus = [sorted(parse_cpulist(mask)) for mask in masks]
 
     def all_gather(into: list[torch.Tensor], own: torch.Tensor) -> None:
@@ -73,11 +82,15 @@ def test_the_formula_beside_ours_is_deepspeeds_own(masks: list[str], monkeypatch
 
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
     for rank, expected in enumerate(upstream_split(cpus, 8)):
-        group = SimpleNamespace(get_rank=lambda r=rank: r, get_world_size=lambda: len(cpus), all_gather=all_gather)
+        group = SimpleNamespace(
+            get_rank=lambda r=rank: r, get_world_size=lambda: len(cpus), all_gather=all_gather
+        )
         process = SimpleNamespace(cpu_affinity=lambda r=rank: cpus[r])
         monkeypatch.setattr(zenflow_utils, "dist", group)
         monkeypatch.setattr(psutil, "Process", lambda p=process: p)
-        optimizer, pytorch = zenflow_utils._compute_zf_pt_affinity(SimpleNamespace(pt_reserved_cores_perc=0.5))
+        optimizer, pytorch = zenflow_utils._compute_zf_pt_affinity(
+            SimpleNamespace(pt_reserved_cores_perc=0.5)
+        )
         assert (format_cpulist(pytorch), format_cpulist(optimizer)) == expected
 
 

@@ -1,4 +1,5 @@
-"""Engines under core binding: ranks keep to shares of the host that do not overlap, and give the cores back."""
+"""Engines under core binding: ranks keep to shares of the host that do not overlap, and give the
+cores back."""
 
 from __future__ import annotations
 
@@ -34,9 +35,13 @@ CONFIG = {
 def train_bound() -> dict[str, Any]:
     rank = dist.get_rank()
     before = set(thread_masks().values())
-    binding = CoreBinding.start(CoreBindingConfig(), RankGroup.of(None, this_device()), local_rank=rank, separate=False)
+    binding = CoreBinding.start(
+        CoreBindingConfig(), RankGroup.of(None, this_device()), local_rank=rank, separate=False
+    )
     model = OddModel()
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[
+        0
+    ]
     for batch in batches(3, rank):
         engine.backward(engine(on_device(batch)))
         engine.step()
@@ -50,7 +55,10 @@ def train_bound() -> dict[str, Any]:
         "summary": binding.summary(),
     }
     binding.restore()
-    return answer | {"restored": set(thread_masks().values()) == before, "ok after": binding.verify().ok}
+    return answer | {
+        "restored": set(thread_masks().values()) == before,
+        "ok after": binding.verify().ok,
+    }
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
@@ -74,9 +82,12 @@ def state_of_threads() -> tuple[Any, ...]:
 
 
 def two_engines(config: dict[str, Any], end: str) -> dict[str, Any]:
-    """Plans of two engines that live at once, and how the threads run as one after the other ends."""
+    """Plans of two engines that live at once, and how the threads run as one after the other
+    ends."""
     states = [state_of_threads()]
-    with patch.object(initial_mask, "_initial", None):  # as if torch had been imported before deepspeed_ext
+    with patch.object(
+        initial_mask, "_initial", None
+    ):  # as if torch had been imported before deepspeed_ext
         engines = [make_engine(config) for _ in range(2)]
         for engine in engines:
             train(engine, batches(2, 0))
@@ -94,7 +105,9 @@ def two_engines(config: dict[str, Any], end: str) -> dict[str, Any]:
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 @pytest.mark.parametrize(("zenflow", "end"), [(True, "dropped"), (False, "destroyed")])
-def test_two_engines_share_a_plan_and_the_last_one_gives_the_cores_back(zenflow: bool, end: str) -> None:
+def test_two_engines_share_a_plan_and_the_last_one_gives_the_cores_back(
+    zenflow: bool, end: str
+) -> None:
     config = zenflow_config(2, update_interval=1)
     config["zero_optimization"]["core_binding"] = {"enabled": True}
     if not zenflow:

@@ -94,7 +94,9 @@ def test_gpu_nodes_alone_say_how_many_ranks(host: Path, capsys: pytest.CaptureFi
     assert ranks[0]["numa_node"] == 1
 
 
-def test_cpus_that_are_not_online_are_left_out_with_a_warning(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cpus_that_are_not_online_are_left_out_with_a_warning(
+    host: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(host, "--json", "--allowed", "14-40") == 0
     printed = json.loads(capsys.readouterr().out)
     assert max(printed["ranks"][0]["pytorch"] + printed["ranks"][0]["optimizer"]) < 32
@@ -129,14 +131,26 @@ def test_requests_are_counts_of_cores(
     assert run(tmp_path, "--json", *arguments) == 0
     printed = json.loads(capsys.readouterr().out)
     (rank,) = printed["ranks"]
-    assert (len(rank["pytorch"]), len(rank["optimizer"]), len(printed["idle"])) == (2 * pytorch, optimizer, 2 * idle)
+    assert (len(rank["pytorch"]), len(rank["optimizer"]), len(printed["idle"])) == (
+        2 * pytorch,
+        optimizer,
+        2 * idle,
+    )
 
 
 @pytest.mark.parametrize(
     "gone",
-    ["sys/devices/system/node", "proc", "sys/fs", "sys/devices/system/cpu/online", "sys/devices/system/cpu/isolated"],
+    [
+        "sys/devices/system/node",
+        "proc",
+        "sys/fs",
+        "sys/devices/system/cpu/online",
+        "sys/devices/system/cpu/isolated",
+    ],
 )
-def test_missing_files_still_give_a_plan(gone: str, host: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_still_give_a_plan(
+    gone: str, host: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = host / gone
     if path.is_dir():
         shutil.rmtree(path)
@@ -170,10 +184,16 @@ def test_text_names_ranks_cpus_and_reasons(host: Path, capsys: pytest.CaptureFix
     assert text.count("few kept for PyTorch beside an accelerator") == 2
 
 
-def test_picture_shows_every_cpu_once(host: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_shows_every_cpu_once(
+    host: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     picture = tmp_path / "plan.svg"
     assert run(host, "--svg", str(picture), "--json") == 0
-    texts = [element.text for element in ElementTree.parse(picture).getroot().iter() if element.tag.endswith("text")]
+    texts = [
+        element.text
+        for element in ElementTree.parse(picture).getroot().iter()
+        if element.tag.endswith("text")
+    ]
     assert sorted(int(text) for text in texts if text and text.isdecimal()) == list(range(32))
     assert json.loads(capsys.readouterr().out)
 
@@ -181,7 +201,8 @@ def test_picture_shows_every_cpu_once(host: Path, tmp_path: Path, capsys: pytest
 def test_plan_needs_neither_torch_nor_deepspeed_nor_pydantic(host: Path) -> None:
     code = (
         "import sys; from deepspeed_ext.commands import main; status = main.main(sys.argv[1:]);"
-        "sys.exit(status or any(name in sys.modules for name in ('torch', 'deepspeed', 'pydantic', 'psutil')))"
+        "sys.exit(status or any(name in sys.modules for name in ('torch', 'deepspeed', "
+        "'pydantic', 'psutil')))"
     )
     command = [sys.executable, "-c", code, "plan", "--root", str(host)]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -190,7 +211,16 @@ def test_plan_needs_neither_torch_nor_deepspeed_nor_pydantic(host: Path) -> None
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_the_live_host_is_planned_within_the_mask_of_the_command() -> None:
     cpu = max(os.sched_getaffinity(0))
-    command = ["taskset", "-c", str(cpu), sys.executable, "-m", "deepspeed_ext.commands.main", "plan", "--json"]
+    command = [
+        "taskset",
+        "-c",
+        str(cpu),
+        sys.executable,
+        "-m",
+        "deepspeed_ext.commands.main",
+        "plan",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (rank,) = json.loads(done.stdout)["ranks"]
     assert (rank["pytorch"], rank["optimizer"], rank["flags"]) == ([cpu], [cpu], ["shared"])

@@ -38,11 +38,15 @@ def number_cpus(style: str, cores: int, threads: int) -> list[tuple[int, ...]]:
         return [tuple(core + thread * cores for thread in range(threads)) for core in range(cores)]
     half = -(-cores // 2)
     place = [core // 2 + (core % 2) * half for core in range(cores)]
-    return [tuple(place[core] + thread * 2 * half for thread in range(threads)) for core in range(cores)]
+    return [
+        tuple(place[core] + thread * 2 * half for thread in range(threads)) for core in range(cores)
+    ]
 
 
 @st.composite
-def topologies(draw: st.DrawFn, max_nodes: int = 4, max_cores: int = 6, kinds: bool = True) -> Topology:
+def topologies(
+    draw: st.DrawFn, max_nodes: int = 4, max_cores: int = 6, kinds: bool = True
+) -> Topology:
     nodes = draw(st.integers(1, max_nodes))
     per_node = draw(st.integers(1, max_cores))
     threads = draw(st.sampled_from([1, 2, 2, 4, 8]))
@@ -54,12 +58,18 @@ def topologies(draw: st.DrawFn, max_nodes: int = 4, max_cores: int = 6, kinds: b
     for index, pus in enumerate(number_cpus(style, nodes * per_node, threads)):
         node, position = divmod(index, per_node)
         kind = int(position >= per_node - slow)
-        cores.append(Core(min(pus), pus, step * node, node // nodes_in_package, node * per_node, kind))
-    rows = tuple(tuple(10 if a == b else 20 + abs(a - b) for b in range(nodes)) for a in range(nodes))
+        cores.append(
+            Core(min(pus), pus, step * node, node // nodes_in_package, node * per_node, kind)
+        )
+    rows = tuple(
+        tuple(10 if a == b else 20 + abs(a - b) for b in range(nodes)) for a in range(nodes)
+    )
     return Topology(tuple(cores), tuple(step * node for node in range(nodes)), rows)
 
 
-def random_masks(rng: random.Random, topology: Topology, number: int, form: str) -> list[frozenset[int]]:
+def random_masks(
+    rng: random.Random, topology: Topology, number: int, form: str
+) -> list[frozenset[int]]:
     cpus = sorted(topology.cpus)
     if form == "same":
         return [frozenset(rng.sample(cpus, rng.randint(1, len(cpus))))] * number
@@ -73,9 +83,14 @@ def random_masks(rng: random.Random, topology: Topology, number: int, form: str)
 
 @st.composite
 def hosts(
-    draw: st.DrawFn, form: str | None = None, plain: bool = False, max_cores: int = 6, max_nodes: int = 4
+    draw: st.DrawFn,
+    form: str | None = None,
+    plain: bool = False,
+    max_cores: int = 6,
+    max_nodes: int = 4,
 ) -> Host:
-    """A host with 1 to 6 ranks; ``plain`` leaves out kinds of cores, quotas, isolated CPUs and requests."""
+    """A host with 1 to 6 ranks; ``plain`` leaves out kinds of cores, quotas, isolated CPUs and
+    requests."""
     topology = draw(topologies(max_nodes=max_nodes, max_cores=max_cores, kinds=not plain))
     form = form or draw(st.sampled_from(["same", "disjoint", "random"]))
     rng = random.Random(draw(st.integers(0, 10**6)))
@@ -101,7 +116,9 @@ def shares_of(host: Host) -> CoreDivision:
 
 def core_counts(division: CoreDivision, number: int) -> list[int]:
     """Cores of each rank; 0 for a rank that has none to itself."""
-    owned = {rank: sum(share.values()) for pool in division.pools for rank, share in pool.shares.items()}
+    owned = {
+        rank: sum(share.values()) for pool in division.pools for rank, share in pool.shares.items()
+    }
     return [owned.get(rank, 0) for rank in range(number)]
 
 
@@ -164,13 +181,17 @@ def test_ranks_are_unbound_exactly_if_their_cores_and_cpus_overlap_in_part(host:
     unbound = set()
     for rank, members in component.items():
         cpus = [cpu for member in members for pus in usable[member].values() for cpu in pus]
-        if len(cpus) > len(set(cpus)) and any(set(usable[member]) != set(usable[rank]) for member in members):
+        if len(cpus) > len(set(cpus)) and any(
+            set(usable[member]) != set(usable[rank]) for member in members
+        ):
             unbound.add(rank)
     plan = host.plan()
     assert set(plan.unbound) >= unbound
     for rank in set(plan.unbound) - unbound:  # hardware threads of its cores are other ranks', too
         assert any(set(usable[rank]) & set(usable[other]) for other in component[rank] - {rank})
-    assert {rank.local_rank for rank in plan.ranks} == set(range(len(host.ranks))) - set(plan.unbound)
+    assert {rank.local_rank for rank in plan.ranks} == set(range(len(host.ranks))) - set(
+        plan.unbound
+    )
 
 
 @planned
@@ -189,16 +210,23 @@ def test_counts_do_not_depend_on_cpu_numbers(host: Host, seed: int) -> None:
     numbers = sorted(host.topology.cpus)
     new = dict(zip(numbers, random.Random(seed).sample(range(300), len(numbers)), strict=True))
     cores = [
-        replace(core, pus=tuple(sorted(new[pu] for pu in core.pus)), id=min(new[pu] for pu in core.pus))
+        replace(
+            core, pus=tuple(sorted(new[pu] for pu in core.pus)), id=min(new[pu] for pu in core.pus)
+        )
         for core in host.topology.cores
     ]
     renumbered = replace(
-        host.topology, cores=tuple(cores), isolated=frozenset(new[pu] for pu in host.topology.isolated)
+        host.topology,
+        cores=tuple(cores),
+        isolated=frozenset(new[pu] for pu in host.topology.isolated),
     )
-    ranks = [replace(rank, allowed=frozenset(new[pu] for pu in rank.allowed)) for rank in host.ranks]
+    ranks = [
+        replace(rank, allowed=frozenset(new[pu] for pu in rank.allowed)) for rank in host.ranks
+    ]
 
     def counts(plan: HostPlan) -> list[tuple[int, int, bool, bool]]:
-        # Whether a rank's only core has one or two threads to offer may depend on which of two unequal cores it gets.
+        # Whether a rank's only core has one or two threads to offer may depend on which of two
+        # unequal cores it gets.
         return sorted(
             (
                 rank.pytorch_threads,
@@ -214,7 +242,9 @@ def test_counts_do_not_depend_on_cpu_numbers(host: Host, seed: int) -> None:
 
 @planned
 @given(hosts(form="same", plain=True), st.sampled_from([None, 0.2, 1, 3]))
-def test_optimizer_stays_in_one_node_that_could_hold_it(host: Host, reserved: float | int | None) -> None:
+def test_optimizer_stays_in_one_node_that_could_hold_it(
+    host: Host, reserved: float | int | None
+) -> None:
     plan = plan_host(host.topology, host.ranks, PlanRequest(reserved))
     node_of = {cpu: core.node for cpu, core in host.topology.core_of.items()}
     held = Counter(core.node for core in usable_cores(host.topology, host.ranks[0].allowed))
@@ -233,7 +263,12 @@ def test_a_rank_alone_has_its_optimizer_in_one_node(host: Host) -> None:
     for rank, mine in enumerate(usable):
         if any(mine & others for other, others in enumerate(usable) if other != rank):
             continue
-        cores = [host.topology.core_of[cpu] for each in plan.ranks if each.local_rank == rank for cpu in each.optimizer]
+        cores = [
+            host.topology.core_of[cpu]
+            for each in plan.ranks
+            if each.local_rank == rank
+            for cpu in each.optimizer
+        ]
         held = Counter(core.node for core in mine if core.kind == cores[0].kind)
         assert len({core.node for core in cores}) == 1 or max(held.values()) < len(cores)
 
@@ -264,22 +299,32 @@ def test_in_process_plan_uses_disjoint_whole_cores(host: Host) -> None:
         cores = {host.topology.core_of[cpu] for cpu in rank.pytorch}
         assert rank.pytorch_threads == len(cores)
         for core in cores:
-            assert owner.setdefault(core, rank.local_rank) == rank.local_rank or "shared" in rank.flags
+            assert (
+                owner.setdefault(core, rank.local_rank) == rank.local_rank or "shared" in rank.flags
+            )
 
 
 def test_a_rank_with_a_quota_uses_no_more_cores_than_it_has_time_for() -> None:
-    """Also where the optimizer's cores are not limited otherwise, and more cores are allowed and free."""
+    """Also where the optimizer's cores are not limited otherwise, and more cores are allowed and
+    free."""
     topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(16)), (0,), ((10,),))
-    plan = plan_host(topology, [RankFacts(0, topology.cpus, None, (CpuQuota("a", 6.0),))], PlanRequest()).ranks[0]
+    plan = plan_host(
+        topology, [RankFacts(0, topology.cpus, None, (CpuQuota("a", 6.0),))], PlanRequest()
+    ).ranks[0]
     assert len({*plan.pytorch, *plan.optimizer}) == 6
 
 
 def test_ranks_whose_accelerators_are_unknown_stay_in_one_node_each_while_there_is_room() -> None:
-    """Three ranks for two nodes of four cores: only the last one takes what the others have left in both."""
+    """Three ranks for two nodes of four cores: only the last one takes what the others have left in
+    both."""
     cores = tuple(Core(cpu, (cpu,), cpu // 4, 0, cpu // 4 * 4, 0) for cpu in range(8))
     topology = Topology(cores, (0, 1), ((10, 21), (21, 10)))
     plans = plan_host(topology, [RankFacts(rank, topology.cpus) for rank in range(3)]).ranks
-    assert [{cpu // 4 for cpu in (*plan.pytorch, *plan.optimizer)} for plan in plans] == [{0}, {1}, {0, 1}]
+    assert [{cpu // 4 for cpu in (*plan.pytorch, *plan.optimizer)} for plan in plans] == [
+        {0},
+        {1},
+        {0, 1},
+    ]
 
 
 def test_the_home_of_a_rank_without_a_known_accelerator_is_where_most_of_its_cores_are() -> None:
@@ -309,7 +354,8 @@ def test_a_rank_that_must_share_says_so_and_one_with_room_says_nothing() -> None
     topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(4)), (0,), ((10,),))
     crowded = plan_host(topology, [RankFacts(rank, frozenset({0})) for rank in range(2)])
     assert [warning for warning in crowded.warnings if "must share a core" in warning] == [
-        "local rank 0, 1 must share a core between its roles or with other ranks: give the job more cores"
+        "local rank 0, 1 must share a core between its roles or with other ranks: give the job "
+        "more cores"
     ]
     assert plan_host(topology, [RankFacts(0, topology.cpus)]).warnings == ()
 
@@ -317,22 +363,35 @@ def test_a_rank_that_must_share_says_so_and_one_with_room_says_nothing() -> None
 def nodes_of(cores_per_node: int, kinds: list[int]) -> Topology:
     """Cores of these kinds, on as many nodes of equal size as they fill."""
     cores = tuple(
-        Core(cpu, (cpu,), cpu // cores_per_node, cpu // cores_per_node, cpu // cores_per_node * cores_per_node, kind)
+        Core(
+            cpu,
+            (cpu,),
+            cpu // cores_per_node,
+            cpu // cores_per_node,
+            cpu // cores_per_node * cores_per_node,
+            kind,
+        )
         for cpu, kind in enumerate(kinds)
     )
     nodes = range(len(kinds) // cores_per_node)
-    return Topology(cores, tuple(nodes), tuple(tuple(10 if a == b else 20 for b in nodes) for a in nodes))
+    return Topology(
+        cores, tuple(nodes), tuple(tuple(10 if a == b else 20 for b in nodes) for a in nodes)
+    )
 
 
 def test_a_rank_without_a_fast_core_at_home_trains_on_the_nearest_that_is_free() -> None:
     topology = nodes_of(1, [1, 0])
-    (plan,) = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=1)).ranks
+    (plan,) = plan_host(
+        topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=1)
+    ).ranks
     assert (plan.pytorch, plan.optimizer) == ((1,), (0,))
 
 
 def test_an_optimizer_that_fits_into_no_node_is_spread_over_several() -> None:
     topology = nodes_of(1, [1, 0, 1])
-    (plan,) = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=2)).ranks
+    (plan,) = plan_host(
+        topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=2)
+    ).ranks
     assert (plan.pytorch, plan.optimizer) == ((1,), (0, 2))
 
 
@@ -353,7 +412,9 @@ def test_an_optimizer_on_the_trainers_threads_leaves_no_kind_of_core_unused() ->
     assert (plan.pytorch, plan.optimizer) == ((0, 1), ())
 
 
-@pytest.mark.parametrize(("ranks", "owned"), [(1, "8 cores of its own"), (2, "4 cores of 8 shared by 2 ranks")])
+@pytest.mark.parametrize(
+    ("ranks", "owned"), [(1, "8 cores of its own"), (2, "4 cores of 8 shared by 2 ranks")]
+)
 def test_a_plan_says_whose_the_cores_are(ranks: int, owned: str) -> None:
     topology = nodes_of(8, [0] * 8)
     plans = plan_host(topology, [RankFacts(rank, topology.cpus) for rank in range(ranks)]).ranks
@@ -361,7 +422,8 @@ def test_a_plan_says_whose_the_cores_are(ranks: int, owned: str) -> None:
 
 
 def test_ranks_that_share_a_core_but_no_cpu_each_get_a_core_of_their_own() -> None:
-    """As a launcher binds that counts hardware threads: rank 1 has the second thread of the second core only."""
+    """As a launcher binds that counts hardware threads: rank 1 has the second thread of the second
+    core only."""
     topology = Topology((Core(0, (0, 1), 0, 0, 0, 0), Core(2, (2, 3), 0, 0, 0, 0)), (0,), ((10,),))
     plan = plan_host(topology, [RankFacts(0, frozenset({0, 1, 2})), RankFacts(1, frozenset({3}))])
     assert [{*rank.pytorch, *rank.optimizer} for rank in plan.ranks] == [{0, 1}, {3}]

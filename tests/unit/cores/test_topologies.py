@@ -1,4 +1,5 @@
-"""The plans of known hosts: from the pure planner, and from the command line over their sysfs, old and new."""
+"""The plans of known hosts: from the pure planner, and from the command line over their sysfs, old
+and new."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ QUOTA_PERIOD = 100000
 
 
 def plan_case(case: Case, cores: tuple[Core, ...] | None = None) -> HostPlan:
-    topology = Topology(cores or case.cores, case.nodes or tuple(sorted({core.node for core in case.cores})))
+    topology = Topology(
+        cores or case.cores, case.nodes or tuple(sorted({core.node for core in case.cores}))
+    )
     quotas = (CpuQuota("all", int(case.quota.split()[0]) / QUOTA_PERIOD),) if case.quota else ()
     nodes = case.gpu_nodes or (None,) * len(case.masks)
     ranks = [RankFacts(rank, mask, nodes[rank], quotas) for rank, mask in enumerate(allowed(case))]
@@ -29,7 +32,9 @@ def plan_case(case: Case, cores: tuple[Core, ...] | None = None) -> HostPlan:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_planner_gives_the_known_plan(case: Case) -> None:
     plan = plan_case(case)
-    found = tuple((format_cpulist(rank.pytorch), format_cpulist(rank.optimizer)) for rank in plan.ranks)
+    found = tuple(
+        (format_cpulist(rank.pytorch), format_cpulist(rank.optimizer)) for rank in plan.ranks
+    )
     assert found == case.expected
     assert {rank.flags for rank in plan.ranks} == {case.flags}
     assert format_cpulist(plan.idle) == case.idle
@@ -48,7 +53,9 @@ SPELLINGS = [
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("case", "spelling"), SPELLINGS, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(
+    ("case", "spelling"), SPELLINGS, ids=lambda value: getattr(value, "name", value)
+)
 def test_a_host_is_read_as_it_was_written_and_has_the_known_plan(
     case: Case, spelling: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,7 +84,10 @@ def test_a_host_is_read_as_it_was_written_and_has_the_known_plan(
     assert [set(rank) for rank in printed["ranks"]] == [
         {"local_rank", "pytorch", "optimizer", "numa_node", "flags"} for _ in case.masks
     ]
-    found = tuple((format_cpulist(rank["pytorch"]), format_cpulist(rank["optimizer"])) for rank in printed["ranks"])
+    found = tuple(
+        (format_cpulist(rank["pytorch"]), format_cpulist(rank["optimizer"]))
+        for rank in printed["ranks"]
+    )
     assert found == case.expected
     assert [rank["flags"] for rank in printed["ranks"]] == [list(case.flags)] * len(case.masks)
     assert format_cpulist(printed["idle"]) == case.idle

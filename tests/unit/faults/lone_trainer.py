@@ -1,7 +1,8 @@
-"""A user's training script with one rank. Its first argument says how it ends, its second is a folder.
+"""A user's training script with one rank. Its first argument says how it ends, its second is a
+folder.
 
-Prints a line of JSON when it trains: its worker's process id and kernel. With DSEXT_TEST_DEVICE=sim it does so on the
-simulated accelerator. Run by `test_trainer` and `test_bare_machine`.
+Prints a line of JSON when it trains: its worker's process id and kernel. With DSEXT_TEST_DEVICE=sim
+it does so on the simulated accelerator. Run by `test_trainer` and `test_bare_machine`.
 """
 
 import importlib
@@ -74,13 +75,16 @@ def interrupt_each_wait(process: OptimizerProcess, arrives: threading.Event, tim
 
 
 def save_and_end(engine: Any, end: str) -> None:
-    """No step follows the save; in one case the engine is collected as garbage, in the others it lives to the end."""
+    """No step follows the save; in one case the engine is collected as garbage, in the others it
+    lives to the end."""
     if not end.startswith("saving"):
         return
     arrives = slow_disk() if "interrupted" in end else None
     engine.save_checkpoint(sys.argv[2], tag="last")
     if arrives is not None:
-        interrupt_each_wait(engine.optimizer.host_optimizer.link.process, arrives, 2 if "twice" in end else 1)
+        interrupt_each_wait(
+            engine.optimizer.host_optimizer.link.process, arrives, 2 if "twice" in end else 1
+        )
         engine.destroy()
     if end != "saving":
         alive.append(engine)
@@ -95,7 +99,9 @@ def main(end: str) -> None:
     if os.environ.get("DSEXT_TEST_DEVICE") == "sim":
         importlib.import_module("tests.support.simulated_accelerator.accelerator").install()
         backend = "sim"
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     if end == "starting":
         announce_at_launch()
     engine = make_engine(zenflow_config(2, update_interval=1, async_save=end.startswith("saving")))
@@ -130,7 +136,9 @@ def main(end: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "preempted":
         signal.signal(signal.SIGTERM, lambda *_: preempted.set())
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell lets its background jobs ignore it
     if sys.argv[1] == "in a thread":
         thread = threading.Thread(target=main, args=["idle"])
         thread.start()

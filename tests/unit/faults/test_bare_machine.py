@@ -17,13 +17,23 @@ import pytest
 from deepspeed_ext.zenflow.worker.kernel import library_path
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.cpu(reason="the simulated accelerator needs the compiler that is missing here")
+pytestmark = pytest.mark.cpu(
+    reason="the simulated accelerator needs the compiler that is missing here"
+)
 
-TINY_DEV_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
+TINY_DEV_SHM = [
+    "unshare",
+    "--mount",
+    "sh",
+    "-c",
+    'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"',
+    "sh",
+]
 
 
 def train(folder: Path, prefix: Sequence[str] = (), **environment: str) -> dict[str, Any]:
-    """Run `lone_trainer` in `folder`; returns what it announced, and the lines that `prefix` printed."""
+    """Run `lone_trainer` in `folder`; returns what it announced, and the lines that `prefix`
+    printed."""
     done = subprocess.run(
         [*prefix, sys.executable, "-m", "tests.unit.faults.lone_trainer", "destroy"],
         cwd=folder,
@@ -45,17 +55,30 @@ def usual() -> dict[str, Any]:
 
 
 def test_without_compiler_and_caches(tmp_path: Path) -> None:
-    """Nothing on PATH, an empty folder for DeepSpeed's operators and one for ours, no library built by setup.py.
+    """Nothing on PATH, an empty folder for DeepSpeed's operators and one for ours, no library built
+    by setup.py.
 
-    DeepSpeed's own communication cannot start on such a machine without an accelerator: it compiles an operator."""
-    shutil.copytree(ROOT / "deepspeed_ext", tmp_path / "deepspeed_ext", ignore=shutil.ignore_patterns("*.so", "*.pyc"))
+    DeepSpeed's own communication cannot start on such a machine without an accelerator: it compiles
+    an operator."""
+    shutil.copytree(
+        ROOT / "deepspeed_ext",
+        tmp_path / "deepspeed_ext",
+        ignore=shutil.ignore_patterns("*.so", "*.pyc"),
+    )
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("*.pyc"))
     empty = tmp_path / "empty"
     empty.mkdir()
-    folders = {"PATH": str(empty), "CXX": "", "TORCH_EXTENSIONS_DIR": str(empty), "DSEXT_CACHE_DIR": str(empty)}
+    folders = {
+        "PATH": str(empty),
+        "CXX": "",
+        "TORCH_EXTENSIONS_DIR": str(empty),
+        "DSEXT_CACHE_DIR": str(empty),
+    }
     found = train(tmp_path, **folders)
     assert found["kernel"] == "reference"
-    assert found["losses"] == pytest.approx(usual()["losses"], rel=1e-2)  # equal to rounding, and then 16-bit weights
+    assert found["losses"] == pytest.approx(
+        usual()["losses"], rel=1e-2
+    )  # equal to rounding, and then 16-bit weights
     assert not list(tmp_path.rglob("*.so"))
 
 

@@ -1,4 +1,5 @@
-"""A script goes on after an exception inside a step: nothing is applied twice, and nothing damaged is saved."""
+"""A script goes on after an exception inside a step: nothing is applied twice, and nothing damaged
+is saved."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,14 +26,20 @@ POINTS = {
     ("step_partition", 0): "has broken off the last optimizer step",
     ("step_partition", 1): "has broken off the last optimizer step",
     ("finish_weights", 0): "has broken off the last optimizer step",
-    ("end_step", 0): "has broken off the last optimizer step",  # gradients, scheduler and counters are the engine's
+    (
+        "end_step",
+        0,
+        # gradients, scheduler and counters are the engine's
+    ): "has broken off the last optimizer step",
 }
-"""After which call of which method Ctrl-C arrives, and what a step and a save say then. `wait` is the link's."""
+"""After which call of which method Ctrl-C arrives, and what a step and a save say then. `wait` is
+the link's."""
 
 
 @contextmanager
 def interrupted_after(name: str, calls: int) -> Iterator[None]:
-    """Ctrl-C arrives at the end of a method of the optimizer that was called `calls` times before."""
+    """Ctrl-C arrives at the end of a method of the optimizer that was called `calls` times
+    before."""
     owner = WorkerLink if name == "wait" else HostOptimizer
     method, left = getattr(owner, name), [calls]
 
@@ -70,10 +77,15 @@ def go_on(config: dict[str, Any], point: tuple[str, int], folder: str) -> list[s
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_broken_off_step_is_an_error_and_is_not_saved(stage: int, rule: str, tmp_path: Path) -> None:
+def test_a_broken_off_step_is_an_error_and_is_not_saved(
+    stage: int, rule: str, tmp_path: Path
+) -> None:
     config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
     for point, said in POINTS.items():
         folder = tmp_path / f"{point[0]} {point[1]}"
         for errors in run_ranks(2, go_on, config, point, str(folder)):
-            assert all(said in error and "KeyboardInterrupt" in error for error in errors), (point, errors)
+            assert all(said in error and "KeyboardInterrupt" in error for error in errors), (
+                point,
+                errors,
+            )
         assert (folder / "latest").read_text() == "before"

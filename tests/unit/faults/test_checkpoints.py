@@ -1,4 +1,5 @@
-"""Checkpoints that are damaged, of something else, or cannot be written: an error on every rank, and no state lost."""
+"""Checkpoints that are damaged, of something else, or cannot be written: an error on every rank,
+and no state lost."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def refused(action: Callable[[], Any]) -> str:
 def damage(folder: Path, how: str) -> None:
     """Do to a checkpoint what `how` says."""
     what, _, name = how.partition(" ")
-    (path,) = folder.glob({"optimizer": "*rank_1_*optim_states.pt", "model": "*mp_rank_00_model_states.pt"}[name])
+    (path,) = folder.glob(
+        {"optimizer": "*rank_1_*optim_states.pt", "model": "*mp_rank_00_model_states.pt"}[name]
+    )
     if what == "missing":
         path.unlink()
     else:
@@ -75,12 +78,17 @@ def fall_back(config: dict, folder: str, how: str) -> dict[str, Any]:
         (3, "selective", "truncated optimizer"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_on_every_rank(stage: int, rule: str, how: str, tmp_path: Path) -> None:
-    """Every rank is told, also those whose own file is good, and the one before continues to the bit."""
+def test_a_damaged_checkpoint_is_refused_on_every_rank(
+    stage: int, rule: str, how: str, tmp_path: Path
+) -> None:
+    """Every rank is told, also those whose own file is good, and the one before continues to the
+    bit."""
     config = zenflow_config(stage, **RULES[rule])
     for found in run_ranks(2, fall_back, config, str(tmp_path), how):
         assert found["message"].startswith("ranks 0-1: " if "model" in how else "rank 1: ")
-        assert ("model_states.pt" if "model" in how else "rank_1_mp_rank_00_optim_states.pt") in found["message"]
+        assert (
+            "model_states.pt" if "model" in how else "rank_1_mp_rank_00_optim_states.pt"
+        ) in found["message"]
         assert "earlier checkpoint" in found["message"]
         assert found["equal"]
 
@@ -116,7 +124,8 @@ def test_checkpoint_of_another_model(stage: int, tmp_path: Path) -> None:
 
 
 def save_on_full_disk(config: dict, folder: str) -> dict[str, Any]:
-    """Rank 1 cannot write: under a new tag, and over a checkpoint that is there. Then the disk has room again."""
+    """Rank 1 cannot write: under a new tag, and over a checkpoint that is there. Then the disk has
+    room again."""
     rank = dist.get_rank()
     data = batches(STEPS, rank)
     engine = make_engine(config)
@@ -132,7 +141,11 @@ def save_on_full_disk(config: dict, folder: str) -> dict[str, Any]:
         with limited(resource.RLIMIT_FSIZE, 8 * 1024 if rank == 1 else resource.RLIM_INFINITY):
             messages.append(refused(partial(engine.save_checkpoint, folder, tag=tag)))
     dist.barrier()
-    left = sorted(path.name for path in Path(folder).rglob("*") if ".dsext-" in path.name or path.name == "new")
+    left = sorted(
+        path.name
+        for path in Path(folder).rglob("*")
+        if ".dsext-" in path.name or path.name == "new"
+    )
     latest = Path(folder, "latest").read_text()
     losses += train(engine, data[BAD : BAD + 1])
     engine.save_checkpoint(folder, tag="later")
@@ -145,11 +158,21 @@ def save_on_full_disk(config: dict, folder: str) -> dict[str, Any]:
         engine.load_checkpoint(folder, tag=tag)
         resumed.append(train(engine, data[step:]) == expected[step:])
         engine.destroy()
-    return {"messages": messages, "equal": losses == expected, "left": left, "latest": latest, "resumed": resumed}
+    return {
+        "messages": messages,
+        "equal": losses == expected,
+        "left": left,
+        "latest": latest,
+        "resumed": resumed,
+    }
 
 
-@pytest.mark.parametrize(("stage", "rule"), [(2, "predictive"), (2, "selective"), (3, "predictive")])
-def test_training_goes_on_if_the_disk_is_full_while_saving(stage: int, rule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "rule"), [(2, "predictive"), (2, "selective"), (3, "predictive")]
+)
+def test_training_goes_on_if_the_disk_is_full_while_saving(
+    stage: int, rule: str, tmp_path: Path
+) -> None:
     """Training goes on to the bit, in step on all ranks; what was saved before is as it was."""
     config = zenflow_config(stage, **RULES[rule])
     for found in run_ranks(2, save_on_full_disk, config, str(tmp_path)):
@@ -189,7 +212,9 @@ def load_latest(config: dict, folder: str) -> int:
 
 def test_a_rank_killed_while_saving_leaves_the_latest_checkpoint_whole(tmp_path: Path) -> None:
     config = zenflow_config(2)
-    survivor, killed = run_fresh_ranks(2, die_while_saving, config, str(tmp_path), group_timeout_seconds=20)
+    survivor, killed = run_fresh_ranks(
+        2, die_while_saving, config, str(tmp_path), group_timeout_seconds=20
+    )
     assert killed.exit_code == -signal.SIGKILL
     assert "Connection" in survivor.value
     assert (tmp_path / "latest").read_text() == "good"
@@ -207,7 +232,9 @@ def save_where_nothing_can_be(config: dict, folder: str) -> tuple[str, list[floa
 
 def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    for message, losses in run_ranks(2, save_where_nothing_can_be, zenflow_config(2), str(tmp_path / "file" / "x")):
+    for message, losses in run_ranks(
+        2, save_where_nothing_can_be, zenflow_config(2), str(tmp_path / "file" / "x")
+    ):
         assert "Not a directory" in message
         assert len(losses) == 2
 
@@ -241,6 +268,8 @@ def test_a_tag_under_which_nothing_was_saved(left_over: str, tmp_path: Path) -> 
         (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
         if not name.endswith("/"):
             path.write_bytes(b"")
-    for message, losses, undisturbed in run_ranks(2, load_and_train_on, zenflow_config(2), str(tmp_path)):
+    for message, losses, undisturbed in run_ranks(
+        2, load_and_train_on, zenflow_config(2), str(tmp_path)
+    ):
         assert "holds no checkpoint" in message
         assert losses == undisturbed

@@ -1,5 +1,5 @@
-"""Ranks with different configs: one error on every rank, and none waits in a collective that others do not take part
-in. Without our fields, nothing is compared."""
+"""Ranks with different configs: one error on every rank, and none waits in a collective that others
+do not take part in. Without our fields, nothing is compared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def config_of(stage: int, zero: dict[str, Any]) -> dict[str, Any]:
 
 
 def start(stage: int, fields: list[dict[str, Any]], samples: list[int]) -> tuple[str, int]:
-    """Start with this rank's fields and as many samples of data, then with none; the error, and the steps after it."""
+    """Start with this rank's fields and as many samples of data, then with none; the error, and the
+    steps after it."""
     rank, message = dist.get_rank(), "no error"
     how = {"training_data": batches(samples[rank], 0)} if samples else {}
     try:
@@ -52,7 +53,9 @@ def start(stage: int, fields: list[dict[str, Any]], samples: list[int]) -> tuple
         (2, [{}, {"enable_sanity_checks": True}], "flattening parameter group 0"),
     ],
 )
-def test_a_part_that_is_on_on_one_rank_only(stage: int, fields: list[dict[str, Any]], says: str) -> None:
+def test_a_part_that_is_on_on_one_rank_only(
+    stage: int, fields: list[dict[str, Any]], says: str
+) -> None:
     found = run_ranks(2, start, stage, fields, [], timeout_seconds=60)
     assert found[0] == found[1]
     message, steps = found[0]
@@ -75,6 +78,10 @@ def comparisons(stage: int, zero: dict[str, Any]) -> int:
     return compared.call_count
 
 
-@pytest.mark.parametrize(("fields", "times"), [({}, 0), (UNBOUND, 0), ({"stage3_allgather_single_param": True}, 1)])
-def test_a_run_without_our_parts_has_no_further_collective(fields: dict[str, Any], times: int) -> None:
+@pytest.mark.parametrize(
+    ("fields", "times"), [({}, 0), (UNBOUND, 0), ({"stage3_allgather_single_param": True}, 1)]
+)
+def test_a_run_without_our_parts_has_no_further_collective(
+    fields: dict[str, Any], times: int
+) -> None:
     assert run_ranks(2, comparisons, 3, fields) == [times] * 2

@@ -1,4 +1,5 @@
-"""Calls in a process that user code has forked: each is one error, at once, and the parent trains on unharmed."""
+"""Calls in a process that user code has forked: each is one error, at once, and the parent trains
+on unharmed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from typing import Any
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
 
 from deepspeed_ext.errors import DeepSpeedExtError, StateError
 from deepspeed_ext.runtime.own_process import OwnProcess
@@ -46,7 +51,9 @@ CALLS: dict[str, Callable[[Any, str], object]] = {
     "destroy": lambda engine, folder: engine.destroy(),
     "get master": lambda engine, folder: safe_get_full_fp32_param(first(engine)),
     "get moment": lambda engine, folder: safe_get_full_optimizer_state(first(engine), "exp_avg"),
-    "set master": lambda engine, folder: safe_set_full_fp32_param(first(engine), torch.zeros(shape_of(engine))),
+    "set master": lambda engine, folder: safe_set_full_fp32_param(
+        first(engine), torch.zeros(shape_of(engine))
+    ),
     "optimizer.step": lambda engine, folder: engine.optimizer.step(),
     "optimizer.state_dict": lambda engine, folder: engine.optimizer.state_dict(),
     "exact_weights": lambda engine, folder: engine.optimizer.exact_weights().__enter__(),
@@ -56,11 +63,13 @@ CALLS: dict[str, Callable[[Any, str], object]] = {
 MAY_PASS = {"finish"}
 """Nothing to do without an async save."""
 OF_OWNERS = {"get master", "get moment", "set master"}
-"""At stages 1 and 2 only the ranks that own a part ask our optimizer; the others enter DeepSpeed's collective."""
+"""At stages 1 and 2 only the ranks that own a part ask our optimizer; the others enter DeepSpeed's
+collective."""
 
 
 def called(engine: Any, names: list[str], folder: str, ending: str) -> dict[str, str]:
-    """What became of each call in a forked child, which then ends in one of three ways; "" is how it ended."""
+    """What became of each call in a forked child, which then ends in one of three ways; "" is how
+    it ended."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         found = {}
@@ -105,20 +114,27 @@ def with_children(config: dict[str, Any], folder: str, seed: int) -> list[Any]:
     for number, batch in enumerate(data):
         losses += train(engine, [batch])
         if number % 3 == 1:
-            engine.save_checkpoint(folder, tag=f"step-{number}")  # in flight, if it is beside training
+            engine.save_checkpoint(
+                folder, tag=f"step-{number}"
+            )  # in flight, if it is beside training
         if dist.get_rank() == number % dist.get_world_size():
             all_own = dist.get_world_size() == 1 or engine.zero_optimization_stage() == 3
             known = [name for name in CALLS if all_own or name not in OF_OWNERS]
             names = known if number == 0 else rng.sample(known, 5)
             found.append(called(engine, names, folder, rng.choice(["killed", "left", "collected"])))
-    assert first_difference(expected, (losses, weights_of(engine), masters_of(engine)), "training") == ""
+    assert (
+        first_difference(expected, (losses, weights_of(engine), masters_of(engine)), "training")
+        == ""
+    )
     engine.save_checkpoint(folder, tag="last")
     engine.destroy()
     dist.barrier()
     return found
 
 
-@pytest.mark.parametrize(("stage", "beside", "ranks"), [(2, True, 1), (3, False, 1), (1, True, 2), (3, True, 2)])
+@pytest.mark.parametrize(
+    ("stage", "beside", "ranks"), [(2, True, 1), (3, False, 1), (1, True, 2), (3, True, 2)]
+)
 def test_every_call_in_a_forked_process_is_refused_and_the_parent_trains_on(
     stage: int, beside: bool, ranks: int, tmp_path: Any
 ) -> None:
@@ -129,7 +145,9 @@ def test_every_call_in_a_forked_process_is_refused_and_the_parent_trains_on(
             assert found.pop("") == "exit status 0"
             passed = {name for name, what in found.items() if what == "passed"}
             assert passed <= (set() if beside else MAY_PASS), found
-            assert {what for name, what in found.items() if name not in passed} <= {"refused"}, found
+            assert {what for name, what in found.items() if name not in passed} <= {"refused"}, (
+                found
+            )
     names = {path.name for path in tmp_path.iterdir()}
     names -= {"zero_to_fp32.py", "zero_to_torch.py"}
     assert names == {"latest", "before", "step-1", "step-4", "step-7", "last"}
@@ -144,7 +162,10 @@ def with_the_module(config: dict[str, Any]) -> Any:
     if (child := os.fork()) == 0:
         try:
             torch.set_num_threads(1)
-            found = {name: param.detach().float().sum().item() for name, param in engine.module.named_parameters()}
+            found = {
+                name: param.detach().float().sum().item()
+                for name, param in engine.module.named_parameters()
+            }
             os.write(writing, pickle.dumps(found))
         finally:
             os._exit(0)
@@ -152,7 +173,10 @@ def with_the_module(config: dict[str, Any]) -> Any:
     with open(reading, "rb") as file:
         found = pickle.load(file)
     os.waitpid(child, 0)
-    here = {name: param.detach().float().sum().item() for name, param in engine.module.named_parameters()}
+    here = {
+        name: param.detach().float().sum().item()
+        for name, param in engine.module.named_parameters()
+    }
     engine.destroy()
     return found == here
 
@@ -165,5 +189,7 @@ def test_the_error_names_both_processes() -> None:
     home = OwnProcess("the engine")
     home.require()
     home._pid += 1
-    with pytest.raises(DeepSpeedExtError, match=f"belongs to process {os.getpid() + 1}, and process {os.getpid()}"):
+    with pytest.raises(
+        DeepSpeedExtError, match=f"belongs to process {os.getpid() + 1}, and process {os.getpid()}"
+    ):
         home.require()

@@ -1,4 +1,5 @@
-"""NaN, Inf and overflow in gradients, and uninitialised memory: handled at least as well as by DeepSpeed's offload."""
+"""NaN, Inf and overflow in gradients, and uninitialised memory: handled at least as well as by
+DeepSpeed's offload."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from tests.support.compare import allow_fp16
 from tests.support.models import batches, on_device
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
-from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    RULES,
+    make_engine,
+    offload_config,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -33,17 +41,28 @@ def train_with_bad_gradients(config: dict, extended: bool) -> dict[str, Any]:
         losses.append(loss.item())
         engine.backward(loss * BAD_STEPS[number] if number in BAD_STEPS and rank == 1 else loss)
         engine.step()
-        unchanged.append(all(torch.equal(before[name], value) for name, value in weights_of(engine).items()))
+        unchanged.append(
+            all(torch.equal(before[name], value) for name, value in weights_of(engine).items())
+        )
     finite = all(bool(value.isfinite().all()) for value in weights_of(engine).values())
-    found = {"unchanged": unchanged, "skipped": engine.skipped_steps, "finite": finite, "losses": losses}
+    found = {
+        "unchanged": unchanged,
+        "skipped": engine.skipped_steps,
+        "finite": finite,
+        "losses": losses,
+    }
     if extended:
         found["updates"] = engine.optimizer.host_optimizer.updates
     engine.destroy()
     return found
 
 
-@pytest.mark.parametrize(("stage", "rule"), [(1, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")])
-def test_bf16_steps_with_bad_gradients_are_dropped_as_upstream_drops_them(stage: int, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "rule"), [(1, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")]
+)
+def test_bf16_steps_with_bad_gradients_are_dropped_as_upstream_drops_them(
+    stage: int, rule: str
+) -> None:
     config = zenflow_config(stage, **RULES[rule])
     config["bf16"]["check_grad_overflow"] = True  # the default since DeepSpeed 0.19.3
     ours = run_ranks(2, train_with_bad_gradients, config, True)
@@ -63,17 +82,22 @@ SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, "total_n
 
 
 def state_of(engine: Any) -> dict[str, Any]:
-    """All that a step changes: p, m, v, weights, step count, position in the schedules. Waits for the worker."""
+    """All that a step changes: p, m, v, weights, step count, position in the schedules. Waits for
+    the worker."""
     adam = engine.optimizer.host_optimizer
     adam.drain()
     arrays = [t.clone() for part in adam.partitions for t in part.state]
     collected = [copy.deepcopy(part.collected) for part in adam.partitions]
     counts = (adam.updates, adam.rule.schedule.state_dict(), collected, engine.get_lr())
-    return {"arrays": [t.detach() for t in arrays] + list(weights_of(engine).values()), "counts": copy.deepcopy(counts)}
+    return {
+        "arrays": [t.detach() for t in arrays] + list(weights_of(engine).values()),
+        "counts": copy.deepcopy(counts),
+    }
 
 
 def overflow_on_one_rank(config: dict) -> dict[str, Any]:
-    """Train in fp16 twice; the second time with one more micro-step, in which rank 1's gradient is infinite."""
+    """Train in fp16 twice; the second time with one more micro-step, in which rank 1's gradient is
+    infinite."""
     allow_fp16()
     rank = dist.get_rank()
     data = batches(STEPS, rank)
@@ -93,7 +117,9 @@ def overflow_on_one_rank(config: dict) -> dict[str, Any]:
     engine.destroy()
     return {
         "overflow": overflow,
-        "changed arrays": first_difference(before["arrays"], after["arrays"], "p, m, v and weights"),
+        "changed arrays": first_difference(
+            before["arrays"], after["arrays"], "p, m, v and weights"
+        ),
         "same counts": before["counts"] == after["counts"],
         "updates": updates,
         "losses": losses,
@@ -101,11 +127,16 @@ def overflow_on_one_rank(config: dict) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("stage", "rule"), [(1, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")])
+@pytest.mark.parametrize(
+    ("stage", "rule"), [(1, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")]
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, rule: str) -> None:
     """Training continues bitwise as if the step had not been attempted."""
     config = {**zenflow_config(stage, torch.float16, **RULES[rule]), "scheduler": SCHEDULER}
-    config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 5}  # so one overflow leaves the loss scale as it is
+    config["fp16"] |= {
+        "initial_scale_power": 8,
+        "hysteresis": 5,
+    }  # so one overflow leaves the loss scale as it is
     for found in run_ranks(2, overflow_on_one_rank, config):
         assert found["overflow"]
         assert found["changed arrays"] == ""
@@ -115,7 +146,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, rule: str) ->
 
 
 def walk_down(config: dict, extended: bool) -> list[tuple[float, bool, int]]:
-    """Train in fp16 from a loss scale that is too large; the scale, the overflow and the skipped steps by step."""
+    """Train in fp16 from a loss scale that is too large; the scale, the overflow and the skipped
+    steps by step."""
     allow_fp16()
     engine = make_engine(config, extended=extended)
     trace = []
@@ -138,7 +170,8 @@ def test_the_loss_scale_comes_down_as_upstreams_does(stage: int, rule: str) -> N
 
 
 def nan_and_back(config: dict, folder: str) -> dict[str, Any]:
-    """Without a check, NaN spreads to all weights (stage 3 always checks); an earlier checkpoint repairs them."""
+    """Without a check, NaN spreads to all weights (stage 3 always checks); an earlier checkpoint
+    repairs them."""
     data = batches(STEPS, dist.get_rank())
     engine = make_engine(config)
     train(engine, data[:5])
@@ -154,7 +187,9 @@ def nan_and_back(config: dict, folder: str) -> dict[str, Any]:
     return {"spoilt": all(value != value for value in spoilt[-2:]), "equal": again == expected}
 
 
-@pytest.mark.parametrize(("stage", "rule"), [(2, "predictive"), (2, "selective"), (3, "predictive")])
+@pytest.mark.parametrize(
+    ("stage", "rule"), [(2, "predictive"), (2, "selective"), (3, "predictive")]
+)
 def test_a_checkpoint_brings_back_a_run_that_met_nan(stage: int, rule: str, tmp_path: Any) -> None:
     config = zenflow_config(stage, **RULES[rule])
     config["bf16"]["check_grad_overflow"] = False
@@ -182,9 +217,12 @@ def train_on_dirty_memory(config: dict) -> tuple[list[float], list[float]]:
     return expected, losses
 
 
-@pytest.mark.parametrize(("stage", "rule"), [(2, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")])
+@pytest.mark.parametrize(
+    ("stage", "rule"), [(2, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")]
+)
 def test_uninitialised_memory_changes_nothing(stage: int, rule: str) -> None:
-    """Stage 3 leaves the padding of partitions uninitialised: it must not reach the mean of v of its block."""
+    """Stage 3 leaves the padding of partitions uninitialised: it must not reach the mean of v of
+    its block."""
     config = zenflow_config(stage, **RULES[rule])
     config["zero_optimization"]["reduce_bucket_size"] = 100_000  # else gigabytes are filled
     for expected, losses in run_ranks(2, train_on_dirty_memory, config):

@@ -1,5 +1,5 @@
-"""Faults while gradients and results travel beside a step, on the simulated accelerator: no rank hangs, all have one
-error. And where there is no memory for it, they travel inside of the step."""
+"""Faults while gradients and results travel beside a step, on the simulated accelerator: no rank
+hangs, all have one error. And where there is no memory for it, they travel inside of the step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ STATES: dict[str, tuple[type, str, bool]] = {
 """State of a chunk -> the method at whose end (True) or beginning it is in that state."""
 
 PASSING = {**STATES, "being sent": (Parcel, "send", False), "sent": (Parcel, "send", True)}
-"""The same where chunks pass through a few places, so that all but the first are sent by the courier."""
+"""The same where chunks pass through a few places, so that all but the first are sent by the
+courier."""
 
 WAYS = {**RULES, "in chunks": {"update_interval": 1}}
 
@@ -93,7 +94,9 @@ def fault_of(how: str, state: str, chunk: int, process: OptimizerProcess) -> Abs
 
     if how == "raising":
         return a_task_that_raises(chunk)
-    return at(state, chunk, kill if how == "killed" else lambda: os.kill(process.pid, signal.SIGSTOP))
+    return at(
+        state, chunk, kill if how == "killed" else lambda: os.kill(process.pid, signal.SIGSTOP)
+    )
 
 
 def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[str, Any]]:
@@ -128,7 +131,11 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
         (3, "selective", "killed", [("going down", 1), ("arrived", 1), ("coming up", 3)]),
         *(
             pytest.param(
-                stage, rule, "killed", [(state, chunk) for state in STATES for chunk in (1, 3)], marks=pytest.mark.full
+                stage,
+                rule,
+                "killed",
+                [(state, chunk) for state in STATES for chunk in (1, 3)],
+                marks=pytest.mark.full,
             )
             for stage in (2, 3)
             for rule in RULES
@@ -144,7 +151,9 @@ def test_a_worker_harmed_while_a_chunk_is_in_each_state(
     stage: int, rule: str, how: str, cases: list[tuple[str, int]]
 ) -> None:
     timeout = TIMEOUT_SECONDS if how == "stopped" else 600.0
-    config = zenflow_config(stage, **WAYS[rule], hide_transfers=True, worker_timeout_seconds=timeout)
+    config = zenflow_config(
+        stage, **WAYS[rule], hide_transfers=True, worker_timeout_seconds=timeout
+    )
     says = {"raising": f"slot={SLOT_THAT_IS_NOT}", "stopped": "within 2 s"}.get(how, "SIGKILL")
     pool = f"simulated, stage {stage}"
     for *outcomes, after in run_ranks(2, suffer, config, how, cases, device="sim", pool=pool):
@@ -165,7 +174,8 @@ def refuse_the_copy(*args: Any) -> None:
 
 
 def start(config: dict, lacks: str, on_rank: int) -> tuple[str, str, list[float]]:
-    """One rank lacks memory for the landing buffers: how copies run, or which error is raised, and the losses."""
+    """One rank lacks memory for the landing buffers: how copies run, or which error is raised, and
+    the losses."""
     lacking: dict[str, AbstractContextManager] = {
         "nothing": nullcontext(),
         "free memory": patch.object(allocation, "free_accelerator_bytes", lambda: 1000),
@@ -191,8 +201,12 @@ def start(config: dict, lacks: str, on_rank: int) -> tuple[str, str, list[float]
         (False, "nothing"),
     ],
 )
-def test_without_memory_on_one_rank_the_copies_stay_inside_of_the_step_on_all(wanted: bool | None, lacks: str) -> None:
-    config = zenflow_config(2, update_interval=1, **({} if wanted is None else {"hide_transfers": wanted}))
+def test_without_memory_on_one_rank_the_copies_stay_inside_of_the_step_on_all(
+    wanted: bool | None, lacks: str
+) -> None:
+    config = zenflow_config(
+        2, update_interval=1, **({} if wanted is None else {"hide_transfers": wanted})
+    )
     found = run_ranks(2, start, config, lacks, 1, device="sim", pool="simulated, stage 2")
     plain = run_ranks(2, start, config, "nothing", 1, device="sim", pool="simulated, stage 2")
     hidden = wanted is not False and (lacks == "nothing" or (wanted and lacks == "free memory"))
@@ -210,7 +224,9 @@ def train_with_an_error_of_the_courier(config: dict) -> str:
     data = [on_device(batch) for batch in batches(8, dist.get_rank())]
     train(engine, data[:3])
     message = "no error"
-    with patch.object(Chunk, "start_up", refuse_the_copy) if dist.get_rank() == 1 else nullcontext():
+    with (
+        patch.object(Chunk, "start_up", refuse_the_copy) if dist.get_rank() == 1 else nullcontext()
+    ):
         try:
             train(engine, data[3:])
         except DeepSpeedExtError as error:
@@ -221,6 +237,8 @@ def train_with_an_error_of_the_courier(config: dict) -> str:
 
 def test_an_error_of_the_courier_is_raised_on_every_rank() -> None:
     config = zenflow_config(2, update_interval=1, hide_transfers=True)
-    for message in run_ranks(2, train_with_an_error_of_the_courier, config, device="sim", pool="simulated, stage 2"):
+    for message in run_ranks(
+        2, train_with_an_error_of_the_courier, config, device="sim", pool="simulated, stage 2"
+    ):
         assert "rank 1" in message
         assert "an error of the link" in message

@@ -1,4 +1,5 @@
-"""Ctrl-C, or an exception of a signal handler, at any line of a backward pass, and the script goes on."""
+"""Ctrl-C, or an exception of a signal handler, at any line of a backward pass, and the script goes
+on."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from tests.support.inject import STRIKES, Interruption, PreemptedError
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import is_simulated, run_ranks
 from tests.support.same import first_difference
-from tests.support.zenflow import RULES, full_masters_of, make_engine, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    RULES,
+    full_masters_of,
+    make_engine,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 BEFORE, AFTER = 4, 3
 """Steps before the one whose backward pass is interrupted, and after it. The interval is 2."""
@@ -34,19 +42,24 @@ def backward(engine: Any, batch: torch.Tensor, on_tensor: bool) -> None:
 
 def state_of(engine: Any) -> dict[str, Any]:
     found = {"weights": weights_of(engine), "masters": full_masters_of(engine)}
-    return found | {"steps": (engine.global_steps, engine.optimizer.host_optimizer.updates, engine.get_lr())}
+    return found | {
+        "steps": (engine.global_steps, engine.optimizer.host_optimizer.updates, engine.get_lr())
+    }
 
 
 class Run:
-    """A short training in which a backward pass is interrupted at a line and done again, or is not interrupted."""
+    """A short training in which a backward pass is interrupted at a line and done again, or is not
+    interrupted."""
 
     def __init__(self, config: dict[str, Any], on_tensor: bool, folder: str) -> None:
         self.config, self.on_tensor, self.folder = config, on_tensor, folder
         self.data = batches(ACCUMULATED * (BEFORE + 1 + AFTER), 0)
 
-    def go(self, at: int | None = None, strike: str = "KeyboardInterrupt", *, again: bool = False) -> dict[str, Any]:
-        """What the run leaves, or the error that says why it does not go on. After an interruption it saves, and does
-        the batch again; with `again` it does so without one."""
+    def go(
+        self, at: int | None = None, strike: str = "KeyboardInterrupt", *, again: bool = False
+    ) -> dict[str, Any]:
+        """What the run leaves, or the error that says why it does not go on. After an interruption
+        it saves, and does the batch again; with `again` it does so without one."""
         first, last = ACCUMULATED * BEFORE, ACCUMULATED * (BEFORE + 1) - 1
         engine = make_engine(self.config, groups=two_groups)
         train(engine, self.data[:last])
@@ -56,7 +69,11 @@ class Run:
         with suppress(KeyboardInterrupt, PreemptedError, TimeoutError), interruption:
             backward(engine, self.data[last], self.on_tensor)
         torch.set_grad_enabled(True)  # torch's own context may have been left in the middle
-        found: dict[str, Any] = {"lines": interruption.lines, "place": interruption.place, "error": None}
+        found: dict[str, Any] = {
+            "lines": interruption.lines,
+            "place": interruption.place,
+            "error": None,
+        }
         if at is not None:
             engine.save_checkpoint(self.folder, tag="interrupted")
         if at is not None or again:
@@ -98,7 +115,9 @@ def is_same(found: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(first_difference(found[key], other[key], key) == "" for key in KEYS)
 
 
-def outcomes(config: dict[str, Any], on_tensor: bool, seed: int, count: int, folder: str) -> list[Any]:
+def outcomes(
+    config: dict[str, Any], on_tensor: bool, seed: int, count: int, folder: str
+) -> list[Any]:
     """What is wrong, by line; and how often the run went on, and was refused."""
     allow_fp16()
     run = Run(config, on_tensor, folder)
@@ -115,7 +134,9 @@ def outcomes(config: dict[str, Any], on_tensor: bool, seed: int, count: int, fol
             tally["refused"] += 1
             if "has broken off the last backward pass" not in found["error"]:
                 wrong.append((at, strike, found["place"], found["error"]))
-        elif is_same(found, undisturbed) or is_same(found, twice):  # twice: the pass had ended, which nobody can know
+        elif is_same(found, undisturbed) or is_same(
+            found, twice
+        ):  # twice: the pass had ended, which nobody can know
             tally["whole"] += 1
         else:
             wrong.append((at, strike, found["place"], "goes on with other gradients"))
@@ -130,7 +151,9 @@ def config_of(stage: int, rule: str, dtype: torch.dtype = torch.bfloat16) -> dic
     return config
 
 
-CASES = [(stage, rule, on_tensor) for rule in RULES for stage in (1, 2, 3) for on_tensor in (False, True)]
+CASES = [
+    (stage, rule, on_tensor) for rule in RULES for stage in (1, 2, 3) for on_tensor in (False, True)
+]
 
 
 @pytest.mark.sampled(6)
@@ -138,8 +161,8 @@ CASES = [(stage, rule, on_tensor) for rule in RULES for stage in (1, 2, 3) for o
 def test_a_backward_pass_is_whole_or_the_engine_says_why_not(
     stage: int, rule: str, on_tensor: bool, tmp_path: Path
 ) -> None:
-    """The script does the batch again: it trains on as if nothing had been, bitwise, or the next call raises
-    StateError. Saving works, and holds the step before."""
+    """The script does the batch again: it trains on as if nothing had been, bitwise, or the next
+    call raises StateError. Saving works, and holds the step before."""
     arguments = (config_of(stage, rule), on_tensor, 11, 3, str(tmp_path))
     ((wrong, lines, tally),) = run_ranks(1, outcomes, *arguments, timeout_seconds=280)
     assert not wrong, f"of {lines} lines: {wrong}"

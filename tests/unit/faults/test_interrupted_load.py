@@ -1,4 +1,5 @@
-"""Ctrl-C, or an exception of a signal handler, at any line of `load_checkpoint`, and the script goes on."""
+"""Ctrl-C, or an exception of a signal handler, at any line of `load_checkpoint`, and the script
+goes on."""
 
 from __future__ import annotations
 
@@ -16,14 +17,22 @@ from tests.support.inject import STRIKES, Interruption
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
-from tests.support.zenflow import RULES, full_masters_of, make_engine, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    RULES,
+    full_masters_of,
+    make_engine,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 SAVED, BEFORE, AFTER = 4, 3, 3
 """Steps before the save, between it and the interrupted load, and afterwards. The interval is 2."""
 
 
 class Run:
-    """A short training that loads an older checkpoint; the load is interrupted at a line, or left out, or neither."""
+    """A short training that loads an older checkpoint; the load is interrupted at a line, or left
+    out, or neither."""
 
     def __init__(self, config: dict[str, Any], saving: dict[str, Any], folder: str) -> None:
         self.config, self.folder = config, folder
@@ -34,13 +43,19 @@ class Run:
         engine.load_checkpoint(folder, tag="saved")  # imports, before lines are counted
         engine.destroy()
 
-    def go(self, at: int | None = None, strike: str = "KeyboardInterrupt", *, loads: bool = True) -> dict[str, Any]:
-        """What the run leaves. If it does not go on after the interruption, it loads again and tells the error."""
+    def go(
+        self, at: int | None = None, strike: str = "KeyboardInterrupt", *, loads: bool = True
+    ) -> dict[str, Any]:
+        """What the run leaves. If it does not go on after the interruption, it loads again and
+        tells the error."""
         engine = make_engine(self.config, groups=two_groups)
         train(engine, self.data[:BEFORE])
         interruption, found = Interruption(at, STRIKES[strike]), dict[str, Any](error=None)
         if loads:
-            with suppress(KeyboardInterrupt, Exception), interruption:  # torch and we tell some as errors of our own
+            with (
+                suppress(KeyboardInterrupt, Exception),
+                interruption,
+            ):  # torch and we tell some as errors of our own
                 engine.load_checkpoint(self.folder, tag="saved")
         torch.set_grad_enabled(True)  # torch's own context may have been left in the middle
         try:
@@ -57,8 +72,16 @@ class Run:
             except StateError as again:  # inside the connection to the optimizer process
                 found["again"] = str(again)
         if "again" not in found:
-            found |= {"losses": losses, "weights": weights_of(engine), "masters": full_masters_of(engine)}
-            found["steps"] = (engine.global_steps, engine.optimizer.host_optimizer.updates, engine.get_lr())
+            found |= {
+                "losses": losses,
+                "weights": weights_of(engine),
+                "masters": full_masters_of(engine),
+            }
+            found["steps"] = (
+                engine.global_steps,
+                engine.optimizer.host_optimizer.updates,
+                engine.get_lr(),
+            )
         engine.destroy()
         return found | {"lines": interruption.lines, "place": interruption.place}
 
@@ -70,8 +93,11 @@ def is_same(found: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(first_difference(found[key], other[key], key) == "" for key in KEYS)
 
 
-def outcomes(config: dict[str, Any], saving: dict[str, Any], seed: int, count: int, folder: str) -> list[Any]:
-    """What is wrong, by line; and how often the run went on without the load, with it, and with another one."""
+def outcomes(
+    config: dict[str, Any], saving: dict[str, Any], seed: int, count: int, folder: str
+) -> list[Any]:
+    """What is wrong, by line; and how often the run went on without the load, with it, and with
+    another one."""
     allow_fp16()
     run = Run(config, saving, folder)
     loaded, not_loaded = run.go(), run.go(loads=False)
@@ -103,14 +129,21 @@ def config_of(stage: int, rule: str) -> dict[str, Any]:
     return config
 
 
-CASES = [(stage, saved, rule) for rule in RULES for stage, saved in ((1, 1), (2, 2), (3, 3), (2, 3), (3, 1))]
+CASES = [
+    (stage, saved, rule)
+    for rule in RULES
+    for stage, saved in ((1, 1), (2, 2), (3, 3), (2, 3), (3, 1))
+]
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("stage", "saved", "rule"), CASES)
-def test_a_load_is_whole_or_the_engine_asks_for_another(stage: int, saved: int, rule: str, tmp_path: Path) -> None:
-    """The run goes on bitwise as if it had not loaded, or had loaded undisturbed; or the next call raises StateError,
-    nothing can be saved, and after another load the run goes on as if that had been the only one."""
+def test_a_load_is_whole_or_the_engine_asks_for_another(
+    stage: int, saved: int, rule: str, tmp_path: Path
+) -> None:
+    """The run goes on bitwise as if it had not loaded, or had loaded undisturbed; or the next call
+    raises StateError, nothing can be saved, and after another load the run goes on as if that had
+    been the only one."""
     arguments = (config_of(stage, rule), config_of(saved, rule), 11, 4, str(tmp_path))
     ((wrong, lines, tally),) = run_ranks(1, outcomes, *arguments, timeout_seconds=280)
     assert not wrong, f"of {lines} lines: {wrong}"
@@ -120,7 +153,9 @@ def test_a_load_is_whole_or_the_engine_asks_for_another(stage: int, saved: int, 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("stage", "saved", "rule"), CASES)
-def test_a_load_is_whole_at_many_lines(stage: int, saved: int, rule: str, seed: int, tmp_path: Path) -> None:
+def test_a_load_is_whole_at_many_lines(
+    stage: int, saved: int, rule: str, seed: int, tmp_path: Path
+) -> None:
     arguments = (config_of(stage, rule), config_of(saved, rule), seed, 100, str(tmp_path))
     ((wrong, lines, _),) = run_ranks(1, outcomes, *arguments, timeout_seconds=1800)
     assert not wrong, f"of {lines} lines: {wrong}"

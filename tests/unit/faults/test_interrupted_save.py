@@ -1,4 +1,5 @@
-"""Ctrl-C at any line while something waits for a save beside training: it is completed later, or somebody is told."""
+"""Ctrl-C at any line while something waits for a save beside training: it is completed later, or
+somebody is told."""
 
 from __future__ import annotations
 
@@ -38,8 +39,11 @@ WAITS: dict[str, Callable[[AsyncCheckpointEngine], None]] = {
 """What waits for a save, and completes it."""
 
 
-def goes_wrong(folder: Path, tag: str, waits: str, at: int | None, then: str) -> tuple[str | None, int, str]:
-    """Save 1 under "a", then 2 beside training, interrupt what waits for it at a line, and let something else wait.
+def goes_wrong(
+    folder: Path, tag: str, waits: str, at: int | None, then: str
+) -> tuple[str | None, int, str]:
+    """Save 1 under "a", then 2 beside training, interrupt what waits for it at a line, and let
+    something else wait.
 
     Returns:
         What is wrong, how many lines the wait took, and what was told.
@@ -62,7 +66,9 @@ def goes_wrong(folder: Path, tag: str, waits: str, at: int | None, then: str) ->
         except CheckpointError as error:
             told = str(error)
     found = load(ALONE, disks)
-    left = [path.name for path in folder.rglob("*.dsext-*") if "removing" not in path.name]  # for the next save
+    left = [
+        path.name for path in folder.rglob("*.dsext-*") if "removing" not in path.name
+    ]  # for the next save
     wrong = None
     if found != ({1} if "was not saved" in told else {2}):
         wrong = f"told {told!r}, found {found}"
@@ -74,8 +80,12 @@ def goes_wrong(folder: Path, tag: str, waits: str, at: int | None, then: str) ->
 def look(folder: Path, draw: random.Random, count: int | None) -> None:
     ended, told = 0, []
     with (
-        patch.object(async_engine, "Writer", LateWriter),  # it writes when it is waited for: the disk is slow
-        patch.object(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS),  # `make_engine` changes it
+        patch.object(
+            async_engine, "Writer", LateWriter
+        ),  # it writes when it is waited for: the disk is slow
+        patch.object(
+            async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS
+        ),  # `make_engine` changes it
         patch.object(LateWriter, "is_late", False),
     ):
         for waits in WAITS:
@@ -116,9 +126,13 @@ def test_an_interrupted_wait_for_a_slow_disk_is_waited_for_again(tmp_path: Path)
 
 
 def test_a_save_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
-    """The next save of the same job needs no room for it, and a model alone goes to its own place."""
+    """The next save of the same job needs no room for it, and a model alone goes to its own
+    place."""
     engine, _ = make_engine(ALONE, True, MODES[0])
-    with patch.object(engine, "_write", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with (
+        patch.object(engine, "_write", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         commit_save(engine, torch.ones(3), ALONE, Disks(tmp_path, False), "t")
     engine.break_off()
     assert list((tmp_path / "disk0").iterdir()) == []

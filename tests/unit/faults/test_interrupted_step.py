@@ -15,19 +15,30 @@ from tests.support.inject import STRIKES, Interruption, PreemptedError
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
-from tests.support.zenflow import RULES, full_masters_of, make_engine, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    RULES,
+    full_masters_of,
+    make_engine,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 BEFORE, AFTER = 4, 3
-"""Steps before the one that is interrupted, and after it. The interval is 2, so updates are in flight."""
+"""Steps before the one that is interrupted, and after it. The interval is 2, so updates are in
+flight."""
 
 
 class Run:
-    """A short training whose step number `BEFORE` is interrupted at a line, or left out, or neither."""
+    """A short training whose step number `BEFORE` is interrupted at a line, or left out, or
+    neither."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
 
-    def go(self, at: int | None = None, strike: str = "KeyboardInterrupt", *, steps: bool = True) -> dict[str, Any]:
+    def go(
+        self, at: int | None = None, strike: str = "KeyboardInterrupt", *, steps: bool = True
+    ) -> dict[str, Any]:
         """Everything that the run leaves; or the error that says why it does not go on."""
         data = batches(BEFORE + 1 + AFTER, 0)
         engine = make_engine(self.config, groups=two_groups)
@@ -35,18 +46,30 @@ class Run:
         engine.backward(engine(on_device(data[BEFORE])))
         interruption, left = Interruption(at, STRIKES[strike]), ""
         if steps:
-            with suppress(KeyboardInterrupt, PreemptedError, TimeoutError, StateError), interruption:
+            with (
+                suppress(KeyboardInterrupt, PreemptedError, TimeoutError, StateError),
+                interruption,
+            ):
                 try:
                     engine.step()
                 except BaseException as error:
                     left = f"{type(error).__name__}: {error}"
                     raise
         torch.set_grad_enabled(True)  # torch's own context may have been left in the middle
-        found: dict[str, Any] = {"lines": interruption.lines, "place": interruption.place, "left": left, "error": None}
+        found: dict[str, Any] = {
+            "lines": interruption.lines,
+            "place": interruption.place,
+            "left": left,
+            "error": None,
+        }
         try:
             found["losses"] = train(engine, data[BEFORE + 1 :])
             found["weights"], found["masters"] = weights_of(engine), full_masters_of(engine)
-            found["steps"] = (engine.global_steps, engine.optimizer.host_optimizer.updates, engine.get_lr())
+            found["steps"] = (
+                engine.global_steps,
+                engine.optimizer.host_optimizer.updates,
+                engine.get_lr(),
+            )
         except Exception as error:
             found["error"] = (type(error).__name__, str(error))
         engine.destroy()
@@ -56,7 +79,9 @@ class Run:
 KEYS = ("losses", "weights", "masters", "steps")
 
 
-def outcomes(config: dict[str, Any], strikes: list[str], seed: int, count: int | None) -> list[tuple[Any, ...]]:
+def outcomes(
+    config: dict[str, Any], strikes: list[str], seed: int, count: int | None
+) -> list[tuple[Any, ...]]:
     """What is wrong, by line; and how often the run went on as before, as after, and not at all."""
     allow_fp16()
     run = Run(config)
@@ -75,7 +100,11 @@ def outcomes(config: dict[str, Any], strikes: list[str], seed: int, count: int |
         if found["error"] is not None:
             kind, text = found["error"]
             tally["refused"] += 1
-            if kind != StateError.__name__ or "broken off" not in text or not ("an exc" in text or strike in text):
+            if (
+                kind != StateError.__name__
+                or "broken off" not in text
+                or not ("an exc" in text or strike in text)
+            ):
                 wrong.append((at, strike, found["place"], kind, text))
             continue
         same = [
@@ -102,9 +131,12 @@ CASES = [(stage, rule) for rule in RULES for stage in (1, 2, 3)]
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("stage", "rule"), CASES)
 def test_a_step_is_taken_as_a_whole_or_the_engine_says_why_not(stage: int, rule: str) -> None:
-    """Weights, masters, losses, counters and the learning rate of later steps are bitwise those of a run in which the
-    script had not called `step`, or had called it undisturbed; or the next call raises StateError with the cause."""
-    ((wrong, lines, tally),) = run_ranks(1, outcomes, config_of(stage, rule), list(STRIKES), 11, 3, timeout_seconds=280)
+    """Weights, masters, losses, counters and the learning rate of later steps are bitwise those of
+    a run in which the script had not called `step`, or had called it undisturbed; or the next call
+    raises StateError with the cause."""
+    ((wrong, lines, tally),) = run_ranks(
+        1, outcomes, config_of(stage, rule), list(STRIKES), 11, 3, timeout_seconds=280
+    )
     assert not wrong, f"of {lines} lines: {wrong}"
     assert tally["refused"] > 0
 
@@ -113,7 +145,11 @@ def test_a_step_is_taken_as_a_whole_or_the_engine_says_why_not(stage: int, rule:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("stage", "rule"), CASES)
-def test_a_step_is_taken_as_a_whole_at_many_lines(stage: int, rule: str, dtype: torch.dtype, seed: int) -> None:
+def test_a_step_is_taken_as_a_whole_at_many_lines(
+    stage: int, rule: str, dtype: torch.dtype, seed: int
+) -> None:
     config = config_of(stage, rule, dtype)
-    ((wrong, lines, _),) = run_ranks(1, outcomes, config, list(STRIKES), seed, 100, timeout_seconds=900)
+    ((wrong, lines, _),) = run_ranks(
+        1, outcomes, config, list(STRIKES), seed, 100, timeout_seconds=900
+    )
     assert not wrong, f"of {lines} lines: {wrong}"

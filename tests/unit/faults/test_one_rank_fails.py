@@ -1,7 +1,8 @@
-"""One rank of three fails in any function of the package: all ranks have the same error, and none waits for ever.
+"""One rank of three fails in any function of the package: all ranks have the same error, and none
+waits for ever.
 
-The functions are found by running each phase once; then each of them fails in turn on rank 1, between whichever two
-collectives it stands.
+The functions are found by running each phase once; then each of them fails in turn on rank 1,
+between whichever two collectives it stands.
 """
 
 from __future__ import annotations
@@ -75,7 +76,15 @@ CANNOT_BE_AGREED_ON = {
         *(
             f"adapter/resharding.py:Resharder.{name}"
             for name in (
-                *("loading", "plan", "_planned", "load_model", "optimizer_states", "load_partitions", "_at_once"),
+                *(
+                    "loading",
+                    "plan",
+                    "_planned",
+                    "load_model",
+                    "optimizer_states",
+                    "load_partitions",
+                    "_at_once",
+                ),
                 *("finish", "_write_weights"),
             )
         ),
@@ -127,9 +136,8 @@ CANNOT_BE_AGREED_ON = {
         "adapter/step.py:StepDriver.norms",
         "zenflow/step/link.py:WorkerLink.start_copies",
     ),
-    "waits as DeepSpeed's own method does; only an error of the device fails there, and ends the rank anyway": (
-        "adapter/stand_ins.py:",
-    ),
+    "waits as DeepSpeed's own method does; only an error of the device fails there, and ends the "
+    "rank anyway": ("adapter/stand_ins.py:",),
     "only assigns values, unless a save was interrupted": (
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.begin_save",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.break_off",
@@ -188,12 +196,20 @@ HARMLESS = {
         "zenflow/worker/process.py:OptimizerProcess._exchange",
         "zenflow/worker/process.py:OptimizerProcess._note",
     ),
-    "asked once in a process": ("runtime/memory.py:can_page_lock", "runtime/memory.py:_page_locked"),
+    "asked once in a process": (
+        "runtime/memory.py:can_page_lock",
+        "runtime/memory.py:_page_locked",
+    ),
     "without kernels, everything is computed by torch operations, with a warning": (
         "zenflow/kernels/launch.py:_found",
-        *(f"zenflow/kernels/prepare.py:{name}" for name in ("norms", "estimates", "hot_steps", "first_elements")),
+        *(
+            f"zenflow/kernels/prepare.py:{name}"
+            for name in ("norms", "estimates", "hot_steps", "first_elements")
+        ),
     ),
-    "called once after a step, so not in every save": ("zenflow/rules/predictive/probe.py:Sample.predicted",),
+    "called once after a step, so not in every save": (
+        "zenflow/rules/predictive/probe.py:Sample.predicted",
+    ),
     "a tuning result that cannot be read is ignored, with a warning": (
         "cores/tuning_results.py:_read",
         "runtime/procfs.py:read_text",
@@ -216,7 +232,8 @@ LEFT_TO_DEEPSPEED = (
     "checkpoint/reshard/layout.py:",
     "checkpoint/file.py:reading",
 )
-"""Where a layout that may be this run's cannot be read. DeepSpeed then loads the checkpoint and reports the damage."""
+"""Where a layout that may be this run's cannot be read. DeepSpeed then loads the checkpoint and
+reports the damage."""
 
 
 def qualified_names(node: ast.AST, before: str = "") -> Iterator[str]:
@@ -304,7 +321,9 @@ class Phase:
         if self.name == "initialize":
             self.engine = make_engine(self.config)
         elif self.name == "step":
-            train(self.engine, self.data[4:9])  # an error is raised at the next wait, an interval later at most
+            train(
+                self.engine, self.data[4:9]
+            )  # an error is raised at the next wait, an interval later at most
         elif self.name.startswith("save"):
             self.engine.save_checkpoint(self.folder, tag="t")
             if self.name == "save beside":
@@ -312,14 +331,18 @@ class Phase:
                 self.engine.checkpoint_engine.finish()
         elif self.name.startswith("load"):
             self.engine.load_checkpoint(self.folder, tag="whole")
-            train(self.engine, self.data[4:])  # work for the worker is handed over at the end of a load
+            train(
+                self.engine, self.data[4:]
+            )  # work for the worker is handed over at the end of a load
 
     def clear(self, keep: bool) -> None:
         """After the phase."""
         if not keep and self.engine is not None:
             self.engine.destroy()
             self.engine = None
-        gc.collect()  # else an earlier engine ends at any time, and the functions that end it seem to belong to a phase
+        # else an earlier engine ends at any time, and the functions that end it seem to belong to a
+        # phase
+        gc.collect()
         dist.barrier()
         if self.rank == 0 and self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -334,16 +357,21 @@ def start_all_ways(configs: list[dict], first: int, every: int) -> list[tuple[st
 def go_through(
     config: dict, folder: str, name: str, every: int, first: int = 0, within: str = ""
 ) -> list[tuple[str, str, float]]:
-    """Find the functions of a phase, then let each fail on one rank; (function, outcome, seconds) of this rank."""
+    """Find the functions of a phase, then let each fail on one rank; (function, outcome, seconds)
+    of this rank."""
     phase = Phase(config, folder, name)
     phase.prepare()
     names = [called_functions(phase.run)]
     phase.clear(keep=False)
     dist.broadcast_object_list(names, src=VICTIM[name])
     found = []
-    asked = [each for each in names[0] if each.startswith(within) and not each.startswith(NOT_ASKED_FOR)]
+    asked = [
+        each for each in names[0] if each.startswith(within) and not each.startswith(NOT_ASKED_FOR)
+    ]
     for function in asked:
-        if zlib.crc32(function.encode()) % every != first:  # by the name: how fast a worker is must not change the rest
+        if (
+            zlib.crc32(function.encode()) % every != first
+        ):  # by the name: how fast a worker is must not change the rest
             continue
         phase.prepare()
         dist.barrier()
@@ -356,7 +384,9 @@ def go_through(
         found.append((function, outcome, time.monotonic() - begin))
         if found[-1][2] > SECONDS:
             return found  # the ranks are out of step
-        phase.clear(keep=name == "save" and outcome.startswith("CheckpointError"))  # other phases step on
+        phase.clear(
+            keep=name == "save" and outcome.startswith("CheckpointError")
+        )  # other phases step on
     phase.clear(keep=False)
     return found
 
@@ -365,7 +395,13 @@ def go_through(
     ("name", "stage", "rule", "every", "within"),
     [
         ("step", 2, "predictive", 17, ""),
-        ("step", 2, "selective", 2, "zenflow/rules/selective/rule.py:SelectiveRule._"),  # ranks that select differently
+        (
+            "step",
+            2,
+            "selective",
+            2,
+            "zenflow/rules/selective/rule.py:SelectiveRule._",
+        ),  # ranks that select differently
         ("save", 2, "selective", 11, ""),
         ("save beside", 2, "predictive", 23, ""),
         ("load", 3, "predictive", 61, ""),
@@ -381,7 +417,8 @@ def go_through(
 def test_all_ranks_have_the_same_error(
     name: str, stage: int, rule: str, every: int, within: str, tmp_path: Path
 ) -> None:
-    """A new engine for each function takes its time: by default some of them fail, with `--full` all do."""
+    """A new engine for each function takes its time: by default some of them fail, with `--full`
+    all do."""
     config = zenflow_config(stage, **RULES[rule])
     ended = run_fresh_ranks(
         RANKS,
@@ -395,7 +432,9 @@ def test_all_ranks_have_the_same_error(
         group_timeout_seconds=SECONDS + 5,
         timeout_seconds=280,
     )
-    require_same_errors(ended, name, at_least=0 if every > 1 else 30)  # 12 more if the worker is slow
+    require_same_errors(
+        ended, name, at_least=0 if every > 1 else 30
+    )  # 12 more if the worker is slow
 
 
 ON_HOST = ("adapter/gradients.py:", "zenflow/transfers/weight_upload.py:")
@@ -428,7 +467,9 @@ def test_an_error_of_gradients_on_the_host_is_every_ranks(stage: int) -> None:
         ),
     ],
 )
-def test_all_ranks_refuse_to_start_with_the_same_error(ways: tuple[str, ...], first: int, every: int) -> None:
+def test_all_ranks_refuse_to_start_with_the_same_error(
+    ways: tuple[str, ...], first: int, every: int
+) -> None:
     """As in the other test, by default some functions fail and with `--full` all do."""
     ended = run_fresh_ranks(
         RANKS,

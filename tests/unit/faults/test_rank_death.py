@@ -1,4 +1,5 @@
-"""A rank that dies between two steps ends the others, and no optimizer process outlives its rank."""
+"""A rank that dies between two steps ends the others, and no optimizer process outlives its
+rank."""
 
 from __future__ import annotations
 
@@ -34,17 +35,26 @@ def last_rank_dies(config: dict[str, Any], folder: str) -> None:
         train(engine, batches(MORE, rank))
     except Exception:
         traceback.print_exc()
-        os._exit(FAILED)  # as a script does: a rank that lived on would keep its connections, and the others would wait
+        os._exit(
+            FAILED
+            # as a script does: a rank that lived on would keep its connections, and the others
+            # would wait
+        )
 
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "device"),
     [
         (2, 2, "cpu"),
-        *(pytest.param(ranks, stage, "accelerator", marks=pytest.mark.gpu) for ranks, stage in ((2, 3), (3, 2))),
+        *(
+            pytest.param(ranks, stage, "accelerator", marks=pytest.mark.gpu)
+            for ranks, stage in ((2, 3), (3, 2))
+        ),
     ],
 )
-def test_the_others_end_and_so_do_all_optimizer_processes(ranks: int, stage: int, device: str, tmp_path: Path) -> None:
+def test_the_others_end_and_so_do_all_optimizer_processes(
+    ranks: int, stage: int, device: str, tmp_path: Path
+) -> None:
     outcomes = run_fresh_ranks(
         ranks,
         last_rank_dies,
@@ -57,7 +67,9 @@ def test_the_others_end_and_so_do_all_optimizer_processes(ranks: int, stage: int
     assert outcomes[-1].exit_code == -signal.SIGKILL
     for outcome in outcomes[:-1]:
         assert outcome.error is None, outcome.error
-        ends = [FAILED, -signal.SIGABRT] if device == "accelerator" else [FAILED]  # NCCL's watchdog may abort a rank
+        ends = (
+            [FAILED, -signal.SIGABRT] if device == "accelerator" else [FAILED]
+        )  # NCCL's watchdog may abort a rank
         assert outcome.exit_code in ends
     pids = [int(word) for file in tmp_path.iterdir() for word in file.read_text().split()]
     assert len(pids) == 2 * ranks

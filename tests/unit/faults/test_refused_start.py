@@ -1,4 +1,5 @@
-"""If the machine refuses something to one rank at the start, every rank raises an error and nothing is left behind."""
+"""If the machine refuses something to one rank at the start, every rank raises an error and nothing
+is left behind."""
 
 from __future__ import annotations
 
@@ -75,16 +76,31 @@ REFUSALS: dict[str, tuple[Callable[[], AbstractContextManager], str]] = {
         lambda: patch.object(memory, "available_by_limit", lambda *_: {"machine": 1000}),
         "1,000 are available",
     ),
-    "address space": (lambda: while_it(Arena, "create", resource.RLIMIT_AS, used_address_space), "ulimit -v"),
-    "file size": (lambda: while_it(Arena, "create", resource.RLIMIT_FSIZE, lambda: 4096), "File too large"),
-    "descriptors, arena": (lambda: while_it(Arena, "create", resource.RLIMIT_NOFILE, next_descriptor), "ulimit -n"),
+    "address space": (
+        lambda: while_it(Arena, "create", resource.RLIMIT_AS, used_address_space),
+        "ulimit -v",
+    ),
+    "file size": (
+        lambda: while_it(Arena, "create", resource.RLIMIT_FSIZE, lambda: 4096),
+        "File too large",
+    ),
+    "descriptors, arena": (
+        lambda: while_it(Arena, "create", resource.RLIMIT_NOFILE, next_descriptor),
+        "ulimit -n",
+    ),
     "descriptors, process": (
         lambda: while_it(OptimizerProcess, "_launch", resource.RLIMIT_NOFILE, next_descriptor),
         "ulimit -n",
     ),
-    "no such program": (lambda: patch.object(sys, "executable", "/nonexistent/python"), "could not be started"),
+    "no such program": (
+        lambda: patch.object(sys, "executable", "/nonexistent/python"),
+        "could not be started",
+    ),
     "not a program": (lambda: patch.object(sys, "executable", __file__), "could not be started"),
-    "processes": (lambda: patch.object(process_module.subprocess, "Popen", refuse_processes), "ulimit -u"),
+    "processes": (
+        lambda: patch.object(process_module.subprocess, "Popen", refuse_processes),
+        "ulimit -u",
+    ),
 }
 
 
@@ -109,18 +125,27 @@ def start_refused_on_one_rank(config: dict, refusal: str) -> dict[str, Any]:
             message = str(error)
     left = [child.pid for child in psutil.Process().children()]
     leaked = dict(open_files() - before)
-    return {"message": message, "left": left, "leaked": leaked, "losses": run(config, 3, rank=rank).losses}
+    return {
+        "message": message,
+        "left": left,
+        "leaked": leaked,
+        "losses": run(config, 3, rank=rank).losses,
+    }
 
 
 @pytest.mark.parametrize(
     "refusal",
     [
-        pytest.param(name, marks=pytest.mark.full) if name in ("descriptors, process", "not a program") else name
+        pytest.param(name, marks=pytest.mark.full)
+        if name in ("descriptors, process", "not a program")
+        else name
         for name in REFUSALS
     ],
 )
 def test_refusal_is_an_error_on_every_rank(refusal: str) -> None:
-    for outcome in run_ranks(2, start_refused_on_one_rank, zenflow_config(2, update_interval=1), refusal):
+    for outcome in run_ranks(
+        2, start_refused_on_one_rank, zenflow_config(2, update_interval=1), refusal
+    ):
         assert REFUSALS[refusal][1] in outcome["message"]
         assert outcome["left"] == []
         assert outcome["leaked"] == {}
@@ -148,7 +173,9 @@ def start_with(config: Any, on_rank: int) -> tuple[str, int]:
     try:
         model = OddModel().to(torch.bfloat16)
         deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=config if rank == on_rank else good
+            model=model,
+            model_parameters=model.parameters(),
+            config=config if rank == on_rank else good,
         )
     except DeepSpeedExtError as error:
         message = str(error)
@@ -159,9 +186,12 @@ def start_with(config: Any, on_rank: int) -> tuple[str, int]:
 
 @pytest.mark.parametrize("on_rank", [0, 1])
 @pytest.mark.parametrize(
-    ("config", "part"), [(None, "AssertionError: DeepSpeed requires"), ("cut.json", "DecodeError"), (7, "7")]
+    ("config", "part"),
+    [(None, "AssertionError: DeepSpeed requires"), ("cut.json", "DecodeError"), (7, "7")],
 )
-def test_what_is_no_config_on_one_rank_is_refused_by_all(config: Any, part: str, on_rank: int, tmp_path: Path) -> None:
+def test_what_is_no_config_on_one_rank_is_refused_by_all(
+    config: Any, part: str, on_rank: int, tmp_path: Path
+) -> None:
     (tmp_path / "cut.json").write_text('{"train_batch_size": ')
     given = str(tmp_path / config) if config == "cut.json" else config
     for message, steps in run_ranks(2, start_with, given, on_rank):
@@ -188,15 +218,29 @@ def test_a_config_read_outside_of_initialize_concerns_no_other_rank() -> None:
 
 
 MISTAKES: dict[str, tuple[dict, str, str]] = {
-    "unknown field": ({"zero_optimization": {"zenflw": {}}}, "ConfigError", "zenflw is not a field"),
-    "unsupported": ({"zero_optimization": {"compute_grad_norm": False}}, "ConfigError", "compute_grad_norm"),
-    "of DeepSpeed": ({"zero_optimization": {"reduce_bucket_size": -1}}, "ValidationError", "reduce_bucket_size"),
+    "unknown field": (
+        {"zero_optimization": {"zenflw": {}}},
+        "ConfigError",
+        "zenflw is not a field",
+    ),
+    "unsupported": (
+        {"zero_optimization": {"compute_grad_norm": False}},
+        "ConfigError",
+        "compute_grad_norm",
+    ),
+    "of DeepSpeed": (
+        {"zero_optimization": {"reduce_bucket_size": -1}},
+        "ValidationError",
+        "reduce_bucket_size",
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("on_ranks", [(0,), (1,), (0, 1)])
-def test_a_bad_config_of_one_rank_is_refused_by_all(mistake: str, on_ranks: tuple[int, ...]) -> None:
+def test_a_bad_config_of_one_rank_is_refused_by_all(
+    mistake: str, on_ranks: tuple[int, ...]
+) -> None:
     fields, kind, part = MISTAKES[mistake]
     for found, message, steps in run_ranks(2, start_with_a_bad_config, fields, on_ranks):
         assert found == (kind if len(on_ranks) == 2 or kind == "ConfigError" else "RankError")
@@ -235,10 +279,17 @@ def test_a_worker_without_its_cpus_runs_elsewhere_and_warns() -> None:
 
 
 class RefusingRuntime(TorchFunctionMode):
-    """An accelerator under a small ``ulimit -l``. As the real one does, it keeps the error of a refused call, and
-    raises it when the next kernel is launched."""
+    """An accelerator under a small ``ulimit -l``. As the real one does, it keeps the error of a
+    refused call, and raises it when the next kernel is launched."""
 
-    KERNELS = (torch.ones, torch.zeros, torch.Tensor.copy_, torch.Tensor.zero_, torch.Tensor.fill_, torch.Tensor.clone)
+    KERNELS = (
+        torch.ones,
+        torch.zeros,
+        torch.Tensor.copy_,
+        torch.Tensor.zero_,
+        torch.Tensor.fill_,
+        torch.Tensor.clone,
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +334,12 @@ def train_without_page_locks(config: dict) -> dict[str, Any]:
         losses = train(engine, batches(6, 0))
         engine.destroy()
     same = losses == expected
-    return {"same": same, "asked": runtime.asked >= 1, "locked": len(runtime.locked), "warnings": warnings}
+    return {
+        "same": same,
+        "asked": runtime.asked >= 1,
+        "locked": len(runtime.locked),
+        "warnings": warnings,
+    }
 
 
 def test_without_page_locks_there_is_one_warning_and_pageable_copies() -> None:
@@ -315,7 +371,8 @@ LATE_FAILURES: dict[str, tuple[Any, str]] = {
 
 
 def fail_late(config: dict) -> dict[str, Any]:
-    """Constructors that fail at each moment after the worker was started; then an engine that works."""
+    """Constructors that fail at each moment after the worker was started; then an engine that
+    works."""
     run(config, 1, rank=0)
     before = open_files()
     found: dict[str, Any] = {}
@@ -342,7 +399,8 @@ def test_a_constructor_that_fails_late_leaves_nothing_behind() -> None:
 
 
 def forget(config: dict) -> dict[str, Any]:
-    """Train without `destroy`, and drop the engine; its model computes what it did. Then drop the model."""
+    """Train without `destroy`, and drop the engine; its model computes what it did. Then drop the
+    model."""
     run(config, 1, rank=0)
     before = open_files()
     arena = what_is_left(before)["arena"]
@@ -368,7 +426,8 @@ def test_a_deleted_engine_leaves_nothing_behind() -> None:
 
 
 def forget_after_the_communication(config: dict) -> dict[str, Any]:
-    """Train, and drop the engine where the process group seems to have ended, as some trainers end it."""
+    """Train, and drop the engine where the process group seems to have ended, as some trainers end
+    it."""
     before, ignored = open_files(), []
     engine = make_engine(config)
     train(engine, batches(2, 0))
@@ -382,9 +441,13 @@ def forget_after_the_communication(config: dict) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_an_engine_that_is_deleted_after_the_communication_has_ended_says_nothing(stage: int) -> None:
+def test_an_engine_that_is_deleted_after_the_communication_has_ended_says_nothing(
+    stage: int,
+) -> None:
     expected: dict[str, Any] = {"ignored": [], "workers": []}
-    assert run_ranks(1, forget_after_the_communication, zenflow_config(stage, update_interval=1)) == [expected]
+    assert run_ranks(
+        1, forget_after_the_communication, zenflow_config(stage, update_interval=1)
+    ) == [expected]
 
 
 def fail_to_destroy(config: dict) -> dict[str, Any]:

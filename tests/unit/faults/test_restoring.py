@@ -84,7 +84,9 @@ def test_a_section_that_fits_on_one_rank_only(stage: int, rule: str, tmp_path: P
     assert outcomes[0] == outcomes[1]
     messages, equal = outcomes[0]
     for how, words in zip(
-        SPOILT, ["version 99", "elements", "collected", "different plans", "different plans"], strict=True
+        SPOILT,
+        ["version 99", "elements", "collected", "different plans", "different plans"],
+        strict=True,
     ):
         message = messages[SPOILT.index(how)]
         assert message.startswith("CheckpointError: ")
@@ -93,7 +95,8 @@ def test_a_section_that_fits_on_one_rank_only(stage: int, rule: str, tmp_path: P
 
 
 def read_beside_the_dead(config: dict) -> dict[str, Any]:
-    """Rank 0's worker dies with an update in flight; state is read, exact weights are wanted, a step is made."""
+    """Rank 0's worker dies with an update in flight; state is read, exact weights are wanted, a
+    step is made."""
     engine = make_engine(config)
     data = batches(6, dist.get_rank())
     train(engine, data[:5])
@@ -138,7 +141,9 @@ def start_with_little_memory(config: dict, available: int) -> str:
 
 def test_memory_is_that_of_all_ranks_of_a_host() -> None:
     engine_bytes = run_ranks(1, arena_bytes, zenflow_config(2, update_interval=1))[0]
-    messages = run_ranks(2, start_with_little_memory, zenflow_config(2, update_interval=1), engine_bytes * 3 // 4)
+    messages = run_ranks(
+        2, start_with_little_memory, zenflow_config(2, update_interval=1), engine_bytes * 3 // 4
+    )
     assert messages[0] == messages[1]
     assert messages[0].startswith("OutOfMemoryError: ")
     assert "2 rank(s)" in messages[0]
@@ -160,7 +165,9 @@ def test_latest_that_cannot_be_replaced(tmp_path: Path) -> None:
     engine.create(info)
     engine.makedirs(str(tmp_path / "t"), exist_ok=True)
     engine.save({"a": math.pi}, str(tmp_path / "t" / "mp_rank_00_model_states.pt"))
-    with pytest.raises(CheckpointError, match=r"was saved, but finishing the save failed.*load it by its tag"):
+    with pytest.raises(
+        CheckpointError, match=r"was saved, but finishing the save failed.*load it by its tag"
+    ):
         engine.commit(info)
     engine.begin_load(str(tmp_path), "t")
     assert engine.load(str(tmp_path / "t" / "mp_rank_00_model_states.pt")) == {"a": math.pi}

@@ -1,4 +1,5 @@
-"""A rank killed at any system call of a save leaves one whole checkpoint, old or new, and the next save works."""
+"""A rank killed at any system call of a save leaves one whole checkpoint, old or new, and the next
+save works."""
 
 from __future__ import annotations
 
@@ -22,19 +23,31 @@ def interposer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("needs a C++ compiler")
     library = tmp_path_factory.mktemp("interpose") / "libinterpose.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", str(SOURCE), "-o", str(library), "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", str(SOURCE), "-o", str(library), "-ldl"], check=True
+    )
     return library
 
 
 @pytest.mark.parametrize(
-    ("size", "every"), [(2, 23), *(pytest.param(size, 1, marks=pytest.mark.full) for size in (2, 3))]
+    ("size", "every"),
+    [(2, 23), *(pytest.param(size, 1, marks=pytest.mark.full) for size in (2, 3))],
 )
 def test_kill_at_every_system_call(interposer: Path, size: int, every: int, tmp_path: Path) -> None:
-    """New and reused tag, one disk and one per rank, a save that waits and one beside training, every victim, every
-    call that changes a file."""
-    command = [sys.executable, "-m", "tests.support.crash.driver", str(tmp_path), str(size), str(every)]
+    """New and reused tag, one disk and one per rank, a save that waits and one beside training,
+    every victim, every call that changes a file."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.crash.driver",
+        str(tmp_path),
+        str(size),
+        str(every),
+    ]
     environment = {**os.environ, "LD_PRELOAD": str(interposer), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    ended = subprocess.run(
+        command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads(ended.stdout.splitlines()[-1])
     assert found["wrong"] == []

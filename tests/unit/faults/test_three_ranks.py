@@ -16,7 +16,14 @@ from tests.support.limits import limited
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
-from tests.support.zenflow import RULES, make_engine, offload_config, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    RULES,
+    make_engine,
+    offload_config,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 pytestmark = pytest.mark.sampled(2)
 
@@ -35,7 +42,8 @@ def message_of(error: type[Exception], action: Any) -> str:
 
 
 def train_save_and_load(config: dict, folder: str) -> dict[str, Any]:
-    """Save mid-interval; a save fails on one rank; load into a new engine; then the worker of one rank dies."""
+    """Save mid-interval; a save fails on one rank; load into a new engine; then the worker of one
+    rank dies."""
     rank = dist.get_rank()
     data = batches(STEPS, rank)
     engine = make_engine(offload_config(config), extended=False)
@@ -69,8 +77,12 @@ def train_save_and_load(config: dict, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "rule"), [(2, "predictive"), (3, "selective")])
-def test_three_ranks_train_save_load_and_fail_together(stage: int, rule: str, tmp_path: Path) -> None:
-    outcomes = run_ranks(RANKS, train_save_and_load, zenflow_config(stage, **RULES[rule]), str(tmp_path))
+def test_three_ranks_train_save_load_and_fail_together(
+    stage: int, rule: str, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(
+        RANKS, train_save_and_load, zenflow_config(stage, **RULES[rule]), str(tmp_path)
+    )
     for found in outcomes:
         assert found["losses"] == pytest.approx(found["upstream"], rel=0.05)
         assert found["resumed"] == found["losses"][GOOD:]

@@ -42,7 +42,9 @@ class Script:
             del environment["DS_ACCELERATOR"]
         self._output, self._errors = folder / "output.txt", folder / "errors.txt"
         with self._output.open("wb") as out, self._errors.open("wb") as errors:
-            self.process = nursery(device).start_script(SCRIPT, [end, str(folder)], environment, out, errors)
+            self.process = nursery(device).start_script(
+                SCRIPT, [end, str(folder)], environment, out, errors
+            )
 
     @property
     def worker(self) -> int:
@@ -51,12 +53,17 @@ class Script:
         return json.loads(self._announced()[0])["worker"]
 
     def _announced(self) -> list[str]:
-        return [line for line in self._output.read_text().splitlines(keepends=True) if ANNOUNCED.fullmatch(line)]
+        return [
+            line
+            for line in self._output.read_text().splitlines(keepends=True)
+            if ANNOUNCED.fullmatch(line)
+        ]
 
     def end(self) -> tuple[int, str]:
         """Exit status and what was said on stderr.
 
-        The process that forks scripts has imported Triton, if there is one, whose bindings count their objects at exit.
+        The process that forks scripts has imported Triton, if there is one, whose bindings count
+        their objects at exit.
         """
         status = self.process.wait(timeout=60)
         return status, self._errors.read_text().partition("nanobind: leaked")[0]
@@ -82,7 +89,9 @@ def test_a_killed_trainer_leaves_no_worker(start: Callable[[str], Script], momen
     assert gone(worker)
 
 
-def test_an_exception_between_backward_and_step_ends_the_worker(start: Callable[[str], Script]) -> None:
+def test_an_exception_between_backward_and_step_ends_the_worker(
+    start: Callable[[str], Script],
+) -> None:
     script = start("exception")
     worker = script.worker
     status, said = script.end()
@@ -92,7 +101,8 @@ def test_an_exception_between_backward_and_step_ends_the_worker(start: Callable[
 
 
 def test_ctrl_c_ends_trainer_and_worker(start: Callable[[str], Script]) -> None:
-    """SIGINT goes to the whole process group; the worker prints nothing and ends with the trainer."""
+    """SIGINT goes to the whole process group; the worker prints nothing and ends with the
+    trainer."""
     script = start("interrupt")
     worker = script.worker
     os.killpg(script.process.pid, signal.SIGINT)
@@ -104,8 +114,8 @@ def test_ctrl_c_ends_trainer_and_worker(start: Callable[[str], Script]) -> None:
 
 
 def test_a_preempted_script_saves_and_ends(start: Callable[[str], Script]) -> None:
-    """A handler of SIGTERM lets the script save between two steps; then the signal ends it as usual. DeepSpeed's
-    launcher and service managers signal the children, too, and first."""
+    """A handler of SIGTERM lets the script save between two steps; then the signal ends it as
+    usual. DeepSpeed's launcher and service managers signal the children, too, and first."""
     script = start("preempted")
     worker = script.worker
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
@@ -119,28 +129,43 @@ def test_a_preempted_script_saves_and_ends(start: Callable[[str], Script]) -> No
 
 
 @pytest.mark.parametrize(
-    "end", ["saving", "saving without a process group", "saving before a mistake", "saving in a forked process"]
+    "end",
+    [
+        "saving",
+        "saving without a process group",
+        "saving before a mistake",
+        "saving in a forked process",
+    ],
 )
-def test_a_save_beside_training_is_complete_when_the_script_has_ended(start: Callable[[str], Script], end: str) -> None:
+def test_a_save_beside_training_is_complete_when_the_script_has_ended(
+    start: Callable[[str], Script], end: str
+) -> None:
     script = start(end)
     worker = script.worker
     status, said = script.end()
     assert status == (1 if "mistake" in end else 0), said
     assert (script.folder / "latest").read_text() == "last"
     (path,) = (script.folder / "last").glob("*optim_states.pt")
-    state = torch.load(path, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]["state"]
+    state = torch.load(path, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"][
+        "state"
+    ]
     assert all(moments["exp_avg_sq"].count_nonzero() > 0 for moments in state.values())
     assert [path.name for path in script.folder.iterdir() if ".dsext-" in path.name] == []
     assert gone(worker)
 
 
-def test_an_interrupted_destroy_leaves_its_save_to_the_end_of_the_script(start: Callable[[str], Script]) -> None:
-    """Ctrl-C while `destroy` waits for a slow disk; the end says that it waits, and completes the save."""
+def test_an_interrupted_destroy_leaves_its_save_to_the_end_of_the_script(
+    start: Callable[[str], Script],
+) -> None:
+    """Ctrl-C while `destroy` waits for a slow disk; the end says that it waits, and completes the
+    save."""
     script = start("saving, interrupted")
     status, said = script.end()
     assert status in (-signal.SIGINT, 128 + signal.SIGINT), said
     assert (script.folder / "latest").read_text() == "last"
-    assert len([line for line in said.splitlines() if "the end waits for a checkpoint" in line]) == 1
+    assert (
+        len([line for line in said.splitlines() if "the end waits for a checkpoint" in line]) == 1
+    )
     assert said.count("Traceback") == 1, said
     assert [path.name for path in script.folder.iterdir() if ".dsext-" in path.name] == []
 
@@ -181,12 +206,19 @@ def lose_a_rank(config: dict) -> dict[str, Any]:
     seconds = time.monotonic() - begin
     other_gone = gone(workers[1])
     engine.destroy()
-    return {"message": message, "seconds": seconds, "other gone": other_gone, "own gone": gone(workers[0])}
+    return {
+        "message": message,
+        "seconds": seconds,
+        "other gone": other_gone,
+        "own gone": gone(workers[0]),
+    }
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_the_other_rank_ends_its_worker_after_a_rank_is_killed(stage: int) -> None:
-    survivor, killed = run_fresh_ranks(2, lose_a_rank, zenflow_config(stage), group_timeout_seconds=600)
+    survivor, killed = run_fresh_ranks(
+        2, lose_a_rank, zenflow_config(stage), group_timeout_seconds=600
+    )
     assert killed.exit_code == -signal.SIGKILL
     assert survivor.error is None
     assert "Connection" in survivor.value["message"]
@@ -211,10 +243,16 @@ def train_with_forked_loader(config: dict) -> dict[str, Any]:
     losses = train(engine, ended)
     alive = psutil.pid_exists(worker)
     kept: DataLoader[torch.Tensor] = DataLoader(
-        torch.stack(data[4:]), batch_size=None, num_workers=2, multiprocessing_context="fork", persistent_workers=True
+        torch.stack(data[4:]),
+        batch_size=None,
+        num_workers=2,
+        multiprocessing_context="fork",
+        persistent_workers=True,
     )
     losses += train(engine, kept)
-    difference = first_difference((expected, weights), (losses, weights_of(engine)), "losses, weights")
+    difference = first_difference(
+        (expected, weights), (losses, weights_of(engine)), "losses, weights"
+    )
     forked = [child.pid for child in psutil.Process().children() if child.pid != worker]
     engine.destroy()
     return {

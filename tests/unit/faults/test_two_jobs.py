@@ -1,4 +1,5 @@
-"""Two jobs save into one folder at the same time: a job was queued again while the old one still runs."""
+"""Two jobs save into one folder at the same time: a job was queued again while the old one still
+runs."""
 
 from __future__ import annotations
 
@@ -16,17 +17,24 @@ TAGS = (("a", "a"), ("a", "b"), ("b", "b"), ("b", "c"))
 """There is a checkpoint under "a"."""
 DUELS = [
     *(Duel(modes, ("a", "a")) for modes in product(MODES, MODES)),
-    *(Duel((mode, MODES[0]), tags, is_quiet) for mode in MODES for tags in TAGS for is_quiet in (False, True)),
+    *(
+        Duel((mode, MODES[0]), tags, is_quiet)
+        for mode in MODES
+        for tags in TAGS
+        for is_quiet in (False, True)
+    ),
 ]
 
 
 def look(duel: Duel, folder: Path, seed: int, count: int) -> None:
-    """One job stops in the middle, the other one too, at `count` pairs of moments; and turns of any length."""
+    """One job stops in the middle, the other one too, at `count` pairs of moments; and turns of any
+    length."""
     draw = random.Random(seed)
     first, second = operations_of(duel, folder / "counted")
     assert min(first, second) > 50
     cases: list[list[tuple[int, int]]] = [
-        [(0, draw.randint(0, first)), (1, draw.randint(0, second))] for _ in range(count - count // 4)
+        [(0, draw.randint(0, first)), (1, draw.randint(0, second))]
+        for _ in range(count - count // 4)
     ]
     cases += [random_turns(draw, (first, second)) for _ in range(count // 4)]
     for number, turns in enumerate(cases):
@@ -37,8 +45,9 @@ def look(duel: Duel, folder: Path, seed: int, count: int) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("duel", random.Random(0).sample(DUELS, 3))
 def test_each_save_belongs_to_one_job(duel: Duel, tmp_path: Path) -> None:
-    """After any number of operations of each, and if both were killed there: `latest` names one whole save of one job,
-    and a job that was told that it has saved has not lost its save to one that has not."""
+    """After any number of operations of each, and if both were killed there: `latest` names one
+    whole save of one job, and a job that was told that it has saved has not lost its save to one
+    that has not."""
     look(duel, tmp_path, seed=1, count=4)
 
 
@@ -48,10 +57,16 @@ def test_each_save_belongs_to_one_job_at_many_moments(duel: Duel, tmp_path: Path
     look(duel, tmp_path, seed=2, count=200)
 
 
-@pytest.mark.parametrize("modes", [(MODES[0], MODES[0]), (MODES[1], MODES[0]), (MODES[2], MODES[1])])
-def test_the_later_of_two_is_told_that_another_job_saves_there(modes: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "modes", [(MODES[0], MODES[0]), (MODES[1], MODES[0]), (MODES[2], MODES[1])]
+)
+def test_the_later_of_two_is_told_that_another_job_saves_there(
+    modes: tuple[str, str], tmp_path: Path
+) -> None:
     with hooked(is_quiet=False):
-        slow, fast = (Job(tmp_path, "t", mode, value) for mode, value in zip(modes, (2, 3), strict=True))
+        slow, fast = (
+            Job(tmp_path, "t", mode, value) for mode, value in zip(modes, (2, 3), strict=True)
+        )
         slow.advance(50)
         fast.advance()
         slow.advance()
@@ -62,7 +77,9 @@ def test_the_later_of_two_is_told_that_another_job_saves_there(modes: tuple[str,
     assert "stop one of the jobs, or give each a folder of its own" in slow.outcome
 
 
-def test_a_job_that_saves_under_another_tag_is_warned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_saves_under_another_tag_is_warned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(logger, "handle", lambda record: said.append(record.getMessage()))
     with hooked(is_quiet=False):

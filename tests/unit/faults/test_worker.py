@@ -1,4 +1,5 @@
-"""If a worker dies, raises or hangs, every rank raises the same error within seconds, with rank and remedy."""
+"""If a worker dies, raises or hangs, every rank raises the same error within seconds, with rank and
+remedy."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ TIMEOUT_SECONDS = 2.0
 
 
 def kill_at_launch() -> tuple[Any, list[float]]:
-    """Let the next worker be killed as soon as it exists; returns what to restore and when it was killed."""
+    """Let the next worker be killed as soon as it exists; returns what to restore and when it was
+    killed."""
     launch, killed = OptimizerProcess._launch, []
 
     def launch_and_kill(self: OptimizerProcess, *args: Any) -> Any:
@@ -49,7 +51,9 @@ def harm(process: OptimizerProcess, how: str) -> None:
         os.kill(process.pid, signal.SIGSTOP)
         process.submit([PartitionPass(0, (), (), Publish.exact(1.0, 1e-8), again=0)])
     if how == "raising":
-        with suppress(WorkerError):  # a fast worker has answered before this returns; then the next wait says it again
+        with suppress(
+            WorkerError
+        ):  # a fast worker has answered before this returns; then the next wait says it again
             process.submit([PartitionPass(0, (7,), (), Publish.exact(1.0, 1e-8))])
     elif how == "stopped":
         os.kill(process.pid, signal.SIGSTOP)
@@ -59,7 +63,8 @@ def harm(process: OptimizerProcess, how: str) -> None:
 
 
 def suffer(config: dict, how: str, folder: str) -> dict[str, Any]:
-    """Train on two ranks while rank 0's worker comes to harm; how does this rank end, and can it begin anew?"""
+    """Train on two ranks while rank 0's worker comes to harm; how does this rank end, and can it
+    begin anew?"""
     rank, harmed, engine, message = dist.get_rank(), 0.0, None, "no error"
     launch = OptimizerProcess._launch
     try:
@@ -105,7 +110,9 @@ def suffer(config: dict, how: str, folder: str) -> dict[str, Any]:
         (2, "selective", "saving"),
     ],
 )
-def test_every_rank_ends_with_the_error_and_can_begin_anew(stage: int, rule: str, how: str, tmp_path: Path) -> None:
+def test_every_rank_ends_with_the_error_and_can_begin_anew(
+    stage: int, rule: str, how: str, tmp_path: Path
+) -> None:
     timeout = TIMEOUT_SECONDS if how == "stopped" else 600.0
     config = zenflow_config(stage, **RULES[rule], worker_timeout_seconds=timeout)
     outcomes = run_ranks(2, suffer, config, how, str(tmp_path))
@@ -138,7 +145,8 @@ def test_destroy_ends_the_workers(stage: int) -> None:
 
 
 def losses_until_the_error(config: dict, killed_after: int) -> tuple[list[float], list[float]]:
-    """Losses with a worker of rank 0 that dies after some steps, up to the error, and those of a run without."""
+    """Losses with a worker of rank 0 that dies after some steps, up to the error, and those of a
+    run without."""
     rank, found = dist.get_rank(), []
     data = batches(20, rank)
     engine = make_engine(config)
@@ -158,7 +166,8 @@ def losses_until_the_error(config: dict, killed_after: int) -> tuple[list[float]
 
 @pytest.mark.parametrize("killed_after", [9, 10, 11, 12])
 def test_no_loss_before_the_error_is_wrong(killed_after: int) -> None:
-    """Within an interval no rank waits for its worker, so the error comes some steps after the worker's death."""
+    """Within an interval no rank waits for its worker, so the error comes some steps after the
+    worker's death."""
     config = zenflow_config(2, update_interval=4, full_warm_up_rounds=4)
     for losses, undisturbed in run_ranks(2, losses_until_the_error, config, killed_after):
         assert killed_after <= len(losses) < len(undisturbed)

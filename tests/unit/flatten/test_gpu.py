@@ -1,6 +1,8 @@
-"""Tiered flattening on a real accelerator: equal to upstream to the bit; two ranks share a device if they must.
+"""Tiered flattening on a real accelerator: equal to upstream to the bit; two ranks share a device
+if they must.
 
-On the simulated one, also without the profile of start-up, which waits for the device after every phase.
+On the simulated one, also without the profile of start-up, which waits for the device after every
+phase.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ def test_a_chunk_is_used_again_once_its_copy_has_arrived(direction: str) -> None
 
 
 def freed_on_another_stream(tier: str) -> str:
-    """Flatten parameters that were allocated on another stream, which then reuses their memory; the first
-    difference."""
+    """Flatten parameters that were allocated on another stream, which then reuses their memory; the
+    first difference."""
     accelerator = get_accelerator()
     device, side = torch.device(accelerator.current_device_name()), accelerator.Stream()
     values = [torch.full((1000,), 1.0 + index) for index in range(3)]

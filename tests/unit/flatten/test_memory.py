@@ -1,4 +1,5 @@
-"""Peak bytes of each tier, what happens when one runs out of memory, and that nothing is ever lost."""
+"""Peak bytes of each tier, what happens when one runs out of memory, and that nothing is ever
+lost."""
 
 from __future__ import annotations
 
@@ -39,17 +40,22 @@ def reference(layout: GroupLayout) -> torch.Tensor:
     """What the flat buffer must hold, on the host."""
     flat = torch.zeros(layout.numel, dtype=layout.dtype)
     for segment in layout.segments:
-        flat[segment.start : segment.start + segment.numel] = segment.parameter.detach().reshape(-1).cpu()
+        flat[segment.start : segment.start + segment.numel] = (
+            segment.parameter.detach().reshape(-1).cpu()
+        )
     return flat
 
 
-def flatten(layout: GroupLayout, forced: Any = None, check_replicas: bool = False) -> tuple[torch.Tensor, Any]:
+def flatten(
+    layout: GroupLayout, forced: Any = None, check_replicas: bool = False
+) -> tuple[torch.Tensor, Any]:
     ranks = RankGroup.of(dist.get_world_group(), this_device(), keeps_scratch=True)
     return Flattener(forced, 0.05, MIB, check_replicas).flatten(layout, ranks, 0)
 
 
 def failing(counts: Iterable[int]) -> Any:
-    """Lets `memory.accelerator_empty` run out of memory on the calls (from 0) that are in `counts`."""
+    """Lets `memory.accelerator_empty` run out of memory on the calls (from 0) that are in
+    `counts`."""
     calls, real = itertools.count(), allocation.accelerator_empty
 
     def allocate(*args: Any) -> torch.Tensor:
@@ -104,7 +110,12 @@ def different_memory_body(free_bytes: list[int]) -> tuple[str, int]:
 
 @pytest.mark.parametrize(
     ("free_mib", "tier"),
-    [((100, 100), "accelerator"), ((100, 10), "distributed"), ((10, 100), "distributed"), ((100, 6), "host")],
+    [
+        ((100, 100), "accelerator"),
+        ((100, 10), "distributed"),
+        ((10, 100), "distributed"),
+        ((100, 6), "host"),
+    ],
 )
 def test_the_poorest_rank_decides_for_all(free_mib: tuple[int, int], tier: str) -> None:
     free_bytes = [size * MIB for size in free_mib]
@@ -127,10 +138,15 @@ def next_tier_body(failures: list[list[int]]) -> str:
         ([[0], []], "distributed"),
         ([[0, 1], [0]], "host"),  # then distributed: a slice
         ([[0], [1]], "host"),
-        ([[0], [0, 2]], "distributed"),  # the flat buffer with the parameters gone: through the host
+        (
+            [[0], [0, 2]],
+            "distributed",
+        ),  # the flat buffer with the parameters gone: through the host
     ],
 )
-def test_out_of_memory_on_one_rank_moves_all_to_the_next_way(failures: list[list[int]], tier: str) -> None:
+def test_out_of_memory_on_one_rank_moves_all_to_the_next_way(
+    failures: list[list[int]], tier: str
+) -> None:
     assert run_ranks(2, next_tier_body, failures) == [tier] * 2
 
 
@@ -145,7 +161,9 @@ def last_tier_body(failures: list[list[int]], forced: str | None, host_fails_on:
 
     def host_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
         if dist.get_rank() == host_fails_on:
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+            )
         return real(*args, **kwargs)
 
     with (
@@ -156,16 +174,33 @@ def last_tier_body(failures: list[list[int]], forced: str | None, host_fails_on:
         flatten(layout, forced)
     for segment, value in zip(layout.segments, before, strict=True):
         assert segment.parameter.shape == value.shape
-        assert torch.equal(segment.parameter.detach().cpu().view(torch.int16), value.view(torch.int16))
+        assert torch.equal(
+            segment.parameter.detach().cpu().view(torch.int16), value.view(torch.int16)
+        )
     return str(error.value)
 
 
 @pytest.mark.parametrize(
     ("failures", "forced", "host_fails_on", "says"),
     [
-        ([[0, 1, 2], [0, 1]], None, None, "no flatten tier fits"),  # host: the flat buffer, on rank 0
-        ([[0], [0, 2, 3]], None, None, "no flatten tier fits"),  # distributed, then through the host, both refused
-        ([[0], [0, 2]], None, 0, "no flatten tier fits"),  # distributed half done, and no host memory for the way out
+        (
+            [[0, 1, 2], [0, 1]],
+            None,
+            None,
+            "no flatten tier fits",
+        ),  # host: the flat buffer, on rank 0
+        (
+            [[0], [0, 2, 3]],
+            None,
+            None,
+            "no flatten tier fits",
+        ),  # distributed, then through the host, both refused
+        (
+            [[0], [0, 2]],
+            None,
+            0,
+            "no flatten tier fits",
+        ),  # distributed half done, and no host memory for the way out
         ([[0, 1], []], None, 1, "host memory"),  # host: no room for the slice
         ([[0], []], "accelerator", None, 'flatten_tier = "accelerator" ran out'),
         ([[], [0]], "distributed", None, 'flatten_tier = "distributed" ran out'),
@@ -211,7 +246,11 @@ def test_ranks_that_differ_get_an_error_that_shows_both_sides(what: str) -> None
         assert "rank 1: " in message
 
 
-REFUSAL = torch.AcceleratorError("CUDA error: out of memory") if hasattr(torch, "AcceleratorError") else MemoryError()
+REFUSAL = (
+    torch.AcceleratorError("CUDA error: out of memory")
+    if hasattr(torch, "AcceleratorError")
+    else MemoryError()
+)
 FAULTS: dict[str, tuple[Exception, tuple[str, ...], bool]] = {
     "one allocation": (REFUSAL, ("accelerator_empty", "host_empty"), False),
     "the accelerator from then on": (REFUSAL, ("accelerator_empty",), True),
@@ -221,7 +260,8 @@ FAULTS: dict[str, tuple[Exception, tuple[str, ...], bool]] = {
 
 @contextmanager
 def fault_at(place: int, fault: str) -> Iterator[list[int]]:
-    """Let the allocation number `place` (from 0), of those that `fault` is about, fail; yields how many there were."""
+    """Let the allocation number `place` (from 0), of those that `fault` is about, fail; yields how
+    many there were."""
     error, names, lasting = FAULTS[fault]
     seen = [0]
 
@@ -236,7 +276,9 @@ def fault_at(place: int, fault: str) -> Iterator[list[int]]:
 
     with ExitStack() as stack:
         for name in names:
-            stack.enter_context(patch.object(allocation, name, allocating(getattr(allocation, name))))
+            stack.enter_context(
+                patch.object(allocation, name, allocating(getattr(allocation, name)))
+            )
         yield seen
 
 
@@ -250,22 +292,37 @@ def small_layout() -> tuple[GroupLayout, torch.Tensor]:
 
 
 def outcome(tier: str, fault: str, place: int) -> tuple[str, bool]:
-    """How a flattening ends if an allocation of rank 1 fails, and whether that allocation took place at all."""
+    """How a flattening ends if an allocation of rank 1 fails, and whether that allocation took
+    place at all."""
     layout, expected = small_layout()
     with fault_at(place if dist.get_rank() == 1 else 1 << 30, fault) as seen:
         try:
-            # "distributed, refused": the flat buffer is refused to rank 0 too, so that the way goes through the host
-            refused = failing([1]) if tier == "distributed, refused" and dist.get_rank() == 0 else nullcontext()
+            # "distributed, refused": the flat buffer is refused to rank 0 too, so that the way goes
+            # through the host
+            refused = (
+                failing([1])
+                if tier == "distributed, refused" and dist.get_rank() == 0
+                else nullcontext()
+            )
             with refused:
                 flat, _ = flatten(layout, tier.split(",")[0])
             end = "flat"
         except DeepSpeedExtError as error:
             flat, end = None, f"{type(error).__name__}: {error}"
     if flat is not None:
-        assert torch.equal(flat.cpu().view(torch.int16), expected.view(torch.int16)), (tier, fault, place)
+        assert torch.equal(flat.cpu().view(torch.int16), expected.view(torch.int16)), (
+            tier,
+            fault,
+            place,
+        )
     else:
         intact = reference(layout)
-        assert torch.equal(intact.view(torch.int16), expected.view(torch.int16)), (tier, fault, place, end)
+        assert torch.equal(intact.view(torch.int16), expected.view(torch.int16)), (
+            tier,
+            fault,
+            place,
+            end,
+        )
     return end, seen[0] > place
 
 
@@ -286,22 +343,33 @@ def sweep(tier: str) -> list[tuple[str, int, str]]:
 def test_wherever_an_allocation_fails_all_ranks_end_alike_and_nothing_is_lost(tier: str) -> None:
     first, second = run_ranks(2, sweep, tier)
     assert first == second
-    ends = {fault: [end.split(":")[0] for which, _, end in first if which == fault] for fault in FAULTS}
+    ends = {
+        fault: [end.split(":")[0] for which, _, end in first if which == fault] for fault in FAULTS
+    }
     for fault, found in ends.items():
         assert len(found) > 1, "no allocation could fail"
         if tier != "distributed, refused":
             assert found[-1] == "flat"
-        assert set(found) <= {"flat", "RankError" if fault == "another error" else "OutOfMemoryError"}
+        assert set(found) <= {
+            "flat",
+            "RankError" if fault == "another error" else "OutOfMemoryError",
+        }
     assert ends["another error"][0] == "RankError"
-    assert "rank 1: ValueError: not about memory" in next(end for which, _, end in first if which == "another error")
+    assert "rank 1: ValueError: not about memory" in next(
+        end for which, _, end in first if which == "another error"
+    )
 
 
 def both_exchanges() -> list[torch.Tensor]:
     ranks = RankGroup.of(dist.get_world_group(), this_device())
     found = []
     for way in (exchange.all_gather, exchange.broadcasts):
-        flat = torch.full((6 * ranks.size,), float("nan"), dtype=torch.bfloat16, device=ranks.device)
-        flat[6 * ranks.rank : 6 * ranks.rank + 6] = torch.arange(6, device=ranks.device) + 10 * ranks.rank
+        flat = torch.full(
+            (6 * ranks.size,), float("nan"), dtype=torch.bfloat16, device=ranks.device
+        )
+        flat[6 * ranks.rank : 6 * ranks.rank + 6] = (
+            torch.arange(6, device=ranks.device) + 10 * ranks.rank
+        )
         way(flat, ranks, 4)
         found.append(flat.cpu())
     assert exchange.backend_of(ranks) == ("gloo" if ranks.device.type == "cpu" else "sim")
@@ -309,19 +377,26 @@ def both_exchanges() -> list[torch.Tensor]:
 
 
 def test_both_exchanges_give_the_same_bits() -> None:
-    expected = torch.tensor([10 * rank + place for rank in range(3) for place in range(6)], dtype=torch.bfloat16)
+    expected = torch.tensor(
+        [10 * rank + place for rank in range(3) for place in range(6)], dtype=torch.bfloat16
+    )
     for found in run_ranks(3, both_exchanges):
         assert_same([expected] * 2, found, "all_gather, broadcasts")
 
 
 def test_every_element_is_broadcast_once_by_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sending the earlier owners' parts again would give the same weights, at several times the traffic."""
+    """Sending the earlier owners' parts again would give the same weights, at several times the
+    traffic."""
     sent: list[tuple[int, list[int]]] = []
-    monkeypatch.setattr(exchange.dist, "broadcast", lambda part, src, group: sent.append((src, part.tolist())))
+    monkeypatch.setattr(
+        exchange.dist, "broadcast", lambda part, src, group: sent.append((src, part.tolist()))
+    )
     exchange.broadcasts(torch.arange(12), RankGroup(None, 0, 3, torch.device("cpu")), 3)
     assert sent == [(0, [0, 1, 2]), (0, [3]), (1, [4, 5, 6]), (1, [7]), (2, [8, 9, 10]), (2, [11])]
 
 
-@pytest.mark.parametrize(("backend", "way"), [("nccl", "all_gather"), ("gloo", "broadcasts"), ("mpi", "broadcasts")])
+@pytest.mark.parametrize(
+    ("backend", "way"), [("nccl", "all_gather"), ("gloo", "broadcasts"), ("mpi", "broadcasts")]
+)
 def test_the_backend_decides_how_slices_are_exchanged(backend: str, way: str) -> None:
     assert exchange.exchange_for(backend) is getattr(exchange, way)

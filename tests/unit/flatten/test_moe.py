@@ -1,4 +1,5 @@
-"""Expert parameters have process groups of their own; their flat buffers equal upstream's to the bit too."""
+"""Expert parameters have process groups of their own; their flat buffers equal upstream's to the
+bit too."""
 
 from __future__ import annotations
 
@@ -27,12 +28,16 @@ class ExpertModel(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden, balance, _ = self.experts(self.embed(tokens))
-        loss = torch.nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), tokens.flatten())
+        loss = torch.nn.functional.cross_entropy(
+            self.head(hidden).float().flatten(0, 1), tokens.flatten()
+        )
         return loss + 0.01 * balance.float()
 
 
 def groups(model: torch.nn.Module) -> list[dict]:
-    return split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+    return split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(model.parameters()), "name": "all"}
+    )
 
 
 def body(ep_size: int, tier: str | None) -> list[tuple[str, int]]:
@@ -45,13 +50,17 @@ def body(ep_size: int, tier: str | None) -> list[tuple[str, int]]:
         partial(ExpertModel, ep_size),
         batches(5, dist.get_rank()),
         groups=groups,
-        probe=lambda engine: [(plan.tier, plan.facts.ranks) for plan in engine.optimizer.flatten_plans],
+        probe=lambda engine: [
+            (plan.tier, plan.facts.ranks) for plan in engine.optimizer.flatten_plans
+        ],
         checkpoint=False,
     )
     return record.probe
 
 
-@pytest.mark.parametrize(("ep_size", "tier"), [(1, "distributed"), (1, "host"), (2, "host"), (2, None)])
+@pytest.mark.parametrize(
+    ("ep_size", "tier"), [(1, "distributed"), (1, "host"), (2, "host"), (2, None)]
+)
 def test_equals_upstream(ep_size: int, tier: str | None) -> None:
     for plans in run_ranks(2, body, ep_size, tier):
         assert {ranks for _, ranks in plans} == ({2} if ep_size == 1 else {1, 2})

@@ -1,4 +1,5 @@
-"""Flat buffers, losses and checkpoints equal upstream's to the bit, whatever tier built the buffers."""
+"""Flat buffers, losses and checkpoints equal upstream's to the bit, whatever tier built the
+buffers."""
 
 from __future__ import annotations
 
@@ -36,5 +37,7 @@ def test_equals_upstream(tier: str, stage: int, world_size: int, dtype: str, way
 
 @pytest.mark.full
 @pytest.mark.parametrize(("tier", "stage", "world_size", "dtype", "way"), MATRIX)
-def test_equals_upstream_everywhere(tier: str, stage: int, world_size: int, dtype: str, way: str) -> None:
+def test_equals_upstream_everywhere(
+    tier: str, stage: int, world_size: int, dtype: str, way: str
+) -> None:
     check(tier, stage, world_size, dtype, way)

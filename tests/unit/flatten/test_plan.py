@@ -1,4 +1,5 @@
-"""The choice of a flatten tier: never overshoots, prefers the fastest that fits, depends on nothing but its facts."""
+"""The choice of a flatten tier: never overshoots, prefers the fastest that fits, depends on nothing
+but its facts."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from deepspeed_ext.flatten.plan import TIERS, FlattenFacts, choose_tier, require
 
 sizes = st.integers(1, 1 << 45)
 facts_of_any_size = st.builds(
-    FlattenFacts, buffer_bytes=sizes, ranks=st.integers(1, 4096), free_bytes=sizes, total_bytes=sizes
+    FlattenFacts,
+    buffer_bytes=sizes,
+    ranks=st.integers(1, 4096),
+    free_bytes=sizes,
+    total_bytes=sizes,
 )
 fractions = st.floats(0.0, 0.99)
 failures = st.sets(st.sampled_from(("accelerator", "distributed")))
@@ -19,7 +24,9 @@ failures = st.sets(st.sampled_from(("accelerator", "distributed")))
 
 @settings(deadline=None)
 @given(facts_of_any_size, fractions, failures)
-def test_a_tier_never_needs_more_than_there_is(facts: FlattenFacts, reserve: float, failed: set) -> None:
+def test_a_tier_never_needs_more_than_there_is(
+    facts: FlattenFacts, reserve: float, failed: set
+) -> None:
     plan = choose_tier(facts, None, reserve, tuple(failed))
     assert plan.tier not in failed
     assert plan.required_bytes == required_bytes(plan.tier, facts)
@@ -36,15 +43,23 @@ def test_takes_the_fastest_tier_that_fits(facts: FlattenFacts, reserve: float, f
     usable = facts.free_bytes - int(reserve * facts.total_bytes)
     for faster in TIERS[:chosen]:
         assert (
-            faster in failed or required_bytes(faster, facts) > usable or (faster == "distributed" and facts.ranks == 1)
+            faster in failed
+            or required_bytes(faster, facts) > usable
+            or (faster == "distributed" and facts.ranks == 1)
         )
 
 
 @settings(deadline=None)
 @given(facts_of_any_size, fractions, st.integers(0, 1 << 45))
-def test_more_free_memory_never_makes_it_slower(facts: FlattenFacts, reserve: float, more: int) -> None:
-    richer = FlattenFacts(facts.buffer_bytes, facts.ranks, facts.free_bytes + more, facts.total_bytes)
-    assert TIERS.index(choose_tier(richer, None, reserve).tier) <= TIERS.index(choose_tier(facts, None, reserve).tier)
+def test_more_free_memory_never_makes_it_slower(
+    facts: FlattenFacts, reserve: float, more: int
+) -> None:
+    richer = FlattenFacts(
+        facts.buffer_bytes, facts.ranks, facts.free_bytes + more, facts.total_bytes
+    )
+    assert TIERS.index(choose_tier(richer, None, reserve).tier) <= TIERS.index(
+        choose_tier(facts, None, reserve).tier
+    )
 
 
 def test_required_bytes_are_those_of_the_design() -> None:
@@ -74,7 +89,9 @@ def test_forced_tier_may_use_the_reserve() -> None:
         ("distributed", 2, "needs 500 bytes"),
     ],
 )
-def test_impossible_forced_tier_is_an_error_with_field_value_and_remedy(tier: str, ranks: int, says: str) -> None:
+def test_impossible_forced_tier_is_an_error_with_field_value_and_remedy(
+    tier: str, ranks: int, says: str
+) -> None:
     facts = FlattenFacts(buffer_bytes=1000, ranks=ranks, free_bytes=499, total_bytes=10_000)
     with pytest.raises(ConfigError) as error:
         choose_tier(facts, tier)

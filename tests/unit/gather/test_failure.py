@@ -21,7 +21,8 @@ SILENCE_SECONDS = 5.0
 
 
 class FailingGather:
-    """Stands in front of the gather of one rank; at the third fetch the rank dies, or waits until `over` exists."""
+    """Stands in front of the gather of one rank; at the third fetch the rank dies, or waits until
+    `over` exists."""
 
     def __init__(self, gather: Any, over: Path | None) -> None:
         self.gather, self.over, self.calls = gather, over, 0
@@ -44,7 +45,8 @@ def train(engine: Any) -> None:
 
 
 def gather_with_short_timeout(parameters: list[Any]) -> None:
-    """Use a group of its own: gloo keeps the timeout that a group was made with in torch 2.6 and 2.7."""
+    """Use a group of its own: gloo keeps the timeout that a group was made with in torch 2.6 and
+    2.7."""
     torch.distributed.barrier()  # so that the ranks make it at the same time
     group = torch.distributed.new_group(timeout=timedelta(seconds=SILENCE_SECONDS))
     for parameter in parameters:
@@ -52,7 +54,8 @@ def gather_with_short_timeout(parameters: list[Any]) -> None:
 
 
 def body(over: Path | None, min_numel: int) -> str:
-    """The error with which training ends; the rank that is awaited is silent until `over` exists, or dies."""
+    """The error with which training ends; the rank that is awaited is silent until `over` exists,
+    or dies."""
     engine = engine_for(OURS | {"stage3_single_param_min_numel": min_numel})
     parameters = list(engine.module.parameters())
     if over is not None:
@@ -68,7 +71,9 @@ def body(over: Path | None, min_numel: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("dies", "min_numel"), [(True, 0), (False, 10_000)], ids=["killed", "silent"])
+@pytest.mark.parametrize(
+    ("dies", "min_numel"), [(True, 0), (False, 10_000)], ids=["killed", "silent"]
+)
 def test_the_other_rank_ends_with_an_error(dies: bool, min_numel: int, tmp_path: Path) -> None:
     """The group itself would wait for ten times the bound within which the survivor must end."""
     survivor, failed = run_fresh_ranks(
@@ -82,7 +87,9 @@ def test_the_other_rank_ends_with_an_error(dies: bool, min_numel: int, tmp_path:
     assert survivor.error is None, survivor.error
     if dies:
         assert failed.exit_code == -signal.SIGKILL
-        assert any(how in survivor.value for how in ("closed by peer", "reset by peer", "Broken pipe"))
+        assert any(
+            how in survivor.value for how in ("closed by peer", "reset by peer", "Broken pipe")
+        )
     else:
         assert failed.value == "it has been silent"
         assert f"{SILENCE_SECONDS * 1000:.0f}ms" in survivor.value

@@ -1,4 +1,5 @@
-"""Features that change how a parameter is gathered: each equals upstream to the bit, or is left to upstream."""
+"""Features that change how a parameter is gathered: each equals upstream to the bit, or is left to
+upstream."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ from tests.support.zero3 import ZooModel, fetch, gathered
 pytestmark = pytest.mark.sampled(2)
 
 
-def feature_body(zero: dict[str, Any], other: dict[str, Any], dtype: str) -> tuple[list[float], SingleParameterGather]:
+def feature_body(
+    zero: dict[str, Any], other: dict[str, Any], dtype: str
+) -> tuple[list[float], SingleParameterGather]:
     upstream = way_config("plain", dtype, 1) | other
     upstream["zero_optimization"] |= zero
     extension = copy.deepcopy(upstream)
@@ -48,7 +51,11 @@ def feature_body(zero: dict[str, Any], other: dict[str, Any], dtype: str) -> tup
 
 
 AUTOCAST = {
-    "torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["torch.nn.Linear"]}
+    "torch_autocast": {
+        "enabled": True,
+        "dtype": "bfloat16",
+        "lower_precision_safe_modules": ["torch.nn.Linear"],
+    }
 }
 
 
@@ -60,11 +67,17 @@ def test_equals_upstream_when_two_dtypes_travel() -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "dtype"),
-    [pytest.param(2, "bf16", id="one-node", marks=pytest.mark.full), pytest.param(4, "fp32", id="two-nodes")],
+    [
+        pytest.param(2, "bf16", id="one-node", marks=pytest.mark.full),
+        pytest.param(4, "fp32", id="two-nodes"),
+    ],
 )
 def test_equals_upstream_with_hpz(world_size: int, dtype: str) -> None:
-    # in processes of their own: DeepSpeed keeps the groups of hpZ, and uses them for every later engine
-    for outcome in run_fresh_ranks(world_size, feature_body, {"zero_hpz_partition_size": 2}, {}, dtype):
+    # in processes of their own: DeepSpeed keeps the groups of hpZ, and uses them for every later
+    # engine
+    for outcome in run_fresh_ranks(
+        world_size, feature_body, {"zero_hpz_partition_size": 2}, {}, dtype
+    ):
         assert outcome.error is None
         losses, num_collectives = outcome.value
         assert losses[-1] < losses[0]
@@ -72,13 +85,23 @@ def test_equals_upstream_with_hpz(world_size: int, dtype: str) -> None:
 
 
 def bits_body() -> int:
-    ranks = RankGroup.of(dist.get_world_group(), torch.device(get_accelerator().current_device_name()))
+    ranks = RankGroup.of(
+        dist.get_world_group(), torch.device(get_accelerator().current_device_name())
+    )
     specials = [-0.0, float("nan"), -float("nan"), float("inf"), -float("inf"), 1e-40, -1e-40, 1.0]
     checked = 0
-    for dtypes in ((torch.float32,), (torch.bfloat16,), (torch.bfloat16, torch.float32, torch.float16)):
+    for dtypes in (
+        (torch.float32,),
+        (torch.bfloat16,),
+        (torch.bfloat16, torch.float32, torch.float16),
+    ):
         wholes = []
         for index, numel in enumerate((1, 2, 0, 3, 8, 64, 1001)):
-            values = torch.tensor(specials).repeat(numel // len(specials) + 1)[:numel].to(dtypes[index % len(dtypes)])
+            values = (
+                torch.tensor(specials)
+                .repeat(numel // len(specials) + 1)[:numel]
+                .to(dtypes[index % len(dtypes)])
+            )
             values.view(torch.int32 if values.itemsize == 4 else torch.int16)[-1:] |= (
                 5  # NaN with a payload, or odd bits
             )
@@ -92,7 +115,10 @@ def bits_body() -> int:
                     work.wait()
             for whole, arrival in zip(wholes, arrivals, strict=True):
                 assert arrival.storage is not None
-                assert torch.equal(arrival.storage.view(torch.uint8), whole.view(torch.uint8)), (gather, whole)
+                assert torch.equal(arrival.storage.view(torch.uint8), whole.view(torch.uint8)), (
+                    gather,
+                    whole,
+                )
                 assert arrival.storage.data_ptr() % 64 == 0
                 checked += 1
     return checked
@@ -101,7 +127,9 @@ def bits_body() -> int:
 def arrival_of(whole: torch.Tensor, ranks: RankGroup) -> PendingParameter:
     """This rank's part of `whole`, padded with NaN, as ZeRO-3 would hold it."""
     part_numel = -(-whole.numel() // ranks.size)
-    padded = torch.full((part_numel * ranks.size,), float("nan"), dtype=whole.dtype, device=whole.device)
+    padded = torch.full(
+        (part_numel * ranks.size,), float("nan"), dtype=whole.dtype, device=whole.device
+    )
     padded[: whole.numel()] = whole
     part = padded[part_numel * ranks.rank :][:part_numel].clone()
     return PendingParameter(whole.numel(), part, whole.dtype)
@@ -132,8 +160,13 @@ def collectives_body(grouped: bool) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_one_launch_for_singles_where_the_backend_groups_and_one_collective_for_a_bucket(world_size: int) -> None:
-    for grouped, singles in ((False, ["_allgather_base_"] * 9), (True, ["allgather_into_tensor_coalesced_"])):
+def test_one_launch_for_singles_where_the_backend_groups_and_one_collective_for_a_bucket(
+    world_size: int,
+) -> None:
+    for grouped, singles in (
+        (False, ["_allgather_base_"] * 9),
+        (True, ["allgather_into_tensor_coalesced_"]),
+    ):
         for everything, one, small in run_ranks(world_size, collectives_body, grouped):
             assert everything == [*singles, "allreduce_"]
             assert one == ["_allgather_base_"]
@@ -162,7 +195,9 @@ def fallback_body() -> tuple[list[str], dict[str, int]]:
         assert torch.equal(parameter.cpu(), before[name]), name
     with pytest.raises(RuntimeError, match="expected a partitioned parameter"):
         mixed(parameters[1:2])
-    return collectives.names, {mode.value: list(mixed.plan.modes.values()).count(mode) for mode in GatherMode}
+    return collectives.names, {
+        mode.value: list(mixed.plan.modes.values()).count(mode) for mode in GatherMode
+    }
 
 
 def test_what_is_left_to_upstream_shares_its_coalesced_gather() -> None:
@@ -181,7 +216,9 @@ def inference_body() -> int:
         engine = through(model=ZooModel(), config=config)[0]
         engine.eval()
         with torch.no_grad():
-            outputs.append(torch.stack([engine(on_device(batch)) for batch in batches(4, dist.get_rank())]))
+            outputs.append(
+                torch.stack([engine(on_device(batch)) for batch in batches(4, dist.get_rank())])
+            )
     assert torch.equal(*outputs)
     return engine.parameter_gather.num_collectives
 
@@ -201,7 +238,9 @@ def reasons_body() -> list[str]:
     assert set(gather.plan.reasons) == {p.ds_id for p in parameters[:2]}
     found = [gather.plan.reasons[p.ds_id] for p in parameters[:2]]
     assert attach(model, ZeroConfig(**OURS, zero_quantized_weights=True), group) is None
-    assert not any(isinstance(vars(p)["all_gather_coalesced"], SingleParameterGather) for p in parameters)
+    assert not any(
+        isinstance(vars(p)["all_gather_coalesced"], SingleParameterGather) for p in parameters
+    )
     return found
 
 
@@ -220,17 +259,25 @@ def off_body() -> None:
 
     model = ZooModel()
     engine = engine_for(OURS, model)
-    assert {vars(p)["all_gather_coalesced"] for p in model.parameters()} == {engine.parameter_gather}
+    assert {vars(p)["all_gather_coalesced"] for p in model.parameters()} == {
+        engine.parameter_gather
+    }
     again = engine_for(OURS, model)  # as the HF Trainer does for a second `train`
     assert {vars(p)["all_gather_coalesced"] for p in model.parameters()} == {again.parameter_gather}
     engine.destroy()
     assert {vars(p)["all_gather_coalesced"] for p in model.parameters()} == {again.parameter_gather}
     engine_for({}, model)
-    assert not any(isinstance(vars(p)["all_gather_coalesced"], SingleParameterGather) for p in model.parameters())
+    assert not any(
+        isinstance(vars(p)["all_gather_coalesced"], SingleParameterGather)
+        for p in model.parameters()
+    )
 
     last = engine_for(OURS, model)
     last.destroy()
-    assert not any(isinstance(vars(p)["all_gather_coalesced"], SingleParameterGather) for p in model.parameters())
+    assert not any(
+        isinstance(vars(p)["all_gather_coalesced"], SingleParameterGather)
+        for p in model.parameters()
+    )
     detach(torch.nn.Linear(2, 2))
 
 
@@ -244,7 +291,9 @@ def before_initialize_body(config_at_init: bool) -> list[str]:
     if config_at_init:
         deepspeed_ext.enable()
     try:
-        with deepspeed.zero.Init(config_dict_or_path=config if config_at_init else None, dtype=torch.float32):
+        with deepspeed.zero.Init(
+            config_dict_or_path=config if config_at_init else None, dtype=torch.float32
+        ):
             model = ZooModel()
         engine = engine_for(OURS, model)
     finally:
@@ -269,7 +318,10 @@ def mismatch_body() -> str:
     settings = ZeroConfig(**OURS, stage3_single_param_min_numel=100 * dist.get_rank())
     with pytest.raises(PlanMismatchError) as error:
         attach(model, settings, dist.get_world_group())
-    assert not any(isinstance(vars(p)["all_gather_coalesced"], SingleParameterGather) for p in model.parameters())
+    assert not any(
+        isinstance(vars(p)["all_gather_coalesced"], SingleParameterGather)
+        for p in model.parameters()
+    )
     return str(error.value)
 
 
@@ -279,7 +331,9 @@ def test_ranks_that_disagree_get_an_error_that_shows_the_plans() -> None:
         assert "min_numel=100" in message
 
 
-@pytest.mark.parametrize("rival", ["stage3_allgather_sequential", "stage3_use_all_reduce_for_fetch_params"])
+@pytest.mark.parametrize(
+    "rival", ["stage3_allgather_sequential", "stage3_use_all_reduce_for_fetch_params"]
+)
 def test_two_ways_of_gathering_contradict(rival: str) -> None:
     with pytest.raises(ConfigError, match=f"single_param = True and {rival} = True"):
         ZeroConfig(**OURS, **{rival: True})
@@ -292,13 +346,17 @@ def test_min_numel_may_not_be_negative() -> None:
 
 
 def all_left_to_upstream() -> str:
-    """A fetch that only upstream can make; the first difference of what the caller's stream then sees."""
+    """A fetch that only upstream can make; the first difference of what the caller's stream then
+    sees."""
     engine = engine_for(OURS)
     expected = gathered(engine)
     parameters = list(engine.module.parameters())
     with torch.no_grad():
         parameters[0].all_gather_coalesced(parameters, safe_mode=True).wait()
-    found = {name: parameter.detach().cpu().clone() for name, parameter in engine.module.named_parameters()}
+    found = {
+        name: parameter.detach().cpu().clone()
+        for name, parameter in engine.module.named_parameters()
+    }
     engine.destroy()
     return first_difference(expected, found, "parameter")
 

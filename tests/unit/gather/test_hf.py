@@ -1,4 +1,5 @@
-"""Single-parameter gather under the Hugging Face Trainer, which makes the model under ``zero.Init`` first."""
+"""Single-parameter gather under the Hugging Face Trainer, which makes the model under ``zero.Init``
+first."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ def train(folder: str, extended: bool) -> tuple[list[float], dict[str, torch.Ten
     config = base_config(3, torch.bfloat16, micro_batch=2)
     config["zero_optimization"] |= {
         name: "auto"
-        for name in ("stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "reduce_bucket_size")
+        for name in (
+            "stage3_param_persistence_threshold",
+            "stage3_prefetch_bucket_size",
+            "reduce_bucket_size",
+        )
     }
     config["optimizer"]["params"] |= {"lr": "auto", "weight_decay": "auto"}
     if extended:

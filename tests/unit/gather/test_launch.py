@@ -34,7 +34,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     return found
 
 
-def pending(numel: int, dtype: torch.dtype, communication: torch.dtype | None = None) -> PendingParameter:
+def pending(
+    numel: int, dtype: torch.dtype, communication: torch.dtype | None = None
+) -> PendingParameter:
     """The second half of a parameter whose last element is padding if `numel` is odd."""
     part = torch.arange(-(-numel // 2)).to(dtype) + 1
     return PendingParameter(numel, part, communication or dtype)
@@ -72,5 +74,7 @@ def test_a_bucket_has_each_parameter_at_the_next_multiple_of_64_bytes(sent: Sent
     assert bucket.nbytes == 64 + 128 + 128
     starts = [each.storage.data_ptr() - bucket.data_ptr() for each in several]
     assert starts == [0, 64, 192]
-    assert several[0].storage.tolist() == [0, 0, 0, 1, 2], "the padding is left out, and the other rank's part is 0"
+    assert several[0].storage.tolist() == [0, 0, 0, 1, 2], (
+        "the padding is left out, and the other rank's part is 0"
+    )
     assert several[2].storage.tolist() == [0] * 17 + list(range(1, 17))

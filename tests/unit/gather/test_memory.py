@@ -1,4 +1,5 @@
-"""Bytes that a fetch needs, counted exactly: what it gathers, once, where upstream needs it twice."""
+"""Bytes that a fetch needs, counted exactly: what it gathers, once, where upstream needs it
+twice."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class Holder(torch.nn.Module):
         super().__init__()
         self.fetches = torch.nn.ModuleDict(
             {
-                name: torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes)
+                name: torch.nn.ParameterList(
+                    torch.nn.Parameter(torch.randn(shape)) for shape in shapes
+                )
                 for name, shapes in FETCHES.items()
             }
         )
@@ -66,7 +69,8 @@ def peaks(engine: Any, gather: Callable[[list[Any]], Any] = fetch) -> dict[str, 
 
 
 def wait_until_all_is_given_back(meter: LiveBytes, rest: int) -> None:
-    """gloo's threads may hold a finished collective's tensors for a moment longer than its caller."""
+    """gloo's threads may hold a finished collective's tensors for a moment longer than its
+    caller."""
     deadline = time.monotonic() + 20
     while meter.live["accelerator"] != rest and time.monotonic() < deadline:
         gc.collect()
@@ -76,7 +80,9 @@ def wait_until_all_is_given_back(meter: LiveBytes, rest: int) -> None:
 
 def body(dtype: str) -> dict[str, dict[str, float]]:
     ours = engine_for(dtype, OURS, deepspeed_ext.initialize)
-    singles = engine_for(dtype, OURS | {"stage3_single_param_min_numel": 0}, deepspeed_ext.initialize)
+    singles = engine_for(
+        dtype, OURS | {"stage3_single_param_min_numel": 0}, deepspeed_ext.initialize
+    )
     return {
         "upstream": peaks(engine_for(dtype, {}, deepspeed.initialize)),
         "ours": peaks(ours),
@@ -85,7 +91,9 @@ def body(dtype: str) -> dict[str, dict[str, float]]:
     }
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, "bf16"), pytest.param(3, "fp32", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(2, "bf16"), pytest.param(3, "fp32", marks=pytest.mark.full)]
+)
 def test_a_fetch_needs_its_bytes_once_and_upstreams_twice(world_size: int, dtype: str) -> None:
     for rank_peaks in run_ranks(world_size, body, dtype):
         upstream = rank_peaks.pop("upstream")

@@ -1,4 +1,5 @@
-"""Which parameters are gathered singly, which share a bucket, which stay with upstream: the pure decisions."""
+"""Which parameters are gathered singly, which share a bucket, which stay with upstream: the pure
+decisions."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from deepspeed_ext.gather.plan import Fetch, GatherMode, ParameterFacts, plan_ga
 
 
 def facts(*numels: int, **more: object) -> list[ParameterFacts]:
-    return [ParameterFacts(index, numel, 2, "torch.float32", **more) for index, numel in enumerate(numels)]  # type: ignore[arg-type]
+    return [
+        ParameterFacts(index, numel, 2, "torch.float32", **more)
+        for index, numel in enumerate(numels)
+    ]  # type: ignore[arg-type]
 
 
 parameters = st.lists(
@@ -33,7 +37,9 @@ parameters = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(parameters, st.integers(0, 200))
-def test_every_parameter_of_a_fetch_is_gathered_once_and_in_order(known: list[ParameterFacts], min_numel: int) -> None:
+def test_every_parameter_of_a_fetch_is_gathered_once_and_in_order(
+    known: list[ParameterFacts], min_numel: int
+) -> None:
     plan = plan_gather(known, min_numel)
     wanted = [parameter.parameter_id for parameter in known]
     fetch = plan.split(wanted)
@@ -46,7 +52,9 @@ def test_every_parameter_of_a_fetch_is_gathered_once_and_in_order(known: list[Pa
 
 @settings(max_examples=200, deadline=None)
 @given(parameters, st.integers(0, 200))
-def test_buckets_are_worth_a_collective_and_bounded(known: list[ParameterFacts], min_numel: int) -> None:
+def test_buckets_are_worth_a_collective_and_bounded(
+    known: list[ParameterFacts], min_numel: int
+) -> None:
     plan = plan_gather(known, min_numel)
     fetch = plan.split(plan.modes)
     for index, bucket in enumerate(fetch.buckets):
@@ -66,7 +74,9 @@ def test_the_plan_does_not_depend_on_the_order_of_the_facts(
     shuffled = rng.sample(known, len(known))
     assert repr(plan_gather(shuffled, min_numel)) == repr(plan_gather(known, min_numel))
     ids = [parameter.parameter_id for parameter in shuffled]
-    assert plan_gather(known, min_numel).split(ids) == plan_gather(known, min_numel).split(sorted(ids))
+    assert plan_gather(known, min_numel).split(ids) == plan_gather(known, min_numel).split(
+        sorted(ids)
+    )
 
 
 def test_small_parameters_share_and_large_ones_never() -> None:
@@ -92,7 +102,9 @@ def test_min_numel_of_zero_means_no_buckets() -> None:
         (ParameterFacts(1, 10, 1, "torch.float32"), "single rank"),
     ],
 )
-def test_what_falls_back_has_a_reason_and_leaves_the_others_alone(fallen_back: ParameterFacts, word: str) -> None:
+def test_what_falls_back_has_a_reason_and_leaves_the_others_alone(
+    fallen_back: ParameterFacts, word: str
+) -> None:
     plan = plan_gather([ParameterFacts(0, 10, 2, "torch.float32"), fallen_back], min_numel=0)
     assert plan.modes == {0: GatherMode.SINGLE, 1: GatherMode.UPSTREAM}
     assert list(plan.reasons) == [1]

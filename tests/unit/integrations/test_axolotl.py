@@ -1,4 +1,5 @@
-"""The plugin for Axolotl, over the BasePlugin of a stand-in; tests/trainers has the one of Axolotl itself."""
+"""The plugin for Axolotl, over the BasePlugin of a stand-in; tests/trainers has the one of Axolotl
+itself."""
 
 from __future__ import annotations
 

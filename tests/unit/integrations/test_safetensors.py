@@ -67,7 +67,9 @@ def test_a_rank_without_weights_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "folder").exists()
 
 
-def test_without_the_library_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_error_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     stream = iter(tensors().items())
     with pytest.raises(UnsupportedError, match="pip install safetensors"):

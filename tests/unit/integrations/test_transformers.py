@@ -1,4 +1,5 @@
-"""The Hugging Face Trainer with the extended config: trains, logs our measurements, resumes to the bit."""
+"""The Hugging Face Trainer with the extended config: trains, logs our measurements, resumes to the
+bit."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, an
 
 
 def test_logs_and_resume_with_our_fields(tmp_path: Path) -> None:
-    flags = ("--config", config_file(tmp_path, flatten_tier="distributed", flatten_reserve_fraction=0.1))
+    flags = (
+        "--config",
+        config_file(tmp_path, flatten_tier="distributed", flatten_reserve_fraction=0.1),
+    )
     whole = run_ranks(2, train, str(tmp_path / "whole"), *flags)[0]
     run_ranks(2, train, str(tmp_path / "parts"), *flags, "--stop-after", "3")
     resumed = run_ranks(2, train, str(tmp_path / "parts"), *flags, "--resume")[0]
@@ -58,7 +62,10 @@ def test_a_config_that_plan_writes_for_the_trainer_trains_with_it(
     Trainer's settings."""
     path = tmp_path / "ds.json"
     sizes = ("--params", "7e9", "--gpus", "1", "--gpu-gb", gpu, "--host-gb", host)
-    assert command_line.main(["plan", "--memory", *sizes, "--write", str(path), "--for", "trainer"]) == 0
+    assert (
+        command_line.main(["plan", "--memory", *sizes, "--write", str(path), "--for", "trainer"])
+        == 0
+    )
     zero = json.loads(path.read_text())["zero_optimization"]
     assert section.items() <= {**zero, **zero["zenflow"]}.items()
     history = run_ranks(2, train, str(tmp_path / "run"), "--config", str(path))[0]
@@ -88,9 +95,14 @@ def test_callback_logs_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = SimpleNamespace(optimizer=SimpleNamespace(measurements=lambda: figures))
     said: list[str] = []
     monkeypatch.setattr("deepspeed_ext.runtime.log._logged", set())
-    monkeypatch.setattr("deepspeed_ext.runtime.log.logger.log", lambda level, message: said.append(message))
+    monkeypatch.setattr(
+        "deepspeed_ext.runtime.log.logger.log", lambda level, message: said.append(message)
+    )
     history = [{"loss": 3.0, "step": 1}]
-    callback, state = MeasurementsCallback(), SimpleNamespace(log_history=history, is_world_process_zero=True)
+    callback, state = (
+        MeasurementsCallback(),
+        SimpleNamespace(log_history=history, is_world_process_zero=True),
+    )
     logs = {"loss": 3.0}
     callback.on_log(None, state, None, logs=logs, optimizer=wrapped)  # type: ignore[arg-type]
     assert logs == {"loss": 3.0, "dsext/startup_seconds": 2.0, "dsext/wait_seconds": 0.5}
@@ -106,12 +118,19 @@ def test_callback_logs_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
         callback.on_log(None, state, None, logs=logs, optimizer=SimpleNamespace(optimizer=None))  # type: ignore[arg-type]
     assert logs == {"loss": 2.0, "dsext/wait_seconds": 0.25}
     (once,) = said
-    assert once.startswith("log_measurements adds nothing: this run's optimizer is not one of deepspeed_ext")
+    assert once.startswith(
+        "log_measurements adds nothing: this run's optimizer is not one of deepspeed_ext"
+    )
 
 
 def test_missing_extra_is_named() -> None:
-    code = "import sys; sys.modules['transformers'] = None; import deepspeed_ext.integrations.transformers"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    code = (
+        "import sys; sys.modules['transformers'] = None; import "
+        "deepspeed_ext.integrations.transformers"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode != 0
     assert "ImportError" in done.stderr.splitlines()[-1]
     assert "deepspeed-ext[transformers]" in done.stderr.splitlines()[-1]

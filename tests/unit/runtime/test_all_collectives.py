@@ -1,7 +1,7 @@
 """Every collective of the package runs on one accelerator, through the accelerator's own backend.
 
-A group of one rank skips them, so that one of `ranks_that_communicate` does not. Two and three ranks share the device
-if they must: through NCCL, where that works (`tests.support.shared_device`).
+A group of one rank skips them, so that one of `ranks_that_communicate` does not. Two and three
+ranks share the device if they must: through NCCL, where that works (`tests.support.shared_device`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from tests.support.log import heard
 
 
 class Builder:
-    """As DeepSpeed's, of an operator `slow`, whose compiler runs until something was logged often enough."""
+    """As DeepSpeed's, of an operator `slow`, whose compiler runs until something was logged often
+    enough."""
 
     name = "slow"
 
@@ -39,7 +40,9 @@ def load(monkeypatch: pytest.MonkeyPatch, lines: int) -> tuple[Any, list[str]]:
     return found, [text for _, text in log]
 
 
-def test_a_build_says_what_it_compiles_and_that_it_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_build_says_what_it_compiles_and_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     found, log = load(monkeypatch, lines=3)
     assert found == "verbose=False"  # torch's own lines, which every rank would print
@@ -48,7 +51,9 @@ def test_a_build_says_what_it_compiles_and_that_it_goes_on(monkeypatch: pytest.M
     assert log[-1].startswith("DeepSpeed's operator slow is ready")
 
 
-def test_a_load_of_what_is_compiled_is_silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_load_of_what_is_compiled_is_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "slow.so").touch()
@@ -58,13 +63,17 @@ def test_a_load_of_what_is_compiled_is_silent(monkeypatch: pytest.MonkeyPatch, t
     assert load(monkeypatch, lines=0) == ("loaded", [])
 
 
-def test_only_the_first_rank_of_a_host_announces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_the_first_rank_of_a_host_announces(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert load(monkeypatch, lines=0)[1] == []
 
 
-def test_who_waits_for_a_killed_build_is_told_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_who_waits_for_a_killed_build_is_told_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(builds.build_locks, "abandoned", lambda: [tmp_path / "slow" / "lock"])
     _, log = load(monkeypatch, lines=2)

@@ -8,7 +8,9 @@ from deepspeed_ext.commands import doctor
 from deepspeed_ext.runtime.device_queues import QUEUES, single_queue
 
 
-@pytest.mark.parametrize(("value", "is_told"), [("1", True), (" 1 ", True), ("", False), ("2", False), ("8", False)])
+@pytest.mark.parametrize(
+    ("value", "is_told"), [("1", True), (" 1 ", True), ("", False), ("2", False), ("8", False)]
+)
 def test_one_queue_is_told_with_the_reason_and_what_to_change(value: str, is_told: bool) -> None:
     told = single_queue({QUEUES: value})
     assert (told is not None) == is_told

@@ -1,4 +1,5 @@
-"""Objects that exist are left out of collections in the block, and only there; new garbage is collected."""
+"""Objects that exist are left out of collections in the block, and only there; new garbage is
+collected."""
 
 from __future__ import annotations
 

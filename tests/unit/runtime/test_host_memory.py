@@ -74,13 +74,20 @@ def test_the_least_limit_is_the_total_wherever_the_least_room_is(tmp_path: Path)
 
 def test_a_use_above_the_limit_is_no_memory_at_all(tmp_path: Path) -> None:
     files = {"memory.max": "100\n", "memory.current": "200\n"}
-    root = tree(tmp_path, {"proc/self/cgroup": "0::/\n"} | {f"sys/fs/cgroup/{k}": v for k, v in files.items()})
+    root = tree(
+        tmp_path,
+        {"proc/self/cgroup": "0::/\n"} | {f"sys/fs/cgroup/{k}": v for k, v in files.items()},
+    )
     assert memory.available_host_bytes(root) == 0
 
 
-def test_the_ranks_of_a_host_share_the_memory_of_the_cpu_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_a_host_share_the_memory_of_the_cpu_accelerator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Eight ranks with 10 GiB each do not all take it, because 60 GiB are available to each."""
-    monkeypatch.setattr(allocation, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu"))
+    monkeypatch.setattr(
+        allocation, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu")
+    )
     monkeypatch.setattr(allocation, "available_host_bytes", lambda: 60 * GIB)
     monkeypatch.setattr(allocation, "total_host_bytes", lambda: 64 * GIB)
     tiers = []
@@ -110,17 +117,24 @@ def test_page_locked_memory_that_is_refused_is_replaced_by_pageable() -> None:
         raise RuntimeError("CUDA error: out of memory")
 
     refusing = SimpleNamespace(pin_empty=Mock(wraps=pin_empty))
-    with patch.object(allocation, "get_accelerator", lambda: refusing), patch.object(allocation, "warn_once") as warned:
+    with (
+        patch.object(allocation, "get_accelerator", lambda: refusing),
+        patch.object(allocation, "warn_once") as warned,
+    ):
         first, second = (allocation.host_empty(10, torch.bfloat16, pin=True) for _ in range(2))
         assert allocation.can_page_lock.__wrapped__() is False
     assert refusing.pin_empty.call_count == 3
     assert (first.numel(), first.dtype, first.device.type) == (10, torch.bfloat16, "cpu")
     assert second.device.type == "cpu"
-    assert len({call.args for call in warned.call_args_list}) == 1, "the same text, which is said once"
+    assert len({call.args for call in warned.call_args_list}) == 1, (
+        "the same text, which is said once"
+    )
 
 
 def test_another_error_of_page_locking_is_raised() -> None:
-    broken = SimpleNamespace(pin_empty=Mock(side_effect=RuntimeError("CUDA error: invalid argument")))
+    broken = SimpleNamespace(
+        pin_empty=Mock(side_effect=RuntimeError("CUDA error: invalid argument"))
+    )
     with (
         patch.object(allocation, "get_accelerator", lambda: broken),
         pytest.raises(RuntimeError, match="invalid argument"),

@@ -1,11 +1,17 @@
-"""The variables of srun and MPI become those that DeepSpeed reads; what contradicts itself is refused."""
+"""The variables of srun and MPI become those that DeepSpeed reads; what contradicts itself is
+refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.launcher_variables import LaunchPlan, first_host, plan_launch, tasks_on_node
+from deepspeed_ext.runtime.launcher_variables import (
+    LaunchPlan,
+    first_host,
+    plan_launch,
+    tasks_on_node,
+)
 
 SRUN = {
     "SLURM_JOB_ID": "4711",
@@ -31,7 +37,9 @@ MPIEXEC = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALN
 BY_HAND = {"RANK": "3", "WORLD_SIZE": "14", "LOCAL_RANK": "1"}
 
 
-def of(rank: int, size: int, local_rank: int, local_size: int, address: str, port: int) -> dict[str, str]:
+def of(
+    rank: int, size: int, local_rank: int, local_size: int, address: str, port: int
+) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -53,7 +61,15 @@ def of(rank: int, size: int, local_rank: int, local_size: int, address: str, por
         (MPIEXEC, "mpiexec (PMI)", of(1, 2, 1, 2, "127.0.0.1", 29500)),
         ({**SRUN, **MPIEXEC}, "mpiexec (PMI)", of(1, 2, 1, 2, "127.0.0.1", 29500)),
     ],
-    ids=["srun", "srun-pmi2", "srun-pmix", "mpirun", "mpirun-in-slurm", "mpiexec", "mpiexec-in-slurm"],
+    ids=[
+        "srun",
+        "srun-pmi2",
+        "srun-pmix",
+        "mpirun",
+        "mpirun-in-slurm",
+        "mpiexec",
+        "mpiexec-in-slurm",
+    ],
 )
 def test_a_launchers_variables_become_deepspeeds(
     environ: dict[str, str], launcher: str, variables: dict[str, str]
@@ -115,7 +131,9 @@ def test_values_set_by_hand_count() -> None:
         ({"MASTER_PORT": "-1"}, "MASTER_PORT='-1': expected a whole number"),
     ],
 )
-def test_contradictions_and_gaps_of_slurm_are_refused(changes: dict[str, str | None], message: str) -> None:
+def test_contradictions_and_gaps_of_slurm_are_refused(
+    changes: dict[str, str | None], message: str
+) -> None:
     environ = {name: value for name, value in {**SRUN, **changes}.items() if value is not None}
     with pytest.raises(ConfigError, match=message):
         plan_launch(environ)
@@ -141,11 +159,19 @@ def test_gaps_of_others_are_refused(environ: dict[str, str], message: str) -> No
 def test_all_tasks_of_a_step_get_one_address_and_port_and_all_ranks() -> None:
     tasks = [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1), (4, 0, 2), (5, 1, 2), (6, 0, 3)]
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-    plans = [plan_launch({**SRUN, **dict(zip(names, map(str, task), strict=True))}).variables for task in tasks]
+    plans = [
+        plan_launch({**SRUN, **dict(zip(names, map(str, task), strict=True))}).variables
+        for task in tasks
+    ]
     assert [plan["RANK"] for plan in plans] == list("0123456")
     assert [plan["LOCAL_WORLD_SIZE"] for plan in plans] == list("2222221")
-    assert len({(plan["MASTER_ADDR"], plan["MASTER_PORT"], plan["WORLD_SIZE"]) for plan in plans}) == 1
-    ports = {plan_launch({**SRUN, "SLURM_STEP_ID": str(step)}).variables["MASTER_PORT"] for step in range(20)}
+    assert (
+        len({(plan["MASTER_ADDR"], plan["MASTER_PORT"], plan["WORLD_SIZE"]) for plan in plans}) == 1
+    )
+    ports = {
+        plan_launch({**SRUN, "SLURM_STEP_ID": str(step)}).variables["MASTER_PORT"]
+        for step in range(20)
+    }
     assert len(ports) > 15  # steps of one job may share a host
 
 
@@ -164,7 +190,9 @@ UNREADABLE: dict[str, dict[str, str | None]] = {
 @pytest.mark.parametrize("way", UNREADABLE)
 def test_a_rank_that_is_complete_by_hand_needs_no_launcher(way: str) -> None:
     """As the errors say; also one that a batch script starts itself."""
-    environ = {name: value for name, value in {**SRUN, **UNREADABLE[way]}.items() if value is not None}
+    environ = {
+        name: value for name, value in {**SRUN, **UNREADABLE[way]}.items() if value is not None
+    }
     by_hand = {**BY_HAND, "WORLD_SIZE": "7", "MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
     assert plan_launch({**environ, **by_hand}) == LaunchPlan(None, {})
     for name in by_hand:
@@ -175,7 +203,9 @@ def test_a_rank_that_is_complete_by_hand_needs_no_launcher(way: str) -> None:
 
 
 def test_a_remedy_that_was_tried_is_not_told_again() -> None:
-    with pytest.raises(ConfigError, match="unset it, or set all of RANK, WORLD_SIZE, LOCAL_RANK if"):
+    with pytest.raises(
+        ConfigError, match="unset it, or set all of RANK, WORLD_SIZE, LOCAL_RANK if"
+    ):
         plan_launch({**SRUN, "RANK": "0"})
     with pytest.raises(ConfigError, match=r"RANK=3 is set, but srun says 5: unset it$"):
         plan_launch({**SRUN, **BY_HAND, "WORLD_SIZE": "7"})
@@ -197,7 +227,9 @@ def test_the_first_host_of_a_list(hostlist: str, first: str) -> None:
     assert first_host(hostlist) == first
 
 
-@pytest.mark.parametrize("hostlist", ["", ",", "[", "a[]", "a[1", "a[x]", "a[1-]", "a]", "a b", "a\n", "é", "a[1]]"])
+@pytest.mark.parametrize(
+    "hostlist", ["", ",", "[", "a[]", "a[1", "a[x]", "a[1-]", "a]", "a b", "a\n", "é", "a[1]]"]
+)
 def test_what_is_no_list_of_hosts_is_refused(hostlist: str) -> None:
     with pytest.raises(ConfigError, match="expected host names"):
         first_host(hostlist)

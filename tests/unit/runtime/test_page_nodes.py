@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ext.runtime.page_nodes import MOST_PAGES, PAGE_BYTES, nodes_of_pages, placement_warning, sampled_pages
+from deepspeed_ext.runtime.page_nodes import (
+    MOST_PAGES,
+    PAGE_BYTES,
+    nodes_of_pages,
+    placement_warning,
+    sampled_pages,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +41,13 @@ def test_memory_on_other_nodes_is_told_with_its_share_and_a_remedy(
         assert "drop_caches" in told
 
 
-@given(st.lists(st.tuples(st.integers(PAGE_BYTES, 1 << 40), st.integers(1, 1 << 36)), min_size=1, max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.integers(PAGE_BYTES, 1 << 40), st.integers(1, 1 << 36)),
+        min_size=1,
+        max_size=20,
+    )
+)
 def test_a_sample_holds_pages_of_every_array_and_is_small(spans: list[tuple[int, int]]) -> None:
     pages = sampled_pages(spans)
     assert len(pages) <= 2 * MOST_PAGES + len(spans)

@@ -1,4 +1,5 @@
-"""Files that are not what they should be: nothing blocks, nothing is read without end, nothing is raised."""
+"""Files that are not what they should be: nothing blocks, nothing is read without end, nothing is
+raised."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ NOT_TO_BE_READ = [fifo, endless, directory, dangling, loop, too_long, absent]
 
 
 @pytest.mark.parametrize("make", NOT_TO_BE_READ)
-def test_what_is_no_short_regular_file_counts_as_absent(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_what_is_no_short_regular_file_counts_as_absent(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
     path = tmp_path / "file"
     make(path)
     assert read_text(path) is None
@@ -78,8 +81,12 @@ def test_bytes_that_are_no_text_and_paths_that_are_none() -> None:
 
 
 @pytest.mark.parametrize("make", NOT_TO_BE_READ)
-@pytest.mark.parametrize("name", [f"{CPU}/online", f"{CPU}/cpu1/topology/core_cpus_list", "proc/self/status"])
-def test_a_host_is_planned_in_spite_of_it(name: str, make: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [f"{CPU}/online", f"{CPU}/cpu1/topology/core_cpus_list", "proc/self/status"]
+)
+def test_a_host_is_planned_in_spite_of_it(
+    name: str, make: Callable[[Path], None], tmp_path: Path
+) -> None:
     path = write_host(tmp_path, cores(4), mask="0-3") / name
     path.unlink()
     make(path)
@@ -116,7 +123,13 @@ def test_cpus_without_a_directory_are_cores_and_cost_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "text", [",".join(["0-65535"] * 8000), ",".join(["0-65535:1/2"] * 5000), "0-4:" + "9" * 400, "9" * 5000]
+    "text",
+    [
+        ",".join(["0-65535"] * 8000),
+        ",".join(["0-65535:1/2"] * 5000),
+        "0-4:" + "9" * 400,
+        "9" * 5000,
+    ],
 )
 def test_long_cpu_lists_are_refused_in_one_short_line(text: str) -> None:
     with pytest.raises(ValueError, match="CPU") as caught:
@@ -124,7 +137,9 @@ def test_long_cpu_lists_are_refused_in_one_short_line(text: str) -> None:
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("text", ["", "-1", "0x1", "1_0", "123456789", "1,,2", "f" * 8 + ",0" * 2048])
+@pytest.mark.parametrize(
+    "text", ["", "-1", "0x1", "1_0", "123456789", "1,,2", "f" * 8 + ",0" * 2048]
+)
 def test_malformed_masks_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="CPU mask"):
         parse_cpumask(text)
@@ -144,7 +159,11 @@ def test_memory_statistics_of_any_form_are_no_error(tmp_path: Path) -> None:
     group = tmp_path / "sys/fs/cgroup"
     write(group / "memory.max", "1000000")
     write(group / "memory.current", "400000")
-    for text in ("one\ntwo words and more\ninactive_file many", "inactive_file " + "9" * 400, "\xff\0"):
+    for text in (
+        "one\ntwo words and more\ninactive_file many",
+        "inactive_file " + "9" * 400,
+        "\xff\0",
+    ):
         write(group / "memory.stat", text)
         assert memory.available_host_bytes(tmp_path) <= 600000
     write(group / "memory.stat", "total_inactive_file 100000")

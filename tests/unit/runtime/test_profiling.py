@@ -1,4 +1,5 @@
-"""A profile shows the parts of each system by name; without a profiler the names cost next to nothing."""
+"""A profile shows the parts of each system by name; without a profiler the names cost next to
+nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ CONFIGS = {
     "flatten host": base_config(2, torch.bfloat16),
     "gather": base_config(3, torch.bfloat16),
 }
-CONFIGS["flatten distributed"]["zero_optimization"] |= {"flatten_tier": "distributed", "enable_sanity_checks": True}
+CONFIGS["flatten distributed"]["zero_optimization"] |= {
+    "flatten_tier": "distributed",
+    "enable_sanity_checks": True,
+}
 CONFIGS["flatten host"]["zero_optimization"]["flatten_tier"] = "host"
 CONFIGS["gather"]["zero_optimization"] |= {
     "stage3_allgather_single_param": True,
@@ -34,13 +38,19 @@ EXPECTED = {
     "zenflow": {
         "startup.flatten",
         "startup.optimizer_process",
-        *(f"zenflow.{part}" for part in ("begin_step", "step_partition", "finish_weights", "end_step")),
+        *(
+            f"zenflow.{part}"
+            for part in ("begin_step", "step_partition", "finish_weights", "end_step")
+        ),
     },
     "flatten distributed": {
         "startup.flatten",
         *(f"flatten.{part}" for part in ("checksum", "pack", "fill", "exchange")),
     },
-    "flatten host": {"startup.flatten", *(f"flatten.{part}" for part in ("pack", "fill", "exchange"))},
+    "flatten host": {
+        "startup.flatten",
+        *(f"flatten.{part}" for part in ("pack", "fill", "exchange")),
+    },
     "gather": {"gather.fetch", "gather.wait"},
 }
 
@@ -53,7 +63,9 @@ def ranges_of(config: dict, profiled: bool) -> Counter[str]:
     engine.destroy()
     events = found.events() if found is not None else []
     prefix = "deepspeed_ext."
-    return Counter(event.name.removeprefix(prefix) for event in events if event.name.startswith(prefix))
+    return Counter(
+        event.name.removeprefix(prefix) for event in events if event.name.startswith(prefix)
+    )
 
 
 @pytest.mark.parametrize("system", CONFIGS)
@@ -62,8 +74,12 @@ def test_a_profile_shows_the_parts_by_name(system: str) -> None:
         assert EXPECTED[system] <= set(found)
         assert all(" " not in name for name in found)
         if system == "zenflow":
-            assert {found[f"zenflow.{part}"] for part in ("begin_step", "finish_weights", "end_step")} == {STEPS}
-        if system == "gather":  # one range per fetch, not per parameter; the wait of each is the coordinator's
+            assert {
+                found[f"zenflow.{part}"] for part in ("begin_step", "finish_weights", "end_step")
+            } == {STEPS}
+        if (
+            system == "gather"
+        ):  # one range per fetch, not per parameter; the wait of each is the coordinator's
             assert found["gather.fetch"] <= found["gather.wait"]
 
 

@@ -19,7 +19,9 @@ def compiler(path: Path, folder: Path, *arguments: str) -> Iterator[None]:
     """A program called ``c++`` that works in `folder` until the end of the block."""
     path.write_text("#!/bin/sh\necho ready\nread line\n")
     path.chmod(0o755)
-    process = subprocess.Popen([path, *arguments], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [path, *arguments], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     process.stdout.readline()
     with process:
@@ -42,7 +44,9 @@ def test_other_sources_are_named_by_what_they_are_for(tmp_path: Path) -> None:
         assert being_compiled([os.getpid()]) == ["adam_pass.cpp"]
 
 
-def test_life_is_shown_every_few_seconds_and_a_compiler_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_life_is_shown_every_few_seconds_and_a_compiler_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, compiled, told = 0.0, list[str](), list[str]()
     monkeypatch.setattr("time.monotonic", lambda: now)
     monkeypatch.setattr(progress, "being_compiled", lambda pids: compiled)

@@ -12,14 +12,22 @@ import torch
 from deepspeed_ext import errors as all_errors
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError, RankError, WorkerError
 from deepspeed_ext.runtime import ranks as ranks_module
-from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, require_same_plan, together, within
+from deepspeed_ext.runtime.ranks import (
+    KeptError,
+    RankGroup,
+    raise_together,
+    require_same_plan,
+    together,
+    within,
+)
 from tests.support.models import this_device
 from tests.support.ranks import run_ranks
 from tests.support.thread_ranks import run_together
 
 
 def fail(errors: dict[int, Exception]) -> tuple[str, str]:
-    """Each rank raises its entry inside `together`; returns type and message of what comes out of it."""
+    """Each rank raises its entry inside `together`; returns type and message of what comes out of
+    it."""
     ranks = RankGroup.of(None, this_device())
     try:
         with together(ranks, otherwise=CheckpointError):
@@ -45,7 +53,9 @@ def fail(errors: dict[int, Exception]) -> tuple[str, str]:
         ),
     ],
 )
-def test_every_rank_has_the_same_error(errors: dict[int, Exception], kind: str, message: str) -> None:
+def test_every_rank_has_the_same_error(
+    errors: dict[int, Exception], kind: str, message: str
+) -> None:
     assert run_ranks(3, fail, errors) == [(kind, message)] * 3
 
 
@@ -53,7 +63,11 @@ def tell(flags: dict[int, bool], error: Exception | None) -> str:
     """Each rank has its flag, and rank 1 perhaps an error."""
     ranks = RankGroup.of(None, this_device())
     try:
-        return str(raise_together(ranks, error if ranks.rank == 1 else None, flag=flags.get(ranks.rank, False)))
+        return str(
+            raise_together(
+                ranks, error if ranks.rank == 1 else None, flag=flags.get(ranks.rank, False)
+            )
+        )
     except WorkerError as raised:
         return str(raised)
     finally:
@@ -69,7 +83,9 @@ def tell(flags: dict[int, bool], error: Exception | None) -> str:
         ({2: True}, WorkerError("it died"), "rank 1: it died"),
     ],
 )
-def test_an_agreement_carries_a_flag(flags: dict[int, bool], error: Exception | None, found: str) -> None:
+def test_an_agreement_carries_a_flag(
+    flags: dict[int, bool], error: Exception | None, found: str
+) -> None:
     assert run_ranks(3, tell, flags, error) == [found] * 3
 
 
@@ -81,7 +97,9 @@ def largest_of(values: list[int]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("values", "found"), [([0, 0, 0], (0, 0)), ([3, 10**9, 10**9], (10**9, 1)), ([1, 0, 2], (2, 2))]
 )
-def test_the_largest_value_comes_with_the_lowest_rank_that_has_it(values: list[int], found: tuple[int, int]) -> None:
+def test_the_largest_value_comes_with_the_lowest_rank_that_has_it(
+    values: list[int], found: tuple[int, int]
+) -> None:
     assert run_ranks(3, largest_of, values) == [found] * 3
     assert Alone.ranks.largest(values[0]) == (values[0], 0)
 
@@ -97,7 +115,10 @@ def test_one_rank_keeps_its_own_error() -> None:
     with pytest.raises(WorkerError) as caught, together(Alone.ranks):
         raise error
     assert caught.value is error
-    with pytest.raises(RankError, match="rank 0: ZeroDivisionError: division by zero"), together(Alone.ranks):
+    with (
+        pytest.raises(RankError, match="rank 0: ZeroDivisionError: division by zero"),
+        together(Alone.ranks),
+    ):
         _ = 1 / 0
 
 
@@ -159,7 +180,8 @@ def test_every_error_can_be_named() -> None:
 
 
 def fail_around_a_section(where: str) -> tuple[str, str]:
-    """Ranks 0 and 2 have a group of their own; rank 2 fails before the group's section, inside of it or after it."""
+    """Ranks 0 and 2 have a group of their own; rank 2 fails before the group's section, inside of
+    it or after it."""
     world = RankGroup.of(None, this_device())
     groups = [torch.distributed.new_group(members) for members in ([0, 2], [1])]
     inner = RankGroup.of(groups[world.rank % 2], this_device())
@@ -208,7 +230,9 @@ def fail_alike(kinds: dict[int, type[Exception]]) -> str:
         ({0: ValueError, 2: ValueError}, "RankError"),
     ],
 )
-def test_an_error_of_all_ranks_can_keep_its_type(kinds: dict[int, type[Exception]], expected: str) -> None:
+def test_an_error_of_all_ranks_can_keep_its_type(
+    kinds: dict[int, type[Exception]], expected: str
+) -> None:
     assert run_ranks(3, fail_alike, kinds) == [expected] * 3
 
 
@@ -226,7 +250,9 @@ def test_differing_plans_are_printed_on_every_rank() -> None:
 
 
 def test_long_plans_are_shown_from_shortly_before_they_differ() -> None:
-    errors = run_together(2, lambda ranks: require_same_plan("a test", ("x" * 3000, ranks.rank, "y" * 3000), ranks))
+    errors = run_together(
+        2, lambda ranks: require_same_plan("a test", ("x" * 3000, ranks.rank, "y" * 3000), ranks)
+    )
     for error in errors:
         assert isinstance(error, all_errors.PlanMismatchError)
         assert "xxx', 0, 'yyy" in str(error)
@@ -257,7 +283,9 @@ def test_a_group_of_one_gathers_its_own_tensor() -> None:
 
 def test_an_older_torch_gathers_under_the_older_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.distributed, "all_gather_single", raising=False)
-    spec = importlib.util.spec_from_file_location("ranks_with_an_older_torch", ranks_module.__file__)
+    spec = importlib.util.spec_from_file_location(
+        "ranks_with_an_older_torch", ranks_module.__file__
+    )
     assert spec is not None
     assert spec.loader is not None
     again = importlib.util.module_from_spec(spec)

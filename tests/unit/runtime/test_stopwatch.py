@@ -18,7 +18,9 @@ OPERATOR_US = 100.0
 def test_the_cpu_is_measured_by_the_host() -> None:
     watch = stopwatch()
     assert isinstance(watch, HostStopwatch)
-    with patch.object(stopwatch_module.time, "perf_counter", Mock(side_effect=[1.0, 3.0, 10.0, 15.0])):
+    with patch.object(
+        stopwatch_module.time, "perf_counter", Mock(side_effect=[1.0, 3.0, 10.0, 15.0])
+    ):
         for _ in range(2):
             with watch.measured():
                 pass

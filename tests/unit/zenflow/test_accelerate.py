@@ -1,4 +1,5 @@
-"""ZenFlow in the loops of the Hugging Face Trainer and of Accelerate: evaluation, generation, boundaries of steps."""
+"""ZenFlow in the loops of the Hugging Face Trainer and of Accelerate: evaluation, generation,
+boundaries of steps."""
 
 import json
 import os
@@ -37,13 +38,21 @@ def tiny_llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "max_position_embeddings": 32,
+    }
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_hidden_layers=2, num_attention_heads=2))
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, **tokens, num_hidden_layers=2, num_attention_heads=2)
+    )
 
 
 def with_everything(config: str, folder: str) -> dict[str, Any]:
-    """Evaluates, generates and saves every second step, with two micro-steps a step; resumes for the second half."""
+    """Evaluates, generates and saves every second step, with two micro-steps a step; resumes for
+    the second half."""
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -52,9 +61,13 @@ def with_everything(config: str, folder: str) -> dict[str, Any]:
 
         lengths: ClassVar[list[int]] = []
 
-        def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        def on_evaluate(
+            self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+        ) -> None:
             tokens = torch.arange(4).view(1, 4)
-            made = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, do_sample=False)
+            made = model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3, do_sample=False
+            )
             self.lengths.append(made.shape[1])
 
     deepspeed_ext.enable()
@@ -93,7 +106,9 @@ def with_everything(config: str, folder: str) -> dict[str, Any]:
         pytest.param(3, SELECTIVE, marks=pytest.mark.full),
     ],
 )
-def test_evaluation_generation_accumulation_and_resume(stage: int, zenflow: dict, tmp_path: Path) -> None:
+def test_evaluation_generation_accumulation_and_resume(
+    stage: int, zenflow: dict, tmp_path: Path
+) -> None:
     config = config_file(tmp_path, stage=stage, zenflow=zenflow)
     found = run_ranks(1, with_everything, config, str(tmp_path / "run"))[0]
     assert found["updates"] == 8
@@ -105,7 +120,8 @@ def test_evaluation_generation_accumulation_and_resume(stage: int, zenflow: dict
 
 
 def connect_cpu_ranks() -> None:
-    """Accelerate treats CPU ranks under DeepSpeed as separate runs unless its state is made beforehand."""
+    """Accelerate treats CPU ranks under DeepSpeed as separate runs unless its state is made
+    beforehand."""
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
 
@@ -115,13 +131,16 @@ def connect_cpu_ranks() -> None:
 
 
 def boundaries_of_accelerate(config: dict[str, Any]) -> dict[str, Any]:
-    """Accelerate's own loop: `accumulate`, `backward`, `step`; it tells DeepSpeed where a step ends."""
+    """Accelerate's own loop: `accumulate`, `backward`, `step`; it tells DeepSpeed where a step
+    ends."""
     from accelerate import Accelerator, DeepSpeedPlugin
 
     connect_cpu_ranks()
     deepspeed_ext.enable()
     try:
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=4)
+        accelerator = Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=4
+        )
         model = tiny_llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         loader = torch.utils.data.DataLoader(Windows(), batch_size=2)
@@ -143,7 +162,9 @@ def boundaries_of_accelerate(config: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "steps": boundaries, "updates": updates}
 
 
-@pytest.mark.parametrize("zenflow", [{"update_interval": 1}, SELECTIVE], ids=["predictive", "selective"])
+@pytest.mark.parametrize(
+    "zenflow", [{"update_interval": 1}, SELECTIVE], ids=["predictive", "selective"]
+)
 def test_accelerate_sets_the_boundaries(zenflow: dict) -> None:
     """24 micro-steps, four a step."""
     config = zenflow_config(2, torch.float32, accumulation=4, **zenflow)
@@ -160,7 +181,12 @@ def loop_of_the_page(text: str, config: str) -> dict[str, Any]:
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = config
     connect_cpu_ranks()
     loader = torch.utils.data.DataLoader(Windows(), batch_size=2)
-    names: dict[str, Any] = {"deepspeed_ext": deepspeed_ext, "torch": torch, "model": tiny_llama(), "loader": loader}
+    names: dict[str, Any] = {
+        "deepspeed_ext": deepspeed_ext,
+        "torch": torch,
+        "model": tiny_llama(),
+        "loader": loader,
+    }
     try:
         exec(text, names)
     finally:
@@ -176,7 +202,9 @@ def test_what_the_page_says_about_accelerate_trains(tmp_path: Path) -> None:
     """Its YAML, its config without an optimizer, and its loop: eight micro-steps, four a step."""
     from accelerate.commands.config.config_args import load_config_from_file
 
-    section = (ROOT / "docs" / "trainers.md").read_text().split("\n## Accelerate\n")[1].split("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "trainers.md").read_text().split("\n## Accelerate\n")[1].split("\n## ")[0]
+    )
     blocks = dict(re.findall(r"```(\w+)\n(.*?)```", section, re.DOTALL))
     assert set(blocks) == {"yaml", "json", "python"}
     (tmp_path / "accelerate.yaml").write_text(blocks["yaml"])

@@ -1,5 +1,5 @@
-"""A share of the optimizer on the accelerator (``offload_optimizer.ratio``): the same training, with p, m and v in two
-places."""
+"""A share of the optimizer on the accelerator (``offload_optimizer.ratio``): the same training,
+with p, m and v in two places."""
 
 import math
 from pathlib import Path
@@ -40,7 +40,13 @@ STEPS = 12
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 
 
-def config_of(stage: int, ratio: float | str, rule: str = "predictive", dtype: torch.dtype = torch.float32, **fields):
+def config_of(
+    stage: int,
+    ratio: float | str,
+    rule: str = "predictive",
+    dtype: torch.dtype = torch.float32,
+    **fields,
+):
     config = zenflow_config(stage, dtype, **{**RULES[rule], **fields})
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
     return config
@@ -71,7 +77,8 @@ def test_what_users_read_and_write_includes_the_share(stage: int, rule: str) -> 
 
 
 def moved_and_freed(config: dict[str, Any], folder: str) -> list[str]:
-    """Train, look, save beside training and train on: how that differs from training alone, and what stays shown."""
+    """Train, look, save beside training and train on: how that differs from training alone, and
+    what stays shown."""
     data = batches(10, dist.get_rank())
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, data)
@@ -101,12 +108,15 @@ def test_saving_and_moving_away_change_nothing_and_leave_no_copy_on_the_host(
     stage: int, device: str, async_save: bool, tmp_path: Path
 ) -> None:
     config = config_of(stage, 0.4, update_interval=1, async_save=async_save)
-    for found in run_ranks(2 if device == "cpu" else 1, moved_and_freed, config, str(tmp_path), device=device):
+    for found in run_ranks(
+        2 if device == "cpu" else 1, moved_and_freed, config, str(tmp_path), device=device
+    ):
         assert list(filter(None, found)) == []
 
 
 def saved_elsewhere(config: dict[str, Any], folder: str) -> list[torch.Tensor]:
-    """Train five steps, of which the last is not handed over; save; return p as training sees it after the sixth."""
+    """Train five steps, of which the last is not handed over; save; return p as training sees it
+    after the sixth."""
     engine = make_engine(config, groups=two_groups)
     train(engine, batches(5, 0))
     engine.save_checkpoint(folder, tag="t")
@@ -128,12 +138,14 @@ def loaded_elsewhere(config: dict[str, Any], folder: str) -> tuple[list[torch.Te
 def test_a_checkpoint_is_loaded_with_another_share_by_other_ranks_at_another_stage(
     there: tuple[int, int, float], tmp_path: Path
 ) -> None:
-    """Mid-interval: gradients that wait for the worker are applied to the host's part alone, all others have been. So
-    what is loaded does not depend on where it is loaded."""
+    """Mid-interval: gradients that wait for the worker are applied to the host's part alone, all
+    others have been. So what is loaded does not depend on where it is loaded."""
     stage, ranks, ratio = there
     run_ranks(2, saved_elsewhere, config_of(2, 0.4), str(tmp_path))
     expected, _ = run_ranks(1, loaded_elsewhere, config_of(1, 0.5), str(tmp_path))[0]
-    for masters, losses in run_ranks(ranks, loaded_elsewhere, config_of(stage, ratio), str(tmp_path)):
+    for masters, losses in run_ranks(
+        ranks, loaded_elsewhere, config_of(stage, ratio), str(tmp_path)
+    ):
         assert_same(expected, masters, "masters")
         assert all(map(math.isfinite, losses))
 
@@ -143,7 +155,14 @@ def test_collected_gradients_reach_only_the_part_on_the_host(data: st.DataObject
     block = data.draw(st.sampled_from([1, 4, 8]))
     head, host = block * data.draw(st.integers(0, 5)), data.draw(st.integers(1, 40))
     gradient = torch.randn(host)
-    step = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+    step = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.9,
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "decoupled": True,
+    }
     values = PredictivePartitionValues(
         numel=head + host,
         on_accelerator=head,
@@ -162,11 +181,14 @@ def test_collected_gradients_reach_only_the_part_on_the_host(data: st.DataObject
     end = min(head + host, begin + block * data.draw(st.integers(0, 12)))
     part = tuple(torch.zeros(end - begin) for _ in range(3))
     values.catch_up(part, block, begin)
-    assert all(torch.equal(found, expected[begin:end]) for found, expected in zip(part, whole, strict=True))
+    assert all(
+        torch.equal(found, expected[begin:end]) for found, expected in zip(part, whole, strict=True)
+    )
 
 
 def overflowing(config: dict[str, Any]) -> tuple[list[float], list[float], int]:
-    """Losses with and without a share where the loss scale is too large at first, and the steps that were skipped."""
+    """Losses with and without a share where the loss scale is too large at first, and the steps
+    that were skipped."""
     allow_fp16()
     found = []
     for ratio in (1.0, 0.4):
@@ -203,7 +225,9 @@ def chosen(config: dict[str, Any]) -> dict[str, float]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("reserve", "fits"), [(0.25, True), (0.9999999, False)])
-def test_auto_under_the_selective_rule_takes_what_fits_beside_the_reserve(reserve: float, fits: bool) -> None:
+def test_auto_under_the_selective_rule_takes_what_fits_beside_the_reserve(
+    reserve: float, fits: bool
+) -> None:
     ratio = "auto" if fits else "fit"
     config = config_of(2, ratio, "selective", offload_reserve_fraction=reserve)
     (found,) = run_ranks(1, chosen, config, device="accelerator")
@@ -216,7 +240,9 @@ def test_auto_leaves_all_on_the_host_where_that_is_the_accelerator() -> None:
     assert (found["on the accelerator"] == 0) != is_simulated("cpu")
 
 
-@pytest.mark.parametrize(("ratio", "zenflow"), [("auto", False), (1.5, True), ("half", True), (0.5, False)])
+@pytest.mark.parametrize(
+    ("ratio", "zenflow"), [("auto", False), (1.5, True), ("half", True), (0.5, False)]
+)
 def test_a_ratio_that_means_nothing_is_refused_by_name(ratio: object, zenflow: bool) -> None:
     section = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
     with pytest.raises((ConfigError, ValidationError), match=r"ratio|Partial offloading"):

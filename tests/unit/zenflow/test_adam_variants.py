@@ -11,7 +11,14 @@ from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.resuming import failed_resumes
 from tests.support.same import first_difference
-from tests.support.zenflow import RULES, full_masters_of, make_engine, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    RULES,
+    full_masters_of,
+    make_engine,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 UNCORRECTED = {"lr": 1e-3, "weight_decay": 0.1, "bias_correction": False}
 
@@ -48,7 +55,11 @@ def test_maximizing_the_negative_loss_is_minimizing_the_loss(stage: int, rule: s
     assert run_ranks(1, minimized_and_maximized, config) == [""]
 
 
-@pytest.mark.parametrize(("stage", "rule"), [(3, "predictive"), pytest.param(2, "selective", marks=pytest.mark.full)])
-def test_a_run_without_bias_correction_resumes_exactly(stage: int, rule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "rule"), [(3, "predictive"), pytest.param(2, "selective", marks=pytest.mark.full)]
+)
+def test_a_run_without_bias_correction_resumes_exactly(
+    stage: int, rule: str, tmp_path: Path
+) -> None:
     """Within an interval, and from its end."""
     assert failed_resumes(2, uncorrected(stage, rule), 4, 5, str(tmp_path)) == []

@@ -1,8 +1,10 @@
-"""ZenFlow with all that a training run combines: every pair of the settings below, or every triple with ``--full``.
+"""ZenFlow with all that a training run combines: every pair of the settings below, or every triple
+with ``--full``.
 
-Where nothing is deferred the run is ZeRO-Offload's with the same settings, to rounding: losses, weights, gradient norm.
-Elsewhere it trains and stays close. Always: counters, learning rates and loss scale are ZeRO-Offload's, and the ranks
-hold the same weights. A product of all settings would be 38,880 runs.
+Where nothing is deferred the run is ZeRO-Offload's with the same settings, to rounding: losses,
+weights, gradient norm. Elsewhere it trains and stays close. Always: counters, learning rates and
+loss scale are ZeRO-Offload's, and the ranks hold the same weights. A product of all settings would
+be 38,880 runs.
 """
 
 import itertools
@@ -49,12 +51,12 @@ OPTIMIZERS = (
     *("AdamW", "Adam", "AdamW, uncorrected"),
     *("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.Adam, mixed", "DeepSpeedCPUAdam"),
 )
-"""The first line from the config (the last of them without bias correction), the second passed by the user (the third
-with parameters of which some are decayed as AdamW does)."""
+"""The first line from the config (the last of them without bias correction), the second passed by
+the user (the third with parameters of which some are decayed as AdamW does)."""
 
 PARAMETERS = ("plain", "groups", "awkward")
-"""One group; two with their own lr, betas, eps and weight decay; these with frozen, unused and empty parameters. All
-have a tied one."""
+"""One group; two with their own lr, betas, eps and weight decay; these with frozen, unused and
+empty parameters. All have a tied one."""
 
 
 class Tolerance(NamedTuple):
@@ -68,11 +70,17 @@ class Tolerance(NamedTuple):
 
 TOLERANCES = {
     "exact": Tolerance(1e-4, 1e-3),
-    "16 bit": Tolerance(2e-3, 2e-2),  # DeepSpeed accumulates gradients in 16 bit, and weights round to a neighbour
+    "16 bit": Tolerance(
+        2e-3, 2e-2
+    ),  # DeepSpeed accumulates gradients in 16 bit, and weights round to a neighbour
     "predictive": Tolerance(0.03, 0.15),
     "predictive, bf16 moments": Tolerance(0.05, 0.3),
-    "predictive, int8 moments": Tolerance(0.08, 0.3),  # one combination is 5.4 % off, also with moments of 32 bits
-    "predictive, interval 2": Tolerance(0.1, 0.6),  # six steps, of which the schedules make the late ones the largest
+    "predictive, int8 moments": Tolerance(
+        0.08, 0.3
+    ),  # one combination is 5.4 % off, also with moments of 32 bits
+    "predictive, interval 2": Tolerance(
+        0.1, 0.6
+    ),  # six steps, of which the schedules make the late ones the largest
     "selective": Tolerance(0.15, 0.7),
     "selective, overlapped": Tolerance(0.2, 0.7),
 }
@@ -94,13 +102,17 @@ class Case(NamedTuple):
 
 
 CASES = list(
-    itertools.product(MODES, (1, 2, 3), (1, 2), DTYPES, (1, 2, 4), (0.0, 1.0), SCHEDULES, OPTIMIZERS, PARAMETERS)
+    itertools.product(
+        MODES, (1, 2, 3), (1, 2), DTYPES, (1, 2, 4), (0.0, 1.0), SCHEDULES, OPTIMIZERS, PARAMETERS
+    )
 )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        cases = [Case(*case) for case in cover(CASES, 3 if metafunc.config.getoption("--full") else 2)]
+        cases = [
+            Case(*case) for case in cover(CASES, 3 if metafunc.config.getoption("--full") else 2)
+        ]
         metafunc.parametrize("case", cases, ids=lambda case: "-".join(map(str, case)))
 
 
@@ -117,25 +129,36 @@ class Awkward(OddModel):
 def model_of(case: Case) -> OddModel:
     if case.parameters != "awkward":
         return OddModel()
-    return Awkward(empty=case.stage < 3 or case.ranks == 1)  # else DeepSpeed's own gather fails on empty ones
+    return Awkward(
+        empty=case.stage < 3 or case.ranks == 1
+    )  # else DeepSpeed's own gather fails on empty ones
 
 
 def own_hyperparameters(model: nn.Module) -> list[dict]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.2, "lr": 2e-3},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0, "betas": (0.8, 0.9), "eps": 1e-6},
+        {
+            "params": [p for p in parameters if p.ndim < 2],
+            "weight_decay": 0.0,
+            "betas": (0.8, 0.9),
+            "eps": 1e-6,
+        },
     ]
 
 
 def config_of(case: Case) -> dict[str, Any]:
-    config = zenflow_config(case.stage, DTYPES[case.dtype], case.accumulation, lr=4e-3, **MODES[case.mode])
+    config = zenflow_config(
+        case.stage, DTYPES[case.dtype], case.accumulation, lr=4e-3, **MODES[case.mode]
+    )
     config["gradient_clipping"] = case.clipping
     if SCHEDULES[case.schedule]:
         config["scheduler"] = SCHEDULES[case.schedule]
     if case.optimizer == "Adam":
         config["optimizer"]["type"], config["optimizer"]["params"]["adam_w_mode"] = "Adam", False
-    elif case.optimizer == "AdamW, uncorrected":  # DeepSpeedCPUAdam, because torch's Adam always corrects
+    elif (
+        case.optimizer == "AdamW, uncorrected"
+    ):  # DeepSpeedCPUAdam, because torch's Adam always corrects
         del config["optimizer"]["params"]["torch_adam"]
         config["optimizer"]["params"]["bias_correction"] = False
     elif case.optimizer != "AdamW":
@@ -154,7 +177,9 @@ def user_optimizer(case: Case) -> Any:
         "DeepSpeedCPUAdam": DeepSpeedCPUAdam,
     }
     maker = makers.get(case.optimizer)
-    return None if maker is None else lambda parameters: maker(parameters, lr=4e-3, weight_decay=0.1)
+    return (
+        None if maker is None else lambda parameters: maker(parameters, lr=4e-3, weight_decay=0.1)
+    )
 
 
 def mixed_adam(parameters: Any, **arguments: Any) -> torch.optim.Optimizer:
@@ -162,7 +187,9 @@ def mixed_adam(parameters: Any, **arguments: Any) -> torch.optim.Optimizer:
     groups = list(parameters)
     if not isinstance(groups[0], dict):
         groups = [{"params": groups[::2]}, {"params": groups[1::2]}]
-    return torch.optim.Adam([{**groups[0], "decoupled_weight_decay": True}, *groups[1:]], **arguments)
+    return torch.optim.Adam(
+        [{**groups[0], "decoupled_weight_decay": True}, *groups[1:]], **arguments
+    )
 
 
 def trained(case: Case, config: dict[str, Any], extended: bool) -> dict[str, Any]:
@@ -178,7 +205,9 @@ def trained(case: Case, config: dict[str, Any], extended: bool) -> dict[str, Any
     for number, batch in enumerate(data):
         overflows = case.dtype == "fp16" and number // case.accumulation in OVERFLOWS
         losses += train(engine, [batch], times=float("inf") if overflows else 1.0)
-        trace.append((engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.get_lr()))
+        trace.append(
+            (engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.get_lr())
+        )
     found = {
         "losses": losses,
         "trace": trace,
@@ -197,13 +226,21 @@ def both(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     if case.dtype == "fp16":
         allow_fp16()
     config = config_of(case)
-    return trained(case, offload_config(config), extended=False), trained(case, config, extended=True)
+    return trained(case, offload_config(config), extended=False), trained(
+        case, config, extended=True
+    )
 
 
-def distance(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor], start: dict) -> float:
-    """Of the two final models, over the distance that the expected one has moved from the start (L2)."""
+def distance(
+    expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor], start: dict
+) -> float:
+    """Of the two final models, over the distance that the expected one has moved from the start
+    (L2)."""
     apart = sum(float((actual[name] - value).square().sum()) for name, value in expected.items())
-    moved = sum(float((value - start[name].detach().float()).square().sum()) for name, value in expected.items())
+    moved = sum(
+        float((value - start[name].detach().float()).square().sum())
+        for name, value in expected.items()
+    )
     return (apart / moved) ** 0.5
 
 
@@ -218,7 +255,9 @@ def test_features_together_train_as_upstream(case: Case) -> None:
         assert actual["trace"][-1][:2] == (STEPS, skipped)
         assert actual["updates"] == STEPS - skipped
         assert_same(results[0][1]["weights"], actual["weights"], "weights")
-        tolerance = TOLERANCES[case.mode if case.mode in TOLERANCES else "exact" if case.dtype == "fp32" else "16 bit"]
+        tolerance = TOLERANCES[
+            case.mode if case.mode in TOLERANCES else "exact" if case.dtype == "fp32" else "16 bit"
+        ]
         assert actual["losses"] == pytest.approx(expected["losses"], rel=tolerance.loss)
         assert actual["norm"] == pytest.approx(expected["norm"], rel=tolerance.loss)
         assert distance(expected["weights"], actual["weights"], start) < tolerance.distance

@@ -1,4 +1,5 @@
-"""Settings drawn at random from what docs/drop_in.md says works: each run resumes to the bit, or is refused by name."""
+"""Settings drawn at random from what docs/drop_in.md says works: each run resumes to the bit, or is
+refused by name."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def drawn(seed: int) -> tuple[dict[str, Any], bool]:
     pick = random.Random(seed).choice
     stage, accumulation = pick([1, 2, 2, 3, 3]), pick([1, 1, 2])
     section: dict[str, Any] = {"full_warm_up_rounds": pick([0, 1, 1, 2])}
-    section |= pick([{}, {}, {}, {"overlap_step": False}, {"update_interval": 2}, {"topk_ratio": 0.2}])
+    section |= pick(
+        [{}, {}, {}, {"overlap_step": False}, {"update_interval": 2}, {"topk_ratio": 0.2}]
+    )
     section |= pick([{}, {}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}])
     section |= pick([{}, {}, {"gradients_on_host": True}, {"gradients_on_host": False}])
     section |= pick([{}, {}, {"async_save": True}, {"hide_transfers": False}])
@@ -47,18 +50,26 @@ def drawn(seed: int) -> tuple[dict[str, Any], bool]:
     config["optimizer"] = {"type": kind, "params": OPTIMIZERS[kind]}
     config["gradient_clipping"] = pick([0.0, 0.05, 1.0])
     if config["fp16"]["enabled"]:
-        config["fp16"] |= pick([{"initial_scale_power": 8}, {"loss_scale": 128}, {"initial_scale_power": 20}])
+        config["fp16"] |= pick(
+            [{"initial_scale_power": 8}, {"loss_scale": 128}, {"initial_scale_power": 20}]
+        )
     zero = config["zero_optimization"]
     zero["offload_optimizer"] = {"device": "cpu"} | pick([{}, {}, {"ratio": 0.5}, {"ratio": 0.0}])
     if stage == 3:
         zero |= pick([{}, {"offload_param": {"device": "cpu"}}])
-    zero |= pick([{}, {"overlap_comm": True}, {"contiguous_gradients": False}, {"reduce_bucket_size": 500}])
+    zero |= pick(
+        [{}, {"overlap_comm": True}, {"contiguous_gradients": False}, {"reduce_bucket_size": 500}]
+    )
     return config, pick([False, False, True]) and stage < 3
 
 
 def engine_of(config: dict[str, Any], *, has_experts: bool) -> Any:
     allow_fp16()
-    how = {"model": partial(ExpertModel, 2, 4), "groups": expert_groups} if has_experts else {"groups": two_groups}
+    how = (
+        {"model": partial(ExpertModel, 2, 4), "groups": expert_groups}
+        if has_experts
+        else {"groups": two_groups}
+    )
     return make_engine(config, **how)
 
 
@@ -95,7 +106,11 @@ def resumed(config: dict[str, Any], has_experts: bool, folder: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "seed", [seed if seed < BY_DEFAULT else pytest.param(seed, marks=pytest.mark.full) for seed in range(SEEDS)]
+    "seed",
+    [
+        seed if seed < BY_DEFAULT else pytest.param(seed, marks=pytest.mark.full)
+        for seed in range(SEEDS)
+    ],
 )
 def test_it_resumes_to_the_bit_or_is_refused_by_name(seed: int, tmp_path: Path) -> None:
     config, has_experts = drawn(seed)

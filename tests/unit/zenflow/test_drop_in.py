@@ -1,4 +1,5 @@
-"""Whatever ZeRO-Offload accepts, ZenFlow accepts, or refuses by name for a reason: every row of docs/drop_in.md."""
+"""Whatever ZeRO-Offload accepts, ZenFlow accepts, or refuses by name for a reason: every row of
+docs/drop_in.md."""
 
 from __future__ import annotations
 
@@ -7,19 +8,26 @@ from pathlib import Path
 
 import pytest
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+)
 
 from tests.support.drop_in import ACCEPTED, ROWS, Row
 from tests.support.drop_in_runs import apart, tried
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tools import drop_in
 
-CASES = [pytest.param(row, stage, id=f"{row.setting}-{stage}") for row in ROWS for stage in row.stages]
+CASES = [
+    pytest.param(row, stage, id=f"{row.setting}-{stage}") for row in ROWS for stage in row.stages
+]
 
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(("row", "stage"), CASES)
-def test_a_setting_of_zero_offload_does_what_the_table_says(row: Row, stage: int, tmp_path: Path) -> None:
+def test_a_setting_of_zero_offload_does_what_the_table_says(
+    row: Row, stage: int, tmp_path: Path
+) -> None:
     run = run_fresh_ranks if row.alone else run_ranks
     outcomes = run(2, tried, row, stage, str(tmp_path))
     for outcome in outcomes:
@@ -57,7 +65,12 @@ def test_every_field_of_deepspeeds_section_has_a_row() -> None:
 
     def names(row: Row) -> set[str]:
         section = row.changes.get("zero_optimization", {})
-        nested = {f"{name}.{key}" for name, value in section.items() if isinstance(value, dict) for key in value}
+        nested = {
+            f"{name}.{key}"
+            for name, value in section.items()
+            if isinstance(value, dict)
+            for key in value
+        }
         return set(section) | nested
 
     tried_fields = set().union(*(names(row) for row in ROWS))

@@ -1,4 +1,5 @@
-"""Experts belong to fewer ranks than the rest: steps, norms, selection, saves and resumes know it."""
+"""Experts belong to fewer ranks than the rest: steps, norms, selection, saves and resumes know
+it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import RULES as OVERLAPPED
-from tests.support.zenflow import make_engine, masters_of, offload_config, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    make_engine,
+    masters_of,
+    offload_config,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -31,7 +39,9 @@ def engine_of(config: dict[str, Any], ep_size: int, **how: Any) -> Any:
     return make_engine(config, model=partial(ExpertModel, ep_size, 4), groups=expert_groups, **how)
 
 
-def trained(config: dict[str, Any], ep_size: int, extended: bool, overflows: tuple[int, ...] = ()) -> dict[str, Any]:
+def trained(
+    config: dict[str, Any], ep_size: int, extended: bool, overflows: tuple[int, ...] = ()
+) -> dict[str, Any]:
     engine = engine_of(config, ep_size, extended=extended)
     start, losses, norms = weights_of(engine), [], []
     accumulation = engine.gradient_accumulation_steps()
@@ -41,7 +51,9 @@ def trained(config: dict[str, Any], ep_size: int, extended: bool, overflows: tup
         if (number + 1) % accumulation == 0 and not overflowing:
             norms.append(float(engine.get_global_grad_norm()))
     found = {
-        "losses": [loss for number, loss in enumerate(losses) if number // accumulation not in overflows],
+        "losses": [
+            loss for number, loss in enumerate(losses) if number // accumulation not in overflows
+        ],
         "norms": norms,
         "skipped": engine.skipped_steps,
         "start": start,
@@ -52,11 +64,17 @@ def trained(config: dict[str, Any], ep_size: int, extended: bool, overflows: tup
     return found
 
 
-def with_and_without(config: dict[str, Any], ep_size: int, overflows: tuple[int, ...]) -> dict[str, Any]:
+def with_and_without(
+    config: dict[str, Any], ep_size: int, overflows: tuple[int, ...]
+) -> dict[str, Any]:
     allow_fp16()
     found = {"offload": trained(offload_config(config), ep_size, False, overflows)}
     for rule, fields in RULES.items():
-        config["zero_optimization"]["zenflow"] = {"full_warm_up_rounds": 1, "overlap_step": False, **fields}
+        config["zero_optimization"]["zenflow"] = {
+            "full_warm_up_rounds": 1,
+            "overlap_step": False,
+            **fields,
+        }
         found[rule] = trained(config, ep_size, True, overflows)
     return found
 
@@ -64,7 +82,9 @@ def with_and_without(config: dict[str, Any], ep_size: int, overflows: tuple[int,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(("ranks", "ep_size"), WAYS)
-def test_without_overlap_it_equals_zero_offload(ranks: int, ep_size: int, stage: int, dtype: torch.dtype) -> None:
+def test_without_overlap_it_equals_zero_offload(
+    ranks: int, ep_size: int, stage: int, dtype: torch.dtype
+) -> None:
     """With accumulation, with clipping that acts at every step, in fp16 with an overflow."""
     config = zenflow_config(stage, dtype, accumulation=2)
     config["gradient_clipping"] = 0.02
@@ -85,7 +105,8 @@ def test_without_overlap_it_equals_zero_offload(ranks: int, ep_size: int, stage:
 
 
 def saved_and_resumed(config: dict[str, Any], ep_size: int, folder: str) -> dict[str, Any]:
-    """Overlapped: a run without a save, one that saves at every step, and one from each of these checkpoints."""
+    """Overlapped: a run without a save, one that saves at every step, and one from each of these
+    checkpoints."""
     data = batches(STEPS + 2, dist.get_rank())
     engine = engine_of(config, ep_size)
     losses = train(engine, data)
@@ -103,7 +124,9 @@ def saved_and_resumed(config: dict[str, Any], ep_size: int, folder: str) -> dict
         engine = engine_of(config, ep_size)
         engine.load_checkpoint(folder, tag=str(step))
         rest = train(engine, data[step:])
-        found.append(first_difference((losses[step:], expected), (rest, _final(engine)), f"from {step}"))
+        found.append(
+            first_difference((losses[step:], expected), (rest, _final(engine)), f"from {step}")
+        )
         engine.destroy()
     return {"differences": [each for each in found if each], "replicas": differing}
 
@@ -115,7 +138,9 @@ def _final(engine: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("rule", OVERLAPPED)
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(("ranks", "ep_size"), WAYS)
-def test_a_resumed_run_is_exact(ranks: int, ep_size: int, stage: int, rule: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_exact(
+    ranks: int, ep_size: int, stage: int, rule: str, tmp_path: Path
+) -> None:
     config = zenflow_config(stage, torch.bfloat16, **OVERLAPPED[rule])
     for found in run_ranks(ranks, saved_and_resumed, config, ep_size, str(tmp_path)):
         assert found == {"differences": [], "replicas": []}
@@ -126,7 +151,9 @@ def test_a_resumed_run_is_exact(ranks: int, ep_size: int, stage: int, rule: str,
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_resumed_run_is_exact_on_an_accelerator(stage: int, ep_size: int, tmp_path: Path) -> None:
     config = zenflow_config(stage, torch.bfloat16, **OVERLAPPED["predictive"])
-    for found in run_ranks(2, saved_and_resumed, config, ep_size, str(tmp_path), device="accelerator"):
+    for found in run_ranks(
+        2, saved_and_resumed, config, ep_size, str(tmp_path), device="accelerator"
+    ):
         assert found == {"differences": [], "replicas": []}
 
 
@@ -151,9 +178,11 @@ def saved(config: dict[str, Any], ep_size: int, folder: str) -> None:
     engine.destroy()
 
 
-def loaded_by_zero_offload(config: dict[str, Any], ep_size: int, folder: str) -> tuple[str, set[str]]:
-    """How the weights that DeepSpeed alone loads from our checkpoint differ from those that were saved; and the types
-    of what the files of experts hold."""
+def loaded_by_zero_offload(
+    config: dict[str, Any], ep_size: int, folder: str
+) -> tuple[str, set[str]]:
+    """How the weights that DeepSpeed alone loads from our checkpoint differ from those that were
+    saved; and the types of what the files of experts hold."""
     engine = engine_of(config, ep_size)
     train(engine, batches(2, dist.get_rank()))
     engine.save_checkpoint(folder, tag="saved")
@@ -171,7 +200,8 @@ def loaded_by_zero_offload(config: dict[str, Any], ep_size: int, folder: str) ->
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_zero_offload_loads_saved_experts(ep_size: int, async_save: bool, tmp_path: Path) -> None:
-    """Every key of an expert's file is the name of a weight, so the id of the save is not among them."""
+    """Every key of an expert's file is the name of a weight, so the id of the save is not among
+    them."""
     config = zenflow_config(2, torch.bfloat16, overlap_step=False, async_save=async_save)
     found = run_ranks(2, loaded_by_zero_offload, config, ep_size, str(tmp_path))
     assert found == [("", {"Tensor"})] * 2
@@ -181,7 +211,10 @@ def test_experts_on_another_number_of_ranks_are_one_clear_error(tmp_path: Path) 
     """Their weights alone can be loaded."""
     config = zenflow_config(2, **OVERLAPPED["selective"])
     run_ranks(2, saved, config, 2, str(tmp_path))
-    for only_weights, expected in ((False, "was saved by 2 ranks, and this run has 4"), (True, "loaded")):
+    for only_weights, expected in (
+        (False, "was saved by 2 ranks, and this run has 4"),
+        (True, "loaded"),
+    ):
         messages = run_ranks(4, resumed_elsewhere, config, 4, str(tmp_path), only_weights)
         assert expected in messages[0]
         assert len(set(messages)) == 1

@@ -1,4 +1,5 @@
-"""ZenFlow's own settings and figures, step by step: schedules, overflows, variants, exact weights, monitor, cores."""
+"""ZenFlow's own settings and figures, step by step: schedules, overflows, variants, exact weights,
+monitor, cores."""
 
 import math
 import os
@@ -19,7 +20,10 @@ from tests.support.zenflow import make_engine, masters_of, train, weights_of, ze
 from tests.support.zenflow_runs import exact_and_back
 
 STAGES = [1, 2, 3]
-SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 1e-3}}
+SCHEDULER = {
+    "type": "WarmupDecayLR",
+    "params": {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 1e-3},
+}
 SELECTIVE = {
     "topk_ratio": 0.2,
     "select_block_size": 32,
@@ -65,10 +69,16 @@ def with_overflows(config: dict, overflowing: list[int]) -> dict[str, Any]:
         trace.append((engine.optimizer.overflow, same, engine.optimizer.host_optimizer.updates))
     masters = masters_of(engine)
     engine.destroy()
-    return {"trace": trace, "finite": all(bool(m.isfinite().all()) for m in masters), "masters": masters}
+    return {
+        "trace": trace,
+        "finite": all(bool(m.isfinite().all()) for m in masters),
+        "masters": masters,
+    }
 
 
-@pytest.mark.parametrize("zenflow", [{"update_interval": 1}, {"update_interval": 2}, SELECTIVE], ids=["1", "2", "hot"])
+@pytest.mark.parametrize(
+    "zenflow", [{"update_interval": 1}, {"update_interval": 2}, SELECTIVE], ids=["1", "2", "hot"]
+)
 @pytest.mark.parametrize("stage", STAGES)
 def test_overflowed_steps_change_nothing(stage: int, zenflow: dict) -> None:
     config = zenflow_config(stage, torch.float16, full_warm_up_rounds=2, **zenflow)
@@ -93,7 +103,8 @@ def publish_variants(config: dict) -> dict[str, Any]:
         "losses": losses,
         "published": str(adam.partitions[0].publish_dtype),
         "figures": engine.optimizer.measurements(),
-        "bytes_a_parameter": resident_bytes(adam.link.arena) / sum(p.master.numel() for p in adam.partitions),
+        "bytes_a_parameter": resident_bytes(adam.link.arena)
+        / sum(p.master.numel() for p in adam.partitions),
     }
     engine.destroy()
     return found
@@ -112,14 +123,20 @@ def test_variants_train_and_are_measured(zenflow: dict, published: str) -> None:
     assert found["losses"][-1] < found["losses"][0]
     assert found["published"] == published
     figures = found["figures"]
-    # At this lr the rounding of W to bf16 is larger than a step. Dithering has the root of two of its error, and the
-    # prediction may not add much to it.
-    assert 0 < figures["zenflow_prediction_error"] < math.sqrt(2.0) * figures["zenflow_rounding_error"] + 0.5
+    # At this lr the rounding of W to bf16 is larger than a step. Dithering has the root of two of
+    # its error, and the prediction may not add much to it.
+    assert (
+        0
+        < figures["zenflow_prediction_error"]
+        < math.sqrt(2.0) * figures["zenflow_rounding_error"] + 0.5
+    )
     assert figures["zenflow_bytes_down"] > 0
     assert figures["zenflow_worker_ms"] > 0
     assert figures["zenflow_wait_ms"] >= 0
     assert 1 <= figures["zenflow_interval"] <= 8
-    pages = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in ("zenflow", "flattening"))
+    pages = "".join(
+        (ROOT / "docs" / f"{page}.md").read_text() for page in ("zenflow", "flattening")
+    )
     tables = re.findall(r"^\| ((?:`(?:zenflow|startup|flatten)_\w+`,? ?)+)\|", pages, re.MULTILINE)
     in_tables = set(re.findall(r"`(\w+)`", "".join(tables)))
     assert set(figures) <= in_tables, "a metric without a meaning in the manual"
@@ -136,14 +153,17 @@ def test_variants_train_and_are_measured(zenflow: dict, published: str) -> None:
     ],
 )
 def test_exact_weights_are_the_masters_and_predictions_come_back(stage: int, zenflow: dict) -> None:
-    """After three steps the weights do not yet contain the update of the cold blocks that step three submitted."""
+    """After three steps the weights do not yet contain the update of the cold blocks that step
+    three submitted."""
     for found in run_ranks(2, exact_and_back, zenflow_config(stage, **zenflow)):
         assert found.pop("predicted"), "they are no prediction"
         assert found == {"exact": "", "after": "", "losses": ""}
 
 
 def monitored(config: dict, folder: str) -> None:
-    engine = make_engine({**config, "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}})
+    engine = make_engine(
+        {**config, "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}}
+    )
     train(engine, batches(3, dist.get_rank()))
     engine.destroy()
 

@@ -1,4 +1,5 @@
-"""``gradients_on_host``: gradients are in their slots before the step, weights stay on the accelerator."""
+"""``gradients_on_host``: gradients are in their slots before the step, weights stay on the
+accelerator."""
 
 from __future__ import annotations
 
@@ -27,7 +28,15 @@ from tests.support.models import Branches, OddModel, batches, on_device
 from tests.support.ranks import run_ranks
 from tests.support.resuming import failed_resumes
 from tests.support.same import first_difference
-from tests.support.zenflow import RULES, full_masters_of, make_engine, masters_of, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    RULES,
+    full_masters_of,
+    make_engine,
+    masters_of,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 STEPS = 8
 STAGES = (2, 3)
@@ -36,7 +45,8 @@ SMALL = 96
 
 
 def placed(config: dict[str, Any], on_host: bool | None, **zero: Any) -> dict[str, Any]:
-    """The same run with that value of ``gradients_on_host``, and other settings of ``zero_optimization``."""
+    """The same run with that value of ``gradients_on_host``, and other settings of
+    ``zero_optimization``."""
     config = copy.deepcopy(config)
     config["zero_optimization"] |= zero
     config["zero_optimization"]["zenflow"]["gradients_on_host"] = on_host
@@ -53,14 +63,18 @@ def goes_to_host(engine: Any) -> bool:
     return engine.optimizer._host_gradients is not None
 
 
-def outcome(config: dict[str, Any], model: Any = OddModel, overflowing: tuple[int, ...] = ()) -> tuple[Any, ...]:
+def outcome(
+    config: dict[str, Any], model: Any = OddModel, overflowing: tuple[int, ...] = ()
+) -> tuple[Any, ...]:
     """Losses, norms, weights and masters of a run in which some micro-steps overflow."""
     if config["fp16"]["enabled"]:
         allow_fp16()
     with small_parts():
         engine = make_engine(config, model=model)
         losses, norms = [], []
-        for number, batch in enumerate(batches(STEPS * config["gradient_accumulation_steps"], dist.get_rank())):
+        for number, batch in enumerate(
+            batches(STEPS * config["gradient_accumulation_steps"], dist.get_rank())
+        ):
             loss = engine(on_device(batch))
             engine.backward(loss * float("inf") if number in overflowing else loss)
             engine.step()
@@ -68,7 +82,12 @@ def outcome(config: dict[str, Any], model: Any = OddModel, overflowing: tuple[in
             norms.append(float(engine.get_global_grad_norm() or 0.0))
         expected = config["zero_optimization"]["zenflow"]["gradients_on_host"]
         assert goes_to_host(engine) is (expected and not get_accelerator().is_synchronized_device())
-        found = ([loss.item() for loss in losses], norms, weights_of(engine), full_masters_of(engine))
+        found = (
+            [loss.item() for loss in losses],
+            norms,
+            weights_of(engine),
+            full_masters_of(engine),
+        )
         engine.destroy()
     return found
 
@@ -79,7 +98,7 @@ def differs(config: dict[str, Any], *how: Any, **zero: Any) -> str:
     return first_difference(there, here, "losses, norms, weights, masters")
 
 
-# -- equal to the same run with gradients on the accelerator ----------------------------------------------------------
+# -- equal to the same run with gradients on the accelerator ---------------------------------------
 
 WAYS: dict[str, dict[str, Any]] = {
     "interval 1": {"update_interval": 1},
@@ -90,7 +109,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "selective": RULES["selective"],
     "selective, lag 2, state on the host": RULES["selective"] | {"overlap_lag": 2, "offload": True},
 }
-MATRIX = list(itertools.product(STAGES, WAYS, (1, 3), (0.0, 0.5), (1, 2), (torch.bfloat16, torch.float32)))
+MATRIX = list(
+    itertools.product(STAGES, WAYS, (1, 3), (0.0, 0.5), (1, 2), (torch.bfloat16, torch.float32))
+)
 
 
 @pytest.mark.sampled(4)
@@ -100,16 +121,21 @@ def test_it_equals_the_run_whose_gradients_stay_to_the_bit(
 ) -> None:
     config = zenflow_config(stage, dtype, accumulation=accumulation, lr=1e-2, **WAYS[way])
     config["gradient_clipping"] = clip
-    # DeepSpeed's stage 3 replaces torch's linear function for the rest of a process, and its rounding with it.
+    # DeepSpeed's stage 3 replaces torch's linear function for the rest of a process, and its
+    # rounding with it.
     pool = f"gradients on the host, stage {stage}"
-    for difference in run_ranks(ranks, differs, config, device="sim", pool=pool, timeout_seconds=200):
+    for difference in run_ranks(
+        ranks, differs, config, device="sim", pool=pool, timeout_seconds=200
+    ):
         assert not difference
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_fp16_and_its_overflows_are_the_same(stage: int, accumulation: int) -> None:
-    config = zenflow_config(stage, torch.float16, accumulation=accumulation, lr=1e-2, **RULES["predictive"])
+    config = zenflow_config(
+        stage, torch.float16, accumulation=accumulation, lr=1e-2, **RULES["predictive"]
+    )
     config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
     pool = f"gradients on the host, stage {stage}"
     for difference in run_ranks(2, differs, config, OddModel, (5, 6, 13), device="sim", pool=pool):
@@ -117,20 +143,32 @@ def test_fp16_and_its_overflows_are_the_same(stage: int, accumulation: int) -> N
 
 
 @pytest.mark.parametrize(
-    "fields", [{"overlap_comm": True}, {"reduce_bucket_size": 500}, {"round_robin_gradients": True}], ids=str
+    "fields",
+    [{"overlap_comm": True}, {"reduce_bucket_size": 500}, {"round_robin_gradients": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_ways_of_reducing_at_stage_2_change_nothing(accumulation: int, fields: dict[str, Any]) -> None:
-    config = zenflow_config(2, accumulation=accumulation, lr=1e-2, **RULES["predictive"]) | {"gradient_clipping": 0.5}
+def test_ways_of_reducing_at_stage_2_change_nothing(
+    accumulation: int, fields: dict[str, Any]
+) -> None:
+    config = zenflow_config(2, accumulation=accumulation, lr=1e-2, **RULES["predictive"]) | {
+        "gradient_clipping": 0.5
+    }
     config["zero_optimization"] |= fields
-    for difference in run_ranks(2, differs, config, device="sim", pool="gradients on the host, stage 2"):
+    for difference in run_ranks(
+        2, differs, config, device="sim", pool="gradients on the host, stage 2"
+    ):
         assert not difference
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_parameter_that_a_step_does_not_use_has_gradient_zero(stage: int, accumulation: int) -> None:
-    config = zenflow_config(stage, accumulation=accumulation, lr=1e-2, update_interval=1) | {"gradient_clipping": 0.5}
+def test_a_parameter_that_a_step_does_not_use_has_gradient_zero(
+    stage: int, accumulation: int
+) -> None:
+    config = zenflow_config(stage, accumulation=accumulation, lr=1e-2, update_interval=1) | {
+        "gradient_clipping": 0.5
+    }
     config["zero_optimization"]["ignore_unused_parameters"] = True
     pool = f"gradients on the host, stage {stage}"
     for difference in run_ranks(1, differs, config, Branches, device="sim", pool=pool):
@@ -140,7 +178,10 @@ def test_a_parameter_that_a_step_does_not_use_has_gradient_zero(stage: int, accu
 @pytest.mark.parametrize("stage", STAGES)
 def test_lion_is_the_same(stage: int) -> None:
     config = zenflow_config(stage, accumulation=2, update_interval=1) | {"gradient_clipping": 0.5}
-    config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}
+    config["optimizer"] = {
+        "type": "Lion",
+        "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1},
+    }
     pool = f"gradients on the host, stage {stage}"
     for difference in run_ranks(2, differs, config, device="sim", pool=pool):
         assert not difference
@@ -149,10 +190,14 @@ def test_lion_is_the_same(stage: int) -> None:
 def differs_with_experts(config: dict[str, Any], ep_size: int) -> str:
     found = []
     for on_host in (False, True):
-        engine = make_engine(placed(config, on_host), model=lambda: ExpertModel(ep_size), groups=expert_groups)
+        engine = make_engine(
+            placed(config, on_host), model=lambda: ExpertModel(ep_size), groups=expert_groups
+        )
         losses = train(engine, batches(6, dist.get_rank()))
         assert not replicas_differ(engine)
-        found.append((losses, float(engine.get_global_grad_norm()), weights_of(engine), masters_of(engine)))
+        found.append(
+            (losses, float(engine.get_global_grad_norm()), weights_of(engine), masters_of(engine))
+        )
         engine.destroy()
     return first_difference(*found)
 
@@ -170,7 +215,7 @@ def test_on_a_cpu_it_changes_nothing() -> None:
         assert not difference
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 WIDTH, LAYERS = 128, 16
 
@@ -189,7 +234,8 @@ class Layers(nn.Module):
 
 
 def most_bytes(config: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of the accelerator between steps and at most, in overlapped steps, without what was there before."""
+    """Bytes of the accelerator between steps and at most, in overlapped steps, without what was
+    there before."""
     accelerator = get_accelerator()
     module = Layers()
     before = accelerator.memory_allocated()
@@ -210,11 +256,15 @@ def most_bytes(config: dict[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_only_the_weights_are_on_the_accelerator(stage: int, rule: str) -> None:
-    """With one rank they are whole; a bucket and a few parameters come on top, and never a second partition."""
+    """With one rank they are whole; a bucket and a few parameters come on top, and never a second
+    partition."""
     params, largest = WIDTH * WIDTH * LAYERS, WIDTH * WIDTH
     config = zenflow_config(stage, **RULES[rule] | {"hide_transfers": False})
     config["zero_optimization"] |= {"reduce_bucket_size": largest, "sub_group_size": 10**9}
-    config["zero_optimization"] |= {"stage3_prefetch_bucket_size": largest, "stage3_param_persistence_threshold": 0}
+    config["zero_optimization"] |= {
+        "stage3_prefetch_bucket_size": largest,
+        "stage3_param_persistence_threshold": 0,
+    }
     ((between, most),) = run_ranks(1, most_bytes, placed(config, True), device="sim")
     assert between <= 2 * params + 2 * largest + 4096
     hot = 2 * params // 5 if rule == "selective" else 0
@@ -223,7 +273,7 @@ def test_only_the_weights_are_on_the_accelerator(stage: int, rule: str) -> None:
     assert stays >= most + 2 * params - 2 * largest
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -263,15 +313,18 @@ def test_a_run_continues_to_the_bit_with_gradients_in_the_other_place(
     config = zenflow_config(stage, **RULES[rule])
     pool = f"gradients on the host, stage {stage}"
     expected = run_ranks(2, saved, placed(config, before), str(tmp_path), device="sim", pool=pool)
-    found = run_ranks(2, resumed, placed(config, not before), str(tmp_path), device="sim", pool=pool)
+    found = run_ranks(
+        2, resumed, placed(config, not before), str(tmp_path), device="sim", pool=pool
+    )
     assert not first_difference(expected, found)
 
 
-# -- weights and states from outside ----------------------------------------------------------------------------------
+# -- weights and states from outside ---------------------------------------------------------------
 
 
 def away_and_exact(config: dict[str, Any], is_used: bool) -> tuple[Any, ...]:
-    """Losses, weights and masters of a run whose states are offloaded, and whose masters are looked at, in between."""
+    """Losses, weights and masters of a run whose states are offloaded, and whose masters are looked
+    at, in between."""
     engine, losses = make_engine(config), []
     for batch in batches(8, dist.get_rank()):
         losses += train(engine, [batch])
@@ -289,16 +342,19 @@ def away_and_exact(config: dict[str, Any], is_used: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_offloaded_states_and_exact_weights_change_nothing(stage: int, rule: str, accumulation: int) -> None:
+def test_offloaded_states_and_exact_weights_change_nothing(
+    stage: int, rule: str, accumulation: int
+) -> None:
     config = placed(zenflow_config(stage, accumulation=accumulation, lr=1e-2, **RULES[rule]), True)
     pool = f"gradients on the host, stage {stage}"
     expected, found = (
-        run_ranks(2, away_and_exact, config, is_used, device="sim", pool=pool) for is_used in (False, True)
+        run_ranks(2, away_and_exact, config, is_used, device="sim", pool=pool)
+        for is_used in (False, True)
     )
     assert not first_difference(expected, found)
 
 
-# -- gradients from outside -------------------------------------------------------------------------------------------
+# -- gradients from outside ------------------------------------------------------------------------
 
 
 def states_seen(config: dict[str, Any]) -> dict[str, Any]:
@@ -325,12 +381,15 @@ def states_seen(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradients_are_read_and_written_as_on_the_accelerator(stage: int, accumulation: int) -> None:
+def test_gradients_are_read_and_written_as_on_the_accelerator(
+    stage: int, accumulation: int
+) -> None:
     config = zenflow_config(stage, torch.float32, accumulation=accumulation, update_interval=1)
     config["gradient_clipping"] = 0.5
     pool = f"gradients on the host, stage {stage}"
     expected, found = (
-        run_ranks(2, states_seen, placed(config, where), device="sim", pool=pool) for where in (False, True)
+        run_ranks(2, states_seen, placed(config, where), device="sim", pool=pool)
+        for where in (False, True)
     )
     assert float(found[0]["set gradient"].max()) == 0.25
     assert not first_difference(expected, found)
@@ -359,7 +418,7 @@ def test_reading_gradients_changes_nothing(stage: int, accumulation: int) -> Non
     assert run_ranks(2, reads_every_gradient, config, True, device="sim", pool=pool) == quiet
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def fails_in_backward(config: dict[str, Any]) -> str:
@@ -407,16 +466,28 @@ def refusal(config: dict[str, Any]) -> str:
         (1, {}, {}, "gradients_on_host = true at stage 1"),
         (2, {"hide_transfers": True}, {}, "hide_transfers = true"),
         (3, {}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio"),
-        (2, {}, {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}, "offload_optimizer.ratio"),
-        (2, {"hide_transfers": False}, {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}, "accepted"),
+        (
+            2,
+            {},
+            {"offload_optimizer": {"device": "cpu", "ratio": "auto"}},
+            "offload_optimizer.ratio",
+        ),
+        (
+            2,
+            {"hide_transfers": False},
+            {"offload_optimizer": {"device": "cpu", "ratio": 1.0}},
+            "accepted",
+        ),
     ],
 )
-def test_what_contradicts_it_is_refused_by_name(stage: int, zenflow: dict, zero: dict, named: str) -> None:
+def test_what_contradicts_it_is_refused_by_name(
+    stage: int, zenflow: dict, zero: dict, named: str
+) -> None:
     config = placed(zenflow_config(stage, **zenflow), True, **zero)
     assert named in run_ranks(1, refusal, config)[0]
 
 
-# -- the choice -------------------------------------------------------------------------------------------------------
+# -- the choice ------------------------------------------------------------------------------------
 
 
 def chosen(config: dict[str, Any], free: list[int], has_host_room: bool = True) -> bool:

@@ -1,4 +1,5 @@
-"""The guard in training: what it prevents, what it leaves alone, on all ranks alike, and over a checkpoint."""
+"""The guard in training: what it prevents, what it leaves alone, on all ranks alike, and over a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from deepspeed import comm as dist
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample
 from deepspeed_ext.zenflow.rules.predictive.schedule import WeightSource
 from deepspeed_ext.zenflow.step import link
-from tests.support.guarded import Run, guarded_config, large_errors, probing, run_guarded, steep_config, train_steeply
+from tests.support.guarded import (
+    Run,
+    guarded_config,
+    large_errors,
+    probing,
+    run_guarded,
+    steep_config,
+    train_steeply,
+)
 from tests.support.log import heard
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
@@ -34,11 +43,17 @@ def test_a_task_on_which_the_prediction_fails_is_trained_as_without_prediction(s
         "synchronous": steep_config(stage, overlap_step=False),
     }
     found = {name: run_ranks(2, train_steeply, config, steps) for name, config in ways.items()}
-    losses = {name: torch.tensor([run.losses for run in on_ranks]).mean(0) for name, on_ranks in found.items()}
+    losses = {
+        name: torch.tensor([run.losses for run in on_ranks]).mean(0)
+        for name, on_ranks in found.items()
+    }
     end = losses["guarded"][-10:].mean()
     assert end < losses["predicted"][-10:].mean() / 20
     assert end < losses["synchronous"][50:60].mean(), "the steps before the guard tripped were lost"
-    assert [(run.trips, run.synchronous, len(run.log)) for run in found["guarded"]] == [(1, 1, 1), (1, 1, 0)]
+    assert [(run.trips, run.synchronous, len(run.log)) for run in found["guarded"]] == [
+        (1, 1, 1),
+        (1, 1, 0),
+    ]
     ((level, message),) = found["guarded"][0].log
     assert level == "WARNING"
     assert "of an update; rounding alone is " in message
@@ -46,10 +61,12 @@ def test_a_task_on_which_the_prediction_fails_is_trained_as_without_prediction(s
     assert found["predicted"][0].log == []
 
 
-# -- errors that a test makes up ------------------------------------------------------------------------------------
+# -- errors that a test makes up -------------------------------------------------------------------
 
 
-def follow(config: dict[str, Any], prediction: float, rank: int) -> tuple[list[str], list[tuple[str, str]]]:
+def follow(
+    config: dict[str, Any], prediction: float, rank: int
+) -> tuple[list[str], list[tuple[str, str]]]:
     """Of each step, how it computes weights; exact ones are compared with the masters."""
     sources = []
     with (
@@ -75,9 +92,11 @@ def follow(config: dict[str, Any], prediction: float, rank: int) -> tuple[list[s
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("prediction", [5.0, math.nan])
-def test_an_error_of_one_rank_makes_all_synchronous_at_the_same_step(stage: int, prediction: float) -> None:
-    """Steps 3-4 and 5-6 are probed with too large an error, which is known at the beginning of step 8. Steps 8 and 9
-    have small ones, so steps overlap again from the beginning of step 10."""
+def test_an_error_of_one_rank_makes_all_synchronous_at_the_same_step(
+    stage: int, prediction: float
+) -> None:
+    """Steps 3-4 and 5-6 are probed with too large an error, which is known at the beginning of step
+    8. Steps 8 and 9 have small ones, so steps overlap again from the beginning of step 10."""
     config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
     (first, log), (second, nothing) = run_ranks(2, follow, config, prediction, 1)
     assert first == second == ["exact" if step in (8, 9) else "" for step in range(1, 14)]
@@ -88,7 +107,9 @@ def test_an_error_of_one_rank_makes_all_synchronous_at_the_same_step(stage: int,
 
 
 def test_synchronous_steps_have_exact_weights() -> None:
-    sources, _ = run_ranks(1, follow, zenflow_config(2, update_interval=2, full_warm_up_rounds=2), 5.0, 0)[0]
+    sources, _ = run_ranks(
+        1, follow, zenflow_config(2, update_interval=2, full_warm_up_rounds=2), 5.0, 0
+    )[0]
     assert sources.count("exact") == 2
 
 
@@ -104,38 +125,58 @@ def resume_guarded(*args: Any) -> list[str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (2, 2), (3, 1), (3, 2)])
-def test_resume_with_the_guard_on_and_before_and_after(stage: int, ranks: int, tmp_path: Path) -> None:
-    """From each step of the run above: errors not judged yet, a strike, synchronous steps, and overlapped again."""
+def test_resume_with_the_guard_on_and_before_and_after(
+    stage: int, ranks: int, tmp_path: Path
+) -> None:
+    """From each step of the run above: errors not judged yet, a strike, synchronous steps, and
+    overlapped again."""
     config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
-    assert failed_resumes(ranks, config, 5, 10, str(tmp_path), bodies=(save_guarded, resume_guarded)) == []
+    assert (
+        failed_resumes(ranks, config, 5, 10, str(tmp_path), bodies=(save_guarded, resume_guarded))
+        == []
+    )
 
 
-# -- overflow, and what may change on resume -----------------------------------------------------------------------
+# -- overflow, and what may change on resume -------------------------------------------------------
 
 SETTINGS = [
     (1, torch.float16, 2),
     (3, torch.float16, 1),
     *(
         pytest.param(*each, marks=pytest.mark.full)
-        for each in ((1, torch.float32, 1), (2, torch.float16, 1), (2, torch.float16, 3), (3, torch.bfloat16, 2))
+        for each in (
+            (1, torch.float32, 1),
+            (2, torch.float16, 1),
+            (2, torch.float16, 3),
+            (3, torch.bfloat16, 2),
+        )
     ),
 ]
 TRIPPED, OVER = 8, 16
-"""Optimizer steps: in the first the guard has tripped, and steps are not overlapped again; the second is the end."""
+"""Optimizer steps: in the first the guard has tripped, and steps are not overlapped again; the
+second is the end."""
 
 
 def run_in(pool: str, ranks: int, *arguments: Any, **how: Any) -> list[Run]:
-    """`run_guarded` on ranks that are all alike: stage 3 replaces functions of torch in its process by others."""
+    """`run_guarded` on ranks that are all alike: stage 3 replaces functions of torch in its process
+    by others."""
     return run_ranks(ranks, run_guarded, *arguments, pool=pool, **how)
 
 
-@pytest.mark.parametrize(("stage", "accumulation"), [(1, 2), (3, 1), pytest.param(2, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("stage", "accumulation"), [(1, 2), (3, 1), pytest.param(2, 1, marks=pytest.mark.full)]
+)
 def test_an_overflow_at_a_probe_changes_no_decision(stage: int, accumulation: int) -> None:
-    """In fp16, on one of two ranks: before, between and after the two probes that trip the guard, while steps are
-    synchronous, and when they overlap again. Both ranks decide alike."""
-    config, overflowing = guarded_config(stage, torch.float16, accumulation), (1, 4, 6, 7, 10, 13, 17)
+    """In fp16, on one of two ranks: before, between and after the two probes that trip the guard,
+    while steps are synchronous, and when they overlap again. Both ranks decide alike."""
+    config, overflowing = (
+        guarded_config(stage, torch.float16, accumulation),
+        (1, 4, 6, 7, 10, 13, 17),
+    )
     calm = run_ranks(2, run_guarded, config, 0, OVER, large_until=6)
-    disturbed = run_ranks(2, run_guarded, config, 0, OVER + len(overflowing), overflowing, large_until=6)
+    disturbed = run_ranks(
+        2, run_guarded, config, 0, OVER + len(overflowing), overflowing, large_until=6
+    )
     steps = range(OVER + len(overflowing))
     for run in disturbed:
         assert [step for step in steps if run.overflowed[step]] == list(overflowing)
@@ -147,7 +188,8 @@ def test_an_overflow_at_a_probe_changes_no_decision(stage: int, accumulation: in
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_in_fp16_a_good_prediction_is_left_alone(stage: int) -> None:
-    """With real errors, overflows and a loss scale that changes: the run is that without a guard, to the bit."""
+    """With real errors, overflows and a loss scale that changes: the run is that without a guard,
+    to the bit."""
     overflowing, ways = (1, 5, 8), []
     for factor in (3.0, 0.0):
         config = guarded_config(stage, torch.float16, prediction_error_factor=factor)
@@ -163,7 +205,11 @@ def test_in_fp16_a_good_prediction_is_left_alone(stage: int) -> None:
 def test_a_run_that_is_interrupted_when_the_guard_has_tripped_goes_on_to_the_bit(
     stage: int, dtype: torch.dtype, accumulation: int, tmp_path: Path
 ) -> None:
-    config, folder, pool = guarded_config(stage, dtype, accumulation), str(tmp_path), f"guard {stage == 3}"
+    config, folder, pool = (
+        guarded_config(stage, dtype, accumulation),
+        str(tmp_path),
+        f"guard {stage == 3}",
+    )
     whole = run_in(pool, 2, config, 0, OVER, large_until=6)
     first = run_in(pool, 2, config, 0, TRIPPED, large_until=6, save=folder)
     second = run_in(pool, 2, config, TRIPPED, OVER, large_until=6, load=folder)
@@ -177,13 +223,15 @@ def test_a_run_that_is_interrupted_when_the_guard_has_tripped_goes_on_to_the_bit
 
 @pytest.mark.parametrize("factor", [0.0, 1.0, 1e6])
 def test_another_factor_on_resume_counts_from_there_on(factor: float, tmp_path: Path) -> None:
-    """0 ends what the guard has begun: the next step but one overlaps. Others keep the state; with 1e6 small errors
-    end it as before; with 1 they are made too large."""
+    """0 ends what the guard has begun: the next step but one overlaps. Others keep the state; with
+    1e6 small errors end it as before; with 1 they are made too large."""
     folder = str(tmp_path)
     config = guarded_config(2, torch.bfloat16)
     run_ranks(2, run_guarded, config, 0, TRIPPED, large_until=6, save=folder)
     config = guarded_config(2, torch.bfloat16, prediction_error_factor=factor)
-    first, second = run_ranks(2, run_guarded, config, TRIPPED, 14, large_until=100 if factor == 1.0 else 6, load=folder)
+    first, second = run_ranks(
+        2, run_guarded, config, TRIPPED, 14, large_until=100 if factor == 1.0 else 6, load=folder
+    )
     assert first.applied() == second.applied()
     assert all(map(math.isfinite, first.losses))
     exact = [step for step, source in enumerate(first.sources) if source == "exact"]
@@ -191,14 +239,24 @@ def test_another_factor_on_resume_counts_from_there_on(factor: float, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage"), [(3, 3), *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, 2), (2, 3)))]
+    ("ranks", "stage"),
+    [(3, 3), *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, 2), (2, 3)))],
 )
-def test_a_tripped_run_resumes_on_other_ranks_and_the_guard_begins_anew(ranks: int, stage: int, tmp_path: Path) -> None:
-    """Its state is not carried over, like nothing but p, m, v and the step: it trips again where it has to."""
+def test_a_tripped_run_resumes_on_other_ranks_and_the_guard_begins_anew(
+    ranks: int, stage: int, tmp_path: Path
+) -> None:
+    """Its state is not carried over, like nothing but p, m, v and the step: it trips again where it
+    has to."""
     folder, config = str(tmp_path), guarded_config(2, torch.bfloat16)
     run_ranks(2, run_guarded, config, 0, TRIPPED, large_until=6, save=folder)
     runs = run_ranks(
-        ranks, run_guarded, guarded_config(stage, torch.bfloat16), TRIPPED, 20, large_until=16, load=folder
+        ranks,
+        run_guarded,
+        guarded_config(stage, torch.bfloat16),
+        TRIPPED,
+        20,
+        large_until=16,
+        load=folder,
     )
     first = runs[0]
     assert all(run.applied() == first.applied() for run in runs)
@@ -208,7 +266,7 @@ def test_a_tripped_run_resumes_on_other_ranks_and_the_guard_begins_anew(ranks: i
     assert first.synchronous[first.trips.index(1)]
 
 
-# -- runs whose prediction is good ----------------------------------------------------------------------------------
+# -- runs whose prediction is good -----------------------------------------------------------------
 
 
 def with_and_without(config: dict[str, Any], steps: int) -> tuple[str, float, float]:
@@ -223,13 +281,18 @@ def with_and_without(config: dict[str, Any], steps: int) -> tuple[str, float, fl
             figures = engine.optimizer.host_optimizer.measurements()
             engine.destroy()
         if factor:
-            trips, error = figures["zenflow_guard_trips"], figures.get("zenflow_prediction_error", math.nan)
+            trips, error = (
+                figures["zenflow_guard_trips"],
+                figures.get("zenflow_prediction_error", math.nan),
+            )
     return first_difference(found[0], found[1], "losses, weights"), trips, error
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("stage", "interval"), [(2, 1), (3, 3)])
-def test_a_good_prediction_is_left_alone_to_the_bit(stage: int, interval: int, dtype: torch.dtype) -> None:
+def test_a_good_prediction_is_left_alone_to_the_bit(
+    stage: int, interval: int, dtype: torch.dtype
+) -> None:
     config = zenflow_config(stage, dtype, update_interval=interval, full_warm_up_rounds=interval)
     for difference, trips, error in run_ranks(2, with_and_without, config, 14):
         assert difference == ""
@@ -238,7 +301,8 @@ def test_a_good_prediction_is_left_alone_to_the_bit(stage: int, interval: int, d
 
 
 def apart(config: dict[str, Any], steps: int) -> list[float]:
-    """Distance of the sample's prediction from the weights, over the length of the update; of each prediction."""
+    """Distance of the sample's prediction from the weights, over the length of the update; of each
+    prediction."""
     found = []
     with probing(1, 1), patch.object(link, "library_path", lambda: None):
         engine = make_engine(config)
@@ -265,9 +329,12 @@ def apart(config: dict[str, Any], steps: int) -> list[float]:
         (torch.float32, {"update_interval": 3, "block_size": 8, "full_warm_up_rounds": 3}, 0.3),
     ],
 )
-def test_the_sample_is_predicted_as_by_the_accelerator(dtype: torch.dtype, zenflow: dict, most: float) -> None:
-    """To the bit with a worker of torch operations; the native kernel rounds in another order. At longer intervals all
-    but the newest gradient are normalized with an older v on the accelerator."""
+def test_the_sample_is_predicted_as_by_the_accelerator(
+    dtype: torch.dtype, zenflow: dict, most: float
+) -> None:
+    """To the bit with a worker of torch operations; the native kernel rounds in another order. At
+    longer intervals all but the newest gradient are normalized with an older v on the
+    accelerator."""
     (found,) = run_ranks(1, apart, zenflow_config(3, dtype, **zenflow), 12)
     assert len(found) >= 4
     assert max(found) <= most

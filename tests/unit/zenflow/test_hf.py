@@ -1,4 +1,5 @@
-"""ZenFlow under the Hugging Face Trainer: resumes in a new process to the bit, and its figures are in the log."""
+"""ZenFlow under the Hugging Face Trainer: resumes in a new process to the bit, and its figures are
+in the log."""
 
 import math
 from pathlib import Path
@@ -54,7 +55,9 @@ def resumed(folder: str, configs: dict[str, str], stops: list[int]) -> dict[str,
         pytest.param(2, {3: SELECTIVE}, marks=pytest.mark.full),
     ],
 )
-def test_resumes_in_a_new_process_to_the_bit(ranks: int, stages: dict[int, dict], tmp_path: Path) -> None:
+def test_resumes_in_a_new_process_to_the_bit(
+    ranks: int, stages: dict[int, dict], tmp_path: Path
+) -> None:
     """With gradient accumulation (two micro-steps), clipping and the Trainer's schedule."""
     configs = {}
     for stage, zenflow in stages.items():

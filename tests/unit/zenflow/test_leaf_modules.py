@@ -17,7 +17,14 @@ from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import RULES as OVERLAPPED
-from tests.support.zenflow import full_masters_of, make_engine, offload_config, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    full_masters_of,
+    make_engine,
+    offload_config,
+    train,
+    weights_of,
+    zenflow_config,
+)
 from tests.support.zero3 import Experts, ZooModel
 
 pytestmark = pytest.mark.sampled(2)
@@ -43,7 +50,11 @@ def with_and_without(config: dict[str, Any]) -> dict[str, Any]:
     """With the worker's definition in torch: the native pass rounds fused multiply-adds once."""
     found = {"offload": trained(offload_config(config), False)}
     for rule, fields in RULES.items():
-        config["zero_optimization"]["zenflow"] = {"full_warm_up_rounds": 1, "overlap_step": False, **fields}
+        config["zero_optimization"]["zenflow"] = {
+            "full_warm_up_rounds": 1,
+            "overlap_step": False,
+            **fields,
+        }
         with patch.object(link, "library_path", lambda: None):
             found[rule] = trained(config, True)
     return found
@@ -51,8 +62,9 @@ def with_and_without(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_without_overlap_it_equals_zero_offload(ranks: int) -> None:
-    """In fp32, with accumulation: the predictive rule to the bit, the selective one to the rounding of hot blocks,
-    which step in another order of operations. With ``offload_param`` test_offload_param.py has such modules.
+    """In fp32, with accumulation: the predictive rule to the bit, the selective one to the rounding
+    of hot blocks, which step in another order of operations. With ``offload_param``
+    test_offload_param.py has such modules.
 
     Nothing is clipped, because ZeRO-Offload sums the squares of the norm in another order.
     """

@@ -1,4 +1,5 @@
-"""Lion in DeepSpeed: without overlap ZeRO-Offload's to the bit, with it close; saved, resharded, read and parked."""
+"""Lion in DeepSpeed: without overlap ZeRO-Offload's to the bit, with it close; saved, resharded,
+read and parked."""
 
 from __future__ import annotations
 
@@ -30,10 +31,17 @@ DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 
 
 def lion_config(
-    stage: int, dtype: torch.dtype = torch.bfloat16, accumulation: int = 1, lr: float = 1e-4, **zenflow: Any
+    stage: int,
+    dtype: torch.dtype = torch.bfloat16,
+    accumulation: int = 1,
+    lr: float = 1e-4,
+    **zenflow: Any,
 ) -> dict[str, Any]:
     config = zenflow_config(stage, dtype, accumulation, **zenflow)
-    config["optimizer"] = {"type": "Lion", "params": {"lr": lr, "betas": [0.9, 0.99], "weight_decay": 0.1}}
+    config["optimizer"] = {
+        "type": "Lion",
+        "params": {"lr": lr, "betas": [0.9, 0.99], "weight_decay": 0.1},
+    }
     return config
 
 
@@ -43,7 +51,10 @@ def with_ratio(config: dict[str, Any], ratio: float) -> dict[str, Any]:
 
 
 def on_host(config: dict[str, Any]) -> dict[str, Any]:
-    config["zero_optimization"] |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    config["zero_optimization"] |= {
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu"},
+    }
     return config
 
 
@@ -58,8 +69,11 @@ def test_without_overlap_it_equals_zero_offload_to_the_bit(stage: int, dtype: to
 
 
 def test_accumulated_and_clipped_gradients_too() -> None:
-    """In fp32. In bf16 gradients are handed over in bf16, also those that are accumulated in fp32."""
-    config = lion_config(2, torch.float32, accumulation=3, overlap_step=False) | {"gradient_clipping": 0.05}
+    """In fp32. In bf16 gradients are handed over in bf16, also those that are accumulated in
+    fp32."""
+    config = lion_config(2, torch.float32, accumulation=3, overlap_step=False) | {
+        "gradient_clipping": 0.05
+    }
     for expected, actual in run_ranks(2, with_and_without, config, 12):
         assert actual.losses == expected.losses
         assert difference(expected, actual) == 0.0
@@ -67,7 +81,8 @@ def test_accumulated_and_clipped_gradients_too() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_overlapped_training_stays_close_to_zero_offload(stage: int) -> None:
-    """Forty steps of a steep descent; docs/lab/archive/numerics.md has the losses of a real task."""
+    """Forty steps of a steep descent; docs/lab/archive/numerics.md has the losses of a real
+    task."""
     config = lion_config(stage, lr=1e-3)
     for expected, actual in run_ranks(2, with_and_without, config, 40):
         assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=0.05)
@@ -79,7 +94,9 @@ def test_overlapped_training_stays_close_to_zero_offload(stage: int) -> None:
 def test_copies_beside_the_step_carry_the_same_bits(stage: int) -> None:
     """Odd partitions of several blocks, with the signs and means in rows of their own."""
     found = [
-        run_ranks(1, losses_of, lion_config(stage, hide_transfers=hidden), 12, device="accelerator")[0]
+        run_ranks(
+            1, losses_of, lion_config(stage, hide_transfers=hidden), 12, device="accelerator"
+        )[0]
         for hidden in (True, False)
     ]
     assert_same(found[0], found[1])
@@ -88,16 +105,22 @@ def test_copies_beside_the_step_carry_the_same_bits(stage: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_accelerator_trains_as_the_host_does(stage: int) -> None:
-    """Sums of matrix products round in another order on a GPU: 12 steps differ by less than a thousandth."""
+    """Sums of matrix products round in another order on a GPU: 12 steps differ by less than a
+    thousandth."""
     config = lion_config(stage, torch.float32)
-    (expected,), (found,) = (run_ranks(1, losses_of, config, 12, device=device) for device in ("cpu", "accelerator"))
+    (expected,), (found,) = (
+        run_ranks(1, losses_of, config, 12, device=device) for device in ("cpu", "accelerator")
+    )
     assert found == pytest.approx(expected, rel=1e-3)
 
 
 def with_own_optimizer(config: dict[str, Any]) -> list[float]:
     """The losses of a run whose optimizer the user has built."""
     config = {key: value for key, value in config.items() if key != "optimizer"}
-    engine = make_engine(config, optimizer=lambda p: DeepSpeedCPULion(p, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1))
+    engine = make_engine(
+        config,
+        optimizer=lambda p: DeepSpeedCPULion(p, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1),
+    )
     losses = train(engine, batches(5, dist.get_rank()))
     engine.destroy()
     return losses
@@ -128,15 +151,22 @@ def skipped_and_losses(config: dict[str, Any], *, extended: bool = True) -> tupl
 @pytest.mark.parametrize("stage", [2, 3])
 def test_overflows_of_fp16_skip_the_steps_that_zero_offload_skips(stage: int) -> None:
     config = lion_config(stage, torch.float16, overlap_step=False)
-    config["fp16"] = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 100}
+    config["fp16"] = {
+        "enabled": True,
+        "initial_scale_power": 20,
+        "hysteresis": 1,
+        "loss_scale_window": 100,
+    }
     expected = run_ranks(2, skipped_and_losses, offload_config(config), extended=False)
     assert 0 < expected[0][0] < 7
     assert run_ranks(2, skipped_and_losses, config) == expected
     config["zero_optimization"]["zenflow"]["overlap_step"] = True
-    assert [skipped for skipped, _ in run_ranks(2, skipped_and_losses, config)] == [expected[0][0]] * 2
+    assert [skipped for skipped, _ in run_ranks(2, skipped_and_losses, config)] == [
+        expected[0][0]
+    ] * 2
 
 
-# -- state ------------------------------------------------------------------------------------------------------------
+# -- state -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -144,12 +174,22 @@ def test_overflows_of_fp16_skip_the_steps_that_zero_offload_skips(stage: int) ->
 def test_resume_is_exact_at_every_step(stage: int, device: str, tmp_path: Path) -> None:
     """From synchronous and overlapped steps."""
     ranks = 2 if device == "cpu" else 1
-    assert failed_resumes(ranks, lion_config(stage, full_warm_up_rounds=2), 1, 4, str(tmp_path), device) == []
+    assert (
+        failed_resumes(
+            ranks, lion_config(stage, full_warm_up_rounds=2), 1, 4, str(tmp_path), device
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_resume_from_a_save_beside_training_is_exact(stage: int, tmp_path: Path) -> None:
-    assert failed_resumes(2, lion_config(stage, full_warm_up_rounds=2, async_save=True), 1, 3, str(tmp_path)) == []
+    assert (
+        failed_resumes(
+            2, lion_config(stage, full_warm_up_rounds=2, async_save=True), 1, 3, str(tmp_path)
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +201,9 @@ def test_resume_from_a_save_beside_training_is_exact(stage: int, tmp_path: Path)
         (Run(2, 3, "predictive", "lion"), Run(1, 2, "offload", "lion")),
     ],
 )
-def test_other_ranks_and_stages_load_what_was_saved(saved: Run, loaded: Run, tmp_path: Path) -> None:
+def test_other_ranks_and_stages_load_what_was_saved(
+    saved: Run, loaded: Run, tmp_path: Path
+) -> None:
     folder, _ = saved_by(saved, tmp_path)
     assert set(run_ranks(loaded.ranks, resumed, loaded, folder, pool=loaded.pool)) == {""}
 
@@ -198,7 +240,9 @@ def test_training_goes_on_to_the_bit_after_its_states_were_away(stage: int) -> N
     assert run_ranks(2, parked, lion_config(stage)) == ["", ""]
 
 
-def crossed(saves: dict[str, Any], loads: dict[str, Any], folder: str, extended: bool = True) -> str:
+def crossed(
+    saves: dict[str, Any], loads: dict[str, Any], folder: str, extended: bool = True
+) -> str:
     engine = make_engine(saves, extended=extended)
     train(engine, batches(3, dist.get_rank()))
     engine.save_checkpoint(folder, tag="t")
@@ -240,9 +284,11 @@ def test_adam_does_not_load_what_other_ranks_of_lion_saved(tmp_path: Path) -> No
     assert "of another optimizer" in run_ranks(1, refused_load, Run(1, 1, "predictive"), folder)[0]
 
 
-def trained_experts(config: dict[str, Any], folder: str | None, extended: bool = True) -> dict[str, Any]:
-    """Losses and weights of a model with experts, each on one of two ranks. With a `folder`, a new engine continues
-    from a checkpoint of the third step."""
+def trained_experts(
+    config: dict[str, Any], folder: str | None, extended: bool = True
+) -> dict[str, Any]:
+    """Losses and weights of a model with experts, each on one of two ranks. With a `folder`, a new
+    engine continues from a checkpoint of the third step."""
     engine = experts(config, extended)
     data = batches(6, dist.get_rank())
     losses = train(engine, data[:3])
@@ -258,7 +304,9 @@ def trained_experts(config: dict[str, Any], folder: str | None, extended: bool =
 
 
 def experts(config: dict[str, Any], extended: bool) -> Any:
-    return make_engine(config, model=partial(ExpertModel, 2, 4), groups=expert_groups, extended=extended)
+    return make_engine(
+        config, model=partial(ExpertModel, 2, 4), groups=expert_groups, extended=extended
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -271,17 +319,19 @@ def test_experts_train_as_with_zero_offload_to_the_bit(stage: int) -> None:
 def test_experts_resume_to_the_bit(tmp_path: Path) -> None:
     config = lion_config(2, full_warm_up_rounds=2)
     expected = run_ranks(2, trained_experts, config, None)
-    assert_same(expected, run_ranks(2, trained_experts, config, str(tmp_path)), "losses and weights")
+    assert_same(
+        expected, run_ranks(2, trained_experts, config, str(tmp_path)), "losses and weights"
+    )
 
 
-# -- other settings ---------------------------------------------------------------------------------------------------
+# -- other settings --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 @pytest.mark.parametrize("stage", STAGES)
 def test_without_overlap_any_ratio_is_close_to_zero_offload(stage: int, ratio: float) -> None:
-    """What steps on the accelerator rounds every product, so p differs in its last bit, and by two learning rates where
-    that turns a sign."""
+    """What steps on the accelerator rounds every product, so p differs in its last bit, and by two
+    learning rates where that turns a sign."""
     config = with_ratio(lion_config(stage, torch.float32, overlap_step=False), ratio)
     for expected, actual in run_ranks(2, with_and_without, config, 12):
         assert actual.losses == pytest.approx(expected.losses, rel=1e-4)
@@ -290,9 +340,14 @@ def test_without_overlap_any_ratio_is_close_to_zero_offload(stage: int, ratio: f
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_resume_with_a_share_on_the_accelerator_is_exact(stage: int, device: str, tmp_path: Path) -> None:
+def test_resume_with_a_share_on_the_accelerator_is_exact(
+    stage: int, device: str, tmp_path: Path
+) -> None:
     ranks = 2 if device == "cpu" else 1
-    assert failed_resumes(ranks, with_ratio(lion_config(stage), 0.4), 2, 3, str(tmp_path), device) == []
+    assert (
+        failed_resumes(ranks, with_ratio(lion_config(stage), 0.4), 2, 3, str(tmp_path), device)
+        == []
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -301,7 +356,9 @@ def test_weights_on_the_host_train_as_those_on_the_accelerator(overlap: bool, de
     config = lion_config(3, overlap_step=overlap)
     ranks = 2 if device == "cpu" else 1
     expected = run_ranks(ranks, losses_of, config, 8, device=device)
-    assert_same(expected, run_ranks(ranks, losses_of, on_host(copy.deepcopy(config)), 8, device=device))
+    assert_same(
+        expected, run_ranks(ranks, losses_of, on_host(copy.deepcopy(config)), 8, device=device)
+    )
 
 
 def refusal(config: dict[str, Any]) -> str:
@@ -319,7 +376,9 @@ def refusal(config: dict[str, Any]) -> str:
         ({"update_interval": 2}, "update_interval = 2 with Lion"),
     ],
 )
-def test_what_lion_has_no_estimate_for_is_refused_by_name(zenflow: dict[str, Any], named: str) -> None:
+def test_what_lion_has_no_estimate_for_is_refused_by_name(
+    zenflow: dict[str, Any], named: str
+) -> None:
     assert named in run_ranks(1, refusal, lion_config(2, **zenflow))[0]
 
 

@@ -33,8 +33,11 @@ PLENTY = 1 << 60
 
 @contextmanager
 def measuring(engine: Any, measured: int, slots: int | None = None) -> Iterator[None]:
-    """Measurement, if there is any, finds the interval `measured`, and rank 0 has room for `slots` more."""
-    nbytes = sum(partition.ring[0].nbytes for partition in engine.optimizer.host_optimizer.partitions)
+    """Measurement, if there is any, finds the interval `measured`, and rank 0 has room for `slots`
+    more."""
+    nbytes = sum(
+        partition.ring[0].nbytes for partition in engine.optimizer.host_optimizer.partitions
+    )
     room = PLENTY if slots is None or dist.get_rank() else slots * nbytes * dist.get_world_size()
     with (
         patch.object(rule, "smallest_interval", lambda *_: measured),
@@ -62,11 +65,16 @@ def follow(config: dict[str, Any], measured: int, slots: int | None = None) -> d
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("given", ["auto", 0, 3])
 @pytest.mark.parametrize("measured", [1, 2])
-def test_an_open_interval_is_the_same_run_as_a_given_one(stage: int, given: int | str, measured: int) -> None:
-    """Overlap begins once the worker has published ahead: one step after the measured ones, or after the warm-up."""
+def test_an_open_interval_is_the_same_run_as_a_given_one(
+    stage: int, given: int | str, measured: int
+) -> None:
+    """Overlap begins once the worker has published ahead: one step after the measured ones, or
+    after the warm-up."""
     warm_up = BY_DEFAULT if given == "auto" else MEASURED_STEPS + 1
     settled = {"update_interval": measured, "full_warm_up_rounds": warm_up}
-    config = zenflow_config(stage, torch.bfloat16, full_warm_up_rounds=given, update_interval="measured")
+    config = zenflow_config(
+        stage, torch.bfloat16, full_warm_up_rounds=given, update_interval="measured"
+    )
     (open_run,) = run_ranks(1, follow, config, measured)
     (given_run,) = run_ranks(1, follow, zenflow_config(stage, torch.bfloat16, **settled), measured)
     assert open_run["interval"] == measured
@@ -74,9 +82,13 @@ def test_an_open_interval_is_the_same_run_as_a_given_one(stage: int, given: int 
 
 
 @pytest.mark.parametrize(("slots", "interval"), [(2, 1), (3, 2), (100, 2)])
-def test_an_interval_that_host_memory_has_no_room_for_is_not_chosen(slots: int, interval: int) -> None:
+def test_an_interval_that_host_memory_has_no_room_for_is_not_chosen(
+    slots: int, interval: int
+) -> None:
     """On any rank: 2 S - 1 slots are needed."""
-    found = run_ranks(2, follow, zenflow_config(2, torch.bfloat16, update_interval="auto"), 2, slots)
+    found = run_ranks(
+        2, follow, zenflow_config(2, torch.bfloat16, update_interval="auto"), 2, slots
+    )
     assert [each["interval"] for each in found] == [interval, interval]
 
 
@@ -120,7 +132,8 @@ def test_no_room_for_the_shortest_interval_is_an_error_on_every_rank() -> None:
 
 
 def save_and_load(config: dict[str, Any], folder: str, missing: int) -> dict[str, Any]:
-    """Save at interval 2, within an interval; load where rank 0 lacks room for `missing` of the slots that it takes."""
+    """Save at interval 2, within an interval; load where rank 0 lacks room for `missing` of the
+    slots that it takes."""
     engine = make_engine(config)
     with measuring(engine, 2):
         train(engine, batches(STEPS + 1, 0))
@@ -139,15 +152,21 @@ def save_and_load(config: dict[str, Any], folder: str, missing: int) -> dict[str
 
 
 def test_an_interval_of_another_host_is_kept_if_there_is_room(tmp_path: Path) -> None:
-    """Otherwise gradients that are not handed over are applied, and the interval is measured anew."""
+    """Otherwise gradients that are not handed over are applied, and the interval is measured
+    anew."""
     config = zenflow_config(2, torch.bfloat16, full_warm_up_rounds=4, update_interval="measured")
     for missing, collected, interval in ((0, 1, 2), (1, 0, 1)):
         found = run_ranks(2, save_and_load, config, str(tmp_path), missing)
-        assert found == [{"updates": STEPS + 1, "collected": collected, "interval": interval, "fell": True}] * 2
+        assert (
+            found
+            == [{"updates": STEPS + 1, "collected": collected, "interval": interval, "fell": True}]
+            * 2
+        )
 
 
 def advice(config: dict[str, Any], measured: MeasuredStep) -> dict[str, Any]:
-    """What the log advises, metrics, interval and losses, if these are the seconds of a typical step."""
+    """What the log advises, metrics, interval and losses, if these are the seconds of a typical
+    step."""
     engine = make_engine(config)
     typical = patch.object(Metrics, "typical_step", lambda _: measured)
     with typical, heard("of a step without the optimizer") as found:
@@ -175,7 +194,9 @@ def test_what_would_help_is_suggested_once_and_never_chosen(given: dict[str, Any
     assert [each["losses"] for each in slow] == [each["losses"] for each in quick]
     assert [len(each["said"]) for each in slow + quick] == [1, 0, 1, 0]
     (said,) = slow[0]["said"]
-    assert said.startswith("ZenFlow: 2.00x of a step without the optimizer; the optimizer process limits")
+    assert said.startswith(
+        "ZenFlow: 2.00x of a step without the optimizer; the optimizer process limits"
+    )
     assert "update_interval 2 would make it 1.07x, but changes the numerics" in said
     assert quick[0]["said"] == ["ZenFlow: 1.00x of a step without the optimizer; nothing limits."]
     for each in slow:
@@ -198,7 +219,8 @@ def test_what_may_not_be_longer_is_not_suggested() -> None:
 
 
 def resume_of_measured(folder: str) -> dict[str, Any]:
-    """Save at a measured interval of 2, within an interval, and load with a section that does not ask for it."""
+    """Save at a measured interval of 2, within an interval, and load with a section that does not
+    ask for it."""
     config = zenflow_config(2, torch.bfloat16, full_warm_up_rounds=4, update_interval="measured")
     engine = make_engine(config)
     with measuring(engine, 2):
@@ -212,7 +234,11 @@ def resume_of_measured(folder: str) -> dict[str, Any]:
     adam = engine.optimizer.host_optimizer
     moved = max((a - b).abs().max().item() for a, b in zip(before, masters_of(engine), strict=True))
     losses = train(engine, batches(STEPS, 0))
-    found = {"interval": adam.rule.schedule.interval, "moved": moved, "fell": losses[-1] < losses[0]}
+    found = {
+        "interval": adam.rule.schedule.interval,
+        "moved": moved,
+        "fell": losses[-1] < losses[0],
+    }
     engine.destroy()
     return found
 

@@ -33,7 +33,10 @@ def engine_of(config: dict[str, Any], mpu: Grid, width: int = 64) -> Any:
     torch.manual_seed(1234)
     model = TensorParallelBlock(mpu, width)
     engine, *_ = deepspeed_ext.initialize(
-        model=model, model_parameters=list(model.parameters()), config=copy.deepcopy(config), mpu=mpu
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=copy.deepcopy(config),
+        mpu=mpu,
     )
     return engine
 
@@ -43,7 +46,10 @@ def batches_of(engine: Any, steps: int, width: int = 64) -> list[torch.Tensor]:
     seed = dist.get_rank(group=engine.optimizer.dp_process_group)
     generator = torch.Generator().manual_seed(seed)
     like = next(engine.module.parameters())
-    return [torch.randn(8, width, generator=generator).to(engine.device, like.dtype) for _ in range(steps)]
+    return [
+        torch.randn(8, width, generator=generator).to(engine.device, like.dtype)
+        for _ in range(steps)
+    ]
 
 
 def step(engine: Any, batch: torch.Tensor) -> None:
@@ -52,7 +58,8 @@ def step(engine: Any, batch: torch.Tensor) -> None:
 
 
 def differing(engine: Any, mpu: Grid) -> list[str]:
-    """Replicated parameters whose weights or masters differ between this rank and its tensor-parallel peers."""
+    """Replicated parameters whose weights or masters differ between this rank and its
+    tensor-parallel peers."""
     names, masters = [name for name, _ in engine.module.named_parameters()], full_masters_of(engine)
     values = {("weights", name): value for name, value in weights_of(engine).items()}
     values |= {("masters", name): value for name, value in zip(names, masters, strict=True)}
@@ -95,7 +102,9 @@ def train_apart(config: dict[str, Any]) -> tuple[int, list[str]]:
 def test_replicated_parameters_stay_equal_although_workers_are_not_equally_fast(
     stage: int, ranks: int, device: str, dtype: torch.dtype
 ) -> None:
-    config = zenflow_config(stage, dtype, lr=1e-2, full_warm_up_rounds=8, update_interval="measured")
+    config = zenflow_config(
+        stage, dtype, lr=1e-2, full_warm_up_rounds=8, update_interval="measured"
+    )
     assert run_ranks(ranks, train_apart, config, device=device, pool=POOL) == [(2, [])] * ranks
 
 
@@ -105,7 +114,10 @@ def guarded_apart(config: dict[str, Any]) -> tuple[bool, list[str]]:
         engine = engine_of(config, mpu)
         for batch in batches_of(engine, 13):
             step(engine, batch)
-    found = engine.optimizer.host_optimizer.rule.schedule.state.guard.synchronous, differing(engine, mpu)
+    found = (
+        engine.optimizer.host_optimizer.rule.schedule.state.guard.synchronous,
+        differing(engine, mpu),
+    )
     engine.destroy()
     return found
 
@@ -115,7 +127,7 @@ def test_the_guard_of_one_tensor_parallel_rank_makes_all_synchronous() -> None:
     assert run_ranks(2, guarded_apart, config, pool=POOL) == [(True, [])] * 2
 
 
-# -- errors -----------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def lose_a_worker(config: dict[str, Any]) -> str:
@@ -135,10 +147,14 @@ def lose_a_worker(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(2, 2), (1, 4), (3, 2)])
-def test_a_worker_that_dies_is_the_same_error_on_every_rank_of_the_model(stage: int, ranks: int) -> None:
+def test_a_worker_that_dies_is_the_same_error_on_every_rank_of_the_model(
+    stage: int, ranks: int
+) -> None:
     """No rank waits for the timeout of its group, which is longer than the test may take."""
     config = zenflow_config(stage, update_interval=1, full_warm_up_rounds=2)
-    outcomes = run_fresh_ranks(ranks, lose_a_worker, config, group_timeout_seconds=900.0, timeout_seconds=120.0)
+    outcomes = run_fresh_ranks(
+        ranks, lose_a_worker, config, group_timeout_seconds=900.0, timeout_seconds=120.0
+    )
     texts = [outcome.value for outcome in outcomes]
     assert [outcome.error for outcome in outcomes] == [None] * ranks
     assert len(set(texts)) == 1
@@ -163,7 +179,7 @@ def test_different_settings_on_tensor_parallel_ranks_are_refused_on_all() -> Non
     assert "rank 1" in first
 
 
-# -- what would train copies apart, and is refused ---------------------------------------------------
+# -- what would train copies apart, and is refused -------------------------------------------------
 
 
 def refusal(config: dict[str, Any]) -> str:
@@ -198,7 +214,7 @@ def refusal_alone(config: dict[str, Any]) -> str:
     return "accepted"
 
 
-# -- pipelines --------------------------------------------------------------------------------------
+# -- pipelines -------------------------------------------------------------------------------------
 
 
 class First(torch.nn.Linear):
@@ -224,7 +240,10 @@ def train_pipeline(config: dict[str, Any], kills: bool) -> tuple[int | None, str
     """Train with a slow worker at the last stage, which dies if wanted."""
     told = ""
     generator = torch.Generator().manual_seed(7)
-    data = ((torch.randn(4, 33, generator=generator), torch.randn(4, 33, generator=generator)) for _ in range(80))
+    data = (
+        (torch.randn(4, 33, generator=generator), torch.randn(4, 33, generator=generator))
+        for _ in range(80)
+    )
     with patch.object(Metrics, "typical", timed_apart):
         engine = pipeline_of(config)
         try:
@@ -261,17 +280,24 @@ def refuse_pipeline(config: dict[str, Any], tied: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    ("rule", "tied", "accepted"), [("selective", True, False), ("selective", False, True), ("predictive", True, True)]
+    ("rule", "tied", "accepted"),
+    [("selective", True, False), ("selective", False, True), ("predictive", True, True)],
 )
-def test_the_selective_rule_is_refused_for_stages_that_share_layers(rule: str, tied: bool, accepted: bool) -> None:
+def test_the_selective_rule_is_refused_for_stages_that_share_layers(
+    rule: str, tied: bool, accepted: bool
+) -> None:
     config = zenflow_config(1, torch.float32, **RULES[rule])
     outcomes = run_fresh_ranks(2, refuse_pipeline, config, tied)
     assert [outcome.error for outcome in outcomes] == [None, None]
     for outcome in outcomes:
-        assert outcome.value == "accepted" if accepted else "stages of a pipeline share" in outcome.value
+        assert (
+            outcome.value == "accepted"
+            if accepted
+            else "stages of a pipeline share" in outcome.value
+        )
 
 
-# -- the grid ---------------------------------------------------------------------------------------
+# -- the grid --------------------------------------------------------------------------------------
 
 
 def on_a_grid(tensor: int) -> dict[str, Any]:
@@ -291,7 +317,8 @@ def on_a_grid(tensor: int) -> dict[str, Any]:
         "largest": ranks.global_rank(ranks.largest(me)[1]),
         "told": [ranks.broadcast(me, number) for number in range(size)] == everyones,
         "distinct": [value for value, _ in ranks.distinct(me % 2)],
-        "among": sorted(ranks.gather_among(me % 2, me).values()) == [n for n in range(size) if n % 2 == me % 2],
+        "among": sorted(ranks.gather_among(me % 2, me).values())
+        == [n for n in range(size) if n % 2 == me % 2],
     }
 
 

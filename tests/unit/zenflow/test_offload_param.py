@@ -1,4 +1,5 @@
-"""``offload_param`` on the CPU at stage 3: weights on the host, gradients in their slots before the step begins."""
+"""``offload_param`` on the CPU at stage 3: weights on the host, gradients in their slots before the
+step begins."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def on_host(config: dict[str, Any], pin: bool = False, **zero: Any) -> dict[str,
 
 
 class Leaves(OddModel):
-    """Frozen and tied parameters, one without a gradient, and modules that are gathered as a whole."""
+    """Frozen and tied parameters, one without a gradient, and modules that are gathered as a
+    whole."""
 
     def __init__(self) -> None:
         super().__init__(awkward=True)
@@ -64,7 +66,9 @@ class Leaves(OddModel):
         return super().forward(tokens) + hidden.float().square().mean()
 
 
-def outcome(config: dict[str, Any], *, extended: bool = True, model: Callable[[], nn.Module] = OddModel) -> Outcome:
+def outcome(
+    config: dict[str, Any], *, extended: bool = True, model: Callable[[], nn.Module] = OddModel
+) -> Outcome:
     engine = make_engine(config, extended=extended, model=model)
     losses = train(engine, batches(STEPS * config["gradient_accumulation_steps"], dist.get_rank()))
     masters = [
@@ -77,7 +81,7 @@ def outcome(config: dict[str, Any], *, extended: bool = True, model: Callable[[]
     return found
 
 
-# -- equal to ZeRO-Offload ------------------------------------------------------------------------------------------
+# -- equal to ZeRO-Offload -------------------------------------------------------------------------
 
 
 def differs_from_zero_offload(config: dict[str, Any], model: Callable[[], nn.Module]) -> str:
@@ -94,7 +98,9 @@ def differs_from_zero_offload(config: dict[str, Any], model: Callable[[], nn.Mod
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MATRIX = list(itertools.product(DTYPES, (1, 3), (1, 2), (False, True), (0, 10**9), (OddModel, Leaves)))
+MATRIX = list(
+    itertools.product(DTYPES, (1, 3), (1, 2), (False, True), (0, 10**9), (OddModel, Leaves))
+)
 
 
 def equal_to_zero_offload(row: tuple[Any, ...], device: str) -> None:
@@ -103,7 +109,9 @@ def equal_to_zero_offload(row: tuple[Any, ...], device: str) -> None:
     config["fp16"] |= {"initial_scale_power": 8}
     config["gradient_clipping"] = 0.5
     config["data_types"] = {"grad_accum_dtype": "fp32"}
-    config = on_host(config, pin, stage3_param_persistence_threshold=persistent, sub_group_size=2000)
+    config = on_host(
+        config, pin, stage3_param_persistence_threshold=persistent, sub_group_size=2000
+    )
     for difference in run_ranks(ranks, differs_from_zero_offload, config, model, device=device):
         assert not difference
 
@@ -113,7 +121,9 @@ EQUAL = [row for row in MATRIX if row[:2] != (torch.bfloat16, 3)]
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("dtype", "accumulation", "ranks", "pin", "persistent", "model"), some(EQUAL))
+@pytest.mark.parametrize(
+    ("dtype", "accumulation", "ranks", "pin", "persistent", "model"), some(EQUAL)
+)
 def test_without_overlap_it_equals_zero_offload_to_the_bit(
     dtype: torch.dtype, accumulation: int, ranks: int, pin: bool, persistent: int, model: Any
 ) -> None:
@@ -131,7 +141,7 @@ def test_on_an_accelerator_too(
     equal_to_zero_offload((dtype, accumulation, ranks, pin, persistent, model), "accelerator")
 
 
-# -- equal to the same run with weights on the accelerator ------------------------------------------------------------
+# -- equal to the same run with weights on the accelerator -----------------------------------------
 
 
 def differs_from_weights_on_the_accelerator(config: dict[str, Any]) -> str:
@@ -141,22 +151,36 @@ def differs_from_weights_on_the_accelerator(config: dict[str, Any]) -> str:
 @pytest.mark.parametrize("device", ON_DEVICES)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(
-    "zenflow", [{"update_interval": 1}, *RULES.values(), RULES["selective"] | {"overlap_lag": 2, "offload": True}]
+    "zenflow",
+    [
+        {"update_interval": 1},
+        *RULES.values(),
+        RULES["selective"] | {"overlap_lag": 2, "offload": True},
+    ],
 )
-def test_overlapped_it_equals_the_run_without_to_the_bit(zenflow: dict, accumulation: int, device: str) -> None:
-    """Without clipping: norms are ZeRO-Offload's here, whose sum over parameters is rounded to fp32."""
-    config = zenflow_config(3, accumulation=accumulation, lr=1e-2, **zenflow) | {"gradient_clipping": 0.0}
+def test_overlapped_it_equals_the_run_without_to_the_bit(
+    zenflow: dict, accumulation: int, device: str
+) -> None:
+    """Without clipping: norms are ZeRO-Offload's here, whose sum over parameters is rounded to
+    fp32."""
+    config = zenflow_config(3, accumulation=accumulation, lr=1e-2, **zenflow) | {
+        "gradient_clipping": 0.0
+    }
     for difference in run_ranks(2, differs_from_weights_on_the_accelerator, config, device=device):
         assert not difference
 
 
 def test_clipped_it_stays_within_the_last_bits_of_the_norm() -> None:
-    config = zenflow_config(3, torch.float32, update_interval=1, lr=1e-2) | {"gradient_clipping": 0.5}
-    for ours, without in zip(run_ranks(2, outcome, on_host(config)), run_ranks(2, outcome, config), strict=True):
+    config = zenflow_config(3, torch.float32, update_interval=1, lr=1e-2) | {
+        "gradient_clipping": 0.5
+    }
+    for ours, without in zip(
+        run_ranks(2, outcome, on_host(config)), run_ranks(2, outcome, config), strict=True
+    ):
         assert ours.losses == pytest.approx(without.losses, rel=1e-5)
 
 
-# -- overflows, checkpoints -----------------------------------------------------------------------------------------
+# -- overflows, checkpoints ------------------------------------------------------------------------
 
 
 def overflowing(config: dict[str, Any]) -> list[tuple[bool, bool, int]]:
@@ -169,7 +193,9 @@ def overflowing(config: dict[str, Any]) -> list[tuple[bool, bool, int]]:
         before = weights_of(engine)
         engine.step()
         same = not first_difference(before, weights_of(engine))
-        trace.append((bool(engine.optimizer.overflow), same, engine.optimizer.host_optimizer.updates))
+        trace.append(
+            (bool(engine.optimizer.overflow), same, engine.optimizer.host_optimizer.updates)
+        )
     engine.destroy()
     return trace
 
@@ -185,7 +211,9 @@ def test_overflowed_steps_change_nothing(rule: str) -> None:
     assert run_ranks(2, overflowing, config) == [expected, expected]
 
 
-@pytest.mark.parametrize(("rule", "ranks"), [("predictive", 2), ("selective", 2), ("predictive", 1)])
+@pytest.mark.parametrize(
+    ("rule", "ranks"), [("predictive", 2), ("selective", 2), ("predictive", 1)]
+)
 def test_a_resumed_run_continues_to_the_bit(rule: str, ranks: int, tmp_path: Any) -> None:
     config = on_host(zenflow_config(3, **RULES[rule]))
     assert failed_resumes(ranks, config, 2, 7, str(tmp_path)) == []
@@ -195,7 +223,9 @@ def saved(config: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
     engine = make_engine(config)
     train(engine, batches(5, dist.get_rank()))
     engine.save_checkpoint(folder, tag="saved")
-    masters = dict(zip(dict(engine.module.named_parameters()), full_masters_of(engine), strict=True))
+    masters = dict(
+        zip(dict(engine.module.named_parameters()), full_masters_of(engine), strict=True)
+    )
     engine.destroy()
     return masters
 
@@ -203,7 +233,9 @@ def saved(config: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
 def loaded(config: dict[str, Any], folder: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     engine = make_engine(config)
     engine.load_checkpoint(folder, tag="saved")
-    masters = dict(zip(dict(engine.module.named_parameters()), full_masters_of(engine), strict=True))
+    masters = dict(
+        zip(dict(engine.module.named_parameters()), full_masters_of(engine), strict=True)
+    )
     losses = train(engine, batches(3, 0))
     engine.destroy()
     return masters, losses
@@ -211,16 +243,21 @@ def loaded(config: dict[str, Any], folder: str) -> tuple[dict[str, torch.Tensor]
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("moves", ["none", "to the host", "to the accelerator"])
-def test_a_checkpoint_loads_on_other_ranks(before: int, after: int, moves: str, tmp_path: Any) -> None:
+def test_a_checkpoint_loads_on_other_ranks(
+    before: int, after: int, moves: str, tmp_path: Any
+) -> None:
     plain = zenflow_config(3, update_interval=1)
-    first, second = ((plain if moves == where else on_host(plain)) for where in ("to the host", "to the accelerator"))
+    first, second = (
+        (plain if moves == where else on_host(plain))
+        for where in ("to the host", "to the accelerator")
+    )
     expected = run_ranks(before, saved, first, str(tmp_path))[0]
     for masters, losses in run_ranks(after, loaded, second, str(tmp_path)):
         assert_same(expected, masters)
         assert all(map(math.isfinite, losses))
 
 
-# -- states from outside --------------------------------------------------------------------------------------------
+# -- states from outside ---------------------------------------------------------------------------
 
 
 def states_seen(config: dict[str, Any]) -> dict[str, Any]:
@@ -231,7 +268,9 @@ def states_seen(config: dict[str, Any]) -> dict[str, Any]:
         engine.backward(engine(on_device(batch)))
         for name, param in engine.module.named_parameters():
             seen[f"{name} gradient {micro}"] = safe_get_full_grad(param).cpu().clone()
-            seen[f"{name} m {micro}"] = safe_get_full_optimizer_state(param, "exp_avg").cpu().clone()
+            seen[f"{name} m {micro}"] = (
+                safe_get_full_optimizer_state(param, "exp_avg").cpu().clone()
+            )
         if micro + 1 < config["gradient_accumulation_steps"]:
             engine.step()
     weight = engine.module.embed.weight  # of even size: DeepSpeed sets no others
@@ -245,9 +284,15 @@ def states_seen(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("device", ON_DEVICES)
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_gradients_and_states_are_read_and_written_as_without(accumulation: int, device: str) -> None:
-    config = zenflow_config(3, torch.float32, accumulation=accumulation, update_interval=1) | {"gradient_clipping": 0.0}
-    expected, found = (run_ranks(2, states_seen, each, device=device) for each in (config, on_host(config)))
+def test_gradients_and_states_are_read_and_written_as_without(
+    accumulation: int, device: str
+) -> None:
+    config = zenflow_config(3, torch.float32, accumulation=accumulation, update_interval=1) | {
+        "gradient_clipping": 0.0
+    }
+    expected, found = (
+        run_ranks(2, states_seen, each, device=device) for each in (config, on_host(config))
+    )
     assert float(found[0]["set gradient"].max()) == 0.25
     assert_same(expected, found)
 
@@ -267,5 +312,10 @@ def reads_every_gradient(config: dict[str, Any], reads: bool) -> list[float]:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_reading_gradients_changes_nothing(accumulation: int) -> None:
-    config = on_host(zenflow_config(3, accumulation=accumulation, update_interval=1)) | {"gradient_clipping": 0.5}
-    assert_same(run_ranks(2, reads_every_gradient, config, False), run_ranks(2, reads_every_gradient, config, True))
+    config = on_host(zenflow_config(3, accumulation=accumulation, update_interval=1)) | {
+        "gradient_clipping": 0.5
+    }
+    assert_same(
+        run_ranks(2, reads_every_gradient, config, False),
+        run_ranks(2, reads_every_gradient, config, True),
+    )

@@ -1,5 +1,6 @@
-"""`engine.offload_states` and `reload_states`, as a trainer that shares its accelerator with an inference engine calls
-them: between any two steps, training goes on to the bit, and the accelerator's memory is free in between."""
+"""`engine.offload_states` and `reload_states`, as a trainer that shares its accelerator with an
+inference engine calls them: between any two steps, training goes on to the bit, and the
+accelerator's memory is free in between."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(config: dict[str, Any], rank: int, away_after: set[int], how: dict[str, Any]) -> dict[str, Any]:
+def run(
+    config: dict[str, Any], rank: int, away_after: set[int], how: dict[str, Any]
+) -> dict[str, Any]:
     engine = make_engine(config, model=Adapted, groups=two_groups)
     losses = []
     for number, batch in enumerate(batches(STEPS, rank), start=1):
@@ -46,7 +49,9 @@ def run(config: dict[str, Any], rank: int, away_after: set[int], how: dict[str, 
             engine.reload_states()
     found = {"losses": losses, "weights": weights_of(engine), "masters": masters_of(engine)}
     trained = [param for param in engine.module.parameters() if param.requires_grad]
-    found["m"] = [safe_get_full_optimizer_state(param, "exp_avg").cpu().clone() for param in trained]
+    found["m"] = [
+        safe_get_full_optimizer_state(param, "exp_avg").cpu().clone() for param in trained
+    ]
     engine.destroy()
     return found
 
@@ -66,9 +71,13 @@ def test_training_goes_on_to_the_bit(stage: int, rule: str, ranks: int, way: str
     run_ranks(ranks, goes_on_to_the_bit, zenflow_config(stage, **RULES[rule]), way)
 
 
-@pytest.mark.parametrize(("stage", "rule"), [(1, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")])
+@pytest.mark.parametrize(
+    ("stage", "rule"), [(1, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")]
+)
 def test_between_micro_steps_of_one_accumulation_too(stage: int, rule: str) -> None:
-    run_ranks(2, goes_on_to_the_bit, zenflow_config(stage, accumulation=3, **RULES[rule]), "page-locked")
+    run_ranks(
+        2, goes_on_to_the_bit, zenflow_config(stage, accumulation=3, **RULES[rule]), "page-locked"
+    )
 
 
 def goes_on_after_both_ways(stage: int) -> None:
@@ -105,7 +114,9 @@ def frozen_stay_what_they_are(stage: int) -> None:
     after = weights_of(engine)
     engine.destroy()
     assert len(frozen) == 3
-    assert_same({name: before[name] for name in frozen}, {name: after[name] for name in frozen}, "frozen")
+    assert_same(
+        {name: before[name] for name in frozen}, {name: after[name] for name in frozen}, "frozen"
+    )
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -132,9 +143,15 @@ class Workspaces(TorchDispatchMode):
         super().__init__()
         self.kept: list[torch.Tensor] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
         if not self.kept and function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.kept.append(torch.empty(1 << 23, dtype=torch.uint8, device=get_accelerator().current_device_name()))
+            self.kept.append(
+                torch.empty(
+                    1 << 23, dtype=torch.uint8, device=get_accelerator().current_device_name()
+                )
+            )
         return function(*args, **(kwargs or {}))
 
 
@@ -156,7 +173,11 @@ def refusals(folder: str) -> list[str]:
     train(engine, batches(2, rank=0))
     found = []
     engine.offload_states(include=[OffloadStateTypeEnum.optim_states], pin_memory=False)
-    for call in (engine.step, lambda: engine.save_checkpoint(folder), lambda: engine.load_checkpoint(folder)):
+    for call in (
+        engine.step,
+        lambda: engine.save_checkpoint(folder),
+        lambda: engine.load_checkpoint(folder),
+    ):
         with pytest.raises(StateError) as error:
             call()
         found.append(str(error.value))
@@ -175,7 +196,8 @@ def test_a_step_or_save_meanwhile_is_a_clear_error(tmp_path: Any) -> None:
 
 
 def passes_meanwhile(stage: int) -> None:
-    """Forward and backward passes while states are away, then the same run as if they had not been tried."""
+    """Forward and backward passes while states are away, then the same run as if they had not been
+    tried."""
     rank = deepspeed.comm.get_rank()
     config = zenflow_config(stage, update_interval=1)
     expected = run(config, rank, set(), {})["losses"]
@@ -205,27 +227,35 @@ def test_a_forward_or_backward_meanwhile_is_a_clear_error(stage: int) -> None:
 
 @contextmanager
 def short_host_memory(after: int) -> Iterator[list[int]]:
-    """Refuse host memory after this many allocations for states; yields a list that grows with each of them."""
+    """Refuse host memory after this many allocations for states; yields a list that grows with each
+    of them."""
     asked: list[int] = []
 
     def refusing(allocate: Callable[..., Any]) -> Callable[..., Any]:
         def allocate_or_refuse(*args: Any, **kwargs: Any) -> Any:
             asked.append(1)
             if len(asked) > after:
-                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+                raise RuntimeError(
+                    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte"
+                )
             return allocate(*args, **kwargs)
 
         return allocate_or_refuse
 
     accelerator = get_accelerator()
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((parked, "_on_host"), (accelerator, "pin_memory"), (accelerator, "pin_empty_like")):
+        for owner, name in (
+            (parked, "_on_host"),
+            (accelerator, "pin_memory"),
+            (accelerator, "pin_empty_like"),
+        ):
             patch.setattr(owner, name, refusing(getattr(owner, name)))
         yield asked
 
 
 def puts_back(config: dict[str, Any]) -> list[str]:
-    """Run out of host memory on the last rank, at another allocation each time; training goes on as if it had not."""
+    """Run out of host memory on the last rank, at another allocation each time; training goes on as
+    if it had not."""
     rank, last = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size() - 1
     expected = run(config, rank, set(), {})["losses"]
     engine = make_engine(config, model=Adapted, groups=two_groups)
@@ -248,12 +278,16 @@ def puts_back(config: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("stage", "rule"), [(1, "selective"), (2, "predictive"), (2, "selective"), (3, "selective")])
+@pytest.mark.parametrize(
+    ("stage", "rule"), [(1, "selective"), (2, "predictive"), (2, "selective"), (3, "selective")]
+)
 def test_if_the_host_is_full_all_ranks_have_all_states_back(stage: int, rule: str) -> None:
     config = zenflow_config(stage, **RULES[rule])
     first, second = run_ranks(2, puts_back, config, device="accelerator")
     assert first == second
-    assert all("rank 1: the host has no memory for states to offload" in message for message in first)
+    assert all(
+        "rank 1: the host has no memory for states to offload" in message for message in first
+    )
 
 
 def dead_worker() -> str:
@@ -275,7 +309,8 @@ def test_a_dead_worker_is_the_error_of_the_next_step() -> None:
 
 
 def left_between_micro_steps(stage: int, rule: str, dtype: torch.dtype) -> None:
-    """The most bytes a parameter that are left while states are away, anywhere in an accumulation."""
+    """The most bytes a parameter that are left while states are away, anywhere in an
+    accumulation."""
     config = zenflow_config(stage, dtype, accumulation=3, **RULES[rule])
     config["zero_optimization"]["reduce_bucket_size"] = 100_000
     data, found = [on_device(batch) for batch in batches(9, rank=0)], []

@@ -1,4 +1,5 @@
-"""From one rule, interval or block size to another, and to plain ZeRO-Offload and back: nothing is lost."""
+"""From one rule, interval or block size to another, and to plain ZeRO-Offload and back: nothing is
+lost."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ def masters_and_hot(engine: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]
     adam = getattr(engine.optimizer, "host_optimizer", None)
     hot = [torch.zeros(master.numel(), dtype=torch.bool) for master in masters]
     rule = None if adam is None else adam.rule
-    for mask, state in zip(hot, rule.states if isinstance(rule, SelectiveRule) else (), strict=False):
+    for mask, state in zip(
+        hot, rule.states if isinstance(rule, SelectiveRule) else (), strict=False
+    ):
         blocks = torch.arange(mask.numel()) // rule.block_size
         mask |= torch.isin(blocks, state.hot.blocks.ids.cpu())
     return masters, hot
@@ -50,7 +53,12 @@ RULES = {
     "predictive": {"update_interval": 2, "full_warm_up_rounds": 2},
     "selective": {**SELECTIVE, "update_interval": 2, "select_interval": 4, "overlap_step": True},
     "another interval": {**SELECTIVE, "update_interval": 3, "select_interval": 6},
-    "other blocks": {**SELECTIVE, "update_interval": 2, "select_interval": 4, "select_block_size": 64},
+    "other blocks": {
+        **SELECTIVE,
+        "update_interval": 2,
+        "select_interval": 4,
+        "select_block_size": 64,
+    },
 }
 
 
@@ -69,8 +77,9 @@ RULES = {
 def test_other_settings_go_on_from_the_exact_state(
     stage: int, here: str, there: str, applied: bool, tmp_path: Path
 ) -> None:
-    """Seven steps leave one gradient that is collected and not handed over. It is not lost: the blocks that it is for
-    move on by it, the hot ones have had it. Plain ZeRO-Offload knows nothing of it, and gets masters to the bit."""
+    """Seven steps leave one gradient that is collected and not handed over. It is not lost: the
+    blocks that it is for move on by it, the hot ones have had it. Plain ZeRO-Offload knows nothing
+    of it, and gets masters to the bit."""
 
     def config(name: str) -> dict:
         plain = zenflow_config(stage, torch.float32, lr=1e-2, **RULES.get(name, {}))

@@ -1,4 +1,5 @@
-"""What users reach of the optimizer's state is current, and what they change of it is taken over exactly or refused."""
+"""What users reach of the optimizer's state is current, and what they change of it is taken over
+exactly or refused."""
 
 from __future__ import annotations
 
@@ -16,22 +17,34 @@ from tests.support.ranks import run_ranks
 from tests.support.reached import DTYPES, RULES, Pair, config_of, sequences
 
 DRAWN, LENGTH = 6, 10
-CASES = [(stage, rule, dtype, ranks) for stage in (1, 2, 3) for rule in RULES for dtype in DTYPES for ranks in (1, 2)]
-BY_DEFAULT = [(1, "selective", "bf16", 1), (2, "predictive", "fp32", 1), (2, "selective", "fp32", 2)]
+CASES = [
+    (stage, rule, dtype, ranks)
+    for stage in (1, 2, 3)
+    for rule in RULES
+    for dtype in DTYPES
+    for ranks in (1, 2)
+]
+BY_DEFAULT = [
+    (1, "selective", "bf16", 1),
+    (2, "predictive", "fp32", 1),
+    (2, "selective", "fp32", 2),
+]
 BY_DEFAULT += [(3, "predictive", "bf16", 2)]
 
 FOUND = [
     "steps set_step base_round_trip exact steps write_kept keep steps read_inner",
     "steps offload read_inner keep base_round_trip steps swap_entries steps read",
     "steps read replace_entries rebind_data write_in_place safe_functions read_inner",
-    "steps base_round_trip offload safe_functions read base_round_trip safe_functions exact steps read",
+    "steps base_round_trip offload safe_functions read base_round_trip safe_functions exact steps "
+    "read",
     "steps steps evaluate set_step steps offload read",
     "steps read replace_entries rebind_data offload rebind_data safe_functions keep read",
     "steps rebind_data offload safe_functions steps rebind_data offload safe_functions read",
     "steps save assign forget steps load read write_kept steps half_an_entry moved_away steps read",
 ]
-"""Sequences that failed while this was built: a deep copy of a handle that met another's, DeepSpeed's views of what the
-state had held, a state that was read while the weights were away. Drawn again with other places."""
+"""Sequences that failed while this was built: a deep copy of a handle that met another's,
+DeepSpeed's views of what the state had held, a state that was read while the weights were away.
+Drawn again with other places."""
 
 
 @pytest.mark.parametrize(
@@ -61,7 +74,7 @@ def overlooked(config: dict[str, Any]) -> str:
     return found
 
 
-# -- the table of the manual: what each handle shows, and what writing does -------------------------------------------
+# -- the table of the manual: what each handle shows, and what writing does ------------------------
 
 HANDLES: dict[str, Callable[[Pair], list[tuple[str, torch.Tensor]]]] = {
     "optimizer.state": lambda pair: of_state(pair.engine.optimizer.state),
@@ -69,7 +82,9 @@ HANDLES: dict[str, Callable[[Pair], list[tuple[str, torch.Tensor]]]] = {
     "state_dict()": lambda pair: of_state(pair.engine.optimizer.optimizer.state_dict()["state"]),
     "fp32 partitions": lambda pair: [("fp32", each) for each in pair.ours.masters],
     "data of fp32 partitions": lambda pair: [("fp32", each.data) for each in pair.ours.masters],
-    "views of fp32 partitions": lambda pair: [("fp32", each.detach()[1:]) for each in pair.ours.masters],
+    "views of fp32 partitions": lambda pair: [
+        ("fp32", each.detach()[1:]) for each in pair.ours.masters
+    ],
     "param_groups": lambda pair: [
         ("fp32", each) for group in pair.engine.optimizer.param_groups for each in group["params"]
     ],
@@ -81,8 +96,8 @@ def of_state(state: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def kept_and_read(config: dict[str, Any], name: str) -> list[str]:
-    """Take a handle after the first steps and keep it: how it differs later, when an update is in flight, from what
-    torch has; then write through it, and how the run differs."""
+    """Take a handle after the first steps and keep it: how it differs later, when an update is in
+    flight, from what torch has; then write through it, and how the run differs."""
     pair, draw = Pair(config, "unused"), random.Random(1)
     pair.begin()
     for _ in range(3):
@@ -208,11 +223,17 @@ def refused(pair: Pair) -> str:
 
 def test_what_has_no_meaning_is_refused_by_name_and_harms_nothing() -> None:
     (told,) = run_ranks(1, refusals, config_of(2, "predictive", torch.float32))
-    assert "optimizer.state of partition 0, 'exp_avg', is now (3,) torch.float32, expected (" in told["shape"]
+    assert (
+        "optimizer.state of partition 0, 'exp_avg', is now (3,) torch.float32, expected ("
+        in told["shape"]
+    )
     assert "torch.int64, expected (" in told["dtype"]
     assert "is now a float, expected a tensor" in told["kind"]
     assert "'step', is now 'three'" in told["step"]
-    assert "optimizer.param_groups[0]['params'] holds a tensor that is not the optimizer's" in told["params"]
+    assert (
+        "optimizer.param_groups[0]['params'] holds a tensor that is not the optimizer's"
+        in told["params"]
+    )
     assert told["afterwards"] == ""
 
 
@@ -221,7 +242,9 @@ def hooked(config: dict[str, Any]) -> list[float]:
     pair, draw = Pair(config, "unused"), random.Random(1)
     pair.begin()
     seen: list[torch.Tensor] = []
-    pair.engine.optimizer.optimizer.register_step_post_hook(lambda *_: seen.append(pair.ours.masters[0].clone()))
+    pair.engine.optimizer.optimizer.register_step_post_hook(
+        lambda *_: seen.append(pair.ours.masters[0].clone())
+    )
     found = []
     for _ in range(5):
         pair.step(draw)

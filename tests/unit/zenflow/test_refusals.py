@@ -16,7 +16,17 @@ NVME = {"device": "nvme", "nvme_path": "/tmp"}
 SECTION: dict[str, tuple[int, dict[str, Any]]] = {
     "stage = 0": (0, {}),
     "publish_dtype": (2, {"zenflow": {"publish_dtype": "float16"}}),
-    "overlap_lag": (2, {"zenflow": {"topk_ratio": 0.1, "update_interval": 1, "overlap_step": True, "overlap_lag": 2}}),
+    "overlap_lag": (
+        2,
+        {
+            "zenflow": {
+                "topk_ratio": 0.1,
+                "update_interval": 1,
+                "overlap_step": True,
+                "overlap_lag": 2,
+            }
+        },
+    ),
     "select_interval": (2, {"zenflow": {"select_interval": 2, "update_interval": 4}}),
     'offload_optimizer.device = "nvme"': (3, {"offload_optimizer": NVME}),
     'offload_param.device = "nvme"': (3, {"offload_param": NVME}),
@@ -26,7 +36,10 @@ SECTION: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     'state_dtype = "bfloat16" with offload_optimizer.ratio': (
         3,
-        {"zenflow": {"state_dtype": "bfloat16"}, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+        {
+            "zenflow": {"state_dtype": "bfloat16"},
+            "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+        },
     ),
     'state_dtype = "int8" with update_rule = "selective"': (
         2,
@@ -93,7 +106,11 @@ class Cautious(torch.optim.AdamW):
 def test_a_subclass_that_steps_like_adam_is_one(kind: Any) -> None:
     """Also when torch has put its profiler's wrapper around `step`."""
     parameters = [torch.nn.Parameter(torch.zeros(1))]
-    assert require_adam(kind(parameters)) is require_adam(kind(parameters)) is (kind is not torch.optim.Adam)
+    assert (
+        require_adam(kind(parameters))
+        is require_adam(kind(parameters))
+        is (kind is not torch.optim.Adam)
+    )
 
 
 VARIANTS = [

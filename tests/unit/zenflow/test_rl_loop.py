@@ -1,4 +1,5 @@
-"""A loop like GRPO's that sleeps while it generates: losses and weights are those of one that does not."""
+"""A loop like GRPO's that sleeps while it generates: losses and weights are those of one that does
+not."""
 
 from __future__ import annotations
 
@@ -12,8 +13,12 @@ from tests.support.zenflow import RULES, zenflow_config
 ITERATIONS = 20
 
 
-@pytest.mark.parametrize(("stage", "rule"), some([(stage, rule) for stage in (1, 2, 3) for rule in RULES]))
-def test_losses_and_the_generators_weights_are_those_of_a_loop_that_stays_awake(stage: int, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "rule"), some([(stage, rule) for stage in (1, 2, 3) for rule in RULES])
+)
+def test_losses_and_the_generators_weights_are_those_of_a_loop_that_stays_awake(
+    stage: int, rule: str
+) -> None:
     config = zenflow_config(stage, accumulation=2, **RULES[rule])
     for changed, losses in run_ranks(2, rl_loop.both_loops, config, ITERATIONS, remote=False):
         assert changed >= 5  # of the names, all but the frozen one

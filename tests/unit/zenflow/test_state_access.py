@@ -1,4 +1,5 @@
-"""DeepSpeed's ``safe_get_*`` and ``safe_set_*`` see masters, moments and gradients as they are, at any step."""
+"""DeepSpeed's ``safe_get_*`` and ``safe_set_*`` see masters, moments and gradients as they are, at
+any step."""
 
 from typing import Any
 
@@ -28,7 +29,12 @@ pytestmark = pytest.mark.sampled(3)
 RULES = {
     "predictive": {"update_interval": 1},
     "predictive, interval 3": {"update_interval": 3, "full_warm_up_rounds": 3},
-    "selective": {"topk_ratio": 0.2, "select_block_size": 32, "update_interval": 3, "select_interval": 6},
+    "selective": {
+        "topk_ratio": 0.2,
+        "select_block_size": 32,
+        "update_interval": 3,
+        "select_interval": 6,
+    },
     "selective, overlapped": {
         "topk_ratio": 0.2,
         "select_block_size": 32,
@@ -39,7 +45,12 @@ RULES = {
 }
 EXACT = {
     "predictive": {"overlap_step": False},
-    "selective": {"topk_ratio": 0.999, "select_block_size": 32, "update_interval": 3, "select_interval": 6},
+    "selective": {
+        "topk_ratio": 0.999,
+        "select_block_size": 32,
+        "update_interval": 3,
+        "select_interval": 6,
+    },
 }
 
 
@@ -69,16 +80,23 @@ def written_and_trained(config: dict, extended: bool) -> dict[str, Any]:
     engine = make_engine(config, extended=extended, groups=two_groups)
     rank = dist.get_rank()
     losses = train(engine, batches(5, rank))
-    if not extended and engine.zero_optimization_stage() < 3:  # DeepSpeed has linked the moments before there were any
+    if (
+        not extended and engine.zero_optimization_stage() < 3
+    ):  # DeepSpeed has linked the moments before there were any
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     before = state_of(engine)
     scale_state(engine, 2.0)
     after = state_of(engine)
-    wrong = first_difference({name: value * 2 for name, value in before.items()}, after, "doubled state")
+    wrong = first_difference(
+        {name: value * 2 for name, value in before.items()}, after, "doubled state"
+    )
     losses += train(engine, batches(4, rank, seed=1))
     engine.backward(engine(on_device(batches(1, rank, seed=2)[0])))
-    gradients = {name: safe_get_full_grad(p).float().cpu().clone() for name, p in engine.module.named_parameters()}
+    gradients = {
+        name: safe_get_full_grad(p).float().cpu().clone()
+        for name, p in engine.module.named_parameters()
+    }
     engine.step()
     found = {"losses": losses, "wrong": wrong, "state": state_of(engine), "gradients": gradients}
     engine.destroy()
@@ -87,9 +105,12 @@ def written_and_trained(config: dict, extended: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rule", EXACT)
 @pytest.mark.parametrize(
-    ("stage", "ranks"), [(2, 1), (3, 2), *(pytest.param(*c, marks=pytest.mark.full) for c in ((1, 2), (3, 1)))]
+    ("stage", "ranks"),
+    [(2, 1), (3, 2), *(pytest.param(*c, marks=pytest.mark.full) for c in ((1, 2), (3, 1)))],
 )
-def test_training_uses_written_state_as_zero_offload_does(stage: int, ranks: int, rule: str) -> None:
+def test_training_uses_written_state_as_zero_offload_does(
+    stage: int, ranks: int, rule: str
+) -> None:
     config = zenflow_config(stage, torch.float32, **EXACT[rule])
     expected = run_ranks(ranks, written_and_trained, offload_config(config), False)
     actual = run_ranks(ranks, written_and_trained, config, True)
@@ -103,16 +124,25 @@ def test_training_uses_written_state_as_zero_offload_does(stage: int, ranks: int
 
 
 def written_while_in_flight(config: dict) -> tuple[float, float]:
-    """Set every master to a constant in the middle of an interval; how far masters are from it at once, and the weights
-    two intervals later, when every block has been stepped from it at most seven times."""
+    """Set every master to a constant in the middle of an interval; how far masters are from it at
+    once, and the weights two intervals later, when every block has been stepped from it at most
+    seven times."""
     engine = make_engine(config, groups=two_groups)
     train(engine, batches(7, dist.get_rank()))
     for parameter in engine.module.parameters():
         if engine.zero_optimization_stage() == 3:
-            safe_set_local_fp32_param(parameter, torch.full_like(safe_get_local_fp32_param(parameter), 3.0))
+            safe_set_local_fp32_param(
+                parameter, torch.full_like(safe_get_local_fp32_param(parameter), 3.0)
+            )
         else:
-            safe_set_full_fp32_param(parameter, torch.full_like(parameter, 3.0, dtype=torch.float32))
-    at_once = max(float((value - 3).abs().max()) for (_, key), value in state_of(engine).items() if key is None)
+            safe_set_full_fp32_param(
+                parameter, torch.full_like(parameter, 3.0, dtype=torch.float32)
+            )
+    at_once = max(
+        float((value - 3).abs().max())
+        for (_, key), value in state_of(engine).items()
+        if key is None
+    )
     train(engine, batches(7, dist.get_rank()))
     later = max(float((weight - 3).abs().max()) for weight in weights_of(engine).values())
     engine.destroy()
@@ -128,7 +158,9 @@ def test_training_continues_from_a_master_that_was_set(stage: int, rule: str) ->
         assert 0 < later < 0.1
 
 
-def in_order(config: dict[str, Any], round_robin: bool, extended: bool = True) -> dict[Any, torch.Tensor]:
+def in_order(
+    config: dict[str, Any], round_robin: bool, extended: bool = True
+) -> dict[Any, torch.Tensor]:
     """Masters and gradients by name."""
     config["zero_optimization"]["round_robin_gradients"] = round_robin
     engine = make_engine(config, extended=extended, groups=two_groups)
@@ -162,8 +194,8 @@ def test_with_round_robin_each_parameter_has_its_own_state(stage: int, rule: str
 
 
 def read_from_the_base_optimizer(config: dict, extended: bool) -> dict[str, Any]:
-    """What the state dict of the optimizer inside DeepSpeed's has between steps, what is there once nothing is in
-    flight, and losses."""
+    """What the state dict of the optimizer inside DeepSpeed's has between steps, what is there once
+    nothing is in flight, and losses."""
     engine = make_engine(config, extended=extended, groups=two_groups)
     data, base = batches(9, dist.get_rank()), engine.optimizer.optimizer
     losses = train(engine, data[:5])
@@ -185,17 +217,22 @@ def read_from_the_base_optimizer(config: dict, extended: bool) -> dict[str, Any]
 
 def copied_state(base: torch.optim.Optimizer) -> dict[str, Any]:
     states = base.state_dict()["state"].values()
-    moments = [value.float().clone() for state in states for key, value in state.items() if key != "step"]
+    moments = [
+        value.float().clone() for state in states for key, value in state.items() if key != "step"
+    ]
     return {"steps": [float(state["step"]) for state in states], "moments": moments}
 
 
 @pytest.mark.parametrize("rule", ["predictive", "selective, overlapped"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_state_dict_of_the_base_optimizer_shows_every_step(stage: int, rule: str) -> None:
-    """At stage 3 DeepSpeed's own base optimizer has no parameters between steps, so its state dict is an error."""
+    """At stage 3 DeepSpeed's own base optimizer has no parameters between steps, so its state dict
+    is an error."""
     config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
     undisturbed = run_ranks(2, losses_of, config)
-    for found, losses in zip(run_ranks(2, read_from_the_base_optimizer, config, True), undisturbed, strict=True):
+    for found, losses in zip(
+        run_ranks(2, read_from_the_base_optimizer, config, True), undisturbed, strict=True
+    ):
         assert found["shown"]["steps"] == [5.0, 5.0]
         assert found["later"] == [9.0, 9.0]
         assert first_difference(found["arrived"]["moments"], found["shown"]["moments"]) == ""
@@ -212,15 +249,17 @@ def losses_of(config: dict) -> list[float]:
 def test_the_state_dict_of_the_base_optimizer_is_that_of_zero_offload() -> None:
     config = zenflow_config(2, torch.float32, overlap_step=False)
     expected = run_ranks(2, read_from_the_base_optimizer, offload_config(config), False)
-    for theirs, ours in zip(expected, run_ranks(2, read_from_the_base_optimizer, config, True), strict=True):
+    for theirs, ours in zip(
+        expected, run_ranks(2, read_from_the_base_optimizer, config, True), strict=True
+    ):
         assert ours["shown"]["steps"] == theirs["shown"]["steps"]
         for value, found in zip(theirs["shown"]["moments"], ours["shown"]["moments"], strict=True):
             torch.testing.assert_close(found, value, rtol=2e-3, atol=5e-5)
 
 
 def doubled_momentum(config: dict, through_state: bool) -> tuple[list[float], str]:
-    """Losses of a run whose first moments are doubled in the middle; and how what is then read of them differs from
-    twice of what was there."""
+    """Losses of a run whose first moments are doubled in the middle; and how what is then read of
+    them differs from twice of what was there."""
     engine = make_engine(config, groups=two_groups)
     data = batches(9, dist.get_rank())
     losses = train(engine, data[:5])
@@ -234,9 +273,13 @@ def doubled_momentum(config: dict, through_state: bool) -> tuple[list[float], st
         before = []
         for parameter in engine.module.parameters():
             if local:
-                safe_set_local_optimizer_state(parameter, safe_get_local_optimizer_state(parameter, key) * 2, key)
+                safe_set_local_optimizer_state(
+                    parameter, safe_get_local_optimizer_state(parameter, key) * 2, key
+                )
             else:
-                safe_set_full_optimizer_state(parameter, safe_get_full_optimizer_state(parameter, key) * 2, key)
+                safe_set_full_optimizer_state(
+                    parameter, safe_get_full_optimizer_state(parameter, key) * 2, key
+                )
     doubled = [state[key] for state in engine.optimizer.state.values()] if through_state else []
     wrong = first_difference([2 * each for each in before], doubled)
     losses += train(engine, data[5:])
@@ -247,7 +290,9 @@ def doubled_momentum(config: dict, through_state: bool) -> tuple[list[float], st
 
 @pytest.mark.parametrize("rule", ["predictive", "selective, overlapped"])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_optimizers_state_is_read_and_written_as_by_deepspeeds_functions(stage: int, rule: str) -> None:
+def test_the_optimizers_state_is_read_and_written_as_by_deepspeeds_functions(
+    stage: int, rule: str
+) -> None:
     config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
     expected = run_ranks(2, doubled_momentum, config, False)
     actual = run_ranks(2, doubled_momentum, config, True)

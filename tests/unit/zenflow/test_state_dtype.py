@@ -1,4 +1,5 @@
-"""``zenflow.state_dtype``: moments of 16 or 8 bits. Close to exact training, and as exact as that to resume."""
+"""``zenflow.state_dtype``: moments of 16 or 8 bits. Close to exact training, and as exact as that
+to resume."""
 
 from __future__ import annotations
 
@@ -30,23 +31,29 @@ STATES = ["bfloat16", "int8"]
 of_both = pytest.mark.parametrize("states", STATES)
 
 
-def rounded(states: str, stage: int, dtype: torch.dtype = torch.bfloat16, **how: Any) -> dict[str, Any]:
+def rounded(
+    states: str, stage: int, dtype: torch.dtype = torch.bfloat16, **how: Any
+) -> dict[str, Any]:
     return zenflow_config(stage, dtype, state_dtype=states, **how)
 
 
 def on_host(config: dict[str, Any]) -> dict[str, Any]:
-    config["zero_optimization"] |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    config["zero_optimization"] |= {
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu"},
+    }
     return config
 
 
-# -- training ---------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 @of_both
 @pytest.mark.parametrize("overlap_step", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_stays_close_to_zero_offload(states: str, stage: int, overlap_step: bool) -> None:
-    """Forty steps of a steep descent; docs/lab/archive/numerics.md has the losses of a real task."""
+    """Forty steps of a steep descent; docs/lab/archive/numerics.md has the losses of a real
+    task."""
     config = rounded(states, stage, overlap_step=overlap_step)
     for expected, actual in run_ranks(2, with_and_without, config, 40):
         assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=0.02)
@@ -68,7 +75,8 @@ def moments_and_bytes(config: dict[str, Any]) -> tuple[set[torch.dtype], float]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_moments_take_less_memory(stage: int) -> None:
-    """With 8 bits, also a scale for each block of 32; a partition here has up to 31 elements beside whole blocks."""
+    """With 8 bits, also a scale for each block of 32; a partition here has up to 31 elements beside
+    whole blocks."""
     assert run_ranks(1, moments_and_bytes, rounded("bfloat16", stage)) == [({torch.bfloat16}, 8.0)]
     assert run_ranks(1, moments_and_bytes, zenflow_config(stage)) == [({torch.float32}, 12.0)]
     ((dtypes, nbytes),) = run_ranks(1, moments_and_bytes, rounded("int8", stage))
@@ -98,9 +106,12 @@ def trained(config: dict[str, Any], steps: int) -> tuple[list[float], dict[str, 
 @of_both
 @pytest.mark.parametrize("interval", [1, 2])
 def test_weights_on_the_host_change_nothing(states: str, interval: int) -> None:
-    """Without clipping: the two add up the norm in another order, and dithering shows the last bit of a product."""
+    """Without clipping: the two add up the norm in another order, and dithering shows the last bit
+    of a product."""
     config = rounded(states, 3, update_interval=interval) | {"gradient_clipping": 0.0}
-    there_config = on_host(rounded(states, 3, update_interval=interval)) | {"gradient_clipping": 0.0}
+    there_config = on_host(rounded(states, 3, update_interval=interval)) | {
+        "gradient_clipping": 0.0
+    }
     there, here = (run_ranks(2, trained, each, 6) for each in (there_config, config))
     assert_same(there, here)
 
@@ -110,19 +121,25 @@ def test_weights_on_the_host_change_nothing(states: str, interval: int) -> None:
 @pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_copies_beside_the_step_carry_the_same_bits(states: str, stage: int, interval: int) -> None:
-    """Parcels of blocks: an element has the random numbers of its place in the partition, not in the parcel."""
-    configs = [rounded(states, stage, update_interval=interval, hide_transfers=hidden) for hidden in (True, False)]
+    """Parcels of blocks: an element has the random numbers of its place in the partition, not in
+    the parcel."""
+    configs = [
+        rounded(states, stage, update_interval=interval, hide_transfers=hidden)
+        for hidden in (True, False)
+    ]
     found = [run_ranks(1, trained, config, 9, device="accelerator") for config in configs]
     assert_same(*found)
 
 
-# -- state ------------------------------------------------------------------------------------------------------------
+# -- state -----------------------------------------------------------------------------------------
 
 
 @of_both
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("stage", "interval"), [(1, 2), (2, 1), (3, 2)])
-def test_resume_is_exact_at_every_step(states: str, stage: int, interval: int, device: str, tmp_path: Path) -> None:
+def test_resume_is_exact_at_every_step(
+    states: str, stage: int, interval: int, device: str, tmp_path: Path
+) -> None:
     """From synchronous and overlapped steps, and from the middle of an interval."""
     config = rounded(states, stage, update_interval=interval, full_warm_up_rounds=2)
     assert failed_resumes(2 if device == "cpu" else 1, config, 1, 4, str(tmp_path), device) == []
@@ -146,7 +163,9 @@ def test_a_save_beside_training_holds_the_same(states: str, tmp_path: Path) -> N
         (Run(2, 3, "predictive", "coded"), Run(1, 2, "offload", "bf16")),
     ],
 )
-def test_other_ranks_and_stages_and_dtypes_load_what_was_saved(saved: Run, loaded: Run, tmp_path: Path) -> None:
+def test_other_ranks_and_stages_and_dtypes_load_what_was_saved(
+    saved: Run, loaded: Run, tmp_path: Path
+) -> None:
     """To the bit, also into moments of 32 bits."""
     folder, _ = saved_by(saved, tmp_path)
     assert set(run_ranks(loaded.ranks, resumed, loaded, folder, pool=loaded.pool)) == {""}
@@ -157,12 +176,16 @@ def resumed(run: Run, folder: str) -> str:
 
 
 def rounds_on_load(run: Run, folder: str) -> tuple[str, list[float]]:
-    """How what has arrived differs from the saved values, rounded to the nearest; the losses that follow. With 8 bits,
-    moments that are off by less than the largest distance between two values do not count."""
+    """How what has arrived differs from the saved values, rounded to the nearest; the losses that
+    follow. With 8 bits, moments that are off by less than the largest distance between two values
+    do not count."""
     engine = make_engine(run.config, model=partial(Model, 1.0), groups=two_groups)
     engine.load_checkpoint(folder, tag="t")
     expected, arrived = torch.load(Path(folder, "expected"))["state"], state_of(engine)
-    largest = [max(values[i].abs().max() for name, values in expected.items() if name != "step") for i in range(3)]
+    largest = [
+        max(values[i].abs().max() for name, values in expected.items() if name != "step")
+        for i in range(3)
+    ]
     for name, values in expected.items():
         if name == "step":
             continue
@@ -179,12 +202,15 @@ def rounds_on_load(run: Run, folder: str) -> tuple[str, list[float]]:
 LOADED = [(2, 2, "rounded"), (1, 3, "rounded"), (2, 2, "coded"), (1, 3, "coded")]
 
 
-@pytest.mark.parametrize(("way", "setting"), [("predictive", "bf16"), ("offload", "bf16"), ("predictive", "rounded")])
+@pytest.mark.parametrize(
+    ("way", "setting"), [("predictive", "bf16"), ("offload", "bf16"), ("predictive", "rounded")]
+)
 @pytest.mark.parametrize(("ranks", "stage", "states"), LOADED)
 def test_moments_of_more_bits_are_rounded_once_when_they_are_loaded(
     ranks: int, stage: int, states: str, way: str, setting: str, tmp_path: Path
 ) -> None:
-    """On the same ranks and on others, from ZenFlow and from plain ZeRO-Offload; training goes on much the same."""
+    """On the same ranks and on others, from ZenFlow and from plain ZeRO-Offload; training goes on
+    much the same."""
     loaded = Run(ranks, stage, "predictive", states)
     folder, losses = saved_by(Run(2, 2, way, setting), tmp_path)
     for problem, rest in run_ranks(loaded.ranks, rounds_on_load, loaded, folder, pool=loaded.pool):
@@ -198,8 +224,12 @@ def test_what_users_read_and_write_changes_nothing(states: str, stage: int) -> N
     assert run_ranks(2, looking_on, rounded(states, stage)) == [[], []]
 
 
-@pytest.mark.parametrize("loaded", [Run(1, 3, "predictive", "coded"), Run(3, 2, "predictive", "coded")])
-def test_moments_of_8_bits_are_rounded_once_more_in_other_blocks(loaded: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "loaded", [Run(1, 3, "predictive", "coded"), Run(3, 2, "predictive", "coded")]
+)
+def test_moments_of_8_bits_are_rounded_once_more_in_other_blocks(
+    loaded: Run, tmp_path: Path
+) -> None:
     """On other ranks, where other elements are in a block."""
     folder, losses = saved_by(Run(2, 2, "predictive", "coded"), tmp_path)
     for problem, rest in run_ranks(loaded.ranks, rounds_on_load, loaded, folder, pool=loaded.pool):
@@ -208,8 +238,8 @@ def test_moments_of_8_bits_are_rounded_once_more_in_other_blocks(loaded: Run, tm
 
 
 def written(config: dict[str, Any]) -> list[bool]:
-    """Whether a moment that the user sets is read back, rounded to bfloat16; one of 8 bits is rounded once it is
-    taken, to a value that is near in its block."""
+    """Whether a moment that the user sets is read back, rounded to bfloat16; one of 8 bits is
+    rounded once it is taken, to a value that is near in its block."""
     engine = make_engine(config)
     train(engine, batches(3, dist.get_rank()))
     parameter = next(p for p in engine.module.parameters() if p.requires_grad)
@@ -256,8 +286,8 @@ def test_fp16_trains_as_with_moments_of_32_bits(states: str, stage: int) -> None
 
 
 def arena_bytes(config: dict[str, Any], folder: str) -> list[int]:
-    """Bytes of the arena in memory beyond those between steps: after a save, after a look at a moment, and after the
-    step that follows; and of the moments in fp32."""
+    """Bytes of the arena in memory beyond those between steps: after a save, after a look at a
+    moment, and after the step that follows; and of the moments in fp32."""
     engine = make_engine(config)
     train(engine, batches(3, dist.get_rank()))
     arena = engine.optimizer.host_optimizer.link.arena
@@ -268,13 +298,19 @@ def arena_bytes(config: dict[str, Any], folder: str) -> list[int]:
     found.append(resident_bytes(arena))
     train(engine, batches(1, dist.get_rank()))
     found.append(resident_bytes(arena))
-    shown = sum(moment.nbytes for state in engine.optimizer.host_optimizer.states for moment in state.moments.values())
+    shown = sum(
+        moment.nbytes
+        for state in engine.optimizer.host_optimizer.states
+        for moment in state.moments.values()
+    )
     engine.destroy()
     return [*(each - between for each in found), shown]
 
 
 @pytest.mark.parametrize(("stage", "async_save"), [(2, False), (3, True)])
-def test_codes_are_shown_only_to_those_who_look(stage: int, async_save: bool, tmp_path: Path) -> None:
+def test_codes_are_shown_only_to_those_who_look(
+    stage: int, async_save: bool, tmp_path: Path
+) -> None:
     config = rounded("int8", stage, update_interval=1, async_save=async_save)
     ((saved, looked, stepped, shown),) = run_ranks(1, arena_bytes, config, str(tmp_path))
     assert saved == stepped == 0

@@ -1,4 +1,5 @@
-"""Configs that trainers ship with CPU offload train with a `zenflow` section added that only names the rule."""
+"""Configs that trainers ship with CPU offload train with a `zenflow` section added that only names
+the rule."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ def trained(config: dict[str, Any], extended: bool) -> dict[str, Any]:
 def with_zenflow(name: str) -> Any:
     """A run with the section added, and one with ZeRO-Offload."""
     config = shipped(name, dist.get_world_size())
-    added = {**config, "zero_optimization": {**config["zero_optimization"], "zenflow": {"update_rule": "predictive"}}}
+    added = {
+        **config,
+        "zero_optimization": {
+            **config["zero_optimization"],
+            "zenflow": {"update_rule": "predictive"},
+        },
+    }
     return trained(added, True), trained(config, False)
 
 

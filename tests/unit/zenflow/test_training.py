@@ -1,4 +1,5 @@
-"""ZenFlow inside DeepSpeed: `initialize` changes no weight; exact without overlap, close to AdamW with it."""
+"""ZenFlow inside DeepSpeed: `initialize` changes no weight; exact without overlap, close to AdamW
+with it."""
 
 import warnings
 
@@ -18,7 +19,9 @@ STAGES = [1, 2, 3]
 STEPS = 12
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_initialize_changes_no_weight(stage: int, ranks: int, dtype: torch.dtype) -> None:
@@ -28,18 +31,23 @@ def test_initialize_changes_no_weight(stage: int, ranks: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-4), pytest.param(torch.bfloat16, 0.05, marks=pytest.mark.full)]
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-4), pytest.param(torch.bfloat16, 0.05, marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_without_overlap_it_equals_zero_offload(stage: int, ranks: int, dtype: torch.dtype, tolerance: float) -> None:
-    """Same gradients, clip and hyperparameters, fp32 state; the pass rounds in another order (fused multiply-adds),
-    which in fp32 leaves 1e-4 of the way after twelve steps, because Adam enlarges the smallest gradients. In bf16 a
-    last bit of p may turn a weight to the neighbouring value (ulp 1e-3 of it; the way is 1e-2), from where gradients
-    differ in their own last bits."""
+def test_without_overlap_it_equals_zero_offload(
+    stage: int, ranks: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Same gradients, clip and hyperparameters, fp32 state; the pass rounds in another order (fused
+    multiply-adds), which in fp32 leaves 1e-4 of the way after twelve steps, because Adam enlarges
+    the smallest gradients. In bf16 a last bit of p may turn a weight to the neighbouring value (ulp
+    1e-3 of it; the way is 1e-2), from where gradients differ in their own last bits."""
     config = zenflow_config(stage, dtype, overlap_step=False)
     for expected, actual in run_ranks(ranks, with_and_without, config, STEPS):
-        assert actual.losses == pytest.approx(expected.losses, rel=2e-3 if dtype == torch.bfloat16 else 1e-5)
+        assert actual.losses == pytest.approx(
+            expected.losses, rel=2e-3 if dtype == torch.bfloat16 else 1e-5
+        )
         assert difference(expected, actual) < tolerance
 
 
@@ -49,7 +57,8 @@ def test_without_overlap_it_equals_zero_offload(stage: int, ranks: int, dtype: t
 def test_overlapped_training_stays_close_to_zero_offload(
     stage: int, ranks: int, interval: int, tolerance: float
 ) -> None:
-    """Forty steps of a steep descent; what the schemes reach on a real task is measured by bench_convergence.py."""
+    """Forty steps of a steep descent; what the schemes reach on a real task is measured by
+    bench_convergence.py."""
     config = zenflow_config(stage, update_interval=interval, full_warm_up_rounds=interval, lr=1e-2)
     for expected, actual in run_ranks(ranks, with_and_without, config, 40):
         assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=tolerance)
@@ -57,7 +66,8 @@ def test_overlapped_training_stays_close_to_zero_offload(
 
 
 def warnings_of_a_torch_scheduler(config: dict) -> tuple[list[str], int]:
-    """What torch warns of while its own scheduler follows the optimizer, and how often a step hook was called."""
+    """What torch warns of while its own scheduler follows the optimizer, and how often a step hook
+    was called."""
 
     def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

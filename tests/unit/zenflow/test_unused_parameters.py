@@ -1,7 +1,9 @@
-"""Parameters that a step does not use have no gradient there, which is zero, as for stages 1 and 2 without offload.
+"""Parameters that a step does not use have no gradient there, which is zero, as for stages 1 and 2
+without offload.
 
-DeepSpeed 0.19.8 applies the gradient of the last step that used them again: at stage 3, and with ZeRO-Offload at every
-stage (`test_deepspeed_applies_the_last_gradient_again` shows when that has changed).
+DeepSpeed 0.19.8 applies the gradient of the last step that used them again: at stage 3, and with
+ZeRO-Offload at every stage (`test_deepspeed_applies_the_last_gradient_again` shows when that has
+changed).
 """
 
 import math
@@ -48,7 +50,10 @@ def patterns(accumulation: int, seed: int) -> list[list[list[int]]]:
 
 def data(accumulation: int, seed: int) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [[torch.randn(4, WIDTH, generator=generator) for _ in range(accumulation)] for _ in range(STEPS)]
+    return [
+        [torch.randn(4, WIDTH, generator=generator) for _ in range(accumulation)]
+        for _ in range(STEPS)
+    ]
 
 
 def distance(config: dict[str, Any], seed: int) -> float:
@@ -67,13 +72,20 @@ def distance(config: dict[str, Any], seed: int) -> float:
         adam.zero_grad()
     masters = [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
     engine.destroy()
-    return max(float((master.cpu() - p).abs().max()) for master, p in zip(masters, model.parameters(), strict=True))
+    return max(
+        float((master.cpu() - p).abs().max())
+        for master, p in zip(masters, model.parameters(), strict=True)
+    )
 
 
 def with_accumulation(config: dict[str, Any], accumulation: int) -> dict[str, Any]:
     parameters = {"lr": 1e-2, "betas": [0.8, 0.9], "weight_decay": 0.1}
     optimizer = {"type": "AdamW", "params": parameters}
-    return config | {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.0, "optimizer": optimizer}
+    return config | {
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "optimizer": optimizer,
+    }
 
 
 ON_HOST = {"offload_param": {"device": "cpu"}}
@@ -87,8 +99,11 @@ def test_what_is_not_used_has_no_gradient(stage: int, zero: dict, accumulation: 
     assert max(run_ranks(2, distance, with_accumulation(config, accumulation), 0)) < 1e-5
 
 
-def moved(engine: Any, step: Callable[[Any, Callable[[list[int]], None]], None], branch: int) -> float:
-    """How far a branch's weight moves by a step, its decay left out; `step` gets the engine and a backward."""
+def moved(
+    engine: Any, step: Callable[[Any, Callable[[list[int]], None]], None], branch: int
+) -> float:
+    """How far a branch's weight moves by a step, its decay left out; `step` gets the engine and a
+    backward."""
     weight, x = (
         engine.module.branches[branch].weight,
         on_device(torch.randn(4, WIDTH)).to(engine.module.stem.weight.dtype),
@@ -135,7 +150,9 @@ def movements(config: dict[str, Any], dtype: torch.dtype) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("stage", "zero"), [(2, {}), (3, {}), (3, ON_HOST)])
 def test_gradients_that_are_set_or_discarded(stage: int, zero: dict, dtype: torch.dtype) -> None:
-    config = with_accumulation(zenflow_config(stage, dtype, update_interval=1, overlap_step=False), 1)
+    config = with_accumulation(
+        zenflow_config(stage, dtype, update_interval=1, overlap_step=False), 1
+    )
     config["zero_optimization"] |= zero
     expected = [0.01, 0.0] if dtype is torch.float32 else [0.0]
     for found in run_ranks(2, movements, config, dtype):

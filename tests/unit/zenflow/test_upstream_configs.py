@@ -1,4 +1,5 @@
-"""Configs written for DeepSpeed's own ZenFlow run unchanged, at every stage, and do what their fields say.
+"""Configs written for DeepSpeed's own ZenFlow run unchanged, at every stage, and do what their
+fields say.
 
 The values are those of DeepSpeed 0.19.8's tutorial, of its post on core binding, and of its tests.
 """
@@ -21,7 +22,9 @@ STEPS = 18
 BLOCK = 256
 
 
-def of_its_tests(strategy: str, select: Any, update: Any, warm_up: int, offload: bool, ratio: float = 0.2) -> dict:
+def of_its_tests(
+    strategy: str, select: Any, update: Any, warm_up: int, offload: bool, ratio: float = 0.2
+) -> dict:
     return {
         "topk_ratio": ratio,
         "select_strategy": strategy,
@@ -127,8 +130,12 @@ NEEDED = cover(CASES, strength=1)
 def test_it_does_what_the_fields_say(name: str, stage: int, ranks: int) -> None:
     section = SECTIONS[name]
     results = run_ranks(ranks, followed, config_of(section, stage, ranks))
-    for index, blocks in enumerate(results[0]["blocks"]):  # over all ranks, whose partitions have one size
-        assert sum(found["hot"][index] for found in results) == math.ceil(section["topk_ratio"] * blocks * ranks)
+    for index, blocks in enumerate(
+        results[0]["blocks"]
+    ):  # over all ranks, whose partitions have one size
+        assert sum(found["hot"][index] for found in results) == math.ceil(
+            section["topk_ratio"] * blocks * ranks
+        )
     for found in results:
         assert found["losses"][-1] < found["losses"][0]
         assert (found["accumulation"], found["global_steps"]) == (1, STEPS)
@@ -138,14 +145,24 @@ def test_it_does_what_the_fields_say(name: str, stage: int, ranks: int) -> None:
             assert found[what] == results[0][what], what
 
         warm_up, interval = max(1, section["full_warm_up_rounds"]), found["interval"]
-        assert interval == section["update_interval"] or (section["update_interval"] == "auto" and 1 <= interval <= 8)
+        assert interval == section["update_interval"] or (
+            section["update_interval"] == "auto" and 1 <= interval <= 8
+        )
         assert found["exact"] == list(range(1, warm_up + 1))
-        assert found["updates"] == [*found["exact"], *range(warm_up + interval, STEPS + 1, interval)]
-        # "step" counts steps, in whole intervals; nobody says here how long an epoch is; "auto" is 16 steps or more
+        assert found["updates"] == [
+            *found["exact"],
+            *range(warm_up + interval, STEPS + 1, interval),
+        ]
+        # "step" counts steps, in whole intervals; nobody says here how long an epoch is; "auto" is
+        # 16 steps or more
         asked = section.get("select_interval", "auto")
         steps = max(16, 4 * interval) if asked == "auto" else asked
         every = math.ceil(steps / interval) * interval
-        expected = range(warm_up, STEPS + 1, every) if section.get("select_strategy") != "epoch" else [warm_up]
+        expected = (
+            range(warm_up, STEPS + 1, every)
+            if section.get("select_strategy") != "epoch"
+            else [warm_up]
+        )
         assert found["selections"] == list(expected)
 
 
@@ -153,7 +170,11 @@ def test_it_does_what_the_fields_say(name: str, stage: int, ranks: int) -> None:
 def test_an_epoch_is_as_long_as_the_training_data(stage: int) -> None:
     """32 samples, 4 a step: 8 steps."""
     config = config_of(SECTIONS["epoch 0 kept"], stage, 1)
-    assert run_ranks(1, followed, config, training_data=list(range(32)))[0]["selections"] == [1, 9, 17]
+    assert run_ranks(1, followed, config, training_data=list(range(32)))[0]["selections"] == [
+        1,
+        9,
+        17,
+    ]
 
 
 def test_auto_with_a_number_counts_steps() -> None:
@@ -189,7 +210,9 @@ def hyperparameters(config: dict[str, Any], extended: bool) -> dict[str, Any]:
         {"fp32_optimizer_states": False},
     ],
 )
-def test_hyperparameters_that_are_not_given_are_those_without_the_section(kind: str, given: dict[str, Any]) -> None:
+def test_hyperparameters_that_are_not_given_are_those_without_the_section(
+    kind: str, given: dict[str, Any]
+) -> None:
     """DeepSpeed's own Adams have no weight decay unless it is given; torch's AdamW has."""
     config = config_of({}, 2, 1)
     config["optimizer"] = {"type": kind, "params": {"lr": 1e-4, **given}}

@@ -1,4 +1,5 @@
-"""`deepspeed_ext.weights`: p, rounded, under the names of the state dict, from host memory, asleep and awake."""
+"""`deepspeed_ext.weights`: p, rounded, under the names of the state dict, from host memory, asleep
+and awake."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def in_order(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def streams(config: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-    """Train, and compare what is streamed with what is exported, after every step; returns the parts."""
+    """Train, and compare what is streamed with what is exported, after every step; returns the
+    parts."""
     rank, size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
     data, on_host = batches(STEPS, rank), "offload_param" in config["zero_optimization"]
     model = partial(Named, config["zero_optimization"]["stage"])
@@ -90,8 +92,12 @@ def streams(config: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
     return parts[-2:]
 
 
-@pytest.mark.parametrize(("stage", "rule", "ranks"), some(list(itertools.product((1, 2, 3), RULES, (1, 2)))))
-def test_streamed_weights_equal_exported_ones_and_the_run_goes_on(stage: int, rule: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "rule", "ranks"), some(list(itertools.product((1, 2, 3), RULES, (1, 2))))
+)
+def test_streamed_weights_equal_exported_ones_and_the_run_goes_on(
+    stage: int, rule: str, ranks: int
+) -> None:
     everywhere = run_ranks(ranks, streams, zenflow_config(stage, **RULES[rule]))
     wholes = [parts[0] for parts in everywhere]
     for name, expected in everywhere[0][1].items():

@@ -1,4 +1,5 @@
-"""An engine without an optimizer, such as a trainer's reference model, takes no notice of a ``zenflow`` section."""
+"""An engine without an optimizer, such as a trainer's reference model, takes no notice of a
+``zenflow`` section."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 
 
 def reference_beside_training(stage: int, rule: str) -> tuple[list[float], list[float]]:
-    """A trained model, and a reference model with its config as TRL makes it: no optimizer, and stage 0 unless 3."""
+    """A trained model, and a reference model with its config as TRL makes it: no optimizer, and
+    stage 0 unless 3."""
     config = zenflow_config(2 if stage == 0 else stage, **RULES[rule])
     trained = make_engine(config)
     config = copy.deepcopy(config)

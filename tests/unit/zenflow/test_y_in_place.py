@@ -1,4 +1,5 @@
-"""y in the place of the newest gradient: bytes of a run, and results whatever comes between its steps."""
+"""y in the place of the newest gradient: bytes of a run, and results whatever comes between its
+steps."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.resident import resident_bytes
 from tests.support.same import assert_same
-from tests.support.zenflow import RULES, Outcome, full_masters_of, make_engine, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    RULES,
+    Outcome,
+    full_masters_of,
+    make_engine,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 STEPS = 12
 BLOCK = 32
@@ -36,7 +45,8 @@ EVENTS = ("nothing", "look", "wait", "load", "new engine", "offload")
 
 
 def arena_bytes(config: dict[str, Any]) -> tuple[int, int, int]:
-    """Bytes of the arena's touched pages after some steps, its number of arrays, and elements of the partitions."""
+    """Bytes of the arena's touched pages after some steps, its number of arrays, and elements of
+    the partitions."""
     engine = make_engine(config)
     train(engine, batches(4, dist.get_rank()))
     adam = engine.optimizer.host_optimizer
@@ -47,9 +57,13 @@ def arena_bytes(config: dict[str, Any]) -> tuple[int, int, int]:
     return *found, numel
 
 
-@pytest.mark.parametrize(("interval", "expected"), [(1, 12 + 2 + 4 / BLOCK), (2, 12 + 3 * 2 + 4 / BLOCK)])
+@pytest.mark.parametrize(
+    ("interval", "expected"), [(1, 12 + 2 + 4 / BLOCK), (2, 12 + 3 * 2 + 4 / BLOCK)]
+)
 @pytest.mark.parametrize("hidden", [False, True], ids=["inside", "beside"])
-def test_a_run_holds_these_host_bytes_per_parameter(hidden: bool, interval: int, expected: float) -> None:
+def test_a_run_holds_these_host_bytes_per_parameter(
+    hidden: bool, interval: int, expected: float
+) -> None:
     """p, m, v, the ring and block means; at interval 1 that is 14.125."""
     config = zenflow_config(2, update_interval=interval, hide_transfers=hidden, block_size=BLOCK)
     [(found, arrays, numel)] = run_ranks(1, arena_bytes, config, device="sim")
@@ -86,9 +100,12 @@ def train_with_events(seed: int, config: dict[str, Any], events: Sequence[str]) 
     return outcome
 
 
-def disturbed_and_not(pool: str, seed: int, config: dict[str, Any], events: Sequence[str]) -> tuple[Any, Any]:
+def disturbed_and_not(
+    pool: str, seed: int, config: dict[str, Any], events: Sequence[str]
+) -> tuple[Any, Any]:
     expected, found = (
-        run_ranks(1, train_with_events, seed, config, each, device="sim", pool=pool) for each in (("nothing",), events)
+        run_ranks(1, train_with_events, seed, config, each, device="sim", pool=pool)
+        for each in (("nothing",), events)
     )
     return expected, found
 
@@ -105,7 +122,9 @@ def test_whatever_comes_between_steps_changes_nothing(stage: int, way: str, seed
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("way", ON_HOST)
-def test_whatever_comes_between_steps_changes_nothing_with_weights_on_the_host(way: str, seed: int) -> None:
+def test_whatever_comes_between_steps_changes_nothing_with_weights_on_the_host(
+    way: str, seed: int
+) -> None:
     config = zenflow_config(3, lr=1e-2, **ON_HOST[way])
     config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
     assert_same(*disturbed_and_not("events, stage 3", seed, config, EVENTS[:-1]), way)

@@ -1,1 +1,2 @@
-"""The predictive rule: exact Adam on the host for every step, predicted weights on the accelerator."""
+"""The predictive rule: exact Adam on the host for every step, predicted weights on the
+accelerator."""

@@ -1,19 +1,25 @@
-"""Decides from measured prediction errors whether steps wait for their own update. Plain values, no torch.
+"""Decides from measured prediction errors whether steps wait for their own update. Plain values, no
+torch.
 
-About every `PROBE_EVERY` steps a hand-over is *probed*: the weights predicted for a sample are compared with the
-worker's result once it has arrived (see `probe`). The allowed error is `factor` times the larger of
+About every `PROBE_EVERY` steps a hand-over is *probed*: the weights predicted for a sample are
+compared with the worker's result once it has arrived (see `probe`). The allowed error is `factor`
+times the larger of
 
 - the error of rounding the result to the dtype of the weights, which is harmless, and
-- a third of the update. At the default factor of 3, the predicted weights must be nearer to the result than the weights
-  before the update were; otherwise the accelerator would do better with those.
+- a third of the update. At the default factor of 3, the predicted weights must be nearer to the
+  result than the weights before the update were; otherwise the accelerator would do better with
+  those.
 
 The guard is a circuit breaker, a state machine over the outcomes::
 
-    overlapped    After an error above the allowed one, the next hand-over is probed, too. A second such error in a row
+    overlapped    After an error above the allowed one, the next hand-over is probed, too. A second
+    such error in a row
                   makes steps synchronous; a single one, as at a spike of the loss, does not.
-    synchronous   Weights are exact; the guard still predicts its sample. Several small errors in a row make steps
-                  overlap again, on trial, because an error that only arises from the feedback of predicted weights does
-                  not show here. Each time that steps become synchronous again, they stay so for twice as long.
+    synchronous   Weights are exact; the guard still predicts its sample. Several small errors in a
+    row make steps
+                  overlap again, on trial, because an error that only arises from the feedback of
+                  predicted weights does not show here. Each time that steps become synchronous
+                  again, they stay so for twice as long.
 """
 
 from __future__ import annotations
@@ -41,7 +47,8 @@ class PredictionErrors:
 
     Attributes:
         prediction: distance of the predicted weights.
-        rounding: distance of p rounded to the dtype of the weights; in fp32, a bound on the error of the arithmetic.
+        rounding: distance of p rounded to the dtype of the weights; in fp32, a bound on the error
+            of the arithmetic.
         update: distance of p before the update.
     """
 
@@ -74,7 +81,9 @@ class PredictionErrors:
         """Describe the result, for a message that begins with the place."""
         if math.isinf(self.excess(factor)):
             return "has numbers that are not finite, in the gradients, moments or weights"
-        error, rounding, allowed = map(self.of_an_update, (self.prediction, self.rounding, self._allowed(factor)))
+        error, rounding, allowed = map(
+            self.of_an_update, (self.prediction, self.rounding, self._allowed(factor))
+        )
         return (
             f"is off by {error:.3g} of an update; rounding alone is {rounding:.3g}, and "
             f"zenflow.prediction_error_factor {factor:g} allows {allowed:.3g}"
@@ -92,7 +101,8 @@ class GuardState:
         synchronous: whether every step waits for its own update.
         trips: how often steps have become synchronous.
         streak: number of newest probes in a row that support changing `synchronous`.
-        steps_to_probe: optimizer steps until the next hand-over is probed; 0: the coming hand-over is.
+        steps_to_probe: optimizer steps until the next hand-over is probed; 0: the coming hand-over
+            is.
         probed: whether the newest hand-over is probed and its errors are not judged yet.
     """
 
@@ -108,7 +118,8 @@ class GuardState:
         return self.steps_to_probe == 0
 
     def handed_over(self, steps: int, probed: bool) -> GuardState:
-        """The state after a hand-over of the gradients of `steps` steps, which was `probed` or not."""
+        """The state after a hand-over of the gradients of `steps` steps, which was `probed` or
+        not."""
         left = PROBE_EVERY if probed else self.steps_to_probe
         return replace(self, probed=probed, steps_to_probe=max(left - steps, 0))
 
@@ -123,7 +134,12 @@ class GuardState:
         if streak >= self._needed:
             return GuardState(not self.synchronous, self.trips + (not self.synchronous))
         suspicious = streak > 0 and not self.synchronous
-        return replace(self, streak=streak, probed=False, steps_to_probe=0 if suspicious else self.steps_to_probe)
+        return replace(
+            self,
+            streak=streak,
+            probed=False,
+            steps_to_probe=0 if suspicious else self.steps_to_probe,
+        )
 
     @property
     def _needed(self) -> int:

@@ -1,9 +1,10 @@
 """Measures the error of predictions on a sample of weights, on the host alone.
 
-The worker's p and moments, the gradients that it takes and its result are all in the arena, but for the newest
-gradient, whose place y takes. So the trainer can repeat the accelerator's prediction for some blocks and compare it
-with the result. This adds no wait: it happens once the worker's result has arrived, for which the step waits anyway. It
-works whether or not the accelerator has applied that prediction.
+The worker's p and moments, the gradients that it takes and its result are all in the arena, but for
+the newest gradient, whose place y takes. So the trainer can repeat the accelerator's prediction for
+some blocks and compare it with the result. This adds no wait: it happens once the worker's result
+has arrived, for which the step waits anyway. It works whether or not the accelerator has applied
+that prediction.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ def blocks_per_sample(block_size: int, partitions: int) -> int:
 
 @dataclass
 class Sample:
-    """Some blocks of a partition, k elements in all, with their state before the worker takes the next gradients.
+    """Some blocks of a partition, k elements in all, with their state before the worker takes the
+    next gradients.
 
     Attributes:
-        newest: the newest of the gradients that the worker takes next, 1-D [k], host; its copy from the accelerator has
-            ended when the worker's result has arrived.
-        blocks: numbers of the blocks, 1-D int64; a shorter last block of the partition is excluded. None: the partition
-            is shorter than a block, and all of it is taken.
+        newest: the newest of the gradients that the worker takes next, 1-D [k], host; its copy from
+            the accelerator has ended when the worker's result has arrived.
+        blocks: numbers of the blocks, 1-D int64; a shorter last block of the partition is excluded.
+            None: the partition is shorter than a block, and all of it is taken.
         last: constants of the newest update in p, m, v.
-        slots, steps: where those gradients are in the ring, until y replaces the newest, and their constants.
+        slots, steps: where those gradients are in the ring, until y replaces the newest, and their
+            constants.
         state: p and the moments, 1-D fp32 [k].
         weights_dtype: of the weights, which may be away when the result is compared.
     """
@@ -64,7 +67,10 @@ class Sample:
         moments = list(map(self.of, partition.moments))
         for index, scales in enumerate(partition.scales):
             of_blocks = scales if self.blocks is None else scales.index_select(0, self.blocks)
-            codes, moments[index] = moments[index], torch.empty_like(moments[index], dtype=torch.float32)
+            codes, moments[index] = (
+                moments[index],
+                torch.empty_like(moments[index], dtype=torch.float32),
+            )
             decode(codes, of_blocks, self.block_size, moments[index])
         self.state = self.of(partition.master), *moments
         self.weights_dtype = partition.weights().dtype
@@ -92,7 +98,9 @@ class Sample:
         blocks = None
         if whole:
             count = min(whole, most_blocks)
-            generator = torch.Generator(device="cpu").manual_seed(seed * 1_000_003 + partition.index)
+            generator = torch.Generator(device="cpu").manual_seed(
+                seed * 1_000_003 + partition.index
+            )
             within = torch.rand(count, dtype=torch.float64, device="cpu", generator=generator)
             numbers = torch.arange(count, dtype=torch.float64, device="cpu")
             blocks = ((numbers + within) * (whole / count)).long().clamp_(max=whole - 1)
@@ -100,8 +108,8 @@ class Sample:
 
     @torch.no_grad()
     def errors(self) -> PredictionErrors:
-        """Compare with the worker's result, which has arrived; all gradients but the newest are still in
-        their slots."""
+        """Compare with the worker's result, which has arrived; all gradients but the newest are
+        still in their slots."""
         predicted, now = self.predicted(), self.of(self.partition.state[0])
         rounded = now.to(predicted.dtype)
         distances = [(other.float() - now).norm() for other in (predicted, rounded, self.state[0])]
@@ -111,13 +119,15 @@ class Sample:
     def predicted(self) -> torch.Tensor:
         """The weights as the accelerator predicts them, 1-D [k].
 
-        Bitwise at interval 1, if the worker's kernel is the reference. At longer intervals only approximately: the
-        accelerator has normalized all but the newest gradient with v of the interval before, which is no longer
-        available.
+        Bitwise at interval 1, if the worker's kernel is the reference. At longer intervals only
+        approximately: the accelerator has normalized all but the newest gradient with v of the
+        interval before, which is no longer available.
         """
         kind, interval, numel = self.kind, len(self.steps), self.state[0].numel()
         published = torch.empty(numel, dtype=self.partition.publish_dtype, device="cpu")
-        per_block = kind.publish(kind.ahead(self.last, interval), self.state, self.block_size, published)
+        per_block = kind.publish(
+            kind.ahead(self.last, interval), self.state, self.block_size, published
+        )
         estimate = kind.estimate(self.last, per_block, self.block_size)
         weights = torch.empty(numel, dtype=self.weights_dtype, device="cpu")
         drift = torch.zeros_like(weights) if interval > 1 else None
@@ -125,7 +135,9 @@ class Sample:
         for position, (grad, step) in enumerate(zip(grads, self.steps, strict=True), start=1):
             if position < interval:
                 assert drift is not None
-                kind.move(estimate, torch.zeros_like(weights), drift, grad, step, position, interval)
+                kind.move(
+                    estimate, torch.zeros_like(weights), drift, grad, step, position, interval
+                )
             else:
                 kind.predict(estimate, weights, published, drift, grad, step, position, interval)
         return weights
@@ -143,11 +155,13 @@ def _sampled(flat: torch.Tensor, blocks: torch.Tensor | None, block_size: int) -
 
 
 def _on_host(grad: torch.Tensor, blocks: torch.Tensor | None, block_size: int) -> torch.Tensor:
-    """The sample of a gradient. From an accelerator it is copied in the order of the current stream, and the host does
-    not wait."""
+    """The sample of a gradient. From an accelerator it is copied in the order of the current
+    stream, and the host does not wait."""
     if grad.device.type == "cpu":
         return _sampled(grad, blocks, block_size)
     if blocks is not None:
         blocks = get_accelerator().pin_memory(blocks).to(grad.device, non_blocking=True)
     there = _sampled(grad, blocks, block_size)
-    return allocation.host_empty(there.numel(), there.dtype, pin=True).copy_(there, non_blocking=True)
+    return allocation.host_empty(there.numel(), there.dtype, pin=True).copy_(
+        there, non_blocking=True
+    )

@@ -1,4 +1,5 @@
-"""Implements the predictive rule: exact steps on the host, and weights that anticipate the update in flight."""
+"""Implements the predictive rule: exact steps on the host, and weights that anticipate the update
+in flight."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictivePlan, PredictiveSchedule, WeightSource
+from deepspeed_ext.zenflow.rules.predictive.schedule import (
+    PredictivePlan,
+    PredictiveSchedule,
+    WeightSource,
+)
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
@@ -42,7 +47,8 @@ class PredictionState:
         last: constants of the newest gradient that was handed over; None before the first.
         estimator: built from the newest per-block array; None before the first result.
         drift: D, 1-D [n], dtype of the weights, accelerator; None at interval 1.
-        sample: taken before the newest hand-over; None if that is not probed or its result has been measured.
+        sample: taken before the newest hand-over; None if that is not probed or its result has been
+            measured.
         errors: the result of the newest probe; None once it is judged.
     """
 
@@ -90,7 +96,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self._ranks = ranks
         self._errors = PredictionErrors(math.nan, math.nan, math.nan)
 
-    # -- one optimizer step ---------------------------------------------------------------------------------------
+    # -- one optimizer step ------------------------------------------------------------------------
 
     def arrived(self) -> None:
         with self._link.keeping():
@@ -100,13 +106,21 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         for state in self.states:
             state.errors = None
 
-    def step_partition(self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor) -> None:
-        state, weights, transfers = self.states[partition.index], partition.weights(), self._link.transfers
+    def step_partition(
+        self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor
+    ) -> None:
+        state, weights, transfers = (
+            self.states[partition.index],
+            partition.weights(),
+            self._link.transfers,
+        )
         if plan.probes:
             assert state.last is not None, "the schedule begins with a synchronous step"
             blocks = blocks_per_sample(self.block_size, len(self._partitions))
             seed = self.schedule.state.steps
-            state.sample = Sample.take(partition, grad, self._kind, self.block_size, state.last, blocks, seed)
+            state.sample = Sample.take(
+                partition, grad, self._kind, self.block_size, state.last, blocks, seed
+            )
         if plan.source is WeightSource.EXACT:
             if state.drift is not None:
                 state.drift.zero_()
@@ -120,14 +134,18 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
                 state.drift = torch.zeros_like(weights, device=grad.device)
             for span, target in transfers.computed(weights, Span(0, grad.numel()), reads=True):
                 part, estimator = slice(*span), state.estimator.of(*span)
-                self._kind.move(estimator, target, state.drift[part], grad[part], step, position, self._interval)
+                self._kind.move(
+                    estimator, target, state.drift[part], grad[part], step, position, self._interval
+                )
             return
         for arrived, published in transfers.published(partition.index):
             for span, target in transfers.computed(weights, arrived, reads=False):
                 part, estimator = slice(*span), state.estimator.of(*span)
                 y = published[span.begin - arrived.begin : span.end - arrived.begin]
                 drifted = None if state.drift is None else state.drift[part]
-                self._kind.predict(estimator, target, y, drifted, grad[part], step, position, self._interval)
+                self._kind.predict(
+                    estimator, target, y, drifted, grad[part], step, position, self._interval
+                )
             self._metrics.bytes_up += published.nbytes
         if state.drift is not None:
             state.drift.zero_()
@@ -164,18 +182,21 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         interval = -self._ranks.minimum(-mine)[0]
         if self._ranks.rank == 0:
             logger.info(
-                f"zenflow.update_interval = {interval}: the optimizer process takes {worker * 1e3:.1f} ms per pass, "
+                f"zenflow.update_interval = {interval}: the optimizer process takes "
+                f"{worker * 1e3:.1f} ms per pass, "
                 f"the accelerator {device * 1e3:.1f} ms per step"
             )
             if is_overloaded(worker, device, interval):
                 logger.warning(
-                    "even at this interval the optimizer process is slower than the accelerator, so steps will wait: "
+                    "even at this interval the optimizer process is slower than the accelerator, "
+                    "so steps will wait: "
                     "give it more cores (lower zenflow.pt_reserved_cores), or do more work per step"
                 )
         return interval
 
     def _publish_again(self) -> None:
-        """Let the worker recompute y and the per-block array from p and the moments, for overlapped steps."""
+        """Let the worker recompute y and the per-block array from p and the moments, for overlapped
+        steps."""
         passes = []
         for index, state in enumerate(self.states):
             assert state.last is not None, "publishing again needs a first step"
@@ -194,16 +215,19 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             means = means.to(partition.device, copy=True, non_blocking=True).view(-1)
             state.estimator = self._kind.estimate(state.last, means, self.block_size)
 
-    # -- the guard ------------------------------------------------------------------------------------------------
+    # -- the guard ---------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Measure the errors on the samples, if the newest hand-over is probed and not measured yet."""
+        """Measure the errors on the samples, if the newest hand-over is probed and not measured
+        yet."""
         if all(state.sample is None for state in self.states):
             return
         for state in self.states:
             assert state.sample is not None
             state.errors, state.sample = state.sample.errors(), None
-        self._errors = reduce(add, (state.errors for state in self.states if state.errors is not None))
+        self._errors = reduce(
+            add, (state.errors for state in self.states if state.errors is not None)
+        )
 
     def _judge(self) -> None:
         """Report the largest error of all partitions and ranks to the guard. A collective."""
@@ -217,16 +241,26 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         told = self._ranks.broadcast(told, owner)
         if self._ranks.rank == 0 and guard.synchronous:
             logger.warning(
-                f"ZenFlow's prediction of the weights is too far off at step {step}: {told}. From now on every step "
-                "waits for its own update, until the error has fallen. If this happens again, use a smaller "
-                "zenflow.block_size, zenflow.update_interval or learning rate, or turn zenflow.overlap_step off"
+                f"ZenFlow's prediction of the weights is too far off at step {step}: {told}. From "
+                f"now on every step "
+                "waits for its own update, until the error has fallen. If this happens again, use "
+                "a smaller "
+                "zenflow.block_size, zenflow.update_interval or learning rate, or turn "
+                "zenflow.overlap_step off"
             )
         elif self._ranks.rank == 0:
-            logger.info(f"ZenFlow's prediction of the weights is good again at step {step}: {told}. Steps overlap")
+            logger.info(
+                f"ZenFlow's prediction of the weights is good again at step {step}: {told}. Steps "
+                f"overlap"
+            )
 
     def _worst(self) -> tuple[int, str]:
         """The largest error of this rank's partitions as a score, and in words."""
-        measured = [(state.errors, index) for index, state in enumerate(self.states) if state.errors is not None]
+        measured = [
+            (state.errors, index)
+            for index, state in enumerate(self.states)
+            if state.errors is not None
+        ]
         if not measured:
             return 0, ""
         errors, index = max(measured, key=lambda each: each[0].excess(self._factor))
@@ -240,7 +274,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         assert interval is not None
         return interval
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def state_beside_weights(self, partition: Partition) -> list[torch.Tensor]:
         state = self.states[partition.index]
@@ -300,4 +334,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             state.errors = None if saved.errors is None else saved.errors.make()
             state.drift = None if saved.drift is None else saved.drift.to(partition.device)
             if saved.inverse is not None:
-                state.estimator = self._kind.remembered(saved.inverse.to(partition.device), self.block_size)
+                state.estimator = self._kind.remembered(
+                    saved.inverse.to(partition.device), self.block_size
+                )

@@ -65,14 +65,20 @@ class PredictivePartitionValues(PartitionValues):
     inverse: torch.Tensor | None
 
     def mistakes(self, blocks: int, steps: int) -> list[str]:
-        found = [misfit(self.drift, self.on_host, GRADIENT_DTYPES, "drift")] if self.drift is not None else []
+        found = (
+            [misfit(self.drift, self.on_host, GRADIENT_DTYPES, "drift")]
+            if self.drift is not None
+            else []
+        )
         if steps and self.last is None:
             found.append(f"no constants of the newest update after {steps} steps")
         if self.collected and (self.drift is None or self.inverse is None):
             found.append("collected gradients without drift and inverse")
         return super().mistakes(blocks, steps) + found
 
-    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32") -> None:
+    def apply_collected(
+        self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
+    ) -> None:
         p, m, v = state
         gradients = [gradient[begin : begin + p.numel()] for gradient in self.gradients]
         take_steps(p, m, v, gradients, self.steps, begin, moment_dtype, block_size)

@@ -1,10 +1,11 @@
 """Schedules the predictive rule: a state machine over plain values.
 
-Overlapped steps: the worker processes an interval's gradients while the accelerator runs the next interval, and the
-weights in between are predicted. Synchronous steps (during warm-up, while the guard is tripped, or always if overlap is
-off): every step waits for its own update.
+Overlapped steps: the worker processes an interval's gradients while the accelerator runs the next
+interval, and the weights in between are predicted. Synchronous steps (during warm-up, while the
+guard is tripped, or always if overlap is off): every step waits for its own update.
 
-Example with interval 2 and one warm-up step; ``>`` hands over, ``<`` waits for what was handed over before::
+Example with interval 2 and one warm-up step; ``>`` hands over, ``<`` waits for what was handed over
+before::
 
     step        1           2         3           4         5
     weights     exact       drifted   predicted   drifted   predicted
@@ -23,12 +24,18 @@ from deepspeed_ext.zenflow.plan.predictive import ring_of
 from deepspeed_ext.zenflow.rules.predictive.guard import GuardState
 from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS, Schedule, State, StepPlan
 
-__all__ = ["WARM_UP_STEPS", "PredictivePlan", "PredictiveSchedule", "PredictiveState", "WeightSource"]
+__all__ = [
+    "WARM_UP_STEPS",
+    "PredictivePlan",
+    "PredictiveSchedule",
+    "PredictiveState",
+    "WeightSource",
+]
 
 WARM_UP_STEPS = 40
-"""Predictions are poor while moments have seen few gradients: with one warm-up step instead of 40, the loss of
-a model of five million parameters was 1.6 percentage points further from AdamW's, mean of three seeds
-(docs/results.md)."""
+"""Predictions are poor while moments have seen few gradients: with one warm-up step instead of 40,
+the loss of a model of five million parameters was 1.6 percentage points further from AdamW's, mean
+of three seeds (docs/results.md)."""
 
 
 class WeightSource(enum.Enum):
@@ -37,9 +44,11 @@ class WeightSource(enum.Enum):
     EXACT = "exact"
     """W = round(p): hand over the gradients up to this step's, wait for their update and copy p."""
     DRIFTED = "drifted"
-    """W moves by the estimated effect of this step's gradient, which is handed over at the end of its interval."""
+    """W moves by the estimated effect of this step's gradient, which is handed over at the end of
+    its interval."""
     PREDICTED = "predicted"
-    """W = round(y - effect of the interval's gradients): wait for the update in flight, then hand over the next."""
+    """W = round(y - effect of the interval's gradients): wait for the update in flight, then hand
+    over the next."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,8 @@ class PredictiveState(State):
     """The position in the schedule."""
 
     is_ahead: bool = False
-    """Whether the worker has published the extrapolated y and the block means, which overlapped steps need."""
+    """Whether the worker has published the extrapolated y and the block means, which overlapped
+    steps need."""
     guard: GuardState = field(default_factory=GuardState)
 
 
@@ -76,8 +86,8 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
     """Advances through the steps.
 
     Args:
-        interval: optimizer steps handed over together; None: the caller measures during warm-up and then calls
-            `choose_interval`.
+        interval: optimizer steps handed over together; None: the caller measures during warm-up and
+            then calls `choose_interval`.
         overlap: False makes every step synchronous.
         warm_up_steps: synchronous steps at the start, at least an interval; None: `WARM_UP_STEPS`.
         guarded: whether the guard judges probes.
@@ -101,7 +111,8 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
 
     @property
     def warm_up_steps(self) -> int:
-        """Synchronous steps at the start; at least one interval, because the estimate needs second moments."""
+        """Synchronous steps at the start; at least one interval, because the estimate needs second
+        moments."""
         return max(self._warm_up_steps, self.state.interval or MEASURED_STEPS + 1)
 
     def ring_at(self, interval: int | None) -> int:
@@ -110,13 +121,24 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
     def plan(self) -> PredictivePlan:
         state, guard = self.state, self.state.guard
         overlaps = self._overlap and not guard.synchronous
-        if not overlaps or not state.is_ahead or state.interval is None or state.steps < self.warm_up_steps:
-            ahead = overlaps and state.interval is not None and state.steps + 1 >= self.warm_up_steps
+        if (
+            not overlaps
+            or not state.is_ahead
+            or state.interval is None
+            or state.steps < self.warm_up_steps
+        ):
+            ahead = (
+                overlaps and state.interval is not None and state.steps + 1 >= self.warm_up_steps
+            )
             probes = guard.synchronous and guard.is_due
-            return PredictivePlan(state.position + 1, WeightSource.EXACT, state.position, ahead, probes)
+            return PredictivePlan(
+                state.position + 1, WeightSource.EXACT, state.position, ahead, probes
+            )
         last = state.position == state.interval - 1
         source = WeightSource.PREDICTED if last else WeightSource.DRIFTED
-        return PredictivePlan(state.interval if last else 0, source, state.position, True, last and guard.is_due)
+        return PredictivePlan(
+            state.interval if last else 0, source, state.position, True, last and guard.is_due
+        )
 
     def advance(self, plan: PredictivePlan) -> None:
         state = self.state
@@ -127,12 +149,15 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
             position=0 if handed_over else state.position + 1,
             written=state.written + 1,
             is_ahead=plan.publish_ahead,
-            guard=state.guard.handed_over(plan.handed_over, plan.probes) if handed_over else state.guard,
+            guard=state.guard.handed_over(plan.handed_over, plan.probes)
+            if handed_over
+            else state.guard,
         )
 
     @property
     def wants_verdict(self) -> bool:
-        """Whether the newest hand-over is probed, so that `judge` must be called before the next one is planned."""
+        """Whether the newest hand-over is probed, so that `judge` must be called before the next
+        one is planned."""
         return self._guarded and self.state.guard.probed
 
     def judge(self, excess: float) -> bool:
@@ -146,10 +171,13 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         return self.state.guard.synchronous is not before.synchronous
 
     def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
-        """As for all schedules. If the guard is now off, steps that it had made synchronous overlap again."""
+        """As for all schedules. If the guard is now off, steps that it had made synchronous overlap
+        again."""
         guard = GuardState(**dict(state["guard"]))
         is_released = guard.synchronous and not self._guarded
-        super().load_state_dict({**state, "guard": GuardState() if is_released else guard}, position)
+        super().load_state_dict(
+            {**state, "guard": GuardState() if is_released else guard}, position
+        )
         self._measured_from = self.state.steps
 
     def restart(self) -> None:
@@ -158,6 +186,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
 
     @property
     def wants_interval(self) -> bool:
-        """Whether enough steps have been measured since the start or the load to call `choose_interval`."""
+        """Whether enough steps have been measured since the start or the load to call
+        `choose_interval`."""
         measured = self.state.steps - self._measured_from
         return self._overlap and self.state.interval is None and measured >= MEASURED_STEPS

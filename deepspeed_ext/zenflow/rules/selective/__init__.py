@@ -1,1 +1,2 @@
-"""The selective rule, ZenFlow as published: hot blocks step on the accelerator, cold blocks on the host."""
+"""The selective rule, ZenFlow as published: hot blocks step on the accelerator, cold blocks on the
+host."""

@@ -1,4 +1,5 @@
-"""Exchanges only the hot blocks between ranks after steps that changed nothing else (stages 1 and 2)."""
+"""Exchanges only the hot blocks between ranks after steps that changed nothing else (stages 1 and
+2)."""
 
 from __future__ import annotations
 
@@ -34,11 +35,18 @@ class HotExchange:
         self.bytes_received = 0
 
     def __call__(
-        self, groups_flat: Any, partitioned_param_groups: Any, dp_process_group: Any, *args: Any, **kwargs: Any
+        self,
+        groups_flat: Any,
+        partitioned_param_groups: Any,
+        dp_process_group: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         changed = [self._changed(index) for index in range(len(partitioned_param_groups))]
         if any(blocks is None for blocks in changed):
-            self._all_gather(groups_flat, partitioned_param_groups, dp_process_group, *args, **kwargs)
+            self._all_gather(
+                groups_flat, partitioned_param_groups, dp_process_group, *args, **kwargs
+            )
             return
         self.bytes_received = 0
         for index, (blocks, flat) in enumerate(zip(changed, groups_flat, strict=True)):
@@ -55,7 +63,9 @@ class HotExchange:
         assert plan is not None, "valid only inside a step"
         return rule.changed_blocks(cast(SelectivePlan, plan), self._host.partitions[index])
 
-    def _exchange(self, index: int, blocks: BlockSet, weights: torch.Tensor, ranks: RankGroup) -> None:
+    def _exchange(
+        self, index: int, blocks: BlockSet, weights: torch.Tensor, ranks: RankGroup
+    ) -> None:
         """Exchange `blocks` of this rank's row of the `weights`, [ranks, n]."""
         if ranks.size == 1:
             return
@@ -67,13 +77,18 @@ class HotExchange:
         self.bytes_received += rows.nbytes - rows[0].nbytes
 
 
-def _everyones(blocks: BlockSet, weights: torch.Tensor, ranks: RankGroup) -> tuple[BlockSet, BlocksOfRanks]:
-    """This rank's hot blocks and those of every rank, on the device of the `weights`, [ranks, n]. A collective.
+def _everyones(
+    blocks: BlockSet, weights: torch.Tensor, ranks: RankGroup
+) -> tuple[BlockSet, BlocksOfRanks]:
+    """This rank's hot blocks and those of every rank, on the device of the `weights`, [ranks, n]. A
+    collective.
 
-    The number of blocks may differ per rank, but a collective needs one shape on all ranks. So shorter rows are padded
-    at the start with block 0; sending it again changes none of its values.
+    The number of blocks may differ per rank, but a collective needs one shape on all ranks. So
+    shorter rows are padded at the start with block 0; sending it again changes none of its values.
     """
     most = -ranks.minimum(-len(blocks))[0]
     ids = torch.cat([blocks.ids.new_zeros(most - len(blocks)), blocks.ids]).to(weights.device)
     numel = weights.shape[1]
-    return BlockSet(ids, numel, blocks.block_size), BlocksOfRanks(ranks.all_gather(ids), numel, blocks.block_size)
+    return BlockSet(ids, numel, blocks.block_size), BlocksOfRanks(
+        ranks.all_gather(ids), numel, blocks.block_size
+    )

@@ -1,11 +1,13 @@
-"""Implements the selective rule, ZenFlow as published: hot blocks step on the accelerator at every step, cold blocks
-once per interval on the host.
+"""Implements the selective rule, ZenFlow as published: hot blocks step on the accelerator at every
+step, cold blocks once per interval on the host.
 
-Hot blocks are those with the largest gradients. Their p, m, v (fp32) and update counts live outside the arena and move
-there and back at each selection; nothing is reset or rounded. Once per interval the worker makes one exact Adam step of
-the cold blocks with the mean of the clipped gradients. Every block counts its own updates.
+Hot blocks are those with the largest gradients. Their p, m, v (fp32) and update counts live outside
+the arena and move there and back at each selection; nothing is reset or rounded. Once per interval
+the worker makes one exact Adam step of the cold blocks with the mean of the clipped gradients.
+Every block counts its own updates.
 
-Source: ZenFlow (Lan et al., 2025, arXiv 2505.12242). DeepSpeed's implementation selects columns, this one blocks.
+Source: ZenFlow (Lan et al., 2025, arXiv 2505.12242). DeepSpeed's implementation selects columns,
+this one blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ __all__ = ["SelectionState", "SelectiveRule"]
 
 _FLOAT_BYTES = 4
 AWAY = -1
-"""Update count in the arena that marks a hot block: its state is outside the arena, and the worker skips it."""
+"""Update count in the arena that marks a hot block: its state is outside the arena, and the worker
+skips it."""
 
 
 @dataclass
@@ -46,10 +49,11 @@ class SelectionState:
 
     Attributes:
         hot: p, m, v and update counts of the k hot blocks; None before the first selection.
-        hot_weights: during a step, the new weights of the hot blocks, [k, block_size], dtype of the weights,
-            accelerator.
+        hot_weights: during a step, the new weights of the hot blocks, [k, block_size], dtype of the
+            weights, accelerator.
         scores: during a step that selects, this rank's score of each block, 1-D fp32 [blocks].
-        pages: page-locked host memory with the state of the hot blocks; None: the state is on the accelerator.
+        pages: page-locked host memory with the state of the hot blocks; None: the state is on the
+            accelerator.
     """
 
     hot: AdamBlocks | None = None
@@ -62,7 +66,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
     """Steps hot blocks on the accelerator, and cold blocks once per interval on the host.
 
     Attributes:
-        states: state of each partition, in order. The per-block array in the arena holds the update counts.
+        states: state of each partition, in order. The per-block array in the arena holds the update
+            counts.
     """
 
     name = "selective"
@@ -88,7 +93,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         self._kind = kind
         self._hot_sum = self._cold_sum = 0.0  # sums of scores at the first selection
 
-    # -- one optimizer step ---------------------------------------------------------------------------------------
+    # -- one optimizer step ------------------------------------------------------------------------
 
     def step_partition(self, plan: SelectivePlan, partition: Partition, grad: torch.Tensor) -> None:
         state = self.states[partition.index]
@@ -103,16 +108,25 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
     def task(self, plan: SelectivePlan, partition: Partition) -> MeanPartitionPass:
         collected = partition.collected
         scales = tuple(step.grad_scale / len(collected) for step in collected)
-        task = MeanPartitionPass(partition.index, self._slots(len(collected)), scales, collected[-1])
+        task = MeanPartitionPass(
+            partition.index, self._slots(len(collected)), scales, collected[-1]
+        )
         collected.clear()
         return task
 
     def write_weights(self, plan: SelectivePlan) -> None:
-        """Write the weights of cold blocks, if the worker's result has arrived, then the weights of hot blocks."""
+        """Write the weights of cold blocks, if the worker's result has arrived, then the weights of
+        hot blocks."""
         chosen: list[torch.Tensor] = []
-        for partition, state in zip(self._partitions, self.states, strict=True) if plan.selects else ():
-            assert state.scores is not None, "a step that selects waits first, so no rank has failed"
-            chosen.append(select(state.scores, self._settings.topk_ratio, partition.ranks, self._link.keeping))
+        for partition, state in (
+            zip(self._partitions, self.states, strict=True) if plan.selects else ()
+        ):
+            assert state.scores is not None, (
+                "a step that selects waits first, so no rank has failed"
+            )
+            chosen.append(
+                select(state.scores, self._settings.topk_ratio, partition.ranks, self._link.keeping)
+            )
         with self._link.keeping():
             for partition, state in zip(self._partitions, self.states, strict=True):
                 if plan.waits:
@@ -127,14 +141,17 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
             self._link.raise_kept()
 
     def measured_interval(self, plan: SelectivePlan) -> int | None:
-        """Choose the interval over which a cold block's gradients add up to one step's gradient of a hot block."""
+        """Choose the interval over which a cold block's gradients add up to one step's gradient of
+        a hot block."""
         if self.schedule.interval is not None or not plan.selects:
             return None
         mean_hot = mean_cold = 0.0
         mine = 1
         with self._link.keeping():
             mean_hot, mean_cold = self._mean_scores()
-            mine = math.ceil(self._settings.auto_ratio * mean_hot / mean_cold) if mean_cold > 0 else 1
+            mine = (
+                math.ceil(self._settings.auto_ratio * mean_hot / mean_cold) if mean_cold > 0 else 1
+            )
         longest = self._settings.longest_interval
         interval = max(self._settings.lag or 1, min(longest, -self._ranks.minimum(-mine)[0]))
         if self._ranks.rank == 0:
@@ -149,7 +166,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         hot = self.states[partition.index].hot
         return None if hot is None or plan.applies or plan.waits else hot.blocks
 
-    # -- selection ------------------------------------------------------------------------------------------------
+    # -- selection ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _take_hot(self, partition: Partition, chosen: torch.Tensor) -> None:
@@ -166,13 +183,18 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         state.scores = None
 
     def _taken_away(self, partition: Partition, blocks: BlockSet) -> AdamBlocks:
-        """Copy the state of `blocks` out of the arena to where hot blocks keep it, and mark them in the arena."""
+        """Copy the state of `blocks` out of the arena to where hot blocks keep it, and mark them in
+        the arena."""
         room: Iterator[torch.Tensor] | None = None
         if self._settings.keeps_hot_on_host:
             pages = allocation.host_pages(self._settings.hot_state_bytes(len(blocks)))
             self._link.page_locks.lock([pages])
             self.states[partition.index].pages = pages
-            room = iter(pages.split(len(blocks) * self.block_size * _FLOAT_BYTES) if len(blocks) else [pages] * 4)
+            room = iter(
+                pages.split(len(blocks) * self.block_size * _FLOAT_BYTES)
+                if len(blocks)
+                else [pages] * 4
+            )
 
         def moved(rows: torch.Tensor) -> torch.Tensor:
             if room is None:
@@ -192,8 +214,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         self._forget_hot(self.states[partition.index])
 
     def _forget_hot(self, state: SelectionState) -> None:
-        """Free the state of the hot blocks. Its copies have ended, because all ranks have waited since they were
-        launched."""
+        """Free the state of the hot blocks. Its copies have ended, because all ranks have waited
+        since they were launched."""
         state.hot = None
         if state.pages is not None:
             self._link.page_locks.unlock([state.pages])
@@ -219,7 +241,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         cold = sum(partition.per_block.numel() for partition in self._partitions) - hot
         return self._hot_sum / max(1, hot), self._cold_sum / max(1, cold)
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     def state_beside_weights(self, partition: Partition) -> list[torch.Tensor]:
         hot = self.states[partition.index].hot
@@ -238,7 +260,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         if self.schedule.state.steps_in_flight is not None:
             unused = [self._kind.step(partition.group, 1, 1.0) for partition in self._partitions]
             tasks = [
-                MeanPartitionPass(i, (), (), step, again=self.schedule.handed_over) for i, step in enumerate(unused)
+                MeanPartitionPass(i, (), (), step, again=self.schedule.handed_over)
+                for i, step in enumerate(unused)
             ]
             self._link.depart(tasks, gradients=0, publishes=self.schedule.plan().waits_first)
 
@@ -273,12 +296,16 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         there, in_flight = schedule["interval"], schedule["steps_in_flight"]
         if not self._interval_fits(self._settings, there):
             return f"zenflow.update_interval ({there} in the checkpoint)"
-        fits = in_flight is None or (self._settings.lag is not None and in_flight < self._settings.lag)
+        fits = in_flight is None or (
+            self._settings.lag is not None and in_flight < self._settings.lag
+        )
         return None if fits else "zenflow.overlap_step or overlap_lag"
 
     def restore(self, partitions: Sequence[SelectivePartitionValues]) -> None:
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):
             partition.per_block.copy_(saved.block_updates)
             if saved.hot_blocks is not None:
-                blocks = BlockSet(saved.hot_blocks.to(partition.device), partition.master.numel(), self.block_size)
+                blocks = BlockSet(
+                    saved.hot_blocks.to(partition.device), partition.master.numel(), self.block_size
+                )
                 state.hot = self._taken_away(partition, blocks)

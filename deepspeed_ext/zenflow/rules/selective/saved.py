@@ -7,7 +7,13 @@ from dataclasses import replace
 import torch
 
 from deepspeed_ext.zenflow.rules.blocks import step_blocks
-from deepspeed_ext.zenflow.rules.saved_values import AdamState, Count, PartitionValues, SavedSchedule, misfit
+from deepspeed_ext.zenflow.rules.saved_values import (
+    AdamState,
+    Count,
+    PartitionValues,
+    SavedSchedule,
+    misfit,
+)
 
 __all__ = ["SelectivePartitionValues", "SelectiveSavedSchedule"]
 
@@ -35,7 +41,9 @@ class SelectivePartitionValues(PartitionValues):
                 found.append(f"hot_blocks has numbers that repeat or are not in 0 to {blocks - 1}")
         return super().mistakes(blocks, steps) + found
 
-    def apply_collected(self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32") -> None:
+    def apply_collected(
+        self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
+    ) -> None:
         if not (steps := self.steps):
             return
         end, first = begin + state[0].numel(), begin // block_size
@@ -44,7 +52,10 @@ class SelectivePartitionValues(PartitionValues):
         if hot is not None:
             hot = hot[(hot >= first) & (hot < first + counts.numel())] - first
         scales = [step.grad_scale / len(steps) for step in steps]
-        scaled = [grad[begin:end].float() * scale for grad, scale in zip(self.gradients, scales, strict=True)]
+        scaled = [
+            grad[begin:end].float() * scale
+            for grad, scale in zip(self.gradients, scales, strict=True)
+        ]
         last = replace(steps[-1], grad_scale=1.0)
         step_blocks(state, block_size, counts, hot, torch.stack(scaled).sum(0), last)
 

@@ -1,10 +1,12 @@
 """Schedules the selective rule: a state machine over plain values.
 
-During warm-up every step is an exact step of all blocks. After it, hot blocks step on the accelerator at every step,
-and gradients of cold blocks are collected. At the end of an interval the worker makes one step with their mean. Its
-result is applied at once (no overlap) or `lag` steps later. A step that selects hot blocks again waits for everything.
+During warm-up every step is an exact step of all blocks. After it, hot blocks step on the
+accelerator at every step, and gradients of cold blocks are collected. At the end of an interval the
+worker makes one step with their mean. Its result is applied at once (no overlap) or `lag` steps
+later. A step that selects hot blocks again waits for everything.
 
-Example with one warm-up step, interval 3, lag 1 and a selection every 6 steps; ``>`` hands over, ``<`` applies::
+Example with one warm-up step, interval 3, lag 1 and a selection every 6 steps; ``>`` hands over,
+``<`` applies::
 
     step        1      2    3    4    5    6    7     8    9    10
     blocks      all    hot  hot  hot  hot  hot  hot   hot  hot  hot
@@ -59,8 +61,8 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
     """Advances through the steps.
 
     Args:
-        settings: settings of the rule. If they leave the interval open, call `choose_interval` at the end of the
-            warm-up, which has at least one step.
+        settings: settings of the rule. If they leave the interval open, call `choose_interval` at
+            the end of the warm-up, which has at least one step.
         arrival: when gradients come to the ring.
     """
 
@@ -87,11 +89,19 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
         selects = last and every > 0 and state.since_selection + 1 >= every
         applies = state.steps_in_flight is not None and state.steps_in_flight + 1 == lag
         waits = last and (lag is None or selects)
-        return SelectivePlan(state.interval if last else 0, exact=False, applies=applies, waits=waits, selects=selects)
+        return SelectivePlan(
+            state.interval if last else 0,
+            exact=False,
+            applies=applies,
+            waits=waits,
+            selects=selects,
+        )
 
     def advance(self, plan: SelectivePlan) -> None:
         state = self.state
-        in_flight = None if state.steps_in_flight is None or plan.applies else state.steps_in_flight + 1
+        in_flight = (
+            None if state.steps_in_flight is None or plan.applies else state.steps_in_flight + 1
+        )
         if plan.handed_over and not plan.waits:
             in_flight = 0
         self.state = replace(

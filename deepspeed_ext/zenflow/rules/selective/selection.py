@@ -26,7 +26,9 @@ def scores(flat: torch.Tensor, block_size: int) -> torch.Tensor:
         1-D fp32 [ceil(n / block_size)], on the same device.
     """
     whole = flat.numel() // block_size * block_size
-    sums = torch.linalg.vector_norm(flat[:whole].view(-1, block_size), ord=1, dim=1, dtype=torch.float32)
+    sums = torch.linalg.vector_norm(
+        flat[:whole].view(-1, block_size), ord=1, dim=1, dtype=torch.float32
+    )
     if whole == flat.numel():
         return sums
     return torch.cat([sums, flat[whole:].float().abs().sum().view(1)])
@@ -40,17 +42,19 @@ def select(
 ) -> torch.Tensor:
     """Choose this rank's blocks among those with the largest scores over all ranks. A collective.
 
-    In total ``ratio`` of all blocks are chosen, rounded up, independent of how blocks are distributed over ranks. But
-    no rank gets more than `most_hot_blocks`: hot blocks cost memory, and all ranks wait for the one with the most. Of
-    equal scores at the limit, those of the lowest ranks and with the lowest block numbers are chosen.
+    In total ``ratio`` of all blocks are chosen, rounded up, independent of how blocks are
+    distributed over ranks. But no rank gets more than `most_hot_blocks`: hot blocks cost memory,
+    and all ranks wait for the one with the most. Of equal scores at the limit, those of the lowest
+    ranks and with the lowest block numbers are chosen.
 
-    The ranks never exchange scores, only counts of scores per digit: they find the smallest score to choose digit by
-    digit, as in a radix sort. So the exchange is a few KB for any size of model.
+    The ranks never exchange scores, only counts of scores per digit: they find the smallest score
+    to choose digit by digit, as in a radix sort. So the exchange is a few KB for any size of model.
 
     Args:
         scores: fp32 [blocks], none negative; the same number on every rank.
         ratio: share of the blocks to choose, between 0 and 1.
-        keeping: context for this rank's own work between collectives. If it keeps an error, the result is invalid.
+        keeping: context for this rank's own work between collectives. If it keeps an error, the
+            result is invalid.
 
     Returns:
         Block numbers, 1-D int64, ascending, on the device of the scores.
@@ -60,13 +64,19 @@ def select(
     bits = candidates.int()
     with keeping():
         candidates = torch.topk(scores, most_hot_blocks(count, ratio)).indices.sort().values
-        bits = scores[candidates].abs().view(torch.int32)  # as integers, floats without a sign keep their order
+        bits = (
+            scores[candidates].abs().view(torch.int32)
+        )  # as integers, floats without a sign keep their order
     left, smallest = hot_blocks(ranks.size * count, ratio), 0
     for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
         counts = torch.zeros(_DIGITS, dtype=torch.int64, device=ranks.device)
         with keeping():
-            digits = bits if shift + _DIGIT_BITS == 32 else bits[bits >> shift + _DIGIT_BITS == smallest]
-            counts += torch.bincount(digits >> shift & _DIGITS - 1, minlength=_DIGITS).to(counts.device)
+            digits = (
+                bits if shift + _DIGIT_BITS == 32 else bits[bits >> shift + _DIGIT_BITS == smallest]
+            )
+            counts += torch.bincount(digits >> shift & _DIGITS - 1, minlength=_DIGITS).to(
+                counts.device
+            )
         ranks.add_up(counts)
         digit, left = _digit_of(counts.tolist(), left)
         smallest = smallest << _DIGIT_BITS | digit
@@ -81,8 +91,8 @@ def select(
 
 
 def _digit_of(counts: list[int], left: int) -> tuple[int, int]:
-    """The digit of the `left`-th largest of some numbers, of which `counts` have each digit; and how many to choose of
-    those with this digit."""
+    """The digit of the `left`-th largest of some numbers, of which `counts` have each digit; and
+    how many to choose of those with this digit."""
     digit = len(counts) - 1
     while digit and counts[digit] < left:
         left -= counts[digit]

@@ -1,13 +1,19 @@
 """Computes the worker's exact steps over host memory.
 
-`adam_pass` and `lion_pass` are the contracts; `state_layout` says what an optimizer keeps. `reference` implements the
-passes with torch operations; `native` with a small C++ library that `library` finds. Importing this package imports
-neither torch nor DeepSpeed.
+`adam_pass` and `lion_pass` are the contracts; `state_layout` says what an optimizer keeps.
+`reference` implements the passes with torch operations; `native` with a small C++ library that
+`library` finds. Importing this package imports neither torch nor DeepSpeed.
 """
 
 from typing import Protocol
 
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array, MeanPass, Publish
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import (
+    AdamPass,
+    AdamStep,
+    Array,
+    MeanPass,
+    Publish,
+)
 from deepspeed_ext.zenflow.worker.kernel.library import library_path
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPass, LionPublish, LionStep
 from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
@@ -38,7 +44,8 @@ class Kernel(Protocol):
         """Run one pass; returns once memory holds the result."""
 
     def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:
-        """Decode whole blocks of m (int8 [n]) or of v (uint8 [n]) to fp32 [n]; a last block may be shorter."""
+        """Decode whole blocks of m (int8 [n]) or of v (uint8 [n]) to fp32 [n]; a last block may be
+        shorter."""
 
     def run_mean(self, mean_pass: MeanPass) -> None:
         """Run one pass; returns once memory holds the result."""

@@ -1,23 +1,25 @@
 """Defines the contract of a pass: its arrays, constants and arithmetic. Plain values, no torch.
 
-Adam and AdamW as in ``torch.optim`` (Kingma and Ba, 2015; Loshchilov and Hutter, 2019). Each step k of a pass computes,
-elementwise in fp32::
+Adam and AdamW as in ``torch.optim`` (Kingma and Ba, 2015; Loshchilov and Hutter, 2019). Each step k
+of a pass computes, elementwise in fp32::
 
     g = c_k * gradient_k                      (+ weight_decay * p   when not decoupled)
     m = m + (1 - beta1) (g - m)
     v = beta2 v + (1 - beta2) g^2
     d = sqrt(v) / sqrt(1 - beta2^t) + eps
-    p = (1 - lr weight_decay) p - lr / (1 - beta1^t) m / d      (the first factor only when decoupled)
+    p = (1 - lr weight_decay) p - lr / (1 - beta1^t) m / d      (the first factor only when
+    decoupled)
 
-Without bias correction, both 1 - beta^t are 1. A gradient is maximized by a negative c. If m and v have 16 or 8 bits,
-each step rounds them as `rounding` says, before d and p are computed from them.
+Without bias correction, both 1 - beta^t are 1. A gradient is maximized by a negative c. If m and v
+have 16 or 8 bits, each step rounds them as `rounding` says, before d and p are computed from them.
 
 After the last step, with that step's d and the values of `Publish`::
 
     block_means[b] = mean of v over block b, and d_b is d with it
     y = p_factor p - m_factor m / d - clamp(l2_factor p / d_b, -l2_bound, l2_bound)
 
-`MeanPass` is one such step whose gradient is a weighted sum of several, with a separate t for each block, and y = p.
+`MeanPass` is one such step whose gradient is a weighted sum of several, with a separate t for each
+block, and y = p.
 """
 
 import math
@@ -27,7 +29,16 @@ from typing import Any, NamedTuple
 from deepspeed_ext.zenflow.worker.kernel.rounding import CODE_DTYPES, LARGEST_CODED_BLOCK
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
-__all__ = ["ADAM_STATE", "DTYPE_BYTES", "AdamPass", "AdamStep", "Array", "MeanPass", "Publish", "dtype_name"]
+__all__ = [
+    "ADAM_STATE",
+    "DTYPE_BYTES",
+    "AdamPass",
+    "AdamStep",
+    "Array",
+    "MeanPass",
+    "Publish",
+    "dtype_name",
+]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "uint8": 1}
 
@@ -37,7 +48,9 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-ADAM_STATE = StateLayout("adam", (("m", "exp_avg"), ("v", "exp_avg_sq")), per_block=("block_means", "float32"))
+ADAM_STATE = StateLayout(
+    "adam", (("m", "exp_avg"), ("v", "exp_avg_sq")), per_block=("block_means", "float32")
+)
 
 
 class Array(NamedTuple):
@@ -68,13 +81,15 @@ class AdamStep:
     step: int
     """Number of this update, from 1 (``t`` of the bias correction)."""
     grad_scale: float
-    """``c``: factor of the stored gradient (loss scale and clipping); negative where the gradient is maximized."""
+    """``c``: factor of the stored gradient (loss scale and clipping); negative where the gradient
+    is maximized."""
     bias_correction: bool = True
     """False: the moments are used as they are."""
 
     @property
     def correction_betas(self) -> tuple[float, float]:
-        """The betas of the bias corrections ``1 - beta^t``; zeros, with which these are 1, if there are none."""
+        """The betas of the bias corrections ``1 - beta^t``; zeros, with which these are 1, if there
+        are none."""
         return (self.beta1, self.beta2) if self.bias_correction else (0.0, 0.0)
 
     @property
@@ -96,10 +111,11 @@ class Publish:
     m_factor: float
     l2_factor: float
     l2_bound: float
-    """Bound of the term with `l2_factor`: it estimates L2 terms with the block's d and must be clamped."""
+    """Bound of the term with `l2_factor`: it estimates L2 terms with the block's d and must be
+    clamped."""
     bias_correction2_sqrt: float
-    """sqrt(1 - beta2^t) of the step after which y is published; 1.0 before the first step or without bias
-    correction."""
+    """sqrt(1 - beta2^t) of the step after which y is published; 1.0 before the first step or
+    without bias correction."""
     eps: float
 
     @classmethod
@@ -112,11 +128,12 @@ class Publish:
 class AdamPass:
     """One pass over one partition of n elements.
 
-    ``p`` (fp32 [n]), ``m`` and ``v`` ([n], both fp32, both bfloat16, or codes: int8 and uint8) are read and written, as
-    are the ``scales`` of codes. ``published`` ([n], any floating dtype) and ``block_means`` (fp32
-    [ceil(n / block_size)]) are written. ``grads`` ([n] each, all of one dtype) are read, one per step. A pass without
-    steps recomputes ``published`` and ``block_means``. ``published`` may be the memory of the last one of ``grads``, if
-    both have the same item size; otherwise no two arrays overlap.
+    ``p`` (fp32 [n]), ``m`` and ``v`` ([n], both fp32, both bfloat16, or codes: int8 and uint8) are
+    read and written, as are the ``scales`` of codes. ``published`` ([n], any floating dtype) and
+    ``block_means`` (fp32 [ceil(n / block_size)]) are written. ``grads`` ([n] each, all of one
+    dtype) are read, one per step. A pass without steps recomputes ``published`` and
+    ``block_means``. ``published`` may be the memory of the last one of ``grads``, if both have the
+    same item size; otherwise no two arrays overlap.
     """
 
     p: Array
@@ -131,33 +148,48 @@ class AdamPass:
     first: int = 0
     """Number of the first element in its partition: random numbers depend on it."""
     scales: tuple[Array, Array] | None = None
-    """Of the codes of m and of v, uint8 [ceil(n / block_size)] each; None: the moments are no codes."""
+    """Of the codes of m and of v, uint8 [ceil(n / block_size)] each; None: the moments are no
+    codes."""
 
     def __post_init__(self) -> None:
         n = self.p.numel
         assert len(self.grads) == len(self.steps), "one gradient per step"
-        assert all(a.numel == n for a in (self.m, self.v, self.published, *self.grads)), "arrays of one partition"
+        assert all(a.numel == n for a in (self.m, self.v, self.published, *self.grads)), (
+            "arrays of one partition"
+        )
         assert {a.dtype for a in (self.p, self.block_means)} == {"float32"}
-        assert (self.m.dtype, self.v.dtype) in (("float32", "float32"), ("bfloat16", "bfloat16"), CODE_DTYPES)
+        assert (self.m.dtype, self.v.dtype) in (
+            ("float32", "float32"),
+            ("bfloat16", "bfloat16"),
+            CODE_DTYPES,
+        )
         if self.scales is None:
             assert self.m.dtype != CODE_DTYPES[0], "codes have scales"
         else:
             assert self.block_size <= LARGEST_CODED_BLOCK
-            assert all((each.dtype, each.numel) == ("uint8", self.block_means.numel) for each in self.scales)
+            assert all(
+                (each.dtype, each.numel) == ("uint8", self.block_means.numel)
+                for each in self.scales
+            )
         assert len({g.dtype for g in self.grads}) <= 1, "gradients of one dtype"
         assert self.block_means.numel == -(-n // self.block_size)
         if self.steps:
             last = self.steps[-1]
-            assert (self.publish.bias_correction2_sqrt, self.publish.eps) == (last.bias_correction2_sqrt, last.eps)
+            assert (self.publish.bias_correction2_sqrt, self.publish.eps) == (
+                last.bias_correction2_sqrt,
+                last.eps,
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class MeanPass:
-    """One Adam step of the cold blocks of a partition of n elements, with a weighted sum of several gradients.
+    """One Adam step of the cold blocks of a partition of n elements, with a weighted sum of several
+    gradients.
 
-    Blocks have had different numbers of updates. A negative entry of ``updates`` marks a hot block, whose state is
-    elsewhere: its p, m, v, updates and published are not written, and its values affect no result. Without gradients,
-    the pass publishes p of the cold blocks and changes nothing else.
+    Blocks have had different numbers of updates. A negative entry of ``updates`` marks a hot block,
+    whose state is elsewhere: its p, m, v, updates and published are not written, and its values
+    affect no result. Without gradients, the pass publishes p of the cold blocks and changes nothing
+    else.
     """
 
     p: Array
@@ -165,14 +197,15 @@ class MeanPass:
     v: Array
     """Like p and m: fp32 [n], read and written."""
     grads: tuple[Array, ...]
-    """[n] each, all of one dtype, read. ``published`` may be the memory of the last one, as in `AdamPass`."""
+    """[n] each, all of one dtype, read. ``published`` may be the memory of the last one, as in
+    `AdamPass`."""
     scales: tuple[float, ...]
     """The step's gradient is ``sum_k scales[k] grads[k]``, summed in fp32."""
     step: AdamStep
     """The hyperparameters; its ``step`` and ``grad_scale`` are not used."""
     updates: Array
-    """int32 [ceil(n / block_size)]: updates each block has had (t - 1 of its bias correction); incremented by the
-    pass."""
+    """int32 [ceil(n / block_size)]: updates each block has had (t - 1 of its bias correction);
+    incremented by the pass."""
     published: Array
     """[n], any floating dtype: p after the update."""
     block_size: int
@@ -180,7 +213,9 @@ class MeanPass:
     def __post_init__(self) -> None:
         n = self.p.numel
         assert len(self.grads) == len(self.scales), "one scale per gradient"
-        assert all(a.numel == n for a in (self.m, self.v, self.published, *self.grads)), "arrays of one partition"
+        assert all(a.numel == n for a in (self.m, self.v, self.published, *self.grads)), (
+            "arrays of one partition"
+        )
         assert {a.dtype for a in (self.p, self.m, self.v)} == {"float32"}
         assert len({g.dtype for g in self.grads}) <= 1, "gradients of one dtype"
         assert (self.updates.dtype, self.updates.numel) == ("int32", -(-n // self.block_size))

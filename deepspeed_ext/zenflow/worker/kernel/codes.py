@@ -1,4 +1,5 @@
-"""Rounds moments with torch operations: to bfloat16, or to codes of 8 bits and back (`rounding` has the definition)."""
+"""Rounds moments with torch operations: to bfloat16, or to codes of 8 bits and back (`rounding` has
+the definition)."""
 
 import torch
 
@@ -17,7 +18,9 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import (
 __all__ = ["decode", "encode", "round_moments"]
 
 
-def round_moments(m: torch.Tensor, v: torch.Tensor, dtype: str, block_size: int, step: int, first: int) -> None:
+def round_moments(
+    m: torch.Tensor, v: torch.Tensor, dtype: str, block_size: int, step: int, first: int
+) -> None:
     """Round m and v in place to what `dtype` can hold, as an update does.
 
     Args:
@@ -29,7 +32,9 @@ def round_moments(m: torch.Tensor, v: torch.Tensor, dtype: str, block_size: int,
     """
     if dtype == "float32":
         return
-    for moment, up_by, code_dtype in zip((m, v), _random_halves(step, first, m.numel()), CODE_DTYPES, strict=True):
+    for moment, up_by, code_dtype in zip(
+        (m, v), _random_halves(step, first, m.numel()), CODE_DTYPES, strict=True
+    ):
         if dtype == "bfloat16":
             _round_to_bfloat16(moment, up_by)
         else:
@@ -104,8 +109,11 @@ def encode(
 
 
 @torch.no_grad()
-def decode(codes: torch.Tensor, scales: torch.Tensor, block_size: int, values: torch.Tensor) -> None:
-    """Decode whole blocks of a moment; the arguments are those of `encode`, and `values` is written."""
+def decode(
+    codes: torch.Tensor, scales: torch.Tensor, block_size: int, values: torch.Tensor
+) -> None:
+    """Decode whole blocks of a moment; the arguments are those of `encode`, and `values` is
+    written."""
     k = _in_blocks(codes, block_size).float()
     k.mul_(k.abs()).mul_(_units(scales)[:, None])
     values.copy_(k.view(-1)[: codes.numel()])
@@ -114,7 +122,9 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, block_size: int, values: t
 def _in_blocks(values: torch.Tensor, block_size: int) -> torch.Tensor:
     """As [blocks, block_size]; what a shorter last block lacks is zero."""
     missing = -values.numel() % block_size
-    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, block_size)
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(
+        -1, block_size
+    )
 
 
 def _units(scales: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Finds the native kernel, an optional library beside this file, which ``pip install`` builds or a wheel contains.
+"""Finds the native kernel, an optional library beside this file, which ``pip install`` builds or a
+wheel contains.
 
 ``DSEXT_NATIVE_KERNEL=0`` disables it.
 """
@@ -28,15 +29,18 @@ def library_path() -> str | None:
         return None
     if why := _why_unusable(BUILT):
         warn_once(
-            f"ZenFlow's optimizer step uses torch operations, several times slower than the native kernel: {why}. "
-            "Install the wheel, or a C++ compiler and deepspeed_ext once more; DSEXT_NATIVE_KERNEL=0 accepts this"
+            f"ZenFlow's optimizer step uses torch operations, several times slower than the "
+            f"native kernel: {why}. "
+            "Install the wheel, or a C++ compiler and deepspeed_ext once more; "
+            "DSEXT_NATIVE_KERNEL=0 accepts this"
         )
         return None
     return str(BUILT)
 
 
 def _why_unusable(library: Path) -> str:
-    """Why the library cannot be used; empty if it can. Loading a truncated library would kill the process."""
+    """Why the library cannot be used; empty if it can. Loading a truncated library would kill the
+    process."""
     try:
         if not _is_whole(library):
             return f"{library} is only a part of a library"

@@ -1,4 +1,5 @@
-"""Calls the C++ passes (``*.cpp``) through ctypes. Does not import torch, which keeps the worker small."""
+"""Calls the C++ passes (``*.cpp``) through ctypes. Does not import torch, which keeps the worker
+small."""
 
 import ctypes
 import os
@@ -87,7 +88,15 @@ class _MeanPass(ctypes.Structure):
 class _LionStep(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_float)
-        for name in ("beta1", "beta1_complement", "beta2", "beta2_complement", "decay", "lr", "grad_scale")
+        for name in (
+            "beta1",
+            "beta1_complement",
+            "beta2",
+            "beta2_complement",
+            "decay",
+            "lr",
+            "grad_scale",
+        )
     ]
 
 
@@ -190,8 +199,8 @@ def _lion_step(step: LionStep) -> _LionStep:
 
 
 class NativeKernel:
-    """Runs passes with the shared library at ``library`` on ``threads`` threads: the caller's, and others that the
-    library starts for the first pass and keeps.
+    """Runs passes with the shared library at ``library`` on ``threads`` threads: the caller's, and
+    others that the library starts for the first pass and keeps.
 
     Args:
         vectors: whether Adam's passes may take AVX-512 where the CPU has it. The bits are the same.
@@ -244,7 +253,12 @@ class NativeKernel:
     def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:
         """See `Kernel.decode`. On the calling thread alone, without the interpreter lock."""
         self._library.dsext_decode(
-            codes.address, scales.address, values.address, codes.numel, block_size, codes.dtype == "uint8"
+            codes.address,
+            scales.address,
+            values.address,
+            codes.numel,
+            block_size,
+            codes.dtype == "uint8",
         )
 
     def run_mean(self, mean_pass: MeanPass) -> None:
@@ -265,7 +279,9 @@ class NativeKernel:
                 beta1=beta1,
                 beta2=beta2,
                 lr=step.lr,
-                step=_step(replace(step, step=1)),  # the library computes the bias corrections per block
+                step=_step(
+                    replace(step, step=1)
+                ),  # the library computes the bias corrections per block
                 grads_count=count,
                 grad_dtype=_dtype_code(mean_pass.grads),
                 published_dtype=DTYPE_CODES[mean_pass.published.dtype],
@@ -304,19 +320,21 @@ class NativeKernel:
         blocks_per_chunk: int | None = None,
         touchers: Any = None,
     ) -> None:
-        """Touch every page of an array, each on the thread that passes over it, which places it on that
-        thread's memory node.
+        """Touch every page of an array, each on the thread that passes over it, which places it on
+        that thread's memory node.
 
         Args:
             block_bytes: bytes of the array for one block.
             block_size: elements of a block.
             blocks_per_chunk: blocks of a pass; None: one pass goes over all.
-            touchers: a ctypes array of int32 that receives the thread's number for each page; None: it
-                is not wanted.
+            touchers: a ctypes array of int32 that receives the thread's number for each page; None:
+                it is not wanted.
         """
         most = max(1, -(-nbytes // block_bytes))
         blocks = min(blocks_per_chunk or most, most)
-        self._library.dsext_first_touch(address, nbytes, block_bytes, block_size, blocks, self._threads, touchers)
+        self._library.dsext_first_touch(
+            address, nbytes, block_bytes, block_size, blocks, self._threads, touchers
+        )
 
     def passers(self, numel: int, block_size: int) -> list[int]:
         """The number of the thread that a pass over `numel` elements processes each of them on."""
@@ -325,8 +343,9 @@ class NativeKernel:
         return list(found)
 
     def pin(self, cpus: Sequence[int]) -> None:
-        """Bind each thread to one of ``cpus``, in order; the calling thread to the first. If a limit allows fewer
-        threads, the calling thread does the work of the missing ones, too, on its own CPU.
+        """Bind each thread to one of ``cpus``, in order; the calling thread to the first. If a
+        limit allows fewer threads, the calling thread does the work of the missing ones, too, on
+        its own CPU.
 
         Raises:
             OSError: the system refuses it.

@@ -1,5 +1,5 @@
-"""Implements the passes with chunked torch operations: the definition that the native kernel is tested against, and
-its fallback."""
+"""Implements the passes with chunked torch operations: the definition that the native kernel is
+tested against, and its fallback."""
 
 import ctypes
 import threading
@@ -9,7 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES, AdamPass, AdamStep, Array, MeanPass, Publish
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import (
+    DTYPE_BYTES,
+    AdamPass,
+    AdamStep,
+    Array,
+    MeanPass,
+    Publish,
+)
 from deepspeed_ext.zenflow.worker.kernel.codes import decode, encode, round_moments
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPass, LionStep
 
@@ -17,7 +24,9 @@ __all__ = ["ReferenceKernel", "block_means_into", "known_into", "publish_into", 
 
 _START_SECONDS = 60.0
 """Longest time for all threads of a pool to start, on a busy machine."""
-_CHUNK_NUMEL = 128 * 1024  # three fp32 arrays and the temporaries of a chunk stay in a core's L2 cache
+_CHUNK_NUMEL = (
+    128 * 1024
+)  # three fp32 arrays and the temporaries of a chunk stay in a core's L2 cache
 
 
 def as_tensor(array: Array) -> torch.Tensor:
@@ -29,10 +38,10 @@ def as_tensor(array: Array) -> torch.Tensor:
 class ReferenceKernel:
     """Runs passes with torch on the CPU, in a pool of ``threads`` threads.
 
-    Each thread processes whole chunks and runs every operation alone: if operations were split among threads, each
-    would wait for the slowest thread. Results depend neither on the number of threads nor on the chunk size, because
-    every operation is elementwise and chunks end at block boundaries. The calling process's number of torch threads
-    does not change.
+    Each thread processes whole chunks and runs every operation alone: if operations were split
+    among threads, each would wait for the slowest thread. Results depend neither on the number of
+    threads nor on the chunk size, because every operation is elementwise and chunks end at block
+    boundaries. The calling process's number of torch threads does not change.
 
     Args:
         threads: number of threads.
@@ -62,7 +71,15 @@ class ReferenceKernel:
                 stored, newest = (m[i], v[i]), [grad[i] for grad in grads]
                 of_blocks = [each[i] for each in scales]
                 moments = _loaded(stored, of_blocks, block)
-                _steps(p[i], *moments, newest, adam_pass.steps, adam_pass.first + i * chunk, adam_pass.m.dtype, block)
+                _steps(
+                    p[i],
+                    *moments,
+                    newest,
+                    adam_pass.steps,
+                    adam_pass.first + i * chunk,
+                    adam_pass.m.dtype,
+                    block,
+                )
                 _store(moments, stored, of_blocks, block)
                 block_means_into(moments[1], block, means[i])
                 publish_into(adam_pass.publish, p[i], *moments, means[i], block, published[i])
@@ -102,8 +119,14 @@ class ReferenceKernel:
             return
         block = lion_pass.block_size
         chunk = max(1, self._chunk_numel // block) * block
-        p, m, published = (as_tensor(a).split(chunk) for a in (lion_pass.p, lion_pass.m, lion_pass.published))
-        known = as_tensor(lion_pass.known).view(-1, LION_STATE.per_block_width(block)).split(chunk // block)
+        p, m, published = (
+            as_tensor(a).split(chunk) for a in (lion_pass.p, lion_pass.m, lion_pass.published)
+        )
+        known = (
+            as_tensor(lion_pass.known)
+            .view(-1, LION_STATE.per_block_width(block))
+            .split(chunk // block)
+        )
         grads = [as_tensor(g).split(chunk) for g in lion_pass.grads]
 
         def work(i: int) -> None:
@@ -119,23 +142,29 @@ class ReferenceKernel:
 def _undivided_threads(number: int) -> ThreadPoolExecutor:
     """A pool of `number` running threads, in each of which torch does not split operations.
 
-    OpenMP keeps the limit per thread, but `torch.set_num_threads` also sets the default for future threads and MKL's
-    limit. So the old number is restored once every thread of the pool has set its limit.
+    OpenMP keeps the limit per thread, but `torch.set_num_threads` also sets the default for future
+    threads and MKL's limit. So the old number is restored once every thread of the pool has set its
+    limit.
     """
     before = torch.get_num_threads()
     all_limited = threading.Barrier(number + 1, timeout=_START_SECONDS)
 
     def take_limit() -> None:
-        torch.get_num_threads()  # a thread's first call resets it to the default; a later one would undo the next line
+        # a thread's first call resets it to the default; a later one would undo the next line
+        torch.get_num_threads()
         torch.set_num_threads(1)
         all_limited.wait()
 
     pool = ThreadPoolExecutor(number, thread_name_prefix="dsext-pass", initializer=take_limit)
     try:
-        for _ in range(number):  # no thread is idle before all pass the barrier, so each call starts a new one
+        for _ in range(
+            number
+        ):  # no thread is idle before all pass the barrier, so each call starts a new one
             pool.submit(int)
         all_limited.wait()
-    except RuntimeError:  # a thread cannot start, or its initializer failed; release those that wait at the barrier
+    except (
+        RuntimeError
+    ):  # a thread cannot start, or its initializer failed; release those that wait at the barrier
         all_limited.abort()
         raise
     finally:
@@ -157,7 +186,8 @@ def _step_blocks(
     v: torch.Tensor,
     updates: torch.Tensor,
 ) -> None:
-    """`_step` of the cold blocks, each with its own t, on copies, so that hot blocks do not change."""
+    """`_step` of the cold blocks, each with its own t, on copies, so that hot blocks do not
+    change."""
     cold_blocks = updates >= 0
     cold = _elements(cold_blocks, block, p.numel())
     t = (updates + 1).double()
@@ -189,8 +219,8 @@ def take_steps(
     """Take the steps of an `AdamPass` without publishing, in the calling thread.
 
     Args:
-        p, m, v: of a part of a partition, changed in place; 1-D [n], host. p is fp32, the moments fp32, or bfloat16 if
-            that is `dtype`.
+        p, m, v: of a part of a partition, changed in place; 1-D [n], host. p is fp32, the moments
+            fp32, or bfloat16 if that is `dtype`.
         grads: one for each step; 1-D [n], any float dtype, host.
         steps: their constants.
         first: number of the part's first element in its partition, where a block begins.
@@ -250,10 +280,16 @@ def _steps(
 
 
 def _update(step: AdamStep, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
-    p.addcdiv_(m, _denominator(v, step.bias_correction2_sqrt, step.eps), value=-step.lr / step.bias_correction1)
+    p.addcdiv_(
+        m,
+        _denominator(v, step.bias_correction2_sqrt, step.eps),
+        value=-step.lr / step.bias_correction1,
+    )
 
 
-def _moments(step: AdamStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
+def _moments(
+    step: AdamStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor
+) -> None:
     """The part of a step before the update: weight decay and moments. Overwrites `grad`."""
     if step.decoupled:
         p.mul_(1.0 - step.lr * step.weight_decay)
@@ -272,10 +308,13 @@ def publish_into(
     block: int,
     out: torch.Tensor,
 ) -> None:
-    """Compute y of the contract; all tensors are 1-D, `means` of blocks, and the last block may be shorter."""
+    """Compute y of the contract; all tensors are 1-D, `means` of blocks, and the last block may be
+    shorter."""
     y = p * publish.p_factor
     if publish.m_factor:
-        y.sub_((m * publish.m_factor).div_(_denominator(v, publish.bias_correction2_sqrt, publish.eps)))
+        y.sub_(
+            (m * publish.m_factor).div_(_denominator(v, publish.bias_correction2_sqrt, publish.eps))
+        )
     if publish.l2_factor:
         of_blocks = _denominator(means, publish.bias_correction2_sqrt, publish.eps)
         l2_term = (p * publish.l2_factor).div_(_elements(of_blocks, block, p.numel()))
@@ -292,7 +331,8 @@ def block_means_into(v: torch.Tensor, block: int, out: torch.Tensor) -> None:
 
 
 def _step_lion(step: LionStep, grad: torch.Tensor, p: torch.Tensor, m: torch.Tensor) -> None:
-    """A step of `lion_pass`. fp64 holds a product of two fp32 numbers, so each sum is rounded as if it were fused."""
+    """A step of `lion_pass`. fp64 holds a product of two fp32 numbers, so each sum is rounded as if
+    it were fused."""
     first, second = step.complements
     grad = (grad * step.grad_scale).double()
     direction = (m * step.beta1).double().add_(grad, alpha=first)
@@ -310,6 +350,8 @@ def known_into(m: torch.Tensor, block: int, out: torch.Tensor) -> None:
         out: int32 [blocks, ``LION_STATE.per_block_width(block)``].
     """
     block_means_into(m.abs(), block, out[:, 0].view(torch.float32))
-    padded = torch.nn.functional.pad(m.signbit(), (0, len(out) * block - m.numel())).view(len(out), block)
+    padded = torch.nn.functional.pad(m.signbit(), (0, len(out) * block - m.numel())).view(
+        len(out), block
+    )
     words = torch.nn.functional.pad(padded, (0, -block % 32)).view(len(out), -1, 32).long()
     out[:, 1:] = (words << torch.arange(32, device="cpu", dtype=torch.int64)).sum(2).to(torch.int32)

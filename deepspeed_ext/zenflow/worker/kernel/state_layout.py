@@ -1,5 +1,5 @@
-"""Describes what an optimizer keeps for each element, in plain values: what lies in the arena and what crosses the
-link. Each pass declares its own (`ADAM_STATE`, `LION_STATE`)."""
+"""Describes what an optimizer keeps for each element, in plain values: what lies in the arena and
+what crosses the link. Each pass declares its own (`ADAM_STATE`, `LION_STATE`)."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,12 +33,16 @@ class StateLayout:
 
     Attributes:
         name: in messages and checkpoints.
-        moments: for each array besides p, its kind in the arena and its name in the optimizer's state.
+        moments: for each array besides p, its kind in the arena and its name in the optimizer's
+            state.
         per_block: kind and dtype of the array from which the predictive rule's estimate is made.
-        with_signs: whether that array holds, behind one number, a sign bit for each element of the block.
+        with_signs: whether that array holds, behind one number, a sign bit for each element of the
+            block.
         counts_updates: whether a step depends on the number of updates.
-        longest_interval: longest interval of overlapped steps that its estimate is made for; None: any.
-        moment_dtype: dtype of the moments; p is always fp32. ``int8``: codes, with a scale for each block (`rounding`).
+        longest_interval: longest interval of overlapped steps that its estimate is made for; None:
+            any.
+        moment_dtype: dtype of the moments; p is always fp32. ``int8``: codes, with a scale for each
+            block (`rounding`).
     """
 
     name: str
@@ -72,9 +76,11 @@ class StateLayout:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Kinds of the arrays in which others see the moments: fp32 arrays that take memory only while they are shown,
-        if the moments are codes; otherwise the moments themselves."""
-        return tuple(f"{kind}_shown" for kind in self.kinds[1:]) if self.is_coded else self.kinds[1:]
+        """Kinds of the arrays in which others see the moments: fp32 arrays that take memory only
+        while they are shown, if the moments are codes; otherwise the moments themselves."""
+        return (
+            tuple(f"{kind}_shown" for kind in self.kinds[1:]) if self.is_coded else self.kinds[1:]
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

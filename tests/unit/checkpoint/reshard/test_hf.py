@@ -44,16 +44,26 @@ def test_resumes_on_other_ranks_at_another_stage(
     configs = []
     for name, (_, stage, zenflow) in (("saved", saved), ("resumed", resumed)):
         (tmp_path / name).mkdir()
-        fields = {"zenflow": zenflow} if zenflow is not None else {"offload_optimizer": {"device": "cpu"}}
+        fields = (
+            {"zenflow": zenflow}
+            if zenflow is not None
+            else {"offload_optimizer": {"device": "cpu"}}
+        )
         configs.append(config_file(tmp_path / name, stage=stage, **fields))
     nursery().load("transformers.trainer", "accelerate")
     before, after = (f"Trainer {ranks} {stage == 3}" for ranks, stage, _ in (saved, resumed))
     whole = run_ranks(saved[0], run, str(tmp_path / "whole"), configs[0], pool=before)[0]
-    run_ranks(saved[0], run, str(tmp_path / "stopped"), configs[0], "--stop-after", "3", pool=before)
-    found_log = run_ranks(resumed[0], run, str(tmp_path / "stopped"), configs[1], "--resume", pool=after)[0]
+    run_ranks(
+        saved[0], run, str(tmp_path / "stopped"), configs[0], "--stop-after", "3", pool=before
+    )
+    found_log = run_ranks(
+        resumed[0], run, str(tmp_path / "stopped"), configs[1], "--resume", pool=after
+    )[0]
     expected, found = curve(whole), curve(found_log)
     assert [step for step, *_ in found] == [step for step, *_ in expected]
     assert found[:3] == expected[:3], "the log of the steps before"
-    for (_, loss, _, rate), (_, expected_loss, _, expected_rate) in zip(found[3:], expected[3:], strict=True):
+    for (_, loss, _, rate), (_, expected_loss, _, expected_rate) in zip(
+        found[3:], expected[3:], strict=True
+    ):
         assert rate == expected_rate
         assert loss == pytest.approx(expected_loss, rel=0.1)  # half or twice as large a batch

@@ -1,4 +1,5 @@
-"""Layouts and copies as plain arithmetic: whatever two layouts are, every element arrives where it belongs."""
+"""Layouts and copies as plain arithmetic: whatever two layouts are, every element arrives where it
+belongs."""
 
 from __future__ import annotations
 
@@ -36,13 +37,16 @@ def layouts(draw: st.DrawFn, sizes: list[int]) -> Layout:
     if draw(st.booleans()):
         return Layout.of_sub_groups(groups, ranks)
     paddings = [[draw(st.integers(0, 3)) for _ in group] for group in groups]
-    wholes = [sum(group.values()) + sum(behind) for group, behind in zip(groups, paddings, strict=True)]
+    wholes = [
+        sum(group.values()) + sum(behind) for group, behind in zip(groups, paddings, strict=True)
+    ]
     parts = [-(-whole // ranks) + draw(st.integers(0, 3)) for whole in wholes]
     return Layout.of_groups(groups, paddings, parts, ranks)
 
 
 def filled(layout: Layout, rank: int) -> dict[tuple[int, int], tuple[str, int]]:
-    """What lies at each place of a rank's flat tensors: name of the parameter and number of the element."""
+    """What lies at each place of a rank's flat tensors: name of the parameter and number of the
+    element."""
     found = {}
     for name, placement in layout.placements.items():
         for element in range(placement.numel):
@@ -63,7 +67,9 @@ def test_every_element_arrives_where_it_belongs(data: st.DataObject) -> None:
         arrived = {}
         for copy in plan_copies(saved, wanted, rank):
             for step in range(copy.end - copy.begin):
-                arrived[copy.target, copy.offset + step] = there[copy.rank][copy.flat, copy.begin + step]
+                arrived[copy.target, copy.offset + step] = there[copy.rank][
+                    copy.flat, copy.begin + step
+                ]
         assert arrived == filled(wanted, rank)
 
 
@@ -82,7 +88,8 @@ def test_fragments_are_the_parameter_in_order(data: st.DataObject) -> None:
 
 
 def test_an_equal_layout_is_one_copy_of_each_flat_tensor() -> None:
-    """Copies that follow each other are joined, so a plan has as many as there are borders, not parameters."""
+    """Copies that follow each other are joined, so a plan has as many as there are borders, not
+    parameters."""
     groups = [{f"p{index}": 10 for index in range(100)}]
     layout = Layout.of_groups(groups, [[0] * 100], [500], 2)
     assert len(plan_copies(layout, layout, 1)) == 1
@@ -92,7 +99,10 @@ def test_an_equal_layout_is_one_copy_of_each_flat_tensor() -> None:
 def test_another_model_is_named() -> None:
     mine = Layout(1, {"same": Placement(4, 0, 0, 9, 0), "other": Placement(5, 0, 4, 9, 0)})
     theirs = Layout(1, {"same": Placement(3, 0, 0, 9, 0), "old": Placement(5, 0, 4, 9, 0)})
-    with pytest.raises(CheckpointError, match=r"old is only in the checkpoint; other is not in the checkpoint; same"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"old is only in the checkpoint; other is not in the checkpoint; same",
+    ):
         mine.require_same_parameters(theirs)
 
 
@@ -127,8 +137,12 @@ def test_partitions_fit_under_new_names_but_not_under_swapped_ones(names: str, f
     assert not Layout.of_sub_groups([dict.fromkeys(names, 6)], 3).fits(saved)
 
 
-@pytest.mark.parametrize(("numel", "ranks", "stride"), [(0, 3, 1), (1, 3, 1), (7, 2, 4), (8, 2, 4), (9, 4, 3)])
-def test_a_parameter_that_is_cut_alone_has_a_stride_of_at_least_one(numel: int, ranks: int, stride: int) -> None:
+@pytest.mark.parametrize(
+    ("numel", "ranks", "stride"), [(0, 3, 1), (1, 3, 1), (7, 2, 4), (8, 2, 4), (9, 4, 3)]
+)
+def test_a_parameter_that_is_cut_alone_has_a_stride_of_at_least_one(
+    numel: int, ranks: int, stride: int
+) -> None:
     placement = Placement.of_one(numel, ranks)
     assert placement == Placement(numel, 0, 0, stride, 0)
     parts = [placement.of_rank(rank) for rank in range(ranks)]
@@ -136,7 +150,9 @@ def test_a_parameter_that_is_cut_alone_has_a_stride_of_at_least_one(numel: int, 
     assert list(placement.fragments(0, numel)) == [part for part in parts if part is not None]
 
 
-@pytest.mark.parametrize(("count", "more"), [(1, ""), (3, ""), (4, ", and 1 more"), (9, ", and 6 more")])
+@pytest.mark.parametrize(
+    ("count", "more"), [(1, ""), (3, ""), (4, ", and 1 more"), (9, ", and 6 more")]
+)
 def test_parameters_that_differ_are_named_three_and_counted(count: int, more: str) -> None:
     mine = Layout.of_sub_groups([{f"p{number}": 4 for number in range(count)}], 2)
     with pytest.raises(CheckpointError) as refused:
@@ -148,10 +164,14 @@ def test_parameters_that_differ_are_named_three_and_counted(count: int, more: st
 
 
 @pytest.mark.parametrize(
-    ("groups", "expected"), [([[0, 1], [2]], [0, 0, 1]), ([[1], [2], [0]], [0, 1, 2]), ([], [0, 1, 2])]
+    ("groups", "expected"),
+    [([[0, 1], [2]], [0, 0, 1]), ([[1], [2], [0]], [0, 1, 2]), ([], [0, 1, 2])],
 )
-def test_each_flat_tensor_belongs_to_the_group_that_lists_it(groups: list[list[int]], expected: list[int]) -> None:
-    """At stage 3 a group of parameters has several sub-groups; an elastic checkpoint has no groups."""
+def test_each_flat_tensor_belongs_to_the_group_that_lists_it(
+    groups: list[list[int]], expected: list[int]
+) -> None:
+    """At stage 3 a group of parameters has several sub-groups; an elastic checkpoint has no
+    groups."""
     base = {
         "state": {number: {"step": number} for number in range(3)},
         "param_groups": [{"params": params} for params in groups],

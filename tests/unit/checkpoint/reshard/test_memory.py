@@ -1,4 +1,5 @@
-"""Resuming on other ranks takes host memory for a rank's own partitions, and for a chunk of them."""
+"""Resuming on other ranks takes host memory for a rank's own partitions, and for a chunk of
+them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        )
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.layers(rows).float().square().mean()
@@ -38,7 +41,9 @@ class Wide(nn.Module):
 def own_bytes() -> int:
     """Memory of this process that is not the content of a file."""
     status = Path("/proc/self/status").read_text()
-    return 1024 * sum(int(found) for found in re.findall(r"(?:RssAnon|RssShmem):\s+(\d+) kB", status))
+    return 1024 * sum(
+        int(found) for found in re.findall(r"(?:RssAnon|RssShmem):\s+(\d+) kB", status)
+    )
 
 
 @contextmanager
@@ -68,10 +73,13 @@ def save(config: dict[str, Any], folder: str) -> None:
 
 
 def resume(config: dict[str, Any], folder: str) -> tuple[int, int]:
-    """Bytes of memory while loading beyond those of before, and bytes of the partitions that were filled."""
+    """Bytes of memory while loading beyond those of before, and bytes of the partitions that were
+    filled."""
     load._CHUNK_NUMEL = CHUNK_NUMEL
     engine = make_engine(config, model=Wide)
-    engine.backward(engine(torch.randn(2, WIDTH).bfloat16()))  # then gradients and the arena are there
+    engine.backward(
+        engine(torch.randn(2, WIDTH).bfloat16())
+    )  # then gradients and the arena are there
     engine.step()
     adam = engine.optimizer.host_optimizer
     adam.link.wait_together()
@@ -88,10 +96,18 @@ def resume(config: dict[str, Any], folder: str) -> tuple[int, int]:
 
 @pytest.mark.cpu(reason="the memory of a device is host memory there")
 @pytest.mark.parametrize("stages", [(2, 2), (2, 3), (3, 2), (3, 3)])
-def test_a_rank_needs_its_own_partition_and_a_chunk(stages: tuple[int, int], tmp_path: Path) -> None:
-    saved, resumed = (zenflow_config(stage, update_interval=1, full_warm_up_rounds=0) for stage in stages)
+def test_a_rank_needs_its_own_partition_and_a_chunk(
+    stages: tuple[int, int], tmp_path: Path
+) -> None:
+    saved, resumed = (
+        zenflow_config(stage, update_interval=1, full_warm_up_rounds=0) for stage in stages
+    )
     run_ranks(4, save, saved, str(tmp_path), pool=f"resharding {stages[0] == 3}")
-    for more, filled in run_ranks(3, resume, resumed, str(tmp_path), pool=f"resharding {stages[1] == 3}"):
+    for more, filled in run_ranks(
+        3, resume, resumed, str(tmp_path), pool=f"resharding {stages[1] == 3}"
+    ):
         assert filled >= 12 * 2 * WIDTH**2 / 3
-        gathered = 4 * 2 * WIDTH**2 if stages[1] == 2 else 0  # DeepSpeed's all-gather of the weights, on the device
+        gathered = (
+            4 * 2 * WIDTH**2 if stages[1] == 2 else 0
+        )  # DeepSpeed's all-gather of the weights, on the device
         assert more < 0.25 * filled + gathered, "besides the partitions, which were there before"

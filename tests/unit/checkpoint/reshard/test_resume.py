@@ -1,4 +1,5 @@
-"""A checkpoint of any number of ranks, ZeRO stage and rule resumes on any other: p, m, v and step to the bit."""
+"""A checkpoint of any number of ranks, ZeRO stage and rule resumes on any other: p, m, v and step
+to the bit."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ from tests.support.zenflow import RULES, make_engine, train, weights_of
 pytestmark = pytest.mark.sampled(6)
 
 RUNS = [
-    Run(*each) for each in itertools.product((1, 2, 3, 4), (1, 2, 3), ("zero", "offload", "predictive", "selective"))
+    Run(*each)
+    for each in itertools.product(
+        (1, 2, 3, 4), (1, 2, 3), ("zero", "offload", "predictive", "selective")
+    )
 ]
 
 
@@ -35,10 +39,17 @@ def module_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases() -> list[Any]:
-    pairs = [(*one[:3], *other[:3]) for one, other in itertools.product(RUNS, RUNS) if one[:2] != other[:2]]
+    pairs = [
+        (*one[:3], *other[:3])
+        for one, other in itertools.product(RUNS, RUNS)
+        if one[:2] != other[:2]
+    ]
     chosen = set(cover(pairs))
     return [
-        pytest.param(Run(*pair[:3]), Run(*pair[3:]), marks=() if pair in chosen else pytest.mark.full) for pair in pairs
+        pytest.param(
+            Run(*pair[:3]), Run(*pair[3:]), marks=() if pair in chosen else pytest.mark.full
+        )
+        for pair in pairs
     ]
 
 
@@ -47,9 +58,13 @@ def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: 
     folder, expected = saved_by(saved, module_folder)
     same_layout = saved.ranks == resumed.ranks and max(saved.stage, resumed.stage) < 3
     goes_on = same_layout and saved.way == resumed.way and saved.way in RULES
-    for difference, losses in run_ranks(resumed.ranks, resume, resumed, folder, pool=resumed.pool, goes_on=goes_on):
+    for difference, losses in run_ranks(
+        resumed.ranks, resume, resumed, folder, pool=resumed.pool, goes_on=goes_on
+    ):
         assert difference == ""
-        assert losses == pytest.approx(expected, rel=0.02)  # weights in 16 bits, predicted by one of them
+        assert losses == pytest.approx(
+            expected, rel=0.02
+        )  # weights in 16 bits, predicted by one of them
 
 
 @pytest.mark.parametrize(
@@ -77,8 +92,14 @@ def load_and_save(run: Run, folder: str, target: str) -> None:
 def written(folder: str) -> list[Any]:
     """p, m, v in the files of a checkpoint of stages 1 and 2, by rank and group."""
     files = sorted(Path(folder, "t").glob("*optim_states.pt"))
-    states = [torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"] for file in files]
-    return [(state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"]) for state in states]
+    states = [
+        torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]
+        for file in files
+    ]
+    return [
+        (state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"])
+        for state in states
+    ]
 
 
 @pytest.mark.parametrize("between", [Run(3, 3, "offload"), Run(3, 1, "predictive")], ids=str)
@@ -96,7 +117,8 @@ MID_INTERVAL = STEPS + 1
 
 
 def applied_at_home(run: Run, folder: str) -> None:
-    """Write down what a run of the same layout makes of a checkpoint whose interval it does not have."""
+    """Write down what a run of the same layout makes of a checkpoint whose interval it does not
+    have."""
     config = run.config
     config["zero_optimization"]["zenflow"] |= {"update_interval": 1, "overlap_step": True}
     config["zero_optimization"]["zenflow"].pop("select_interval", None)
@@ -117,17 +139,22 @@ def applied_at_home(run: Run, folder: str) -> None:
         (Run(2, 2, "predictive", "rounded"), Run(3, 3, "predictive", "rounded")),
         (Run(2, 2, "predictive", "coded"), Run(3, 3, "predictive")),
         pytest.param(Run(3, 3, "predictive"), Run(1, 2, "zero"), marks=pytest.mark.full),
-        pytest.param(Run(3, 3, "predictive", "rounded"), Run(1, 2, "predictive"), marks=pytest.mark.full),
+        pytest.param(
+            Run(3, 3, "predictive", "rounded"), Run(1, 2, "predictive"), marks=pytest.mark.full
+        ),
         pytest.param(Run(2, 1, "selective"), Run(4, 2, "offload"), marks=pytest.mark.full),
     ],
 )
 def test_collected_gradients_are_applied(saved: Run, resumed: Run, module_folder: Path) -> None:
-    """Saved in the middle of an interval: as where the layout stays and the interval changes, to the bit."""
+    """Saved in the middle of an interval: as where the layout stays and the interval changes, to
+    the bit."""
     folder, _ = saved_by(saved, module_folder, MID_INTERVAL)
     before = torch.load(Path(folder, "expected"))
     run_ranks(saved.ranks, applied_at_home, saved, folder, pool=saved.pool)
     assert first_difference(before, torch.load(Path(folder, "expected"))), "nothing was collected"
-    for difference, _ in run_ranks(resumed.ranks, resume, resumed, folder, MID_INTERVAL, pool=resumed.pool):
+    for difference, _ in run_ranks(
+        resumed.ranks, resume, resumed, folder, MID_INTERVAL, pool=resumed.pool
+    ):
         assert difference == ""
 
 
@@ -136,9 +163,15 @@ def load_module_only(run: Run, folder: str) -> str:
     engine.load_checkpoint(folder, tag="t", load_module_only=True)
     expected = torch.load(Path(folder, "expected"))
     found = weights_of(engine)
-    trained = {name: values[0].bfloat16().float() for name, values in expected["state"].items() if name != "step"}
+    trained = {
+        name: values[0].bfloat16().float()
+        for name, values in expected["state"].items()
+        if name != "step"
+    }
     difference = first_difference(expected["beside"], beside(engine), "beside")
-    difference = difference or first_difference(trained, {name: found[name] for name in trained}, "weights")
+    difference = difference or first_difference(
+        trained, {name: found[name] for name in trained}, "weights"
+    )
     parameters = dict(engine.module.named_parameters())
     masters = {name: safe_get_full_fp32_param(parameters[name]).float().cpu() for name in trained}
     difference = difference or first_difference(trained, masters, "masters")
@@ -168,7 +201,9 @@ def resume_in_other_sub_groups(run: Run, folder: str) -> str:
     config["zero_optimization"]["sub_group_size"] = 1000
     engine = make_engine(config, model=partial(Model, 1.0), groups=two_groups)
     engine.load_checkpoint(folder, tag="t")
-    difference = first_difference(torch.load(Path(folder, "expected"))["state"], state_of(engine), "arrived")
+    difference = first_difference(
+        torch.load(Path(folder, "expected"))["state"], state_of(engine), "arrived"
+    )
     train(engine, data(0, 2))
     engine.destroy()
     return difference
@@ -183,7 +218,12 @@ def test_other_sub_groups_are_another_layout(way: str, module_folder: Path) -> N
 
 
 def refused(
-    run: Run, folder: str, model: Any = None, groups: Any = two_groups, how_far: str = "planned", **how: Any
+    run: Run,
+    folder: str,
+    model: Any = None,
+    groups: Any = two_groups,
+    how_far: str = "planned",
+    **how: Any,
 ) -> str:
     """What an error says. The engine trains on; not if something was written, which says so."""
     engine = make_engine(run.config, model=model or partial(Model, 1.0), groups=groups)
@@ -221,7 +261,9 @@ def one_group(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def test_what_does_not_fit_is_refused_by_name_on_all_ranks(module_folder: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_by_name_on_all_ranks(
+    module_folder: Path, tmp_path: Path
+) -> None:
     saved, other = Run(2, 2, "predictive"), Run(3, 3, "predictive")
     folder, _ = saved_by(saved, module_folder)
 
@@ -248,7 +290,9 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(module_folder: Path, 
     assert "expected at least" in on_all(str(tmp_path), how_far="written")
 
 
-def left_to_deepspeed(run: Run, folder: str, model: Any = None, **how: Any) -> tuple[bool, dict[str, torch.Tensor]]:
+def left_to_deepspeed(
+    run: Run, folder: str, model: Any = None, **how: Any
+) -> tuple[bool, dict[str, torch.Tensor]]:
     """Whether something was loaded, and the weights then."""
     engine = make_engine(run.config, model=model or partial(Model, 1.0), groups=two_groups)
     path, _ = engine.load_checkpoint(folder, tag="t", **how)
@@ -259,30 +303,43 @@ def left_to_deepspeed(run: Run, folder: str, model: Any = None, **how: Any) -> t
 
 
 @pytest.mark.parametrize("way", ["zero", "predictive"])
-def test_without_the_optimizers_files_the_weights_are_loaded(way: str, module_folder: Path, tmp_path: Path) -> None:
+def test_without_the_optimizers_files_the_weights_are_loaded(
+    way: str, module_folder: Path, tmp_path: Path
+) -> None:
     """A warm start, as with plain DeepSpeed, which needs ``load_optimizer_states=False`` too."""
     saved, other = Run(2, 2, way), Run(3, 1, way)
     folder, _ = saved_by(saved, module_folder)
-    shutil.copytree(Path(folder, "t"), tmp_path / "t", ignore=shutil.ignore_patterns("*optim_states.pt"))
-    expected = torch.load(tmp_path / "t" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)[
-        "module"
-    ]
-    loads = run_ranks(3, left_to_deepspeed, other, str(tmp_path), pool=other.pool, load_optimizer_states=False)
+    shutil.copytree(
+        Path(folder, "t"), tmp_path / "t", ignore=shutil.ignore_patterns("*optim_states.pt")
+    )
+    expected = torch.load(
+        tmp_path / "t" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
+    )["module"]
+    loads = run_ranks(
+        3, left_to_deepspeed, other, str(tmp_path), pool=other.pool, load_optimizer_states=False
+    )
     for was_loaded, weights in loads:
         assert was_loaded
         assert_same({name: expected[name].float() for name in weights}, weights, "weights")
 
 
-@pytest.mark.parametrize("how", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
-@pytest.mark.parametrize(("saved", "loaded"), [(Run(2, 2, "predictive"), Run(3, 1, "predictive"))], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str
+)
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(Run(2, 2, "predictive"), Run(3, 1, "predictive"))], ids=str
+)
 def test_weights_alone_may_be_of_another_set_of_trained_parameters(
     saved: Run, loaded: Run, how: dict[str, bool], module_folder: Path
 ) -> None:
-    """As with plain DeepSpeed where both sides have all weights: a fine-tune thaws what was frozen."""
+    """As with plain DeepSpeed where both sides have all weights: a fine-tune thaws what was
+    frozen."""
     folder, _ = saved_by(saved, module_folder)
-    expected = torch.load(Path(folder, "t", "mp_rank_00_model_states.pt"), map_location="cpu", weights_only=False)[
-        "module"
-    ]
-    for was_loaded, weights in run_ranks(3, left_to_deepspeed, loaded, folder, thawed, pool=loaded.pool, **how):
+    expected = torch.load(
+        Path(folder, "t", "mp_rank_00_model_states.pt"), map_location="cpu", weights_only=False
+    )["module"]
+    for was_loaded, weights in run_ranks(
+        3, left_to_deepspeed, loaded, folder, thawed, pool=loaded.pool, **how
+    ):
         assert was_loaded
         assert_same({name: expected[name].float() for name in weights}, weights, "weights")

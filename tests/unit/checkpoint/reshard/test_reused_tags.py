@@ -1,4 +1,5 @@
-"""Plain ZeRO writes a second checkpoint of a tag into the folder of the first, whose other files stay there."""
+"""Plain ZeRO writes a second checkpoint of a tag into the folder of the first, whose other files
+stay there."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def saved_one_after_the_other(first: Run, second: Run, folder: Path) -> None:
 )
 def test_the_newer_save_is_loaded(first: Run, second: Run, resumed: Run, tmp_path: Path) -> None:
     saved_one_after_the_other(first, second, tmp_path)
-    for difference, _ in run_ranks(resumed.ranks, resume, resumed, str(tmp_path), LATER, pool=resumed.pool):
+    for difference, _ in run_ranks(
+        resumed.ranks, resume, resumed, str(tmp_path), LATER, pool=resumed.pool
+    ):
         assert difference == ""
 
 
@@ -50,15 +53,21 @@ def refusal(run: Run, folder: str) -> str:
 
 
 def test_optimizer_files_of_two_dtypes_are_refused_where_it_matters(tmp_path: Path) -> None:
-    """Their names differ, so both saves of a rank are there. DeepSpeed reads the one of its own dtype, though the
-    model's file is that of the newer save."""
+    """Their names differ, so both saves of a rank are there. DeepSpeed reads the one of its own
+    dtype, though the model's file is that of the newer save."""
     first, second, other = Run(2, 2, "zero"), Run(2, 2, "zero", "fp32"), Run(3, 2, "zero", "fp32")
     saved_one_after_the_other(first, second, tmp_path)
     for difference, _ in run_ranks(2, resume, second, str(tmp_path), LATER, pool=second.pool):
         assert difference == ""
-    for run, advice in ((first, "resume with the dtype of the newer save"), (other, "move the files of the older")):
+    for run, advice in (
+        (first, "resume with the dtype of the newer save"),
+        (other, "move the files of the older"),
+    ):
         for message in run_ranks(run.ranks, refusal, run, str(tmp_path), pool=run.pool):
-            assert "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt and zero_pp_rank_0_mp_rank_00" in message
+            assert (
+                "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt and zero_pp_rank_0_mp_rank_00"
+                in message
+            )
             assert advice in message
 
 
@@ -75,5 +84,7 @@ def test_only_files_of_the_newer_dtype_are_left_to_deepspeed(
         file.touch()
         os.utime(file, (time, time))
     for bf16, is_right in ((True, bf16_is_right), (False, fp32_is_right)):
-        with nullcontext() if is_right else pytest.raises(CheckpointError, match="of several saves"):
+        with (
+            nullcontext() if is_right else pytest.raises(CheckpointError, match="of several saves")
+        ):
             SavedCheckpoint(str(tmp_path)).require_newer(bf16)

@@ -1,4 +1,5 @@
-"""Settings of DeepSpeed that change how it loads a checkpoint, in runs of another layout and of ZenFlow."""
+"""Settings of DeepSpeed that change how it loads a checkpoint, in runs of another layout and of
+ZenFlow."""
 
 from __future__ import annotations
 
@@ -37,11 +38,13 @@ def module_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_masters_come_from_the_checkpoint_if_weights_cannot_give_them(
     saved: Run, resumed: Run, steps: int, module_folder: Path
 ) -> None:
-    """With ``load_from_fp32_weights = false`` DeepSpeed sets p to the weights. After another stage's checkpoint these
-    are not loaded yet, and ZenFlow's are predictions."""
+    """With ``load_from_fp32_weights = false`` DeepSpeed sets p to the weights. After another
+    stage's checkpoint these are not loaded yet, and ZenFlow's are predictions."""
     folder, _ = saved_by(saved, module_folder, steps)
     goes_on = saved.stage == resumed.stage
-    for difference, _ in run_ranks(2, resume, resumed, folder, steps, pool=resumed.pool, goes_on=goes_on):
+    for difference, _ in run_ranks(
+        2, resume, resumed, folder, steps, pool=resumed.pool, goes_on=goes_on
+    ):
         assert difference == ""
 
 
@@ -61,7 +64,9 @@ def load_and_listen(run: Run, folder: str) -> tuple[dict[str, Any], list[str]]:
     return masters, [text for text in texts if "load_from_fp32_weights" in text]
 
 
-def test_with_zenflow_masters_come_from_edited_weights_of_plain_zero(module_folder: Path, tmp_path: Path) -> None:
+def test_with_zenflow_masters_come_from_edited_weights_of_plain_zero(
+    module_folder: Path, tmp_path: Path
+) -> None:
     """Only weights that ZenFlow saved are predictions."""
     folder, _ = saved_by(Run(2, 2, "zero"), module_folder)
     shutil.copytree(Path(folder, "t"), tmp_path / "t")
@@ -76,7 +81,9 @@ def test_with_zenflow_masters_come_from_edited_weights_of_plain_zero(module_fold
 
 
 @pytest.mark.parametrize(("stage", "is_said"), [(2, True), (3, False)])
-def test_it_is_said_where_deepspeed_would_read_the_setting(stage: int, is_said: bool, module_folder: Path) -> None:
+def test_it_is_said_where_deepspeed_would_read_the_setting(
+    stage: int, is_said: bool, module_folder: Path
+) -> None:
     folder, _ = saved_by(Run(2, stage, "predictive"), module_folder, STEPS + 1)
     run = Run(2, stage, "predictive", "load_from_fp32_weights")
     (_, said), (_, said_elsewhere) = run_ranks(2, load_and_listen, run, folder, pool=run.pool)
@@ -84,11 +91,16 @@ def test_it_is_said_where_deepspeed_would_read_the_setting(stage: int, is_said: 
     assert said_elsewhere == []
 
 
-def test_ranks_that_load_one_after_the_other_load_another_layout_together(module_folder: Path) -> None:
-    """With ``pipeline_loading_checkpoint`` a rank waits for the one before it, which would wait in our collectives."""
+def test_ranks_that_load_one_after_the_other_load_another_layout_together(
+    module_folder: Path,
+) -> None:
+    """With ``pipeline_loading_checkpoint`` a rank waits for the one before it, which would wait in
+    our collectives."""
     resumed = Run(2, 3, "zero", "pipeline_loading_checkpoint")
     folder, _ = saved_by(Run(3, 2, "zero"), module_folder)
-    for difference, _ in run_ranks(2, resume, resumed, folder, pool=resumed.pool, timeout_seconds=60):
+    for difference, _ in run_ranks(
+        2, resume, resumed, folder, pool=resumed.pool, timeout_seconds=60
+    ):
         assert difference == ""
 
 
@@ -108,14 +120,17 @@ def load_uncompiled(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
 
 
 def resume_compiled(run: Run, extended: bool, folder: str) -> str:
-    """How p, m and v differ that a compiled model has loaded from the checkpoint of one that was not."""
+    """How p, m and v differ that a compiled model has loaded from the checkpoint of one that was
+    not."""
     engine = make_engine(run.config, extended=extended, groups=two_groups)
     train(engine, data(0, STEPS))
     engine.save_checkpoint(folder, tag="t")
     expected = state_of(engine)
     engine.destroy()
     engine = make_engine(run.config, extended=extended, model=Compiled, groups=two_groups)
-    how: dict[str, Any] = {"load_module_strict": False} if run.stage == 3 else {"custom_load_fn": load_uncompiled}
+    how: dict[str, Any] = (
+        {"load_module_strict": False} if run.stage == 3 else {"custom_load_fn": load_uncompiled}
+    )
     engine.load_checkpoint(folder, tag="t", **how)
     found = {name.removeprefix("_orig_mod."): value for name, value in state_of(engine).items()}
     engine.destroy()
@@ -127,7 +142,9 @@ def resume_compiled(run: Run, extended: bool, folder: str) -> str:
     [(Run(2, 2, "zero"), False), (Run(2, 2, "zero"), True), (Run(2, 3, "predictive"), True)],
     ids=["DeepSpeed", "stage 2", "stage 3 with ZenFlow"],
 )
-def test_renamed_parameters_of_the_same_layout_are_loaded_by_position(run: Run, extended: bool, tmp_path: Path) -> None:
+def test_renamed_parameters_of_the_same_layout_are_loaded_by_position(
+    run: Run, extended: bool, tmp_path: Path
+) -> None:
     assert run_ranks(2, resume_compiled, run, extended, str(tmp_path), pool=run.pool) == ["", ""]
 
 
@@ -148,7 +165,10 @@ class Alone:
     def get_model_parallel_world_size(self) -> int:
         return 1
 
-    get_data_parallel_rank, get_data_parallel_world_size = get_model_parallel_rank, get_model_parallel_world_size
+    get_data_parallel_rank, get_data_parallel_world_size = (
+        get_model_parallel_rank,
+        get_model_parallel_world_size,
+    )
 
 
 def load_on_one_rank(config: dict[str, Any], folder: str) -> bool:

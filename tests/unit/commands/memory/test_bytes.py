@@ -29,7 +29,9 @@ def partitions_of(plan: MemoryPlan) -> int:
 
 @settings(deadline=None, max_examples=150)
 @given(setup=setups(), dtype=DTYPES, params=PARAMS, ranks=st.integers(1, 64))
-def test_bytes_are_whole_and_parts_add_up(setup: Setup, dtype: str, params: int, ranks: int) -> None:
+def test_bytes_are_whole_and_parts_add_up(
+    setup: Setup, dtype: str, params: int, ranks: int
+) -> None:
     plan = planned(setup, params, ranks, dtype)
     for (place, phase), parts in plan.parts.items():
         assert all(type(part.nbytes) is int and part.nbytes > 0 for part in parts)
@@ -45,8 +47,16 @@ def test_bytes_are_whole_and_parts_add_up(setup: Setup, dtype: str, params: int,
 
 
 @settings(deadline=None, max_examples=150)
-@given(setup=setups(), dtype=DTYPES, params=PARAMS, more=st.integers(1, 10**9), ranks=st.integers(1, 16))
-def test_more_parameters_never_take_less(setup: Setup, dtype: str, params: int, more: int, ranks: int) -> None:
+@given(
+    setup=setups(),
+    dtype=DTYPES,
+    params=PARAMS,
+    more=st.integers(1, 10**9),
+    ranks=st.integers(1, 16),
+)
+def test_more_parameters_never_take_less(
+    setup: Setup, dtype: str, params: int, more: int, ranks: int
+) -> None:
     """Except for the positions of arrays within pages, and places of chunks."""
     few = planned(setup, params, ranks, dtype)
     many = planned(setup, params + more, ranks, dtype)
@@ -93,7 +103,9 @@ def test_a_larger_share_on_the_host_moves_bytes_there(
 
 @settings(deadline=None, max_examples=100)
 @given(setup=setups(), params=st.integers(10**6, 10**10), ranks=st.integers(2, 64))
-def test_host_bytes_of_all_ranks_depend_on_their_number_only_by_padding(setup: Setup, params: int, ranks: int) -> None:
+def test_host_bytes_of_all_ranks_depend_on_their_number_only_by_padding(
+    setup: Setup, params: int, ranks: int
+) -> None:
     one, many = (planned(setup, params, count) for count in (1, ranks))
     arrays = 32 * sum(partitions_of(plan) * plan.ranks.count for plan in (one, many))
     blocks = 16 * 256 * 16 * arrays  # a hot block more in each partition, and blocks begun
@@ -102,7 +114,8 @@ def test_host_bytes_of_all_ranks_depend_on_their_number_only_by_padding(setup: S
 
 def divided(plan: MemoryPlan) -> int:
     """Host bytes of all ranks between steps that they divide. Gradients are whole ones, or a few
-    chunks of each rank; weights on their way are a chunk of each; and DeepSpeed's buffer is whole."""
+    chunks of each rank; weights on their way are a chunk of each; and DeepSpeed's buffer is
+    whole."""
     kinds = {"gradient ring", "chunks in transit", "weights on their way", Buffer.OFFLOAD.shown}
     parts = plan.parts[Place.HOST, Phase.BETWEEN]
     each = sum(part.nbytes for part in parts if part.kind in kinds)
@@ -111,7 +124,9 @@ def divided(plan: MemoryPlan) -> int:
 
 @settings(deadline=None, max_examples=100)
 @given(setup=setups(), dtype=DTYPES, params=st.integers(1, 10**9), ranks=st.integers(1, 8))
-def test_bytes_of_the_arena_are_the_pages_of_its_layout(setup: Setup, dtype: str, params: int, ranks: int) -> None:
+def test_bytes_of_the_arena_are_the_pages_of_its_layout(
+    setup: Setup, dtype: str, params: int, ranks: int
+) -> None:
     """The layout is the one that a start maps; see `test_built`."""
     assume(setup.zenflow is not None)
     plan = planned(setup, params, ranks, dtype).zenflow
@@ -125,7 +140,9 @@ def test_bytes_of_the_arena_are_the_pages_of_its_layout(setup: Setup, dtype: str
 
 @settings(deadline=None, max_examples=100)
 @given(setup=setups(), params=st.integers(10**6, 10**9), ranks=st.integers(1, 8))
-def test_what_zenflow_holds_is_in_the_sum_and_moves_to_the_host_in_sleep(setup: Setup, params: int, ranks: int) -> None:
+def test_what_zenflow_holds_is_in_the_sum_and_moves_to_the_host_in_sleep(
+    setup: Setup, params: int, ranks: int
+) -> None:
     assume(setup.zenflow is not None)
     plan = planned(setup, params, ranks)
     assert plan.zenflow is not None
@@ -134,7 +151,9 @@ def test_what_zenflow_holds_is_in_the_sum_and_moves_to_the_host_in_sleep(setup: 
         for part in (part for part in ours if part.nbytes):
             assert part in plan.parts[place, Phase.BETWEEN]
     assert plan.zenflow.parts(Place.ACCELERATOR, Phase.SLEEP) == ()
-    kept = [part for part in plan.zenflow.held.held(Place.ACCELERATOR) if part.kind != "landing buffers"]
+    kept = [
+        part for part in plan.zenflow.held.held(Place.ACCELERATOR) if part.kind != "landing buffers"
+    ]
     asleep = nbytes_of(plan.zenflow.parts(Place.HOST, Phase.SLEEP))
     assert asleep == nbytes_of(plan.zenflow.parts(Place.HOST, Phase.BETWEEN)) + nbytes_of(kept)
 
@@ -156,7 +175,9 @@ def test_an_export_sets_this_ranks_weights_aside_where_they_are_computed(
 
 @pytest.mark.parametrize(("stage", "gathers"), [(2, False), (3, True), (3, False)])
 @pytest.mark.parametrize("ours", [True, False])
-def test_the_first_rank_copies_the_module_that_it_exports(stage: Any, gathers: bool, ours: bool) -> None:
+def test_the_first_rank_copies_the_module_that_it_exports(
+    stage: Any, gathers: bool, ours: bool
+) -> None:
     """At stage 2 ours passes through a chunk."""
     copies = int(gathers if stage == 3 else not ours)
     zenflow = ZenFlowConfig(update_interval=1) if ours else None
@@ -169,7 +190,9 @@ def test_the_first_rank_copies_the_module_that_it_exports(stage: Any, gathers: b
 @settings(deadline=None, max_examples=60)
 @given(setup=setups(), params=st.integers(10**6, 10**9), ranks=st.integers(1, 8))
 def test_mapped_files_take_no_memory(setup: Setup, params: int, ranks: int) -> None:
-    reads, maps = (planned(replace(setup, maps_files=maps), params, ranks) for maps in (False, True))
+    reads, maps = (
+        planned(replace(setup, maps_files=maps), params, ranks) for maps in (False, True)
+    )
     key = (Place.HOST, Phase.LOAD)
     read = sum(part.nbytes for part in reads.parts[key] if part.kind == "files that are read")
     assert read >= 4 * params // ranks

@@ -1,4 +1,5 @@
-"""``deepspeed-ext plan --memory`` without a config: every way to train, whether it fits, and what a step costs."""
+"""``deepspeed-ext plan --memory`` without a config: every way to train, whether it fits, and what a
+step costs."""
 
 from __future__ import annotations
 
@@ -47,17 +48,25 @@ def by_name(found: list[Fit], stage: int = 2) -> dict[str, Fit]:
 
 
 def asked(
-    gpu: float | None = None, host: float | None = None, ranks: Ranks = OCTET, model: Model = SEVEN_B, **how: Any
+    gpu: float | None = None,
+    host: float | None = None,
+    ranks: Ranks = OCTET,
+    model: Model = SEVEN_B,
+    **how: Any,
 ) -> Question:
     """A question about a machine with so many GiB."""
     capacity = Capacity(*(None if gib is None else int(gib * GIB) for gib in (gpu, host)))
     return Question(
-        **{"machine": Machine(), "active": model.params, **how}, model=model, ranks=ranks, capacity=capacity
+        **{"machine": Machine(), "active": model.params, **how},
+        model=model,
+        ranks=ranks,
+        capacity=capacity,
     )
 
 
 def test_bytes_of_a_step_are_those_of_its_arrays() -> None:
-    """Down a 16-bit gradient; up 16-bit weights and the means of blocks of 32; the pass reads and writes p, m and v."""
+    """Down a 16-bit gradient; up 16-bit weights and the means of blocks of 32; the pass reads and
+    writes p, m and v."""
     exact = traffic(SEVEN_B, Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1)))
     assert (exact.down, exact.up) == (2, 2 + 4 / 32)
     assert exact.passed == 2 + 24 + 2 + 4 / 32 + exact.down + exact.up
@@ -77,7 +86,12 @@ def test_hidden_transfers_expose_nothing_and_copies_in_the_step_expose_the_longe
         "not overlapped": {"overlap_step": False},
     }
     found = {
-        name: step_time(SEVEN_B, OCTET, Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1, **section)), machine)
+        name: step_time(
+            SEVEN_B,
+            OCTET,
+            Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1, **section)),
+            machine,
+        )
         for name, section in sections.items()
     }
     numel = 7e9 / 8
@@ -93,7 +107,9 @@ def test_hidden_transfers_expose_nothing_and_copies_in_the_step_expose_the_longe
 
 
 def test_a_faster_machine_never_needs_more_tokens() -> None:
-    slow, fast = (fits(asked(machine=machine)) for machine in (Machine(), Machine(link=50e9, host=600e9)))
+    slow, fast = (
+        fits(asked(machine=machine)) for machine in (Machine(), Machine(link=50e9, host=600e9))
+    )
     for before, after in zip(slow, fast, strict=True):
         assert after.time.transfer <= before.time.transfer
         assert after.step_seconds <= before.step_seconds
@@ -109,8 +125,15 @@ def test_experts_that_a_token_does_not_use_raise_the_tokens() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(params=st.integers(10**6, 10**12), gpus=st.integers(1, 64), gpu=st.floats(8, 200), host=st.floats(32, 4096))
-def test_what_fits_leaves_the_reserve_and_room_for_activations(params: int, gpus: int, gpu: float, host: float) -> None:
+@given(
+    params=st.integers(10**6, 10**12),
+    gpus=st.integers(1, 64),
+    gpu=st.floats(8, 200),
+    host=st.floats(32, 4096),
+)
+def test_what_fits_leaves_the_reserve_and_room_for_activations(
+    params: int, gpus: int, gpu: float, host: float
+) -> None:
     ranks, model = Ranks(gpus, min(8, gpus)), Model(params, params // 20, "bfloat16")
     question = asked(gpu, host, ranks, model)
     found, activations = fits(question), typical_activations(params)
@@ -119,7 +142,9 @@ def test_what_fits_leaves_the_reserve_and_room_for_activations(params: int, gpus
         plan, free = fit.plan, int(gpu * GIB) - GPU_RESERVE
         backward = plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD)
         assert fit.room == free - backward
-        assert (Place.ACCELERATOR in fit.short) == (max(plan.peak(Place.ACCELERATOR), backward + activations) > free)
+        assert (Place.ACCELERATOR in fit.short) == (
+            max(plan.peak(Place.ACCELERATOR), backward + activations) > free
+        )
         assert (Place.HOST in fit.short) == (
             plan.host_peak() > int(host * GIB) - HOST_RESERVE - ranks.per_host * RANK_RESERVE
         )
@@ -139,7 +164,8 @@ def test_what_fits_leaves_the_reserve_and_room_for_activations(params: int, gpus
 
 
 def test_ways_are_all_combinations_of_the_product_and_no_repetition() -> None:
-    """Moments, interval, rule, place of gradients, share and place of weights, at stages 2 and 3."""
+    """Moments, interval, rule, place of gradients, share and place of weights, at stages 2 and
+    3."""
     found = list(ways())
     assert len(set(found)) == len(found)
     assert len({(setup.stage, name_of(setup)) for setup in found}) == len(found)
@@ -193,7 +219,8 @@ ON_ONE = Ranks(1, 1)
     ],
 )
 def test_seven_billion_parameters_on_one_gpu_of_24_gb(host: int, expected: str | None) -> None:
-    """8-bit moments take 80 GiB of the host while a model is saved, those of bf16 93; 8.5 stay free."""
+    """8-bit moments take 80 GiB of the host while a model is saved, those of bf16 93; 8.5 stay
+    free."""
     question = asked(24, host, ON_ONE)
     found = fits(question)
     best = suggested(found)
@@ -207,7 +234,9 @@ def test_seven_billion_parameters_on_one_gpu_of_24_gb(host: int, expected: str |
         assert 4e9 < most[0] < 7e9
 
 
-@pytest.mark.parametrize(("gpu", "host", "gpus"), [(24, 64, 1), (24, 72, 1), (8, 16, 1), (80, 128, 8), (16, 4096, 2)])
+@pytest.mark.parametrize(
+    ("gpu", "host", "gpus"), [(24, 64, 1), (24, 72, 1), (8, 16, 1), (80, 128, 8), (16, 4096, 2)]
+)
 def test_the_largest_model_fits_and_a_tenth_more_does_not(gpu: int, host: int, gpus: int) -> None:
     question = asked(gpu, host, Ranks(gpus, gpus), Model(10**12, 10**9, "bfloat16"), active=10**12)
     most = largest(question, fits(question))
@@ -244,7 +273,9 @@ def test_the_config_of_every_way_is_that_way(dtype: str, reader: Any, tmp_path: 
             assert read.dtype == dtype
             assert "auto" not in json.dumps(config)
         zero = config["zero_optimization"]
-        assert zero.get("stage3_gather_16bit_weights_on_model_save", False) is (fit.setup.stage == 3)
+        assert zero.get("stage3_gather_16bit_weights_on_model_save", False) is (
+            fit.setup.stage == 3
+        )
         assert fit.setup.zenflow is None or zero["zenflow"]["update_rule"] == fit.setup.zenflow.rule
 
 
@@ -277,14 +308,20 @@ def test_all_shows_every_way(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_left_for_activations_does_not_subtract_a_peak_of_start_up() -> None:
-    """At start-up stage 2 holds a second copy of the weights, which is gone before there are activations."""
+    """At start-up stage 2 holds a second copy of the weights, which is gone before there are
+    activations."""
     found = by_name(fits(asked(80, 512)))["ZenFlow exact"]
-    assert found.plan.nbytes(Place.ACCELERATOR, Phase.START) > found.plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD)
-    assert found.room == 80 * GIB - GPU_RESERVE - found.plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD)
+    assert found.plan.nbytes(Place.ACCELERATOR, Phase.START) > found.plan.nbytes(
+        Place.ACCELERATOR, Phase.BACKWARD
+    )
+    assert found.room == 80 * GIB - GPU_RESERVE - found.plan.nbytes(
+        Place.ACCELERATOR, Phase.BACKWARD
+    )
 
 
 def test_more_tokens_hide_more(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without offload a step takes what forward and backward take; offload that hides is then as fast."""
+    """Without offload a step takes what forward and backward take; offload that hides is then as
+    fast."""
     few, many = (by_name(fits(asked(24, 512, tokens=tokens))) for tokens in (100, 100_000))
     assert few["ZenFlow exact"].step_seconds > 2 * few["ZeRO"].step_seconds
     assert many["ZenFlow exact"].step_seconds == many["ZeRO"].step_seconds
@@ -302,12 +339,16 @@ def test_json_has_every_way_with_its_config(capsys: pytest.CaptureFixture[str]) 
     assert short["left_bytes"]["accelerator"] < 0 < short["left_bytes"]["host"]
 
 
-def test_nothing_that_fits_is_nothing_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_that_fits_is_nothing_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "ds.json"
     machine = ["--gpus", "1", "--gpu-gb", "24", "--host-gb", "64"]
     assert cli.main(["plan", "--memory", "--params", "7e9", *machine]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("It does not fit. Nearest: stage 2, ZenFlow 8-bit moments, gradients on host, host ")
+    assert first.startswith(
+        "It does not fit. Nearest: stage 2, ZenFlow 8-bit moments, gradients on host, host "
+    )
     assert " GiB short. The largest model that fits has about 4." in first
     assert cli.main(["plan", "--memory", "--params", "7e9", *machine, "--write", str(path)]) == 2
     assert "no run fits" in capsys.readouterr().err
@@ -324,7 +365,11 @@ def test_nothing_that_fits_is_nothing_to_write(tmp_path: Path, capsys: pytest.Ca
     ],
 )
 def test_arguments_that_have_no_effect_are_refused(
-    given: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    given: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main([*PLAN, *given]) == 2
@@ -333,9 +378,12 @@ def test_arguments_that_have_no_effect_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("gib", "tier"), [(None, None), (80, "accelerator"), (24, "distributed"), (15, "host"), (10, "host")]
+    ("gib", "tier"),
+    [(None, None), (80, "accelerator"), (24, "distributed"), (15, "host"), (10, "host")],
 )
-def test_start_up_counts_the_flatten_tier_that_a_run_takes_there(gib: int | None, tier: str | None) -> None:
+def test_start_up_counts_the_flatten_tier_that_a_run_takes_there(
+    gib: int | None, tier: str | None
+) -> None:
     """7 billion bf16 parameters take 13 GiB, a second copy as much, and an eighth of a copy 1.6."""
     capacity = Capacity(None if gib is None else gib * GIB)
     for fit in fits(asked(gib)):
@@ -361,7 +409,9 @@ def test_gradients_are_where_a_run_puts_them(
     stage: Any, gib: int | None, section: dict[str, Any], share: float, expected: bool
 ) -> None:
     """Beside 13 GiB of weights, 7 billion gradients take 26 at stage 2, and 15 at stage 3."""
-    setup = Setup(stage=stage, zenflow=ZenFlowConfig(update_interval=1, **section), host_share=share)
+    setup = Setup(
+        stage=stage, zenflow=ZenFlowConfig(update_interval=1, **section), host_share=share
+    )
     capacity = Capacity(None if gib is None else gib * GIB)
     plan = plan_memory(SEVEN_B, ON_ONE, setup, capacity)
     assert (plan.copies is Copies.WEIGHTS) is expected

@@ -1,4 +1,5 @@
-"""The plan of memory against what runs hold: arenas to the byte, and each phase on the simulated accelerator."""
+"""The plan of memory against what runs hold: arenas to the byte, and each phase on the simulated
+accelerator."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ from deepspeed_ext.flatten import staging
 from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step import coded_moments
-from tests.support.memory_runs import LARGEST, LAYERS, PARAMS, WAYS, Measured, compared, measure, memory_config, planned
+from tests.support.memory_runs import (
+    LARGEST,
+    LAYERS,
+    PARAMS,
+    WAYS,
+    Measured,
+    compared,
+    measure,
+    memory_config,
+    planned,
+)
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.sampled(8)
@@ -35,7 +46,9 @@ def once_each(ways: list[str]) -> pytest.MarkDecorator:
     """Every way at one stage, with ``--full`` at all of them."""
     pairs = [(stage, way) for way in ways for stage in STAGES]
     chosen = {(STAGES[index % len(STAGES)], way) for index, way in enumerate(ways)}
-    params = [pytest.param(*pair, marks=() if pair in chosen else pytest.mark.full) for pair in pairs]
+    params = [
+        pytest.param(*pair, marks=() if pair in chosen else pytest.mark.full) for pair in pairs
+    ]
     return pytest.mark.parametrize(("stage", "way"), params)
 
 
@@ -43,7 +56,9 @@ def once_each(ways: list[str]) -> pytest.MarkDecorator:
 def test_arena_and_partitions_are_planned_to_the_byte(stage: int, way: str) -> None:
     config = memory_config(stage, way, sub_group_size=PARAMS // 8)
     plan = planned(config, 2)
-    arena = sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN] if part.memory.is_in_arena)
+    arena = sum(
+        part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN] if part.memory.is_in_arena
+    )
     for rank in run_ranks(2, measure, config, device="sim", pool="memory plan 2"):
         assert rank.arena == arena
         assert sum(rank.numels) == plan.setup.partition_numel(plan.model, plan.ranks)
@@ -80,14 +95,22 @@ def test_gradient_accumulation_is_planned_within_two_percent(stage: int, way: st
         (2, {"reduce_bucket_size": 2 * PARAMS}),
         (2, {"flatten_tier": "host"}),
         pytest.param(
-            *(3, {"stage3_max_live_parameters": 10 * LARGEST, "stage3_max_reuse_distance": 8 * LARGEST}),
+            *(
+                3,
+                {
+                    "stage3_max_live_parameters": 10 * LARGEST,
+                    "stage3_max_reuse_distance": 8 * LARGEST,
+                },
+            ),
             marks=pytest.mark.full,
         ),
         (3, {"stage3_allgather_single_param": True}),
     ],
     ids=str,
 )
-def test_settings_of_zero_are_planned_within_two_percent(stage: int, fields: dict[str, Any]) -> None:
+def test_settings_of_zero_are_planned_within_two_percent(
+    stage: int, fields: dict[str, Any]
+) -> None:
     require_close(memory_config(stage, "ZeRO", **fields), 2)
 
 
@@ -100,8 +123,12 @@ def test_weights_on_the_host_are_planned_within_two_percent(way: str, accumulati
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("way", EARLY)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_on_the_host_are_planned_within_two_percent(stage: int, way: str, accumulation: int) -> None:
-    require_close(memory_config(stage, way, accumulation=accumulation), 1 if "selective" in way else 2)
+def test_gradients_on_the_host_are_planned_within_two_percent(
+    stage: int, way: str, accumulation: int
+) -> None:
+    require_close(
+        memory_config(stage, way, accumulation=accumulation), 1 if "selective" in way else 2
+    )
 
 
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-5}}}
@@ -115,7 +142,9 @@ def test_the_arena_of_lion_is_planned_to_the_byte() -> None:
     assert rank.arena == sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN])
 
 
-@pytest.mark.parametrize("way", ["predictive, interval 1", "predictive, interval 1, half on the host"])
+@pytest.mark.parametrize(
+    "way", ["predictive, interval 1", "predictive, interval 1, half on the host"]
+)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_lion_is_planned_within_two_percent(stage: int, way: str) -> None:
     require_close(memory_config(stage, way) | LION, 2)
@@ -143,22 +172,33 @@ ROWS_OF_VOCABULARY = 1024 * 256
         (3, "predictive, interval 1"),
     ],
 )
-def test_a_model_given_by_its_config_json_is_planned_within_two_percent(stage: int, way: str, tmp_path: Path) -> None:
+def test_a_model_given_by_its_config_json_is_planned_within_two_percent(
+    stage: int, way: str, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
-    sizes = {"reduce_bucket_size": 3 * ROWS_OF_VOCABULARY, "stage3_prefetch_bucket_size": ROWS_OF_VOCABULARY}
+    sizes = {
+        "reduce_bucket_size": 3 * ROWS_OF_VOCABULARY,
+        "stage3_prefetch_bucket_size": ROWS_OF_VOCABULARY,
+    }
     require_close(memory_config(stage, way, **sizes, sub_group_size=10**9), 2, str(path))
 
 
 def require_close(config: dict[str, Any], ranks: int, model: str | None = None) -> None:
     found = compared(config, ranks, model)
     zero = config["zero_optimization"]
-    if "offload_param" in zero or (zero["stage"] == 3 and zero.get("zenflow", {}).get("gradients_on_host")):
-        del found[Place.ACCELERATOR, Phase.START]  # DeepSpeed moves the whole module there, as the plan's note says
+    if "offload_param" in zero or (
+        zero["stage"] == 3 and zero.get("zenflow", {}).get("gradients_on_host")
+    ):
+        del found[
+            Place.ACCELERATOR, Phase.START
+        ]  # DeepSpeed moves the whole module there, as the plan's note says
     for (place, phase), (plan, measured) in found.items():
         nothing = LARGEST * 2 if phase is Phase.SLEEP else NOTHING  # what a batch leaves behind
-        assert abs(plan - measured) <= TOLERANCE * measured + nothing, f"{place} {phase}: {plan:,} {measured:,}"
+        assert abs(plan - measured) <= TOLERANCE * measured + nothing, (
+            f"{place} {phase}: {plan:,} {measured:,}"
+        )
     assert any(measured > PARAMS for _, measured in found.values())
 
 
@@ -187,7 +227,9 @@ def measure_in_small_chunks(config: dict[str, Any]) -> Measured:
         (3, "predictive, interval 1, offload_param"),
     ],
 )
-def test_start_up_and_a_save_hold_what_the_host_holds_between_steps_and_no_more(stage: int, way: str) -> None:
+def test_start_up_and_a_save_hold_what_the_host_holds_between_steps_and_no_more(
+    stage: int, way: str
+) -> None:
     for rank in run_ranks(2, measure_in_small_chunks, memory_config(stage, way), device="sim"):
         between = rank.host[Phase.BETWEEN.value]
         for phase in (Phase.START, Phase.SAVE):
@@ -205,8 +247,11 @@ def test_start_up_and_a_save_hold_what_the_host_holds_between_steps_and_no_more(
         (2, "predictive, interval 1, int8 moments", 6.4),
     ],
 )
-def test_with_chunks_in_transit_the_host_holds_little_besides_the_state(stage: int, way: str, most: float) -> None:
-    """Bytes per parameter by the meter, in every phase of a run; the plan's arena is the run's to the byte."""
+def test_with_chunks_in_transit_the_host_holds_little_besides_the_state(
+    stage: int, way: str, most: float
+) -> None:
+    """Bytes per parameter by the meter, in every phase of a run; the plan's arena is the run's to
+    the byte."""
     config = memory_config(stage, way)
     plan = planned(config, 2)
     held = {part.kind: part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN]}
@@ -218,10 +263,17 @@ def test_with_chunks_in_transit_the_host_holds_little_besides_the_state(stage: i
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_hot_state_of_all_ranks_is_planned_and_no_rank_has_more_than_twice_its_share(offload: bool) -> None:
-    config = memory_config(2, "selective, interval 2, offload" if offload else "selective, interval 2")
+def test_hot_state_of_all_ranks_is_planned_and_no_rank_has_more_than_twice_its_share(
+    offload: bool,
+) -> None:
+    config = memory_config(
+        2, "selective, interval 2, offload" if offload else "selective, interval 2"
+    )
     plan = planned(config, 2)
-    between = [*plan.parts[Place.ACCELERATOR, Phase.BETWEEN], *plan.parts[Place.HOST, Phase.BETWEEN]]
+    between = [
+        *plan.parts[Place.ACCELERATOR, Phase.BETWEEN],
+        *plan.parts[Place.HOST, Phase.BETWEEN],
+    ]
     share = sum(part.nbytes for part in between if part.kind in KEPT)
     ranks: list[Measured] = run_ranks(2, measure, config)
     assert sum(rank.kept for rank in ranks) == pytest.approx(2 * share, rel=TOLERANCE)
@@ -232,7 +284,9 @@ def test_hot_state_of_all_ranks_is_planned_and_no_rank_has_more_than_twice_its_s
 def test_what_the_estimate_keeps_is_planned_to_the_byte(way: str) -> None:
     config = memory_config(3, way)
     plan = planned(config, 2)
-    kept = sum(part.nbytes for part in plan.parts[Place.ACCELERATOR, Phase.BETWEEN] if part.kind in KEPT)
+    kept = sum(
+        part.nbytes for part in plan.parts[Place.ACCELERATOR, Phase.BETWEEN] if part.kind in KEPT
+    )
     assert [rank.kept for rank in run_ranks(2, measure, config)] == [kept, kept]
 
 

@@ -21,7 +21,12 @@ from tests.support.paths import ROOT
 
 pytest.importorskip("transformers")
 
-SHAPES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, **SHAPES}
 LAYER = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
@@ -41,7 +46,8 @@ apart = model_file._answer
 
 @pytest.fixture(autouse=True)
 def counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing transformers in a process per test would take minutes; `apart` does, where a test needs it."""
+    """Importing transformers in a process per test would take minutes; `apart` does, where a test
+    needs it."""
     monkeypatch.setattr(model_file, "_answer", model_shapes.answer)
 
 
@@ -56,7 +62,9 @@ def write(folder: Path, config: Any) -> Path:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_folder_and_its_file_count_alike_and_a_tied_embedding_once(tied: bool, tmp_path: Path) -> None:
+def test_a_folder_and_its_file_count_alike_and_a_tied_embedding_once(
+    tied: bool, tmp_path: Path
+) -> None:
     folder = write(tmp_path, LLAMA | {"tie_word_embeddings": tied})
     found = read_model(str(folder))
     assert found == read_model(str(folder / "config.json"))
@@ -76,7 +84,9 @@ def test_a_model_that_names_no_class_is_the_language_model_of_its_type(tmp_path:
     assert read_model(str(write(tmp_path, config))).name == "LlamaForCausalLM"
 
 
-QUANTIZED = LLAMA | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+QUANTIZED = LLAMA | {
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
+}
 TOWER = {"model_type": "clip_vision_model", "image_size": 32, "patch_size": 8, **SHAPES}
 TEXT = {name: value for name, value in LLAMA.items() if name != "architectures"}
 PICTURES = {"model_type": "llava", "text_config": TEXT, "vision_config": TOWER}
@@ -94,17 +104,37 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("config", "says", "change"),
     [
-        ('{"model_type": "llama",\n "hidden_size": }', r"is no JSON \(.*line 2 column 17", "mend it"),
+        (
+            '{"model_type": "llama",\n "hidden_size": }',
+            r"is no JSON \(.*line 2 column 17",
+            "mend it",
+        ),
         ("<!DOCTYPE html>", "is no JSON", "give another config.json or --params"),
         ("[" * 100_000, "is no JSON", "mend it"),
         ([LLAMA], "names no model_type", "give one that does"),
         ({"hidden_size": 3}, "names no model_type", "give one that does, or --params"),
         (LLAMA | {"model_type": ["llama"]}, "names no model_type", "give one that does"),
         ({"zero_optimization": {"stage": 2}}, "is a config of DeepSpeed", "give it as --config"),
-        ({"model_type": "unheard-of"}, "does not know the model_type 'unheard-of'", "pip install --upgrade"),
-        (LLAMA | {"hidden_size": "many"}, "builds no model.*str", "mend the file, or give --params"),
-        (LLAMA | {"hidden_size": -64}, "builds no model.*negative dimension", "mend the file, or give --params"),
-        (PICTURES | {"text_config": {"model_type": "unheard-of"}}, "builds no model.*unheard-of", "mend the file"),
+        (
+            {"model_type": "unheard-of"},
+            "does not know the model_type 'unheard-of'",
+            "pip install --upgrade",
+        ),
+        (
+            LLAMA | {"hidden_size": "many"},
+            "builds no model.*str",
+            "mend the file, or give --params",
+        ),
+        (
+            LLAMA | {"hidden_size": -64},
+            "builds no model.*negative dimension",
+            "mend the file, or give --params",
+        ),
+        (
+            PICTURES | {"text_config": {"model_type": "unheard-of"}},
+            "builds no model.*unheard-of",
+            "mend the file",
+        ),
     ],
 )
 def test_what_is_no_model_is_one_line_that_says_what_to_change(
@@ -116,20 +146,36 @@ def test_what_is_no_model_is_one_line_that_says_what_to_change(
     assert "config.json" in said
 
 
-def test_weights_in_place_of_the_config_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_in_place_of_the_config_are_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(MOST_BYTES + 1)
-    said = error_of(capsys, "--memory", "--gpus", "2", "--model", str(tmp_path / "model.safetensors"))
+    said = error_of(
+        capsys, "--memory", "--gpus", "2", "--model", str(tmp_path / "model.safetensors")
+    )
     assert "give the config.json, not the weights" in said
 
 
 @pytest.mark.parametrize(
     ("path", "files", "says"),
     [
-        ("folder", [], "the folder 'folder' holds no config.json; give the one that does, or --params"),
+        (
+            "folder",
+            [],
+            "the folder 'folder' holds no config.json; give the one that does, or --params",
+        ),
         ("folder", ["model.safetensors"], "the folder 'folder' holds no config.json"),
-        ("folder", ["adapter_config.json"], "'folder' holds an adapter; give --params of the adapter"),
-        ("meta-llama/Llama-3.1-8B", [], "nothing is downloaded: of a model on a hub, download config.json first"),
+        (
+            "folder",
+            ["adapter_config.json"],
+            "'folder' holds an adapter; give --params of the adapter",
+        ),
+        (
+            "meta-llama/Llama-3.1-8B",
+            [],
+            "nothing is downloaded: of a model on a hub, download config.json first",
+        ),
         (
             "/nowhere/at/all",
             [],
@@ -141,7 +187,12 @@ def test_weights_in_place_of_the_config_are_not_read(tmp_path: Path, capsys: pyt
     ],
 )
 def test_a_path_without_a_config_is_one_line_that_says_what_to_give(
-    path: str, files: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    path: str,
+    files: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
@@ -156,7 +207,10 @@ def test_a_path_without_a_config_is_one_line_that_says_what_to_give(
         (["--memory", "--model", "config.json"], "--memory needs --gpus N\n"),
         (["--memory", "--gpus", "2"], "--memory needs --model config.json or --params 7e9\n"),
         (["--memory"], "--memory needs --gpus N, and --model config.json or --params 7e9\n"),
-        (["--memory", "--gpus", "2", "--params", "7e9", "--model", "config.json"], "give one of them"),
+        (
+            ["--memory", "--gpus", "2", "--params", "7e9", "--model", "config.json"],
+            "give one of them",
+        ),
         (["--model", "config.json"], "--model: only with --memory\n"),
     ],
 )
@@ -170,7 +224,8 @@ def test_what_is_missing_is_named_and_nothing_else(
 def test_no_code_beside_a_config_runs_and_nothing_asks_whether_to(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers would ask, with the question in the output that is held back, and run it after a yes."""
+    """transformers would ask, with the question in the output that is held back, and run it after a
+    yes."""
     code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     write(tmp_path, TEXT | {"auto_map": code, "model_type": kind})
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
@@ -179,14 +234,19 @@ def test_no_code_beside_a_config_runs_and_nothing_asks_whether_to(
     if kind == "llama":
         assert read_model(str(tmp_path)).name == "LlamaForCausalLM"
     else:
-        with pytest.raises(ConfigError, match="code that comes with a model is not run; give --params"):
+        with pytest.raises(
+            ConfigError, match="code that comes with a model is not run; give --params"
+        ):
             read_model(str(tmp_path))
     assert asked.tell() == 0
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_class_that_is_no_model_is_not_called(tmp_path: Path) -> None:
-    assert read_model(str(write(tmp_path, LLAMA | {"architectures": ["Trainer"]}))).name == "LlamaForCausalLM"
+    assert (
+        read_model(str(write(tmp_path, LLAMA | {"architectures": ["Trainer"]}))).name
+        == "LlamaForCausalLM"
+    )
 
 
 def test_quantized_weights_count_as_the_plain_ones_and_a_note_says_so(
@@ -207,15 +267,22 @@ def test_quantized_weights_count_as_the_plain_ones_and_a_note_says_so(
     assert json.loads(capsys.readouterr().out)["notes"] == [note]
 
 
-def test_notes_of_the_model_come_with_a_config_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_of_the_model_come_with_a_config_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = str(ROOT / "configs/zenflow.json")
     write(tmp_path, QUANTIZED)
-    assert cli.main(["plan", "--memory", "--gpus", "2", "--model", str(tmp_path), "--config", config]) == 0
+    assert (
+        cli.main(["plan", "--memory", "--gpus", "2", "--model", str(tmp_path), "--config", config])
+        == 0
+    )
     assert "note: the weights are quantized ('fp8')" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("names_class", [False, True])
-def test_a_model_of_text_and_pictures_is_counted_whole_and_its_tower_named(names_class: bool, tmp_path: Path) -> None:
+def test_a_model_of_text_and_pictures_is_counted_whole_and_its_tower_named(
+    names_class: bool, tmp_path: Path
+) -> None:
     text = read_model(str(write(tmp_path, LLAMA)))
     architectures = {"architectures": ["LlavaForConditionalGeneration"]} if names_class else {}
     found = read_model(str(write(tmp_path, PICTURES | architectures)))
@@ -229,20 +296,29 @@ def test_a_model_of_text_and_pictures_is_counted_whole_and_its_tower_named(names
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        ({"model_type": "t5", "d_model": 64, "d_ff": 64, "num_layers": 1}, "T5ForConditionalGeneration"),
+        (
+            {"model_type": "t5", "d_model": 64, "d_ff": 64, "num_layers": 1},
+            "T5ForConditionalGeneration",
+        ),
         ({"model_type": "vit", **SHAPES}, "ViTModel"),
     ],
 )
-def test_other_types_that_name_no_class_are_the_model_of_their_task(config: Any, name: str, tmp_path: Path) -> None:
+def test_other_types_that_name_no_class_are_the_model_of_their_task(
+    config: Any, name: str, tmp_path: Path
+) -> None:
     assert read_model(str(write(tmp_path, config))).name == name
 
 
-def test_a_library_that_transformers_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_transformers_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise ImportError("TimmWrapperConfig requires the timm library")
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fails)
-    with pytest.raises(ConfigError, match="requires the timm library; install what it names, or give --params"):
+    with pytest.raises(
+        ConfigError, match="requires the timm library; install what it names, or give --params"
+    ):
         read_model(str(write(tmp_path, LLAMA)))
 
 
@@ -257,11 +333,26 @@ def test_without_transformers_the_message_says_what_to_install(
     assert "needs transformers (there is none): pip install 'deepspeed-ext[transformers]'" in said
 
 
-def test_a_large_model_is_planned_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_large_model_is_planned_by_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The shapes of Llama-3.1-70B, of which nothing is allocated."""
-    shapes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-    write(tmp_path, LLAMA | shapes | {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False})
-    assert cli.main(["plan", "--memory", "--model", str(tmp_path), "--gpus", "8", "--gpu-gb", "80"]) == 0
+    shapes = {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    }
+    write(
+        tmp_path,
+        LLAMA
+        | shapes
+        | {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False},
+    )
+    assert (
+        cli.main(["plan", "--memory", "--model", str(tmp_path), "--gpus", "8", "--gpu-gb", "80"])
+        == 0
+    )
     said = capsys.readouterr().out
     assert said.startswith("It fits: stage 3, ")
     assert "LlamaForCausalLM: 70,553,706,496 parameters in bfloat16 on 8 GPU(s)" in said
@@ -298,7 +389,9 @@ def in_list(key: str, value: Any) -> dict[str, Any]:
 def test_a_field_that_names_something_to_load_is_refused_wherever_it_stands(
     place: Callable[[str, Any], Any], key: str, value: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=f"field '{key}' names something else to load .* or give --params"):
+    with pytest.raises(
+        ConfigError, match=f"field '{key}' names something else to load .* or give --params"
+    ):
         read_model(str(write(tmp_path, place(key, value))))
 
 
@@ -326,13 +419,21 @@ def test_a_field_that_changes_no_shape_is_left_out(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("backbone", None), ("use_timm_backbone", False), ("backbone_config", None), ("model_args", {})]
+    ("key", "value"),
+    [
+        ("backbone", None),
+        ("use_timm_backbone", False),
+        ("backbone_config", None),
+        ("model_args", {}),
+    ],
 )
 def test_an_empty_reference_is_none(key: str, value: Any) -> None:
     assert inert(LLAMA | {key: value}) == LLAMA | {key: value}
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "encoder_layers", "num_experts", "depth"])
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "n_layer", "encoder_layers", "num_experts", "depth"]
+)
 def test_more_layers_than_any_model_has_are_refused_at_once(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"'{key}' is 3,000,000, expected at most 10,000"):
         read_model(str(write(tmp_path, LLAMA | {key: 3_000_000})))
@@ -360,7 +461,9 @@ def test_the_process_that_counts_has_no_token_no_home_and_no_network(
     with pytest.raises(ConfigError) as raised:
         read_model(str(write(tmp_path, LLAMA | {"elsewhere": str(tmp_path)})))
     said = str(raised.value)
-    assert "builds no model from it: RuntimeError: 7 refused, 1 allowed, no token, offline" in said, said
+    assert (
+        "builds no model from it: RuntimeError: 7 refused, 1 allowed, no token, offline" in said
+    ), said
 
 
 STAND_IN = """
@@ -387,7 +490,8 @@ def from_pretrained(path, **how):
             each()
         except PermissionError:
             refused += 1
-    token = "a token" if "HF_TOKEN" in os.environ or os.path.exists(os.path.expanduser("~/.cache")) else "no token"
+    has_token = "HF_TOKEN" in os.environ or os.path.exists(os.path.expanduser("~/.cache"))
+    token = "a token" if has_token else "no token"
     offline = "offline" if os.environ["HF_HUB_OFFLINE"] == "1" else "online"
     raise RuntimeError(f"{refused} refused, {len(tries) - refused} allowed, {token}, {offline}")
 """
@@ -397,17 +501,26 @@ def from_pretrained(path, **how):
 def test_the_process_that_counts_finds_what_this_one_finds(tmp_path: Path) -> None:
     found = read_model(str(write(tmp_path, PICTURES)))
     here = model_shapes.answer(inert(PICTURES))
-    assert (found.name, found.params, found.active) == (here["name"], here["params"], here["active"])
+    assert (found.name, found.params, found.active) == (
+        here["name"],
+        here["params"],
+        here["active"],
+    )
 
 
 @pytest.mark.usefixtures("counted_apart")
-def test_a_model_that_takes_too_long_to_build_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_takes_too_long_to_build_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "transformers.py").write_text(
-        "import signal, types\n__version__ = '0'\nAutoConfig, CONFIG_MAPPING = __import__(__name__), ['llama']\n"
+        "import signal, types\n__version__ = '0'\nAutoConfig, CONFIG_MAPPING = "
+        "__import__(__name__), ['llama']\n"
         "logging = types.SimpleNamespace(set_verbosity_error=lambda: None)\n"
         "def from_pretrained(path, **how):\n    signal.setitimer(signal.ITIMER_PROF, 0.01)\n"
         "    while True:\n        pass\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(ConfigError, match="takes more than a minute to build its model; mend it, or give --params"):
+    with pytest.raises(
+        ConfigError, match="takes more than a minute to build its model; mend it, or give --params"
+    ):
         read_model(str(write(tmp_path, LLAMA)))

@@ -1,4 +1,5 @@
-"""From a user's config to the check's: what is filled in, what is switched off, and what is refused."""
+"""From a user's config to the check's: what is filled in, what is switched off, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -44,12 +45,19 @@ def test_every_ready_config_has_a_plan_that_travels_as_json(path: Path, tmp_path
 
 def test_the_trainers_values_take_the_place_of_auto_and_are_named() -> None:
     optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-    found = plan(optimizer=optimizer, bf16={"enabled": "auto"}, zero_optimization={"reduce_bucket_size": "auto"})
+    found = plan(
+        optimizer=optimizer,
+        bf16={"enabled": "auto"},
+        zero_optimization={"reduce_bucket_size": "auto"},
+    )
     assert found.optimizer == ("AdamW", {"lr": 5e-5, "weight_decay": 0.0})
     assert found.dtype == "bfloat16"
     assert found.config["zero_optimization"] == {}
     said = " ".join(found.changes)
-    assert all(name in said for name in ("optimizer.params.lr", "bf16.enabled", "zero_optimization.reduce_bucket_size"))
+    assert all(
+        name in said
+        for name in ("optimizer.params.lr", "bf16.enabled", "zero_optimization.reduce_bucket_size")
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +80,12 @@ def test_the_dtype_is_the_configs(sections: dict[str, Any], dtype: str) -> None:
 
 def test_what_writes_elsewhere_is_switched_off_and_named() -> None:
     nvme = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/data"}}
-    found = plan(wandb={"enabled": True}, tensorboard={"enabled": True}, steps_per_print=1, zero_optimization=nvme)
+    found = plan(
+        wandb={"enabled": True},
+        tensorboard={"enabled": True},
+        steps_per_print=1,
+        zero_optimization=nvme,
+    )
     assert not {"wandb", "tensorboard"} & set(found.config)
     assert found.config["zero_optimization"]["offload_param"]["nvme_path"] == "/scratch"
     assert {"wandb is left out", "tensorboard is left out"} <= set(found.changes)
@@ -86,12 +99,17 @@ def test_what_writes_elsewhere_is_switched_off_and_named() -> None:
         ({"type": "AdamW", "params": {"torch_adam": True}}, ("AdamW", {})),
         ({"type": "Adam", "params": {"weight_decay": 0.1}}, ("AdamW", {"weight_decay": 0.1})),
         ({"type": "Adam", "params": {"adam_w_mode": False}}, ("Adam", {"weight_decay": 0.0})),
-        ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, ("SGD", {"lr": 0.1, "momentum": 0.9})),
+        (
+            {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+            ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ),
         ({"type": "Lamb", "params": {}}, None),
         ({"type": "AdamW", "params": {"bias_correction": False}}, None),
     ],
 )
-def test_the_plain_optimizer_is_the_one_that_the_config_names(optimizer: dict[str, Any], expected: Any) -> None:
+def test_the_plain_optimizer_is_the_one_that_the_config_names(
+    optimizer: dict[str, Any], expected: Any
+) -> None:
     found = plan(optimizer=optimizer)
     assert found.optimizer == expected
     assert bool(found.why_no_optimizer) == (expected is None)
@@ -109,19 +127,25 @@ def test_the_plain_optimizer_is_the_one_that_the_config_names(optimizer: dict[st
         ({"topk_ratio": 0.1, "overlap_step": True}, True, ("deferred", None, True)),
     ],
 )
-def test_the_rule_says_how_the_weights_follow(zenflow: dict[str, Any], upstream: bool, expected: Any) -> None:
+def test_the_rule_says_how_the_weights_follow(
+    zenflow: dict[str, Any], upstream: bool, expected: Any
+) -> None:
     found = plan(upstream, zero_optimization={"stage": 2, "zenflow": zenflow})
     assert (found.rule, found.interval, found.has_worker) == expected
 
 
 @pytest.mark.parametrize(
-    ("torch_adam", "zenflow", "expected"), [(False, {}, True), (True, {}, False), (False, {"zenflow": {}}, False)]
+    ("torch_adam", "zenflow", "expected"),
+    [(False, {}, True), (True, {}, False), (False, {"zenflow": {}}, False)],
 )
 def test_only_deepspeeds_cpu_adam_rounds_otherwise_after_loading(
     torch_adam: bool, zenflow: dict[str, Any], expected: bool
 ) -> None:
     optimizer = {"type": "AdamW", "params": {"torch_adam": torch_adam}}
-    found = plan(optimizer=optimizer, zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}, **zenflow})
+    found = plan(
+        optimizer=optimizer,
+        zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}, **zenflow},
+    )
     assert found.rounds_on_resume is expected
 
 
@@ -134,13 +158,17 @@ def test_only_deepspeeds_cpu_adam_rounds_otherwise_after_loading(
 def test_there_are_steps_after_the_warm_up(
     rule: str, interval: int | None, warm_up: int | str, steps: int | None
 ) -> None:
-    """The config's, if it ends before the training does; otherwise five intervals, and the report says so."""
+    """The config's, if it ends before the training does; otherwise five intervals, and the report
+    says so."""
     zenflow = {"update_rule": rule, "update_interval": interval, "full_warm_up_rounds": warm_up}
     found = plan(steps=steps, zero_optimization={"stage": 2, "zenflow": dict(zenflow)})
     planned = found.config["zero_optimization"]["zenflow"].get("full_warm_up_rounds", "auto")
     wanted = warm_up if isinstance(warm_up, int) else 40 if rule == "predictive" else 1
     assert found.steps - (planned if isinstance(planned, int) else wanted) >= (interval or 1)
-    shortened = any("zenflow.full_warm_up_rounds" in change and "instead of" in change for change in found.changes)
+    shortened = any(
+        "zenflow.full_warm_up_rounds" in change and "instead of" in change
+        for change in found.changes
+    )
     assert shortened is (planned != warm_up)
     if steps is not None and steps >= wanted + 40:
         assert planned == warm_up
@@ -149,7 +177,11 @@ def test_there_are_steps_after_the_warm_up(
 def test_a_measured_interval_is_known_before_the_save() -> None:
     """Else the resumed run would measure again, and choose in another step."""
     zero = {"stage": 2, "zenflow": {"update_interval": "measured"}}
-    assert [plan(steps=steps, zero_optimization=zero).save_after for steps in (7, 9, 40)] == [6, 6, 21]
+    assert [plan(steps=steps, zero_optimization=zero).save_after for steps in (7, 9, 40)] == [
+        6,
+        6,
+        21,
+    ]
     with pytest.raises(ValueError, match="--steps: expected more than 6"):
         plan(steps=6, zero_optimization=zero)
 
@@ -158,7 +190,10 @@ def test_a_measured_interval_is_known_before_the_save() -> None:
     ("sections", "says"),
     [
         ({"train_batch_size": 10, "gradient_accumulation_steps": 3}, "no number of ranks fits"),
-        ({"train_micro_batch_size_per_gpu": None}, "train_batch_size or train_micro_batch_size_per_gpu"),
+        (
+            {"train_micro_batch_size_per_gpu": None},
+            "train_batch_size or train_micro_batch_size_per_gpu",
+        ),
         ({"train_micro_batch_size_per_gpu": "4"}, "expected a whole number"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "small"}}}, "expected numbers"),
         ({"optimizer": 7}, "expected an object"),
@@ -171,13 +206,15 @@ def test_a_config_that_contradicts_itself_is_refused(sections: dict[str, Any], s
         plan(**sections)
 
 
-# -- batch sizes ----------------------------------------------------------------------------------------------------
+# -- batch sizes -----------------------------------------------------------------------------------
 
 SIZE = st.one_of(st.none(), st.just("auto"), st.integers(1, 600))
 
 
 @given(total=SIZE, micro=SIZE, accumulation=SIZE, ranks=st.integers(1, 9))
-def test_batches_are_the_configs_or_say_how_they_differ(total: Any, micro: Any, accumulation: Any, ranks: int) -> None:
+def test_batches_are_the_configs_or_say_how_they_differ(
+    total: Any, micro: Any, accumulation: Any, ranks: int
+) -> None:
     config = {
         "train_batch_size": total,
         "train_micro_batch_size_per_gpu": micro,

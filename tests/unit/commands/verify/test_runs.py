@@ -1,4 +1,5 @@
-"""``deepspeed-ext verify`` with real ranks: a good config passes, and every fault fails the check that is about it."""
+"""``deepspeed-ext verify`` with real ranks: a good config passes, and every fault fails the check
+that is about it."""
 
 from __future__ import annotations
 
@@ -17,15 +18,21 @@ from tests.support.verify_faults import DROPPED, KINDS, Fault
 from tests.support.verify_runs import ForkedRanks, left_behind
 from tests.support.zenflow import zenflow_config
 
-pytestmark = pytest.mark.cpu(reason="the ranks of a check are started by the package, with the CPU's accelerator")
+pytestmark = pytest.mark.cpu(
+    reason="the ranks of a check are started by the package, with the CPU's accelerator"
+)
 
-RIGHT = dict.fromkeys(("initialize", "losses", "gradients", "weights", "resume", "worker's death"), "PASS")
+RIGHT = dict.fromkeys(
+    ("initialize", "losses", "gradients", "weights", "resume", "worker's death"), "PASS"
+)
 
 
 def run(config: dict[str, Any], fault: Fault | None = None, **how: Any) -> dict[str, Check]:
     """The checks of a config on two ranks, by name."""
     start = (fault or Fault()).as_json()
-    outcome = command.verify(config, 2, start=start, kind=ForkedRanks, **{"limit_seconds": 240.0, **how})
+    outcome = command.verify(
+        config, 2, start=start, kind=ForkedRanks, **{"limit_seconds": 240.0, **how}
+    )
     assert left_behind() == []
     return {check.name: check for check in outcome.checks}
 
@@ -37,25 +44,38 @@ def statuses(checks: dict[str, Check]) -> dict[str, str]:
 @pytest.mark.full
 def test_zenflow_passes_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    outcome = command.verify(zenflow_config(2, update_interval=1, lr=3e-3), 2, steps=8, limit_seconds=240.0)
+    outcome = command.verify(
+        zenflow_config(2, update_interval=1, lr=3e-3), 2, steps=8, limit_seconds=240.0
+    )
     checks = {check.name: check for check in outcome.checks}
     assert statuses(checks) == RIGHT, checks
     assert list(tmp_path.iterdir()) == []
 
 
 def test_three_faults_fail_three_checks() -> None:
-    """A gradient that is lost once, moments that are not loaded, and a worker's death that nobody notices."""
+    """A gradient that is lost once, moments that are not loaded, and a worker's death that nobody
+    notices."""
     kinds = ("gradient of a step", "no optimizer state", "worker unnoticed")
     checks = run(zenflow_config(2, overlap_step=False, lr=3e-3), Fault(kinds, step=2), steps=8)
-    assert statuses(checks) == {**RIGHT, "gradients": "FAIL", "resume": "FAIL", "worker's death": "FAIL"}, checks
+    assert statuses(checks) == {
+        **RIGHT,
+        "gradients": "FAIL",
+        "resume": "FAIL",
+        "worker's death": "FAIL",
+    }, checks
     assert checks["gradients"].detail.startswith("1 of ")
     assert DROPPED in checks["gradients"].detail
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("overlap", "rank", "steps"), [(False, None, 4), (True, 1, 4), (True, None, 12)])
-def test_a_weight_that_is_no_longer_written_is_found(overlap: bool, rank: int | None, steps: int) -> None:
-    """From the second step on. Plain training follows the engine's weights, so gradients alone cannot tell."""
+@pytest.mark.parametrize(
+    ("overlap", "rank", "steps"), [(False, None, 4), (True, 1, 4), (True, None, 12)]
+)
+def test_a_weight_that_is_no_longer_written_is_found(
+    overlap: bool, rank: int | None, steps: int
+) -> None:
+    """From the second step on. Plain training follows the engine's weights, so gradients alone
+    cannot tell."""
     checks = run(
         zenflow_config(2, overlap_step=overlap, update_interval=1, lr=3e-3),
         Fault(("stale weight",), rank=rank),
@@ -82,7 +102,9 @@ def test_each_fault_fails_its_check(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "path", [p for p in sorted((ROOT / "configs").glob("*.json")) if p.name != "schema.json"], ids=lambda p: p.stem
+    "path",
+    [p for p in sorted((ROOT / "configs").glob("*.json")) if p.name != "schema.json"],
+    ids=lambda p: p.stem,
 )
 def test_every_ready_config_passes(path: Path) -> None:
     checks = run(json.loads(path.read_text()))
@@ -90,13 +112,19 @@ def test_every_ready_config_passes(path: Path) -> None:
     assert statuses(checks)["resume"] == "PASS"
 
 
-UPSTREAMS = {"topk_ratio": 0.1, "update_interval": 4, "select_interval": 16, "select_strategy": "step"}
+UPSTREAMS = {
+    "topk_ratio": 0.1,
+    "update_interval": 4,
+    "select_interval": 16,
+    "select_strategy": "step",
+}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("overlap", [False, True])
 def test_deepspeeds_own_zenflow_fails(overlap: bool) -> None:
-    """Its weights are scrambled at initialize. `tests/harness/test_benchmarks.py` notices if upstream mends that."""
+    """Its weights are scrambled at initialize. `tests/harness/test_benchmarks.py` notices if
+    upstream mends that."""
     config = zenflow_config(2, **UPSTREAMS, overlap_step=overlap)
     del config["zero_optimization"]["core_binding"], config["zero_force_ds_cpu_optimizer"]
     del config["optimizer"]["params"]["torch_adam"]
@@ -112,7 +140,13 @@ def cli_status(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}', '{"train_batch_size": "x"}']
+    "content",
+    [
+        "",
+        "[]",
+        '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}',
+        '{"train_batch_size": "x"}',
+    ],
 )
 def test_a_config_that_cannot_be_read_is_one_line_and_status_2(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -124,10 +158,18 @@ def test_a_config_that_cannot_be_read_is_one_line_and_status_2(
 
 
 REFUSED = {
-    "flatten_teir is not a field (its value was 'host'); did you mean 'flatten_tier'?": {"flatten_teir": "host"},
-    "zenflow.update_interval = 'two': Input should be a valid integer": {"zenflow": {"update_interval": "two"}},
-    "zenflow.update_interval = 0: Input should be greater than": {"zenflow": {"update_interval": 0}},
-    "zero_optimization.overlap_comm = 'often': Input should be a valid boolean": {"overlap_comm": "often"},
+    "flatten_teir is not a field (its value was 'host'); did you mean 'flatten_tier'?": {
+        "flatten_teir": "host"
+    },
+    "zenflow.update_interval = 'two': Input should be a valid integer": {
+        "zenflow": {"update_interval": "two"}
+    },
+    "zenflow.update_interval = 0: Input should be greater than": {
+        "zenflow": {"update_interval": 0}
+    },
+    "zero_optimization.overlap_comm = 'often': Input should be a valid boolean": {
+        "overlap_comm": "often"
+    },
 }
 
 
@@ -150,16 +192,23 @@ def test_a_config_that_initialize_refuses_is_refused_before_anything_starts(
 
 
 def test_what_deepspeed_alone_refuses_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match=r"DeepSpeedBF16Config\.enabled = 'perhaps': Input should be a valid boolean"):
+    with pytest.raises(
+        ConfigError,
+        match=r"DeepSpeedBF16Config\.enabled = 'perhaps': Input should be a valid boolean",
+    ):
         command.verify(zenflow_config(2) | {"bf16": {"enabled": "perhaps"}}, 1, start="no module")
 
 
 def test_warnings_of_the_run_are_reported() -> None:
     config = zenflow_config(1)
     config["zero_optimization"] = {"stage": 1, "stage3_allgather_single_param": True}
-    outcome = command.verify(config, 1, steps=4, limit_seconds=240.0, start=Fault().as_json(), kind=ForkedRanks)
+    outcome = command.verify(
+        config, 1, steps=4, limit_seconds=240.0, start=Fault().as_json(), kind=ForkedRanks
+    )
     (warning,) = outcome.warnings
-    assert warning.startswith("zero_optimization.stage3_allgather_single_param has no effect: this run uses ZeRO stage")
+    assert warning.startswith(
+        "zero_optimization.stage3_allgather_single_param has no effect: this run uses ZeRO stage"
+    )
     assert f"warning: {warning}\nnothing failed, 1 warning(s)" in report.as_text(
         "ds.json", outcome.plan, "the CPU", outcome.checks, outcome.output, outcome.warnings
     )

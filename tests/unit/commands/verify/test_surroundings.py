@@ -1,4 +1,5 @@
-"""``deepspeed-ext verify`` in odd surroundings: files, folders, disks, signals, and another check beside it."""
+"""``deepspeed-ext verify`` in odd surroundings: files, folders, disks, signals, and another check
+beside it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ from tests.support.verify_runs import ForkedRanks, left_behind, nursery, shared_
 from tests.support.waiting import wait_until
 from tests.support.zenflow import zenflow_config
 
-pytestmark = pytest.mark.cpu(reason="the ranks of a check are started by the package, with the CPU's accelerator")
+pytestmark = pytest.mark.cpu(
+    reason="the ranks of a check are started by the package, with the CPU's accelerator"
+)
 
 RIGHT = zenflow_config(2, update_interval=1, lr=3e-3)
 
@@ -78,8 +81,12 @@ CONFIGS: dict[str, Callable[[Path], None]] = {
     "nested 600 deep": of_text(nested(600)),
     "nested 100,000 deep": of_text(nested(100_000)),
     "no optimizer's name": of_text('{"train_batch_size": 8, "optimizer": {"params": {"lr": 1}}}'),
-    "no learning rate": of_text('{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": NaN}}}'),
-    "an unknown dtype": of_text('{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "int3"}}'),
+    "no learning rate": of_text(
+        '{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": NaN}}}'
+    ),
+    "an unknown dtype": of_text(
+        '{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "int3"}}'
+    ),
 }
 
 
@@ -118,7 +125,9 @@ def one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_what_is_no_config_is_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_config_is_one_line(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "ds.json"
     CONFIGS[case](path)
     one_line(["--config", str(path)], capsys)
@@ -126,19 +135,36 @@ def test_what_is_no_config_is_one_line(case: str, tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     "arguments",
-    ["", "--steps 0", "--steps 3", "--steps -1", "--steps 1001", "--ranks 0", "--timeout 0", "--timeout 1e3"],
+    [
+        "",
+        "--steps 0",
+        "--steps 3",
+        "--steps -1",
+        "--steps 1001",
+        "--ranks 0",
+        "--timeout 0",
+        "--timeout 1e3",
+    ],
 )
-def test_what_is_no_number_of_anything_is_one_line(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_number_of_anything_is_one_line(
+    arguments: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     one_line([*(["--config", "ds.json"] if arguments else []), *arguments.split()], capsys)
 
 
 def check(fault: Fault) -> dict[str, str]:
     """The verdicts of a short check on two ranks."""
-    outcome = command.verify(RIGHT, 2, steps=4, limit_seconds=100.0, start=fault.as_json(), kind=ForkedRanks)
-    return {each.name: each.status if each.status == "PASS" else each.detail for each in outcome.checks}
+    outcome = command.verify(
+        RIGHT, 2, steps=4, limit_seconds=100.0, start=fault.as_json(), kind=ForkedRanks
+    )
+    return {
+        each.name: each.status if each.status == "PASS" else each.detail for each in outcome.checks
+    }
 
 
-def test_a_folder_of_any_name_and_two_checks_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_any_name_and_two_checks_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks once met at a URL, which ended at the # of a folder's name."""
     folder, before = tmp_path / "a #b?c=%41 é", shared_segments()
     folder.mkdir()
@@ -152,7 +178,9 @@ def test_a_folder_of_any_name_and_two_checks_at_once(tmp_path: Path, monkeypatch
     assert shared_segments() <= before
 
 
-def test_a_full_disk_is_no_fault_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_no_fault_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Full before the check begins, or after something has failed."""
     room = iter([10 << 20])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -166,12 +194,15 @@ def test_a_full_disk_is_no_fault_of_the_config(tmp_path: Path, monkeypatch: pyte
 
 
 def test_modules_of_the_working_folder_are_not_imported(tmp_path: Path) -> None:
-    """A user's folder may hold a random.py or a data.json.py; only a missing plan may stop this rank."""
+    """A user's folder may hold a random.py or a data.json.py; only a missing plan may stop this
+    rank."""
     for name in ("random", "json", "queue", "torch", "signal", "deepspeed"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the folder')")
     environment = {**os.environ, processes.PARENT: str(os.getpid()), "RANK": "0"}
     code = python_command(processes.START_RANK, str(tmp_path), "train")
-    done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        code, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert "plan.json" in done.stderr.splitlines()[-1], done.stderr
 
 
@@ -227,7 +258,9 @@ def test_a_rank_that_does_not_end_does_not_stop_the_check(tmp_path: Path) -> Non
 class Brief(processes.Ranks):
     """Ranks that end at once, without a result; the last one stays."""
 
-    def _process(self, start: str, environment: dict[str, str], log: object) -> subprocess.Popen[bytes]:
+    def _process(
+        self, start: str, environment: dict[str, str], log: object
+    ) -> subprocess.Popen[bytes]:
         stays = environment["RANK"] == "1" and start == "stays"
         return subprocess.Popen(["sleep", "600"] if stays else ["true"], env=environment)
 
@@ -238,14 +271,21 @@ class Brief(processes.Ranks):
 class Badly(Brief):
     """Ranks of which the last ends with a status."""
 
-    def _process(self, start: str, environment: dict[str, str], log: object) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["sh", "-c", f"exit $((7 * {environment['RANK']}))"], env=environment)
+    def _process(
+        self, start: str, environment: dict[str, str], log: object
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            ["sh", "-c", f"exit $((7 * {environment['RANK']}))"], env=environment
+        )
 
 
 def test_a_rank_that_ends_with_a_status_after_its_last_stage_has_not_passed(tmp_path: Path) -> None:
     plan = plan_check(RIGHT, 2, 4, False, str(tmp_path))
     error = Failure("worker", ("WorkerError",), "the optimizer process was killed")
-    for found, fails in ((Found("end"), True), (Found("worker", death=Death(0.1, 1, error)), False)):
+    for found, fails in (
+        (Found("end"), True),
+        (Found("worker", death=Death(0.1, 1, error)), False),
+    ):
         for rank in range(2):
             write(found, result_file(tmp_path, "train", rank))
         merged, ended = command._phase(Badly(tmp_path, "train", 2), plan, 10.0, lambda: None)
@@ -254,7 +294,8 @@ def test_a_rank_that_ends_with_a_status_after_its_last_stage_has_not_passed(tmp_
 
 
 class SignalAt:
-    """A trace function that sends this process a signal at the first visit of the n-th line of a check."""
+    """A trace function that sends this process a signal at the first visit of the n-th line of a
+    check."""
 
     FILES = (
         "commands/verify/command.py",
@@ -271,7 +312,11 @@ class SignalAt:
         path, line = frame.f_code.co_filename, (frame.f_code.co_filename, frame.f_lineno)
         if not path.endswith(self.FILES):
             return None
-        if event == "line" and line not in self.seen and "_signals_noted" in repr(signal.getsignal(signal.SIGTERM)):
+        if (
+            event == "line"
+            and line not in self.seen
+            and "_signals_noted" in repr(signal.getsignal(signal.SIGTERM))
+        ):
             self.seen.add(line)
             if len(self.seen) == self.n:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -291,8 +336,13 @@ def test_a_signal_at_any_line_cuts_no_clean_up_short(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     ours = partial(command.verify, start=start, kind=Brief)
-    monkeypatch.setattr(command, "verify", lambda *args, **how: ours(*args, **{**how, "limit_seconds": 0.01}))
-    arguments, tracing = ["verify", "--config", str(tmp_path / "ds.json"), "--ranks", "2"], sys.gettrace()
+    monkeypatch.setattr(
+        command, "verify", lambda *args, **how: ours(*args, **{**how, "limit_seconds": 0.01})
+    )
+    arguments, tracing = (
+        ["verify", "--config", str(tmp_path / "ds.json"), "--ranks", "2"],
+        sys.gettrace(),
+    )
     for n in itertools.count(first, every):
         signals = SignalAt(n)
         sys.settrace(signals)
@@ -315,13 +365,28 @@ def test_a_signal_at_any_line_cuts_no_clean_up_short(
 @pytest.mark.parametrize("seconds", [0.0, 4.0, 12.0])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_ends_everything(number: signal.Signals, seconds: float, tmp_path: Path) -> None:
-    """At any time, without a traceback; only SIGKILL leaves the folder, and no process outlives it."""
+    """At any time, without a traceback; only SIGKILL leaves the folder, and no process outlives
+    it."""
     path, temporary, before = tmp_path / "ds.json", tmp_path / "tmp", shared_segments()
     temporary.mkdir()
     path.write_text(json.dumps(RIGHT))
-    arguments = [sys.executable, "-m", "deepspeed_ext.commands.main", "verify", "--config", "ds.json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "TMPDIR": str(temporary)}
-    with subprocess.Popen(arguments, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as run:
+    arguments = [
+        sys.executable,
+        "-m",
+        "deepspeed_ext.commands.main",
+        "verify",
+        "--config",
+        "ds.json",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "DS_ACCELERATOR": "cpu",
+        "TMPDIR": str(temporary),
+    }
+    with subprocess.Popen(
+        arguments, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    ) as run:
         wait_until(lambda: bool(list(temporary.glob("*/plan.json"))), "the check's start")
         time.sleep(seconds)
         run.send_signal(number)
@@ -329,6 +394,8 @@ def test_a_signal_ends_everything(number: signal.Signals, seconds: float, tmp_pa
     assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
     assert "Traceback" not in said
     wait_until(lambda: left_behind(run.pid) == [], "the end of all ranks")
-    left = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]  # torch's, for all runs
+    left = [
+        path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")
+    ]  # torch's, for all runs
     assert number == signal.SIGKILL or left == []
     assert shared_segments() <= before

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.cores.tune.sweep import Point, Sweep, choose, ladder, relative_spread, training_choice
+from deepspeed_ext.cores.tune.sweep import (
+    Point,
+    Sweep,
+    choose,
+    ladder,
+    relative_spread,
+    training_choice,
+)
 
 
 def point(number: int, gb_per_s: float, noise: str = "") -> Point:
@@ -39,13 +46,21 @@ def test_choice_is_within_5_percent_of_the_exhaustive_best(
     exhaustive = [bandwidth(number) for number in range(1, maximum + 1)]
     assert bandwidth(chosen) >= 0.95 * max(exhaustive)
     # And no smaller number would have done, among all that exist.
-    assert chosen == 1 or bandwidth(chosen - 1) < 0.97 * max(candidate.gb_per_s for candidate in points)
+    assert chosen == 1 or bandwidth(chosen - 1) < 0.97 * max(
+        candidate.gb_per_s for candidate in points
+    )
     assert len(set(measured)) <= 2 * len(ladder(maximum)) + 2
 
 
 @pytest.mark.parametrize(
     ("maximum", "steps"),
-    [(1, [1]), (2, [1, 2]), (5, [1, 2, 3, 4, 5]), (32, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]), (7, [1, 2, 3, 4, 6, 7])],
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (5, [1, 2, 3, 4, 5]),
+        (32, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]),
+        (7, [1, 2, 3, 4, 6, 7]),
+    ],
 )
 def test_core_counts_climb_to_the_maximum(maximum: int, steps: list[int]) -> None:
     assert ladder(maximum) == steps
@@ -113,6 +128,8 @@ def test_the_choice_is_the_smallest_number_that_is_enough(enough: int) -> None:
         measured.append(number)
         return point(number, min(number, enough) * 10.0 / enough)
 
-    assert choose(Sweep(40, measure).run()) == next(n for n in range(1, 41) if min(n, enough) >= 0.97 * enough)
+    assert choose(Sweep(40, measure).run()) == next(
+        n for n in range(1, 41) if min(n, enough) >= 0.97 * enough
+    )
     assert set(measured) <= set(range(1, 41))
     assert all(type(number) is int for number in measured)

@@ -55,19 +55,27 @@ def tune(*arguments: str) -> int:
     return cli.main(["tune", "--ranks", "1", "--json", *arguments])
 
 
-def test_the_result_of_a_jsonl_file_is_not_lost_to_its_records(measured: dict[str, Any], tmp_path: Path) -> None:
+def test_the_result_of_a_jsonl_file_is_not_lost_to_its_records(
+    measured: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "new").mkdir()
     assert tune("--output", "new/r.jsonl") == 0
     assert json.loads((tmp_path / "new/r.jsonl").read_text()) == measured
     assert json.loads((tmp_path / "new/r.records.jsonl").read_text()) == {"optimizer_cores": 1}
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["r.jsonl", "r.records.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "r.jsonl",
+        "r.records.jsonl",
+    ]
     assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
 
 
 def test_a_disturbed_result_is_shown_and_kept_only_where_it_is_asked_for(
     measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured |= {"noisy": True, "points": [asdict(Point(1, 1 / 9.0, 0.0, 9.0, "other processes used 70%"))]}
+    measured |= {
+        "noisy": True,
+        "points": [asdict(Point(1, 1 / 9.0, 0.0, 9.0, "other processes used 70%"))],
+    }
     assert tune() == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out) == measured
@@ -78,11 +86,16 @@ def test_a_disturbed_result_is_shown_and_kept_only_where_it_is_asked_for(
     assert json.loads((tmp_path / "mine.json").read_text()) == measured
 
 
-def test_more_ranks_than_pairs_of_cores_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_more_ranks_than_pairs_of_cores_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     from deepspeed_ext.commands import main as cli
 
     assert cli.main(["tune", "--ranks", "500"]) == 2
-    assert "a rank needs two, one for PyTorch and one for the optimizer: give at most" in capsys.readouterr().err
+    assert (
+        "a rank needs two, one for PyTorch and one for the optimizer: give at most"
+        in capsys.readouterr().err
+    )
 
 
 def test_each_measurement_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -109,7 +122,9 @@ def test_a_folder_that_the_user_names_is_not_made(
 
 
 @pytest.mark.parametrize("was_there", [True, False])
-def test_a_link_to_the_result_stays_a_link(was_there: bool, measured: dict[str, Any], tmp_path: Path) -> None:
+def test_a_link_to_the_result_stays_a_link(
+    was_there: bool, measured: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "folder").mkdir()
     real, link = tmp_path / "folder/real.json", tmp_path / "link.json"
     if was_there:
@@ -125,7 +140,9 @@ def test_a_link_to_the_result_stays_a_link(was_there: bool, measured: dict[str, 
 
 @pytest.mark.parametrize("through", ["itself", "link"])
 @pytest.mark.parametrize("option", ["--output", "--plot"])
-def test_a_fifo_is_written_to_and_stays(option: str, through: str, measured: dict[str, Any], tmp_path: Path) -> None:
+def test_a_fifo_is_written_to_and_stays(
+    option: str, through: str, measured: dict[str, Any], tmp_path: Path
+) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     name = fifo
@@ -173,7 +190,10 @@ def test_a_picture_never_replaces_the_result(measured: dict[str, Any], tmp_path:
 
 
 def test_a_cache_that_cannot_be_written_is_found_before_measuring(
-    measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    measured: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(Tuner, "run", lambda self: pytest.fail("it measured"))
     (tmp_path / "cache").write_text("a file")
@@ -213,7 +233,9 @@ def test_a_tuning_file_that_is_none_is_ignored_with_one_warning(
     heard: list[str] = []
     monkeypatch.setattr(tuning_results, "warn_once", heard.append)
     monkeypatch.setenv("DSEXT_CACHE_DIR", str(tmp_path))
-    tuning_results.cached("good").write_bytes(tuning_results.as_bytes({"schema": 1, "opt_cores_per_rank": 3}))
+    tuning_results.cached("good").write_bytes(
+        tuning_results.as_bytes({"schema": 1, "opt_cores_per_rank": 3})
+    )
     for name in ("tune-bad.json", "tune-worse.json"):
         os.mkfifo(tmp_path / name) if content is None else (tmp_path / name).write_bytes(content)
     assert tuning_results.load_all() == {"good": 3}
@@ -231,10 +253,15 @@ def test_without_a_home_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     planted = tmp_path / f"deepspeed_ext-{os.getuid()}"
     planted.mkdir(mode=0o700)
-    (planted / "tune-a.json").write_bytes(tuning_results.as_bytes({"schema": 1, "opt_cores_per_rank": 3}))
+    (planted / "tune-a.json").write_bytes(
+        tuning_results.as_bytes({"schema": 1, "opt_cores_per_rank": 3})
+    )
     assert tuning_results.load_all() == {}
     assert heard == []
-    with pytest.raises(ConfigError, match="no home, so no cache for the result: set DSEXT_CACHE_DIR, or give --output"):
+    with pytest.raises(
+        ConfigError,
+        match="no home, so no cache for the result: set DSEXT_CACHE_DIR, or give --output",
+    ):
         tuning_results.cached("a")
 
 
@@ -304,7 +331,10 @@ def test_a_cache_that_others_can_write_is_neither_read_nor_written(
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from deepspeed_ext.commands import main as cli
 

@@ -43,7 +43,9 @@ def test_fingerprint_names_exactly_one_situation() -> None:
         tuning_results.Fingerprint.of(topology, ranks).key,
         tuning_results.Fingerprint.of(topology, ranks[:1]).key,
         tuning_results.Fingerprint.of(topology, [ranks[0], RankFacts(1, frozenset({1}))]).key,
-        tuning_results.Fingerprint.of(topology, [ranks[0], RankFacts(1, frozenset(range(8)), 0)]).key,
+        tuning_results.Fingerprint.of(
+            topology, [ranks[0], RankFacts(1, frozenset(range(8)), 0)]
+        ).key,
         tuning_results.Fingerprint.of(Topology(tuple(cores(9))), ranks).key,
     }
     assert len(keys) == 5
@@ -79,9 +81,13 @@ def test_a_failing_worker_is_one_failed_point() -> None:
             tuner.run()
 
 
-def test_buffers_take_a_quarter_of_what_is_left_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_take_a_quarter_of_what_is_left_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tuner, "available_host_bytes", lambda: 2 << 20)
-    assert TuneSettings.for_host(2, quick=True).elements == (2 << 20) // 4 // (2 * tuner.STATE_BYTES_PER_ELEMENT)
+    assert TuneSettings.for_host(2, quick=True).elements == (2 << 20) // 4 // (
+        2 * tuner.STATE_BYTES_PER_ELEMENT
+    )
     monkeypatch.setattr(tuner, "available_host_bytes", lambda: 0)
     with pytest.raises(OutOfMemoryError, match="free host memory"):
         TuneSettings.for_host(2, quick=True)
@@ -102,10 +108,18 @@ def test_load_is_that_of_the_cpus_of_these_numbers(monkeypatch: pytest.MonkeyPat
     table = [Times(busy, 1000.0, 100.0) for busy in (1.0, 20.0, 300.0)]
     monkeypatch.setattr(psutil, "cpu_times", lambda percpu: table)
     monkeypatch.setattr(processes, "read_online", lambda: frozenset({0, 2, 3}))
-    assert [ForeignLoad(cpus)._busy() for cpus in ({0}, {2}, {3}, {2, 3}, {1})] == [1.0, 20.0, 300.0, 320.0, 0.0]
+    assert [ForeignLoad(cpus)._busy() for cpus in ({0}, {2}, {3}, {2, 3}, {1})] == [
+        1.0,
+        20.0,
+        300.0,
+        320.0,
+        0.0,
+    ]
 
 
-def test_modules_of_the_working_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_the_working_folder_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("random", "json", "queue", "torch", "signal", "psutil", "deepspeed"):
         (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the folder')")
     monkeypatch.chdir(tmp_path)
@@ -124,7 +138,9 @@ def test_measuring_processes_run_on_their_cores_and_none_is_left() -> None:
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_a_process_that_cannot_start_leaves_none_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_leaves_none_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
     def popen(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
@@ -133,7 +149,9 @@ def test_a_process_that_cannot_start_leaves_none_of_the_others(monkeypatch: pyte
         started.append(subprocess.Popen(["sleep", "600"]))
         return started[0]
 
-    fake = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    fake = SimpleNamespace(
+        Popen=popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
     monkeypatch.setattr(processes, "subprocess", fake)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(WorkerError, match="could not be started: no more processes"):
@@ -156,7 +174,8 @@ class Stuck:
 
 
 def test_a_process_that_does_not_end_is_one_failed_point() -> None:
-    """Neither the end of the measurement nor the question for its status waits for it without end."""
+    """Neither the end of the measurement nor the question for its status waits for it without
+    end."""
     crew = MeasuringProcesses("training", [], 0)
     ours, theirs = Pipe()
     theirs.close()
@@ -183,9 +202,20 @@ raise SystemExit(main())
 def test_quick_run_writes_a_result_that_training_finds(tmp_path: Path) -> None:
     picture = tmp_path / "tune.png"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)}
-    options = ["--quick", "--json", "--elements", str(1 << 20), "--ranks", "1", "--plot", str(picture)]
+    options = [
+        "--quick",
+        "--json",
+        "--elements",
+        str(1 << 20),
+        "--ranks",
+        "1",
+        "--plot",
+        str(picture),
+    ]
     command = [sys.executable, "-c", UNDISTURBED, "tune", *options]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     host = read_host("/", [",".join(map(str, CPUS))])
@@ -194,13 +224,18 @@ def test_quick_run_writes_a_result_that_training_finds(tmp_path: Path) -> None:
     assert json.loads((folder / f"tune-{key}.json").read_text()) == result
     assert 1 <= result["opt_cores_per_rank"] <= max(1, len(CPUS) - 1)
     records = [json.loads(line) for line in (folder / f"tune-{key}.jsonl").read_text().splitlines()]
-    assert {record["optimizer_cores"] for record in records} == {number["cores"] for number in result["points"]}
+    assert {record["optimizer_cores"] for record in records} == {
+        number["cores"] for number in result["points"]
+    }
     assert result["training"]["splits"][0]["step_seconds"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_kernel_that_is_measured_is_made_once_for_each_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference kernel's pool is what is measured if there is no compiler; other numbers of threads are too."""
+def test_the_kernel_that_is_measured_is_made_once_for_each_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reference kernel's pool is what is measured if there is no compiler; other numbers of
+    threads are too."""
     made: list[int] = []
 
     def load(library: str | None, threads: int) -> Any:

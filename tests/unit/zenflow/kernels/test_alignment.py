@@ -1,4 +1,5 @@
-"""The start of a run compiles kernels for the alignments of its steps. Nothing is compiled here: calls are recorded."""
+"""The start of a run compiles kernels for the alignments of its steps. Nothing is compiled here:
+calls are recorded."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ ARRAYS = {"predict": 4, "move": 3, "hot_step": 4}
 PREPARED = {"estimates": ("predict", "move"), "hot_steps": ("hot_step",)}
 
 
-def alignments(config: dict[str, Any], steps: int) -> tuple[set[tuple[str, bool]], set[tuple[str, bool]]]:
+def alignments(
+    config: dict[str, Any], steps: int
+) -> tuple[set[tuple[str, bool]], set[tuple[str, bool]]]:
     """Kernels and alignments that the start prepares, and those that the steps launch."""
     prepared: set[tuple[str, bool]] = set()
     launched: set[tuple[str, bool]] = set()
@@ -30,7 +33,11 @@ def alignments(config: dict[str, Any], steps: int) -> tuple[set[tuple[str, bool]
         theirs = getattr(kernels, name)
 
         def call(*args: Any) -> None:
-            arrays = [array for array in args[: ARRAYS[name]] if isinstance(array, torch.Tensor) and array.numel()]
+            arrays = [
+                array
+                for array in args[: ARRAYS[name]]
+                if isinstance(array, torch.Tensor) and array.numel()
+            ]
             launched.add((name, launch.is_aligned(BLOCK, arrays)))
             theirs(*args)
 
@@ -58,7 +65,9 @@ def alignments(config: dict[str, Any], steps: int) -> tuple[set[tuple[str, bool]
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 1), (2, 2), (3, 1), (3, 2)])
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 @pytest.mark.parametrize("hidden", [True, False])
-def test_steps_launch_only_what_the_start_has_prepared(stage: int, ranks: int, ratio: float, hidden: bool) -> None:
+def test_steps_launch_only_what_the_start_has_prepared(
+    stage: int, ranks: int, ratio: float, hidden: bool
+) -> None:
     """Partitions of odd lengths at odd offsets."""
     config = zenflow_config(stage, update_interval=2, hide_transfers=hidden, block_size=BLOCK)
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}

@@ -25,12 +25,47 @@ STEPS = [
 LION = LionStep(1e-3, 0.9, 0.99, 0.1, 3, 0.5)
 
 EXACT = {
-    *("empty", "full_like", "arange", "alias", "detach", "view", "slice", "split", "select", "unsqueeze"),
-    *("copy_", "_to_copy", "clone", "index_select", "clamp", "clamp_", "ne", "lt", "where", "masked_fill_"),
+    *(
+        "empty",
+        "full_like",
+        "arange",
+        "alias",
+        "detach",
+        "view",
+        "slice",
+        "split",
+        "select",
+        "unsqueeze",
+    ),
+    *(
+        "copy_",
+        "_to_copy",
+        "clone",
+        "index_select",
+        "clamp",
+        "clamp_",
+        "ne",
+        "lt",
+        "where",
+        "masked_fill_",
+    ),
     *("neg", "copysign_", "bitwise_right_shift", "__rshift__", "bitwise_and_", "bitwise_xor_"),
 }
 """Operations that do not round, or round a single value when they store it."""
-ROUND_ONCE = {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "sqrt", "sqrt_", "reciprocal", "reciprocal_"}
+ROUND_ONCE = {
+    "add",
+    "add_",
+    "sub",
+    "sub_",
+    "mul",
+    "mul_",
+    "div",
+    "div_",
+    "sqrt",
+    "sqrt_",
+    "reciprocal",
+    "reciprocal_",
+}
 """IEEE 754 operations, if the factor of a sum is 1 and the divisor is no number."""
 
 
@@ -51,7 +86,9 @@ class Arithmetic(TorchDispatchMode):
     def _rounds_alike(self, name: str, args: Any, kwargs: Any) -> bool:
         if name in EXACT:
             return True
-        divides_by_number = name.startswith("div") and not (isinstance(args[1], torch.Tensor) and args[1].ndim)
+        divides_by_number = name.startswith("div") and not (
+            isinstance(args[1], torch.Tensor) and args[1].ndim
+        )
         return name in ROUND_ONCE and kwargs.get("alpha", 1) == 1 and not divides_by_number
 
 
@@ -70,13 +107,17 @@ def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], 
         "predict with D": lambda: estimator.predict(weights, published, drift, grad, 0.5, 1e-3),
         "move": lambda: estimator.move(weights, drift, grad, 0.5, 1e-3, 1e-3),
         "hot step": lambda: hot.step(rows, step),
-        "predict, Lion": lambda: define_predict_lion(weights, published, grad, known, 0.05, 0.9, 1e-3, BLOCK),
+        "predict, Lion": lambda: define_predict_lion(
+            weights, published, grad, known, 0.05, 0.9, 1e-3, BLOCK
+        ),
         "step, Lion": lambda: step_lion(p, m, rows, LION),
     }
 
 
 def of_step(step: AdamStep, weights_dtype: torch.dtype) -> list[str]:
-    definition.bias_corrections(torch.ones(1, dtype=torch.int32), HotConstants.of(step))  # makes its tables on the host
+    definition.bias_corrections(
+        torch.ones(1, dtype=torch.int32), HotConstants.of(step)
+    )  # makes its tables on the host
     found = []
     with patch.object(host, "serves", lambda *_: False):
         for name, call in parts(step, weights_dtype).items():
@@ -88,7 +129,9 @@ def of_step(step: AdamStep, weights_dtype: torch.dtype) -> list[str]:
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
 @pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_operation_rounds_alike_on_every_device(step: AdamStep, weights_dtype: torch.dtype) -> None:
+def test_every_operation_rounds_alike_on_every_device(
+    step: AdamStep, weights_dtype: torch.dtype
+) -> None:
     assert not of_step(step, weights_dtype)
 
 

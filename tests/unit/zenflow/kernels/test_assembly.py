@@ -22,24 +22,33 @@ BY_DEFAULT = {
 
 
 def variant(kernel: str, block: int = 32, aligned: bool = True, **dtypes: str) -> Variant:
-    return Variant.of(kernel, {name: dtypes.get(name, "bf16") for name in ARRAYS[kernel]}, block, aligned)
+    return Variant.of(
+        kernel, {name: dtypes.get(name, "bf16") for name in ARRAYS[kernel]}, block, aligned
+    )
 
 
 @pytest.mark.parametrize(
     ("kernel", "target"),
     [
-        pytest.param(kernel, target, marks=() if (kernel, target) in BY_DEFAULT else pytest.mark.full)
+        pytest.param(
+            kernel, target, marks=() if (kernel, target) in BY_DEFAULT else pytest.mark.full
+        )
         for kernel, target in itertools.product(ARRAYS, TARGETS)
     ],
 )
-def test_a_kernel_reads_16_bytes_at_once_and_rounds_each_operation(kernel: str, target: str) -> None:
-    """Nothing spills, and no product and sum are rounded as one. Arrays of the model's size are read and written in
-    accesses of 16 bytes; narrower ones are those of numbers per block and of a short last block."""
+def test_a_kernel_reads_16_bytes_at_once_and_rounds_each_operation(
+    kernel: str, target: str
+) -> None:
+    """Nothing spills, and no product and sum are rounded as one. Arrays of the model's size are
+    read and written in accesses of 16 bytes; narrower ones are those of numbers per block and of a
+    short last block."""
     made = compiled(variant(kernel), target)
     assert made.spilled == 0
     assert made.fused == []
     if kernel != "norms":
-        assert made.loads.count(16) >= len(ARRAYS[kernel]) - (kernel in ("predict", "predict_lion")), made.loads
+        assert made.loads.count(16) >= len(ARRAYS[kernel]) - (
+            kernel in ("predict", "predict_lion")
+        ), made.loads
     if kernel in ("predict", "predict_lion", "move", "hot_step"):
         assert max(made.stores) == 16
     narrow = [width for width in made.stores if width < 16]
@@ -65,8 +74,12 @@ def test_an_unaligned_array_is_read_an_element_at_a_time() -> None:
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
 @pytest.mark.parametrize("block", [8, 24, 256])
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize(("array", "dtype"), [*itertools.product(ARRAYS["predict"], ("fp32", "fp16"))])
-def test_no_dtypes_and_blocks_spill(target: str, block: int, aligned: bool, array: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("array", "dtype"), [*itertools.product(ARRAYS["predict"], ("fp32", "fp16"))]
+)
+def test_no_dtypes_and_blocks_spill(
+    target: str, block: int, aligned: bool, array: str, dtype: str
+) -> None:
     for kernel in ("predict", "predict_lion", "move", "hot_step"):
         if array in ARRAYS[kernel]:
             made = compiled(variant(kernel, block, aligned, **{array: dtype}), target)

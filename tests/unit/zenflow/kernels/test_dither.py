@@ -1,4 +1,5 @@
-"""Estimates that are stored in 16 bits are rounded up or down at random, so that the mean is right."""
+"""Estimates that are stored in 16 bits are rounded up or down at random, so that the mean is
+right."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ HALVES = [torch.bfloat16, torch.float16]
 NUMEL, BLOCK = 1 << 16, 32
 
 
-def predicted(published: torch.Tensor, grad: torch.Tensor, coefficient: float, native: bool) -> torch.Tensor:
+def predicted(
+    published: torch.Tensor, grad: torch.Tensor, coefficient: float, native: bool
+) -> torch.Tensor:
     """``published - coefficient grad``, with all block means such that q is the gradient."""
     weights, inverse = torch.empty_like(published), torch.ones(-(-published.numel() // BLOCK))
     with patch.object(host, "serves", host.serves if native else lambda *_: False):
@@ -24,8 +27,11 @@ def predicted(published: torch.Tensor, grad: torch.Tensor, coefficient: float, n
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("native", [True, False])
-def test_parts_of_a_step_of_the_dtype_are_kept_in_the_mean(dtype: torch.dtype, native: bool) -> None:
-    """Weights between 1 and 2 move by a tenth of the dtype's step; rounding to the nearest would move none."""
+def test_parts_of_a_step_of_the_dtype_are_kept_in_the_mean(
+    dtype: torch.dtype, native: bool
+) -> None:
+    """Weights between 1 and 2 move by a tenth of the dtype's step; rounding to the nearest would
+    move none."""
     torch.manual_seed(0)
     published, step = (1 + torch.rand(NUMEL)).to(dtype), torch.finfo(dtype).eps
     grad = (1 + 0.1 * torch.rand(NUMEL)).to(dtype)
@@ -38,7 +44,9 @@ def test_parts_of_a_step_of_the_dtype_are_kept_in_the_mean(dtype: torch.dtype, n
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("seed", range(3))
-def test_each_value_is_one_of_its_two_neighbours_and_one_that_fits_stays(dtype: torch.dtype, seed: int) -> None:
+def test_each_value_is_one_of_its_two_neighbours_and_one_that_fits_stays(
+    dtype: torch.dtype, seed: int
+) -> None:
     torch.manual_seed(seed)
     x = torch.randn(NUMEL) * 10.0 ** torch.randint(-3, 4, (NUMEL,))
     (part,) = definition.Chunks(NUMEL, BLOCK, x.device, 3)
@@ -48,8 +56,12 @@ def test_each_value_is_one_of_its_two_neighbours_and_one_that_fits_stays(dtype: 
     nearest = exact.to(dtype)
     gap = (found.float() - exact).abs()
     other = torch.where(nearest.float() < exact, torch.inf, -torch.inf).to(dtype)
-    beyond = torch.nextafter(nearest.double(), other.double())  # which side the other neighbour is on
-    assert ((found == nearest) | ((found.float() - exact).sign() == (beyond - nearest.double()).sign())).all()
+    beyond = torch.nextafter(
+        nearest.double(), other.double()
+    )  # which side the other neighbour is on
+    assert (
+        (found == nearest) | ((found.float() - exact).sign() == (beyond - nearest.double()).sign())
+    ).all()
     least = torch.finfo(dtype).eps * torch.finfo(dtype).tiny
     assert (gap <= (torch.finfo(dtype).eps * exact.abs()).clamp(min=least)).all()
 
@@ -58,7 +70,9 @@ def test_each_value_is_one_of_its_two_neighbours_and_one_that_fits_stays(dtype: 
 @pytest.mark.parametrize("native", [True, False])
 def test_what_is_no_number_stays_what_it_is(dtype: torch.dtype, native: bool) -> None:
     """Of NaN with every payload: adding to their bits could make them numbers."""
-    payloads = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, -0x400000], dtype=torch.int32).view(torch.float32)
+    payloads = torch.tensor(
+        [0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, -0x400000], dtype=torch.int32
+    ).view(torch.float32)
     special = torch.cat([payloads, torch.tensor([math.inf, -math.inf, 0.0, -0.0, 3e38, -3e38])])
     published = torch.zeros(BLOCK, dtype=dtype)
     published[: special.numel()] = special.to(dtype)

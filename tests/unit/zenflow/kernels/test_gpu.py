@@ -16,13 +16,17 @@ CONSTANTS = definition.HotConstants(0.5, 1e-3, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 
 
 
 def both_ways(numel: int, first: int) -> list[list[torch.Tensor]]:
-    """Results of each kernel on arrays at an offset, with kernels if there are any, and as torch operations."""
+    """Results of each kernel on arrays at an offset, with kernels if there are any, and as torch
+    operations."""
     device, found = torch.device(get_accelerator().current_device_name()), []
     for kernels in (True, False):
         torch.manual_seed(0)
         w, y, d, g = (torch.randn(numel + first).bfloat16().to(device)[first:] for _ in range(4))
         inverse = torch.rand(-(-numel // 32)).to(device)
-        known, of_lion = torch.rand(-(-numel // 32) * 2).view(torch.int32).to(device), torch.empty_like(w)
+        known, of_lion = (
+            torch.rand(-(-numel // 32) * 2).view(torch.int32).to(device),
+            torch.empty_like(w),
+        )
         p, m, v = torch.rand(3, numel // 32, 32).to(device)
         updates = torch.arange(1, numel // 32 + 1, dtype=torch.int32).to(device)
         with patch.object(launch, "serves", launch.serves if kernels else lambda *_: False):
@@ -39,4 +43,6 @@ def both_ways(numel: int, first: int) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("first", [0, 1])
 def test_kernels_on_an_accelerator_equal_torch_operations_to_the_bit(first: int) -> None:
     kernels, operations = run_ranks(1, both_ways, (1 << 18) + 45, first, device="accelerator")[0]
-    assert_same(kernels, operations, "moved weights, D, predicted weights, p, m, v, weights of Lion")
+    assert_same(
+        kernels, operations, "moved weights, D, predicted weights, p, m, v, weights of Lion"
+    )

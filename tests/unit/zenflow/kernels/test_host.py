@@ -28,7 +28,9 @@ def array(n: int, dtype: torch.dtype, seed: int, scale: float) -> torch.Tensor:
 
 def same(expected: torch.Tensor, actual: torch.Tensor, what: str) -> None:
     assert torch.equal(expected.isnan(), actual.isnan()), what
-    assert_same(expected.nan_to_num(0.5).view(torch.uint8), actual.nan_to_num(0.5).view(torch.uint8), what)
+    assert_same(
+        expected.nan_to_num(0.5).view(torch.uint8), actual.nan_to_num(0.5).view(torch.uint8), what
+    )
 
 
 @settings(deadline=None)
@@ -50,7 +52,11 @@ def test_every_bit_is_the_definitions(
     drifts: bool,
     seed: int,
 ) -> None:
-    w, y, g = array(n, weights, seed, 1.0), array(n, weights, seed + 1, 1.0), array(n, grad, seed + 2, 0.1)
+    w, y, g = (
+        array(n, weights, seed, 1.0),
+        array(n, weights, seed + 1, 1.0),
+        array(n, grad, seed + 2, 0.1),
+    )
     d = array(n, weights, seed + 3, 0.01) if drifts else None
     inverse = torch.rand(-(-n // block), generator=torch.Generator().manual_seed(seed)) * 20
     before = torch.get_num_threads()
@@ -82,7 +88,16 @@ def test_autograd_knows_what_was_written() -> None:
 def test_an_array_that_is_too_short_is_never_read(short: int) -> None:
     arrays = [torch.zeros(63 if number == short else 64) for number in range(3)]
     with pytest.raises(AssertionError):
-        host.predict(arrays[0], arrays[1], arrays[2], torch.zeros(64), torch.ones(1 if short == 3 else 2), 1.0, 1.0, 32)
+        host.predict(
+            arrays[0],
+            arrays[1],
+            arrays[2],
+            torch.zeros(64),
+            torch.ones(1 if short == 3 else 2),
+            1.0,
+            1.0,
+            32,
+        )
 
 
 def test_what_the_library_does_not_know_is_left_to_the_definition() -> None:

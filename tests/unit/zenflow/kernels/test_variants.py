@@ -1,5 +1,5 @@
-"""How many variants of a kernel a training compiles, as Triton itself decides it. The GPU is made up: what would be
-compiled and launched is only counted."""
+"""How many variants of a kernel a training compiles, as Triton itself decides it. The GPU is made
+up: what would be compiled and launched is only counted."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from triton.runtime.jit import create_function_from_signature
 from deepspeed_ext.zenflow.kernels import definition, device, launch, lion, prepare
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 
-BACKENDS = {"sm_90": make_backend(GPUTarget("cuda", 90, 32)), "gfx942": make_backend(GPUTarget("hip", "gfx942", 64))}
+BACKENDS = {
+    "sm_90": make_backend(GPUTarget("cuda", 90, 32)),
+    "gfx942": make_backend(GPUTarget("hip", "gfx942", 64)),
+}
 
 
 class Recorded:
-    """Stands in for the module of kernels: launches nothing, and keeps what Triton would compile for."""
+    """Stands in for the module of kernels: launches nothing, and keeps what Triton would compile
+    for."""
 
     def __init__(self) -> None:
         self.keys: dict[str, set[str]] = {target: set() for target in BACKENDS}
@@ -55,7 +59,9 @@ class _Grid:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """The CPU as a device with kernels."""
     module = Recorded()
-    accelerator = SimpleNamespace(device=lambda index: nullcontext(), pin_memory=lambda tensor: tensor)
+    accelerator = SimpleNamespace(
+        device=lambda index: nullcontext(), pin_memory=lambda tensor: tensor
+    )
     monkeypatch.setattr(launch, "_kernels", lambda device_type: module)
     monkeypatch.setattr(launch, "missing", lambda device: None)
     monkeypatch.setattr(launch, "_variants", set())
@@ -67,9 +73,11 @@ def flat(numel: int, first: int) -> torch.Tensor:
     return torch.zeros(numel + first, dtype=torch.bfloat16)[first:]
 
 
-def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(recorded: Recorded) -> None:
-    """Lengths, offsets and numbers are all different, 1 and multiples of 16 among them: one variant for each kernel's
-    dtypes and alignment, and the engine's start has made them all."""
+def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
+    recorded: Recorded,
+) -> None:
+    """Lengths, offsets and numbers are all different, 1 and multiples of 16 among them: one variant
+    for each kernel's dtypes and alignment, and the engine's start has made them all."""
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
     prepared = [
         *prepare.norms(cpu, [bf16]),
@@ -78,7 +86,9 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(r
     ]
     prepare.prepare(cpu, 32, prepared, warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
-    assert [len(keys) for keys in expected.values()] == [7, 7], "predict and move twice, hot step, two of the norms"
+    assert [len(keys) for keys in expected.values()] == [7, 7], (
+        "predict and move twice, hot step, two of the norms"
+    )
     assert len(launch.variants()) == 7
 
     before = recorded.launches
@@ -93,12 +103,16 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(r
             if step % 2:
                 estimator.move(weights, drift, grad, scale, 1e-3 / step, 1.0)
             else:
-                estimator.predict(weights, published, drift, grad, scale, 1.0 if step == 2 else 1e-3)
+                estimator.predict(
+                    weights, published, drift, grad, scale, 1.0 if step == 2 else 1e-3
+                )
         constants = definition.HotConstants(
             scale, 1e-3 / step, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 1.0 - 1e-4 / step, 0.9, 0.95
         )
         p, m, v = state
-        launch.hot_step(p, m, v, torch.zeros(5, 32, dtype=bf16), torch.ones(5, dtype=torch.int32), constants)
+        launch.hot_step(
+            p, m, v, torch.zeros(5, 32, dtype=bf16), torch.ones(5, dtype=torch.int32), constants
+        )
     assert recorded.launches - before == 50 * (2 + 5 + 1)
     assert recorded.keys == expected
     assert len(launch.variants()) == 7
@@ -106,7 +120,9 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(r
 
 def test_steps_of_lion_compile_nothing_that_was_not_prepared(recorded: Recorded) -> None:
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    prepare.prepare(cpu, 32, lion.estimates(cpu, 32, bf16, bf16, bf16, [False], [True, False]), warns=True)
+    prepare.prepare(
+        cpu, 32, lion.estimates(cpu, 32, bf16, bf16, bf16, [False], [True, False]), warns=True
+    )
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
     assert [len(keys) for keys in expected.values()] == [2, 2], "aligned and not"
     for numel, first in [(1, 0), (16, 1), (5003, 3), (4096, 8), (70_001, 64)]:

@@ -1,4 +1,5 @@
-"""Where no kernel runs: torch operations, whose temporaries are those of one chunk, and one line in the log."""
+"""Where no kernel runs: torch operations, whose temporaries are those of one chunk, and one line in
+the log."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ MIB = 1 << 20
 
 def calls(numel: int, device: torch.device) -> dict[str, Callable[[], object]]:
     """Each part of a step on bf16 arrays of `numel` elements, whole blocks."""
-    weights, published, drift, grad = (torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(4))
+    weights, published, drift, grad = (
+        torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(4)
+    )
     estimator = Estimator.remembering(torch.ones(numel // BLOCK, device=device), BLOCK)
     blocks = BlockSet(torch.arange(numel // BLOCK, device=device), numel, BLOCK)
     state = torch.ones(3, numel // BLOCK, BLOCK, device=device)
@@ -63,8 +66,8 @@ def peaks(numel: int, chunk: int) -> dict[str, int]:
 
 
 def test_temporaries_on_a_device_without_kernels_are_those_of_one_chunk() -> None:
-    """A few arrays in fp32, of which two are for dithering, and a few numbers for each block; the partition has 16
-    chunks."""
+    """A few arrays in fp32, of which two are for dithering, and a few numbers for each block; the
+    partition has 16 chunks."""
     chunk, numbers = 1 << 16, 6 * 4 * (1 << 16) // BLOCK
     (found,) = on_sim(peaks, 16 * chunk, chunk)
     assert set(found) == ARRAYS.keys()
@@ -86,7 +89,9 @@ class Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_temporaries_on_the_cpu_are_those_of_one_chunk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporaries_on_the_cpu_are_those_of_one_chunk(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host, "serves", lambda *arrays: False)
     chunk = definition.chunk_numel(torch.device("cpu"), BLOCK)
     call = calls(8 * chunk, torch.device("cpu"))[name]
@@ -131,7 +136,9 @@ def test_a_hot_step_ignores_chunks() -> None:
             state = torch.rand(3, 20, 8, generator=generator)
             grad = torch.randn(20, 8, generator=generator).bfloat16()
             p, m, v = state.unbind()
-            hot = AdamBlocks(BlockSet(torch.arange(20), 160, 8), p, m, v, torch.arange(20, dtype=torch.int32))
+            hot = AdamBlocks(
+                BlockSet(torch.arange(20), 160, 8), p, m, v, torch.arange(20, dtype=torch.int32)
+            )
             hot.step(grad, STEP)
             found.append(state)
     assert_same(found[0], found[1], "p, m, v")

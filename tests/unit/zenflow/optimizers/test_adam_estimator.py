@@ -1,6 +1,8 @@
-"""The estimate: coefficients as derived, exact where it should be, close where it may err, and training as AdamW does.
+"""The estimate: coefficients as derived, exact where it should be, close where it may err, and
+training as AdamW does.
 
-`simulate` is the whole scheme in one process: the kernel's reference as the worker, the schedule and the estimator.
+`simulate` is the whole scheme in one process: the kernel's reference as the worker, the schedule
+and the estimator.
 """
 
 import itertools
@@ -38,20 +40,27 @@ def test_coefficients_are_the_closed_forms_once_bias_correction_has_faded() -> N
             assert drift_coefficient(STEP, j, S) == pytest.approx(drift, rel=1e-9)
             if j < S:
                 kappa = sum(sum(b1**k for k in range(i)) for i in range(1, S - j + 1)) / (S - j)
-                assert move_coefficient(STEP, j, S) == pytest.approx(lr * (1 - b1) * kappa, rel=1e-9)
+                assert move_coefficient(STEP, j, S) == pytest.approx(
+                    lr * (1 - b1) * kappa, rel=1e-9
+                )
 
 
 def test_interval_one_has_adams_bias_corrections() -> None:
     step = replace(STEP, step=3)
     publish = publish_ahead(step, 1)
     assert publish.m_factor == pytest.approx(step.lr * 0.9 / (1 - 0.9**4))
-    assert drift_coefficient(replace(step, step=4), 1, 1) == pytest.approx(step.lr * 0.1 / (1 - 0.9**4))
+    assert drift_coefficient(replace(step, step=4), 1, 1) == pytest.approx(
+        step.lr * 0.1 / (1 - 0.9**4)
+    )
 
 
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_prediction_is_the_update_when_v_is_constant_in_blocks_and_time(decoupled: bool, bias_correction: bool) -> None:
-    """All that interval 1 leaves out is the change of v beyond its bias, and its spread within a block."""
+def test_prediction_is_the_update_when_v_is_constant_in_blocks_and_time(
+    decoupled: bool, bias_correction: bool
+) -> None:
+    """All that interval 1 leaves out is the change of v beyond its bias, and its spread within a
+    block."""
     n, block = 1000, 32
     p, m, grad = torch.randn(n) * 0.1, torch.randn(n) * 1e-2, torch.randn(n) * 1e-2
     means = torch.rand(-(-n // block)) * 1e-2 + 1e-3
@@ -77,8 +86,11 @@ def test_prediction_is_the_update_when_v_is_constant_in_blocks_and_time(decouple
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("interval", [1, 4])
-def test_an_l2_term_that_cancels_the_gradient_is_estimated_within_bounds(kernel: str, interval: int) -> None:
-    """Adam's v of such an element is next to nothing, while weight decay and gradient by themselves are not."""
+def test_an_l2_term_that_cancels_the_gradient_is_estimated_within_bounds(
+    kernel: str, interval: int
+) -> None:
+    """Adam's v of such an element is next to nothing, while weight decay and gradient by themselves
+    are not."""
     n, block, lr = 64, 32, 1e-3
     step = AdamStep(lr, 0.9, 0.999, 1e-8, 0.1, False, 1, 1.0)
     p, grad = torch.randn(n), torch.randn(n) * 1e-2
@@ -89,10 +101,13 @@ def test_an_l2_term_that_cancels_the_gradient_is_estimated_within_bounds(kernel:
     make_kernel(kernel).run(AdamPass(*arrays, block, publish))
     far = lr * 2 * interval  # as far as Adam goes in the updates ahead
     assert float((published - p).abs().max()) < far + publish.l2_bound
-    # The rest of the estimate: the gradient that comes, the same once more, cancels the L2 term again.
+    # The rest of the estimate: the gradient that comes, the same once more, cancels the L2 term
+    # again.
     weights = torch.empty(n)
     estimator = Estimator(means, block, step.bias_correction2_sqrt, step.eps)
-    drift = sum(drift_coefficient(replace(step, step=1 + j), j, interval) for j in range(1, interval + 1))
+    drift = sum(
+        drift_coefficient(replace(step, step=1 + j), j, interval) for j in range(1, interval + 1)
+    )
     estimator.predict(weights, published, None, grad, 1.0, drift)
     assert float((weights - p).abs()[::2].max()) < far
 
@@ -113,12 +128,16 @@ def test_estimates_are_bounded_and_ignore_chunks(monkeypatch: pytest.MonkeyPatch
 class Estimation:
     """Tensors of one partition, and both estimates of it."""
 
-    def __init__(self, n: int, block: int, grad: str, published: str, weights: str, drift: str | None) -> None:
+    def __init__(
+        self, n: int, block: int, grad: str, published: str, weights: str, drift: str | None
+    ) -> None:
         g = torch.Generator().manual_seed(n)
         self.grad = (torch.randn(n, generator=g) * 1e-2).to(DTYPES[grad])
         self.published = (torch.randn(n, generator=g) * 0.1).to(DTYPES[published])
         self.weights = (torch.randn(n, generator=g) * 0.1).to(DTYPES[weights])
-        self.drift = None if drift is None else (torch.randn(n, generator=g) * 1e-3).to(DTYPES[drift])
+        self.drift = (
+            None if drift is None else (torch.randn(n, generator=g) * 1e-3).to(DTYPES[drift])
+        )
         self.estimator = Estimator(torch.rand(-(-n // block), generator=g) * 1e-5, block, 0.9, 1e-8)
 
     def predict(self) -> list[torch.Tensor]:
@@ -137,7 +156,9 @@ def test_estimate_is_the_same_for_any_threads() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append([*(e := Estimation(200_003, 32, *["bfloat16"] * 4)).predict(), *e.move()])
+            results.append(
+                [*(e := Estimation(200_003, 32, *["bfloat16"] * 4)).predict(), *e.move()]
+            )
     finally:
         torch.set_num_threads(before)
     for number, result in enumerate(results[1:], start=2):
@@ -158,13 +179,17 @@ def test_nan_gradient_gives_nan_and_infinity_the_bound() -> None:
     grad = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
     weights = torch.empty(4)
     Estimator(torch.ones(1), 4, 1.0, 1e-8).predict(weights, torch.zeros(4), None, grad, 1.0, 1.0)
-    torch.testing.assert_close(weights, torch.tensor([float("nan"), -4.5, 4.5, 0.0]), equal_nan=True)
+    torch.testing.assert_close(
+        weights, torch.tensor([float("nan"), -4.5, 4.5, 0.0]), equal_nan=True
+    )
 
 
 class Simulation:
     """One partition trained by the scheme: `step` takes the gradient at `weights`."""
 
-    def __init__(self, start: torch.Tensor, schedule: PredictiveSchedule, step: AdamStep, block: int = 32) -> None:
+    def __init__(
+        self, start: torch.Tensor, schedule: PredictiveSchedule, step: AdamStep, block: int = 32
+    ) -> None:
         n = start.numel()
         self.p, self.m, self.v = start.clone(), torch.zeros(n), torch.zeros(n)
         self.y, self.means = start.clone(), torch.zeros(-(-n // block))
@@ -177,7 +202,10 @@ class Simulation:
         self.kernel = ReferenceKernel(1)
 
     def _carry_out(self, work: list[tuple[torch.Tensor, AdamStep]]) -> None:
-        arrays = [Array(t.data_ptr(), "float32", t.numel()) for t in (self.p, self.m, self.v, self.y, self.means)]
+        arrays = [
+            Array(t.data_ptr(), "float32", t.numel())
+            for t in (self.p, self.m, self.v, self.y, self.means)
+        ]
         p, m, v, y, means = arrays
         steps = tuple(step for _, step in work)
         grads = tuple(Array(g.data_ptr(), "float32", g.numel()) for g, _ in work)
@@ -202,7 +230,10 @@ class Simulation:
             self._receive()
             self.weights.copy_(self.p)
         elif plan.source is WeightSource.DRIFTED:
-            move, drift = move_coefficient(step, position, interval), drift_coefficient(step, position, interval)
+            move, drift = (
+                move_coefficient(step, position, interval),
+                drift_coefficient(step, position, interval),
+            )
             self.estimator.move(self.weights, self.drift, grad, 1.0, move, drift)
         else:
             self._receive()
@@ -223,8 +254,9 @@ def regression(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("interval", "closed"), [(1, 0.95), (4, 0.5)])
 def test_training_follows_adamw(interval: int, closed: float) -> None:
-    """A noisy regression near the largest stable lr, where AdamW's result one step late costs a factor 22 in loss:
-    the scheme closes nearly all of that gap at interval 1, and more than half of it in logarithm four steps late."""
+    """A noisy regression near the largest stable lr, where AdamW's result one step late costs a
+    factor 22 in loss: the scheme closes nearly all of that gap at interval 1, and more than half of
+    it in logarithm four steps late."""
     features, targets, start = regression(0)
     step = replace(STEP, lr=2e-2, step=0, weight_decay=0.01)
 
@@ -238,7 +270,9 @@ def test_training_follows_adamw(interval: int, closed: float) -> None:
     optimizer = torch.optim.AdamW([reference], lr=2e-2, betas=(0.9, 0.95), weight_decay=0.01)
     simulation = Simulation(
         start,
-        PredictiveSchedule(interval, overlap=True, warm_up_steps=1 if interval == 1 else 5 * interval),
+        PredictiveSchedule(
+            interval, overlap=True, warm_up_steps=1 if interval == 1 else 5 * interval
+        ),
         step,
         block=8,
     )
@@ -271,5 +305,7 @@ def test_parts_of_whole_blocks_are_predicted_as_the_whole(cuts: tuple[int, ...])
         (whole, expected, slice(0, 18)),
         *((whole.of(*span), found, slice(*span)) for span in itertools.pairwise(cuts)),
     ):
-        estimator.predict(weights[part], published[part], None, grad[part], 1.0, drift_coefficient(coming, 1, 1))
+        estimator.predict(
+            weights[part], published[part], None, grad[part], 1.0, drift_coefficient(coming, 1, 1)
+        )
     assert torch.equal(found, expected)

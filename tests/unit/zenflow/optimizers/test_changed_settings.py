@@ -1,4 +1,5 @@
-"""Hyperparameters that a script changes in mid-run are used in the next step, or refused by name before it."""
+"""Hyperparameters that a script changes in mid-run are used in the next step, or refused by name
+before it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,15 @@ from tests.support.zenflow import full_masters_of, make_engine, zenflow_config
 
 VALUES: dict[str, list[Any]] = {
     "lr": [0.0, 1e-4, 3e-2],
-    "betas": [(0.0, 0.0), (0.0, 0.99), (0.5, 0.2), (0.9, 0.5), (0.9, 0.9999), (0.99, 0.9), (0.999, 0.999)],
+    "betas": [
+        (0.0, 0.0),
+        (0.0, 0.99),
+        (0.5, 0.2),
+        (0.9, 0.5),
+        (0.9, 0.9999),
+        (0.99, 0.9),
+        (0.999, 0.999),
+    ],
     "eps": [1e-12, 1e-3],
     "weight_decay": [0.0, 0.5],
     "maximize": [True, False],
@@ -24,12 +33,18 @@ VALUES: dict[str, list[Any]] = {
 
 
 def differences(stage: int, seed: int, steps: int) -> float:
-    """Change a hyperparameter before most steps; the largest difference of a master from torch's."""
+    """Change a hyperparameter before most steps; the largest difference of a master from
+    torch's."""
     draw = random.Random(seed)
     config = zenflow_config(stage, torch.float32) | {"gradient_clipping": 0.0}
     engine, plain = make_engine(config, model=LinearNet), Plain(lr=1e-3, weight_decay=0.0)
     for group in plain.optimizer.param_groups:  # the same start, whatever the config says
-        group.update({key: engine.optimizer.param_groups[0][key] for key in ("lr", "betas", "eps", "weight_decay")})
+        group.update(
+            {
+                key: engine.optimizer.param_groups[0][key]
+                for key in ("lr", "betas", "eps", "weight_decay")
+            }
+        )
     for number in range(steps):
         if number > 2 and draw.random() < 0.7:
             name = draw.choice(list(VALUES))
@@ -40,7 +55,9 @@ def differences(stage: int, seed: int, steps: int) -> float:
             side.backward(drawn_loss(side, number))
             side.step()
     masters, expected = full_masters_of(engine), [p.detach() for p in plain.module.parameters()]
-    found = max(float((a.view(-1) - b.view(-1)).abs().max()) for a, b in zip(masters, expected, strict=True))
+    found = max(
+        float((a.view(-1) - b.view(-1)).abs().max()) for a, b in zip(masters, expected, strict=True)
+    )
     engine.destroy()
     return found
 
@@ -75,7 +92,9 @@ def refusals(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_the_worker_cannot_step_with_is_refused_by_name_and_the_step_is_still_there(stage: int) -> None:
+def test_what_the_worker_cannot_step_with_is_refused_by_name_and_the_step_is_still_there(
+    stage: int,
+) -> None:
     ((amsgrad, forgets, one, negative),) = run_ranks(1, refusals, stage)
     assert "amsgrad=True (parameter group 0" in amsgrad
     assert "betas=(0.9, 0)" in forgets

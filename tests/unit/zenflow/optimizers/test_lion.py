@@ -20,7 +20,9 @@ STEP = LionStep(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, step=3, grad_s
 
 
 def lion(**settings: float) -> LionKind:
-    made = DeepSpeedCPULion.__new__(DeepSpeedCPULion)  # without its operator, which takes a while to compile
+    made = DeepSpeedCPULion.__new__(
+        DeepSpeedCPULion
+    )  # without its operator, which takes a while to compile
     defaults = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, **settings}
     torch.optim.Optimizer.__init__(made, [torch.nn.Parameter(torch.zeros(1))], defaults)
     found = kind_of(made, ZenFlowConfig())
@@ -45,11 +47,15 @@ def test_weights_follow_the_formula_of_the_study(n: int, block: int, dtype: torc
     expected = (y.float() - torch.where(direction < 0, -1e-3, 1e-3)).to(dtype)
     sure = direction.abs() > 1e-9  # where the order of roundings cannot turn a sign
     assert sure.float().mean() > 0.99
-    torch.testing.assert_close(weights[sure], expected[sure], rtol=0.0, atol=0.0 if dtype is torch.bfloat16 else 1e-7)
+    torch.testing.assert_close(
+        weights[sure], expected[sure], rtol=0.0, atol=0.0 if dtype is torch.bfloat16 else 1e-7
+    )
 
 
 @pytest.mark.parametrize("chunk", [96, 1 << 17])
-def test_the_estimate_does_not_depend_on_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_does_not_depend_on_chunks(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     g = torch.Generator().manual_seed(1)
     y, grad = (torch.randn(1003, generator=g).bfloat16() for _ in range(2))
     known = torch.randint(-(1 << 31), 1 << 31, (32, 2), dtype=torch.int32, generator=g)
@@ -90,15 +96,22 @@ def test_the_selective_rule_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("n", "block"), [(1000, 32), (777, 24), (5000, 256)])
-def test_what_it_remembers_on_the_accelerator_is_what_plan_memory_counts(n: int, block: int) -> None:
+def test_what_it_remembers_on_the_accelerator_is_what_plan_memory_counts(
+    n: int, block: int
+) -> None:
     kind, p, m = lion(), torch.randn(n), torch.randn(n)
     known = kind.publish(kind.ahead(STEP, 1), (p, m), block, torch.empty(n))
-    settings = PredictiveSettings.of(ZenFlowConfig(update_interval=1, block_size=block), layout=kind.layout)
-    assert bytes_of(settings, n).kept == {"signs and means": kind.estimate(STEP, known, block).kept.nbytes}
+    settings = PredictiveSettings.of(
+        ZenFlowConfig(update_interval=1, block_size=block), layout=kind.layout
+    )
+    assert bytes_of(settings, n).kept == {
+        "signs and means": kind.estimate(STEP, known, block).kept.nbytes
+    }
 
 
 @pytest.mark.parametrize(("in_place", "nbytes"), [(True, 9), (False, 10)])
 def test_temporaries_are_two_arrays_and_the_signs_or_y(in_place: bool, nbytes: int) -> None:
-    """Two fp32 arrays, and a byte for each sign or, before it in the same memory, y in bf16 from the host."""
+    """Two fp32 arrays, and a byte for each sign or, before it in the same memory, y in bf16 from
+    the host."""
     settings = PredictiveSettings.of(ZenFlowConfig(update_interval=1), layout=lion().layout)
     assert bytes_of(settings, 1000, 2, arrived_bytes=2, in_place=in_place).step == 1000 * nbytes

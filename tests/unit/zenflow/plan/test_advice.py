@@ -26,7 +26,9 @@ GIB = 1 << 30
 SHARE = 'offload_optimizer.ratio "auto"'
 ROUNDED = Remedy("state_dtype bfloat16", "but rounds", worker=20 / 28)
 LONGER = Remedy("update_interval 2", "but differs", worker=15 / 28)
-BESIDE = Remedy("hide_transfers true", "and takes 3.0 GiB of the accelerator", hides=True, room=3 * GIB)
+BESIDE = Remedy(
+    "hide_transfers true", "and takes 3.0 GiB of the accelerator", hides=True, room=3 * GIB
+)
 ALL = (BESIDE, ROUNDED, LONGER)
 
 
@@ -65,7 +67,8 @@ def test_the_largest_part_of_the_step_limits_it(measured: MeasuredStep, limit: L
             step(1.00, 0.08, 0.08, 1.08),
             Cores(14, 16),
             0,
-            "ZenFlow: 1.08x of a step without the optimizer; the optimizer process limits (14 of 16 "
+            "ZenFlow: 1.08x of a step without the optimizer; the optimizer process limits (14 of "
+            "16 "
             "cores). state_dtype bfloat16 would make it 1.00x, but rounds.",
         ),
         (
@@ -73,7 +76,8 @@ def test_the_largest_part_of_the_step_limits_it(measured: MeasuredStep, limit: L
             Cores(8, 16),
             0,
             "ZenFlow: 1.70x of a step without the optimizer; the optimizer process limits (8 of 16 "
-            "cores). pt_reserved_cores 2 would give it 14. update_interval 2 would make it 1.02x, but "
+            "cores). pt_reserved_cores 2 would give it 14. update_interval 2 would make it 1.02x, "
+            "but "
             "differs.",
         ),
         (
@@ -127,7 +131,7 @@ def test_no_remedy_promises_more_than_the_accelerators_own_time_allows(
         assert measured.busy / device - 1e-9 <= advice.helped < advice.slowdown
 
 
-# -- what can be changed about a plan ------------------------------------------------------------------
+# -- what can be changed about a plan --------------------------------------------------------------
 
 
 def plan_of(*, host_share: float | None = 1.0, lion: bool = False, **config: object) -> ZenFlowPlan:
@@ -166,7 +170,8 @@ def test_only_what_a_run_allows_is_suggested(plan: ZenFlowPlan, changes: list[st
 
 
 def test_the_smallest_share_that_helps_enough_is_suggested_if_there_is_room() -> None:
-    """Half of the optimizer takes 12.1 bytes for each of its parameters, and frees 2.1 of landing."""
+    """Half of the optimizer takes 12.1 bytes for each of its parameters, and frees 2.1 of
+    landing."""
     measured, remedies = step(1.0, 0.70, 0.68, 1.66, link=0.5), remedies_of(plan_of())
     said = advise(measured, remedies, room=16 * GIB).line
     assert 'offload_optimizer.ratio "auto" would make it 1.04x, and takes 3.8 GiB' not in said

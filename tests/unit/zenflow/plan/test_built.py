@@ -1,4 +1,5 @@
-"""What a start builds is what the plan says, array by array, and the plan is that of ``plan --memory``."""
+"""What a start builds is what the plan says, array by array, and the plan is that of
+``plan --memory``."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "y in fp32": ({"update_interval": 2, "publish_dtype": "float32"}, {}),
     "gradients on the host": ({"update_interval": 1, "gradients_on_host": True}, {}),
     "a share": ({"update_interval": 1}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
-    "offload_param": ({"update_interval": 1}, {"offload_param": ON_HOST, "offload_optimizer": ON_HOST}),
+    "offload_param": (
+        {"update_interval": 1},
+        {"offload_param": ON_HOST, "offload_optimizer": ON_HOST},
+    ),
     "selective": ({"topk_ratio": 0.1, "select_interval": 4, "update_interval": 2}, {}),
 }
 
@@ -45,7 +49,11 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
     plan, arena, transfers = adam.decided, adam.link.arena, adam.link.transfers
     said: list[tuple[str, Any, Any]] = [
         ("arena", plan.layout, arena.layout),
-        ("ring", plan.rule.ring_at(plan.rule.update_interval, plan.arrival), adam.rule.schedule.ring),
+        (
+            "ring",
+            plan.rule.ring_at(plan.rule.update_interval, plan.arrival),
+            adam.rule.schedule.ring,
+        ),
         ("handed over", plan.places.handed_over, transfers.handed_over),
         ("beside", plan.copies is Copies.BESIDE_STEP, isinstance(transfers, HiddenTransfers)),
         ("lifts", plan.copies is not Copies.NONE, transfers._lifts),
@@ -62,7 +70,9 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         tensors = [each for one in results for each in (one.published, one.block_means)]
         y_and_means = sum(each.nbytes for each in tensors if each is not None)
         equal_items = plan.dtypes.y_replaces_gradient
-        said.append(("landing", plan.held.landing_bytes if equal_items else y_and_means, y_and_means))
+        said.append(
+            ("landing", plan.held.landing_bytes if equal_items else y_and_means, y_and_means)
+        )
         said.append(("chunk", plan.chunks.numel, transfers._chunk_numel))
         said.append(("slots", plan.chunks.slots, len(transfers._chunk_slots)))
     parts = [] if adam.share is None else adam.share._parts
@@ -70,7 +80,11 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
     counts = sum(4 * (each.head // plan.rule.block_size) for each in plan.partitions)
     said.append(("share", plan.held.share_bytes, share + counts))
     engine.destroy()
-    return plan, [f"{name}: planned {planned}, built {made}" for name, planned, made in said if planned != made]
+    return plan, [
+        f"{name}: planned {planned}, built {made}"
+        for name, planned, made in said
+        if planned != made
+    ]
 
 
 @pytest.mark.parametrize("device", ["sim", "cpu"])

@@ -25,7 +25,9 @@ SELECTIVE = {"topk_ratio": 0.1, "select_interval": 16}
 
 def facts_of(*ranks: RankFacts, **changes: Any) -> ZenFlowFacts:
     """Those of a run at stage 2 in bf16; `changes` are fields of the facts or of the caller."""
-    of_caller = {name: changes.pop(name) for name in list(changes) if name in Caller.__dataclass_fields__}
+    of_caller = {
+        name: changes.pop(name) for name in list(changes) if name in Caller.__dataclass_fields__
+    }
     usual = {"weights_dtype": "bfloat16", "summed_dtype": "bfloat16", "takes_gradients": True}
     return ZenFlowFacts(ranks, Caller(**usual | of_caller), **changes)
 
@@ -38,7 +40,7 @@ def plan_of(facts: ZenFlowFacts, *, host_share: float | None = 1.0, **config: An
     return decide(facts, ZenFlowConfig(**config), host_share=host_share)
 
 
-# -- one decision at a time --------------------------------------------------------------------------
+# -- one decision at a time ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,9 @@ def plan_of(facts: ZenFlowFacts, *, host_share: float | None = 1.0, **config: An
         ("float32", "float32", "float32"),
     ],
 )
-def test_gradients_have_the_weights_dtype_but_what_fp16_cannot_hold(weights: str, summed: str, expected: str) -> None:
+def test_gradients_have_the_weights_dtype_but_what_fp16_cannot_hold(
+    weights: str, summed: str, expected: str
+) -> None:
     assert Dtypes.of(weights, summed, None).gradient == expected
 
 
@@ -124,8 +128,8 @@ def test_on_the_cpu_everything_is_on_the_host_but_a_given_share() -> None:
 def test_landing_buffers_leave_a_tenth_of_the_memory_free_unless_they_are_asked_for(
     wanted: bool | None, free: int, expected: bool
 ) -> None:
-    """Those of 500 elements under the selective rule take 1,000 bytes, and gradients and their flat copy
-    2,000. A model that just fits must not end for want of memory because of them."""
+    """Those of 500 elements under the selective rule take 1,000 bytes, and gradients and their flat
+    copy 2,000. A model that just fits must not end for want of memory because of them."""
     rank = one_rank(500, free, 1200)
     plan = plan_of(facts_of(rank, takes_gradients=False), hide_transfers=wanted, **SELECTIVE)
     assert (plan.copies is Copies.BESIDE_STEP) is expected
@@ -136,8 +140,8 @@ def test_landing_buffers_leave_a_tenth_of_the_memory_free_unless_they_are_asked_
 
 
 def test_a_share_of_the_optimizer_and_landing_buffers_do_not_take_the_same_memory() -> None:
-    """12 bytes per parameter and 2, beside 8 of gradients: with 21 free ones, beside a tenth, only the
-    share fits."""
+    """12 bytes per parameter and 2, beside 8 of gradients: with 21 free ones, beside a tenth, only
+    the share fits."""
     numel = 32 * 1000
     for room, expected in ((21, False), (23, True)):
         rank = one_rank(2 * numel, room * numel + 10_000, 100_000)
@@ -158,7 +162,9 @@ def test_a_share_of_the_optimizer_and_landing_buffers_do_not_take_the_same_memor
         ({"update_interval": 1, **SELECTIVE}, {}),
     ],
 )
-def test_what_somebody_reads_on_the_host_stays_whole(config: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_what_somebody_reads_on_the_host_stays_whole(
+    config: dict[str, Any], changes: dict[str, Any]
+) -> None:
     plan = plan_of(facts_of(one_rank(1 << 30), **changes), **config)
     assert plan.places.handed_over is Place.HOST
     assert plan_of(facts_of(one_rank(1 << 30)), update_interval=1).chunks.slots
@@ -190,7 +196,7 @@ def test_kernels_are_those_of_what_is_computed_on_the_accelerator(
         assert shared.kernels == expected | {Kernel.STEP}
 
 
-# -- the host ----------------------------------------------------------------------------------------
+# -- the host --------------------------------------------------------------------------------------
 
 
 def below(job: int, task: int) -> list[dict[str, int]]:
@@ -230,7 +236,7 @@ def test_ranks_are_added_up_below_each_limit_that_they_share(
     assert says in (shortage or "")
 
 
-# -- every plan --------------------------------------------------------------------------------------
+# -- every plan ------------------------------------------------------------------------------------
 
 
 def sizes(most: int) -> st.SearchStrategy[tuple[Run, ...]]:
@@ -288,7 +294,10 @@ def test_all_ranks_decide_alike_and_always_the_same(
     case: tuple[ZenFlowFacts, dict[str, Any], float | None],
 ) -> None:
     facts, section, share = case
-    plans = [plan_of(replace(facts, rank=rank), host_share=share, **section) for rank in (*range(len(facts.ranks)), 0)]
+    plans = [
+        plan_of(replace(facts, rank=rank), host_share=share, **section)
+        for rank in (*range(len(facts.ranks)), 0)
+    ]
     assert plans[0] == plans[-1]
     assert len({repr(plan.decisions) for plan in plans}) == 1
     assert len({plan.reasons for plan in plans}) == 1
@@ -300,8 +309,8 @@ def test_all_ranks_decide_alike_and_always_the_same(
 def test_every_byte_of_the_arena_belongs_to_something(
     case: tuple[ZenFlowFacts, dict[str, Any], float | None],
 ) -> None:
-    """p and the moments of what steps on the host, the rule's array, and gradients that are whole or
-    in transit, once."""
+    """p and the moments of what steps on the host, the rule's array, and gradients that are whole
+    or in transit, once."""
     facts, section, share = case
     plan = plan_of(facts, host_share=share, **section)
     layout, item = plan.rule.layout, {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -320,10 +329,16 @@ def test_every_byte_of_the_arena_belongs_to_something(
     assert bool(of_chunks) == (plan.places.handed_over is Place.IN_TRANSIT)
     if of_chunks:
         assert plan.chunks is not None
-        assert sum(spec.numel for spec in of_chunks) < sum(each.on_host * each.times for each in plan.partitions)
+        assert sum(spec.numel for spec in of_chunks) < sum(
+            each.on_host * each.times for each in plan.partitions
+        )
         largest = max(each.on_host for each in plan.partitions)
         assert plan.chunks.slot_numel >= min(largest, plan.chunks.numel)
-    assert (plan.chunks is not None) == (plan.copies is Copies.BESIDE_STEP) == bool(plan.copies is Copies.BESIDE_STEP)
+    assert (
+        (plan.chunks is not None)
+        == (plan.copies is Copies.BESIDE_STEP)
+        == bool(plan.copies is Copies.BESIDE_STEP)
+    )
     longest = plan.rule.longest_interval
     assert plan.ring_slots(longest) <= max(
         len([spec for spec in plan.arena if (spec.kind, spec.partition) == ("g", 0)]), 0

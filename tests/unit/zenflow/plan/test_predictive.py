@@ -1,4 +1,5 @@
-"""Bytes of the predictive rule, reckoned by hand for a partition of four blocks, the last one short."""
+"""Bytes of the predictive rule, reckoned by hand for a partition of four blocks, the last one
+short."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ NUMEL, BLOCKS = 3 * 32 + 5, 4
 
 
 def settings(interval: int | None, overlapped: bool = True) -> PredictiveSettings:
-    return PredictiveSettings(interval, overlapped, None, block_size=32, prediction_error_factor=0.0)
+    return PredictiveSettings(
+        interval, overlapped, None, block_size=32, prediction_error_factor=0.0
+    )
 
 
 def test_a_denominator_for_each_block_is_kept_and_the_drift_of_longer_intervals() -> None:
@@ -31,9 +34,12 @@ def test_nothing_else_is_kept_moves_waits_or_is_exchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("interval", "overlapped", "slots"), [(1, True, 1), (4, True, 7), (4, False, 1), (None, True, 3)]
+    ("interval", "overlapped", "slots"),
+    [(1, True, 1), (4, True, 7), (4, False, 1), (None, True, 3)],
 )
-def test_the_ring_holds_nearly_two_intervals(interval: int | None, overlapped: bool, slots: int) -> None:
+def test_the_ring_holds_nearly_two_intervals(
+    interval: int | None, overlapped: bool, slots: int
+) -> None:
     rule = settings(interval, overlapped)
     assert rule.ring_at(rule.longest_interval, Arrival.AFTER_Y) == slots
     assert rule.longest_interval == (interval or LONGEST_MEASURED)

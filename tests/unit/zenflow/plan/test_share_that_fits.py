@@ -21,8 +21,8 @@ GB, GIB, UNITS = 10**9, 2**30, 1024
 
 
 def facts_of(model: Model, ranks: Ranks, setup: Setup, total: int) -> ZenFlowFacts:
-    """What a run knows once only its weights are on an accelerator of `total` bytes, if its host is too small to begin
-    with the whole optimizer."""
+    """What a run knows once only its weights are on an accelerator of `total` bytes, if its host is
+    too small to begin with the whole optimizer."""
     partitions = tuple(setup.partitions(model, ranks))
     whole = sum(run.numel * run.times for run in partitions)
     whole *= 1 if setup.partitions_weights else ranks.count
@@ -42,18 +42,23 @@ def units_that_fit(facts: ZenFlowFacts, setup: Setup, reserve: float = 0.15) -> 
     """The share on the accelerator that is chosen if it is left open, in units."""
     assert setup.zenflow is not None
     section = setup.zenflow.model_dump(exclude_unset=True) | {"offload_reserve_fraction": reserve}
-    return round((1.0 - decide(facts, ZenFlowConfig(**section), host_share=None).host_share) * UNITS)
+    return round(
+        (1.0 - decide(facts, ZenFlowConfig(**section), host_share=None).host_share) * UNITS
+    )
 
 
 def peak_at(model: Model, ranks: Ranks, setup: Setup, host_share: float) -> int:
     """What our plan of memory says of a step and a backward pass, without activations."""
     plan = plan_memory(model, ranks, replace(setup, host_share=host_share))
     phases = Phase.BETWEEN, Phase.BACKWARD, Phase.STEP
-    return max(sum(part.nbytes for part in plan.parts[Place.ACCELERATOR, phase]) for phase in phases)
+    return max(
+        sum(part.nbytes for part in plan.parts[Place.ACCELERATOR, phase]) for phase in phases
+    )
 
 
 def test_seven_billion_parameters_on_80_gb() -> None:
-    """Half of the optimizer would need 82.8 GiB, so a run that took 61 % ended in its first step."""
+    """Half of the optimizer would need 82.8 GiB, so a run that took 61 % ended in its first
+    step."""
     model = Model(7 * GB, typical_largest(7 * GB), "bfloat16")
     setup = Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1))
     total = 80 * GIB
@@ -84,7 +89,12 @@ def runs(draw: Any) -> tuple[Model, Ranks, Setup, int]:
     section = ZenFlowConfig(**zenflow)
     setup = Setup(stage=stage, zenflow=section, accumulation=draw(st.sampled_from([1, 4])))
     ranks = draw(st.sampled_from([1, 2, 8]))
-    return Model(params, typical_largest(params), "bfloat16"), Ranks(ranks, ranks), setup, draw(st.integers(8, 192))
+    return (
+        Model(params, typical_largest(params), "bfloat16"),
+        Ranks(ranks, ranks),
+        setup,
+        draw(st.integers(8, 192)),
+    )
 
 
 @given(runs())
@@ -102,7 +112,10 @@ def test_what_is_chosen_fits_by_our_plan_and_a_little_more_memory_never_means_le
 
 @pytest.mark.parametrize("short", ["later", "reserve"])
 def test_nothing_steps_on_an_accelerator_that_has_no_room(short: str) -> None:
-    model, setup = Model(GB, typical_largest(GB), "bfloat16"), Setup(stage=2, zenflow=ZenFlowConfig())
+    model, setup = (
+        Model(GB, typical_largest(GB), "bfloat16"),
+        Setup(stage=2, zenflow=ZenFlowConfig()),
+    )
     facts = facts_of(model, Ranks(1, 1), setup, 24 * GIB)
     assert units_that_fit(facts, setup) > 0
     if short == "reserve":

@@ -1,4 +1,5 @@
-"""Blocks of a flat partition: chosen by their gradients, taken out and put back, stepped as torch's Adam does."""
+"""Blocks of a flat partition: chosen by their gradients, taken out and put back, stepped as torch's
+Adam does."""
 
 import math
 
@@ -30,7 +31,9 @@ def in_blocks(flat: torch.Tensor, block_size: int, ids: torch.Tensor) -> torch.T
 
 @settings(deadline=None)
 @given(flats_and_ids())
-def test_what_is_taken_is_put_back_and_nothing_else_is_touched(case: tuple[torch.Tensor, int, torch.Tensor]) -> None:
+def test_what_is_taken_is_put_back_and_nothing_else_is_touched(
+    case: tuple[torch.Tensor, int, torch.Tensor],
+) -> None:
     flat, block_size, ids = case
     blocks = BlockSet(ids, flat.numel(), block_size)
     rows = blocks.take(flat)
@@ -55,7 +58,9 @@ def test_a_beta_of_zero_steps_as_torchs_adam(betas: tuple[float, float]) -> None
     expected = torch.nn.Parameter(p.clone())
     adam = torch.optim.AdamW([expected], lr=1e-2, betas=betas, weight_decay=0.1)
     for number, gradient in enumerate(gradients, start=1):
-        found = blocks.step(gradient, AdamStep(1e-2, *betas, 1e-8, 0.1, decoupled=True, step=number, grad_scale=1.0))
+        found = blocks.step(
+            gradient, AdamStep(1e-2, *betas, 1e-8, 0.1, decoupled=True, step=number, grad_scale=1.0)
+        )
         expected.grad = gradient.clone()
         adam.step()
         torch.testing.assert_close(found, expected.detach())
@@ -75,7 +80,9 @@ def test_the_blocks_with_the_largest_sums_are_selected(
     generator = torch.Generator().manual_seed(seed)
     flats = torch.randn(ranks, count * block_size - block_size // 2, generator=generator)
     found = torch.stack([scores(flat, block_size) for flat in flats])
-    expected = torch.stack([torch.stack([b.abs().sum() for b in flat.split(block_size)]) for flat in flats])
+    expected = torch.stack(
+        [torch.stack([b.abs().sum() for b in flat.split(block_size)]) for flat in flats]
+    )
     torch.testing.assert_close(found, expected)
     chosen = run_together(ranks, lambda group: select(found[group.rank], ratio, group))
     share = math.ceil(ratio * count)
@@ -96,20 +103,31 @@ def of_all_scores(everyones: torch.Tensor, ratio: float) -> list[list[int]]:
     best = torch.topk(everyones, most, dim=1)
     taken = torch.zeros(best.values.numel(), dtype=torch.bool)
     taken[torch.topk(best.values.flatten(), hot_blocks(everyones.numel(), ratio)).indices] = True
-    return [sorted(ids[row].tolist()) for ids, row in zip(best.indices, taken.view(best.values.shape), strict=True)]
+    return [
+        sorted(ids[row].tolist())
+        for ids, row in zip(best.indices, taken.view(best.values.shape), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("scale", [1e-42, 1e-20, 1.0, 1e30])
 @pytest.mark.parametrize("ratio", [0.02, 0.1, 0.7])
 def test_the_selection_is_that_of_all_scores(ratio: float, scale: float) -> None:
-    """Also for scores of other sizes on each rank, of denormal numbers, and with the largest float."""
+    """Also for scores of other sizes on each rank, of denormal numbers, and with the largest
+    float."""
     generator = torch.Generator().manual_seed(0)
-    everyones = torch.randn(5, 200, generator=generator).abs() * torch.tensor([1, 2, 8, 1e-3, 1])[:, None] * scale
+    everyones = (
+        torch.randn(5, 200, generator=generator).abs()
+        * torch.tensor([1, 2, 8, 1e-3, 1])[:, None]
+        * scale
+    )
     everyones[1, 7] = torch.inf
     assert len(set(everyones.flatten().tolist())) > (100 if scale == 1e-42 else 990)
     found = run_together(5, lambda group: select(everyones[group.rank], ratio, group))
     if scale == 1e-42:  # too few different numbers for one choice: compare the scores
-        expected = [everyones[rank][ids].sort().values for rank, ids in enumerate(of_all_scores(everyones, ratio))]
+        expected = [
+            everyones[rank][ids].sort().values
+            for rank, ids in enumerate(of_all_scores(everyones, ratio))
+        ]
         assert torch.equal(
             torch.cat([everyones[rank][ids] for rank, ids in enumerate(found)]).sort().values,
             torch.cat(expected).sort().values,
@@ -128,7 +146,9 @@ def test_of_equal_scores_the_first_are_selected() -> None:
 @pytest.mark.parametrize(("numel", "block_size"), [(40, 8), (42, 8), (6, 8)])
 def test_blocks_of_all_ranks_are_put_as_those_of_each(numel: int, block_size: int) -> None:
     last = (numel - 1) // block_size
-    ids = torch.tensor([[0, last], [0, min(3, last)], [min(2, last), min(3, last)]])[:, : 1 + (last > 0)]
+    ids = torch.tensor([[0, last], [0, min(3, last)], [min(2, last), min(3, last)]])[
+        :, : 1 + (last > 0)
+    ]
     values = torch.randn(*ids.shape, block_size)
     found, expected = torch.zeros(3, numel), torch.zeros(3, numel)
     BlocksOfRanks(ids, numel, block_size).put(found, values)
@@ -141,7 +161,10 @@ def test_blocks_of_all_ranks_are_put_as_those_of_each(numel: int, block_size: in
 def test_steps_are_torchs_with_an_update_count_for_each_block(decoupled: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     numel, block_size, before = 100, 8, [0, 3, 500]
-    start, gradients = torch.randn(numel, generator=generator), torch.randn(505, numel, generator=generator)
+    start, gradients = (
+        torch.randn(numel, generator=generator),
+        torch.randn(505, numel, generator=generator),
+    )
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     settings = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     step = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled, 1, 0.25)
@@ -157,9 +180,15 @@ def test_steps_are_torchs_with_an_update_count_for_each_block(decoupled: bool) -
 
     def stacked(name: str) -> torch.Tensor:
         def array(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-            return parameter.detach() if name == "p" else optimizer.state[parameter].get(name, torch.zeros(numel))
+            return (
+                parameter.detach()
+                if name == "p"
+                else optimizer.state[parameter].get(name, torch.zeros(numel))
+            )
 
-        return torch.stack([blocks.take(array(*reference))[row] for row, reference in enumerate(references)])
+        return torch.stack(
+            [blocks.take(array(*reference))[row] for row, reference in enumerate(references)]
+        )
 
     updates = torch.tensor(before, dtype=torch.int32)
     state = AdamBlocks(blocks, stacked("p"), stacked("exp_avg"), stacked("exp_avg_sq"), updates)
@@ -180,6 +209,8 @@ def test_without_bias_correction_blocks_step_as_after_many_updates() -> None:
     for updates, corrects in ((0, False), (10**6, True)):
         p, m, v = state.clone().unbind()
         step = AdamStep(1e-2, 0.9, 0.95, 1e-8, 0.1, True, 1, 0.5, corrects)
-        AdamBlocks(blocks, p, m, v, torch.full((3,), updates, dtype=torch.int32)).step(gradient, step)
+        AdamBlocks(blocks, p, m, v, torch.full((3,), updates, dtype=torch.int32)).step(
+            gradient, step
+        )
         found.append(torch.stack([p, m, v]))
     assert torch.equal(*found)

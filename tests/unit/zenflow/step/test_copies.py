@@ -18,7 +18,8 @@ from tests.support.zenflow import make_engine, zenflow_config
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 70), st.booleans()), min_size=1, max_size=12), st.sampled_from([1, 2, 8, 32, 48])
+    st.lists(st.tuples(st.integers(0, 70), st.booleans()), min_size=1, max_size=12),
+    st.sampled_from([1, 2, 8, 32, 48]),
 )
 def test_mixed_are_the_copies_with_an_element_in_a_block_of_both_kinds(
     sizes: list[tuple[int, bool]], block: int
@@ -32,7 +33,9 @@ def test_mixed_are_the_copies_with_an_element_in_a_block_of_both_kinds(
         for element in range(run.begin, run.end):
             kinds.setdefault(element // block, set()).add(run.is_copy)
     both = {number for number, found in kinds.items() if len(found) == 2}
-    expected = [r.name for r in runs if r.is_copy and {i // block for i in range(r.begin, r.end)} & both]
+    expected = [
+        r.name for r in runs if r.is_copy and {i // block for i in range(r.begin, r.end)} & both
+    ]
     assert mixed(runs, block) == expected
     chosen = largest_block_apart([runs], block)
     assert mixed(runs, chosen) == []

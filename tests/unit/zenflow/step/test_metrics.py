@@ -1,4 +1,5 @@
-"""Metrics of a step: what is not measured yet is left out, and overlap is that of overlapped steps."""
+"""Metrics of a step: what is not measured yet is left out, and overlap is that of overlapped
+steps."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ def test_what_is_not_measured_is_left_out() -> None:
     step(metrics, 10.0, synchronous=True)
     assert set(metrics.as_dict(1)) == COUNTED | {"wait_ms", "worker_ms", "step_ms", "gather_ms"}
     step(metrics, 10.0, synchronous=True)
-    assert set(metrics.as_dict(1)) == COUNTED | {"wait_ms", "worker_ms", "step_ms", "gather_ms", "device_ms"}
+    assert set(metrics.as_dict(1)) == COUNTED | {
+        "wait_ms",
+        "worker_ms",
+        "step_ms",
+        "gather_ms",
+        "device_ms",
+    }
 
 
 @pytest.mark.cpu(reason="on a device the times of a step are known a step later")

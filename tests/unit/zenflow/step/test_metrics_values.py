@@ -1,4 +1,5 @@
-"""The metrics of a step: what each number is made of, with stopwatches whose laps the test gives."""
+"""The metrics of a step: what each number is made of, with stopwatches whose laps the test
+gives."""
 
 from __future__ import annotations
 
@@ -84,8 +85,8 @@ class Judge:
 
 
 def take_step(metrics: Metrics, seconds: float, *, synchronous: bool = False) -> None:
-    """A step whose parts take `seconds`, times 8 between steps, 4 inside, 2 of them waiting, 1 of them gathering;
-    the pass over two gradients takes 10 and copies take 5."""
+    """A step whose parts take `seconds`, times 8 between steps, 4 inside, 2 of them waiting, 1 of
+    them gathering; the pass over two gradients takes 10 and copies take 5."""
     metrics._between, metrics._inside = GivenLaps(8 * seconds), GivenLaps(4 * seconds)
     metrics.waiting, metrics.gathering = GivenLaps(2 * seconds), GivenLaps(seconds)
     metrics.begin_step()

@@ -1,4 +1,5 @@
-"""The slots of the ring: neither a gradient nor y is overwritten while anyone may still read it, under both rules."""
+"""The slots of the ring: neither a gradient nor y is overwritten while anyone may still read it,
+under both rules."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ class Selective:
         select = random.choice([None, 0, 8, 9])
         self._arrival = arrival
         warm_up = random.randint(1, 5)
-        self._settings = SelectiveSettings(interval, lag, warm_up, 0.1, select, False, 1.0, block_size=32)
+        self._settings = SelectiveSettings(
+            interval, lag, warm_up, 0.1, select, False, 1.0, block_size=32
+        )
         self.shortest_interval = lag or 1
         self.schedule: Any = self.fresh()
 
@@ -80,14 +83,17 @@ class Selective:
 
 @dataclass
 class Ring:
-    """Who needs which slot: gradients that are collected, those that the worker has, and y that was not read."""
+    """Who needs which slot: gradients that are collected, those that the worker has, and y that was
+    not read."""
 
     collected: list[int] = field(default_factory=list)
     in_flight: tuple[int, ...] = ()
     y: int | None = None
 
     def write(self, slot: int) -> None:
-        assert slot not in (*self.collected, *self.in_flight, self.y), f"a gradient replaces what is needed: {self}"
+        assert slot not in (*self.collected, *self.in_flight, self.y), (
+            f"a gradient replaces what is needed: {self}"
+        )
         self.collected.append(slot)
 
     def hand_over(self) -> None:
@@ -97,7 +103,9 @@ class Ring:
 
     def publish_again(self, slot: int) -> None:
         """y is published into the slot once more."""
-        assert slot not in (*self.collected, *self.in_flight), f"y replaces a gradient that is needed: {self}, {slot}"
+        assert slot not in (*self.collected, *self.in_flight), (
+            f"y replaces a gradient that is needed: {self}, {slot}"
+        )
         self.y = slot
 
     def arrive(self) -> None:
@@ -110,7 +118,8 @@ class Ring:
 
 
 def happens(event: str, rule: Any, ring: Ring) -> Ring:
-    """What comes between two steps: a look at p, m and v from outside, a load of what was saved, or new masters."""
+    """What comes between two steps: a look at p, m and v from outside, a load of what was saved, or
+    new masters."""
     ring.arrive()
     if event == "load":
         position, schedule = len(ring.collected), rule.schedule
@@ -136,7 +145,8 @@ def begin(rule: Any, ring: Ring, was_exposed: bool) -> Any:
 
 
 def read_first(rule: Any, ring: Ring, plan: Any) -> bool:
-    """Compute weights from y if the plan says so; returns whether y was in the slot of the coming gradient."""
+    """Compute weights from y if the plan says so; returns whether y was in the slot of the coming
+    gradient."""
     was_there = ring.y == rule.schedule.coming
     if rule.reads_first(plan):
         ring.read()
@@ -183,15 +193,20 @@ def walk(rule: Any, random: Random, steps: int, arrival: Arrival) -> int:
 def test_neither_a_gradient_nor_y_is_overwritten_while_it_is_needed(
     kind: type[Predictive | Selective], arrival: Arrival, seed: int
 ) -> None:
-    """In seeded orders of steps, looks from outside, loads and restarts, while the guard trips and recovers."""
+    """In seeded orders of steps, looks from outside, loads and restarts, while the guard trips and
+    recovers."""
     random = Random(seed)
     walk(kind(random, arrival), random, 60, arrival)
 
 
 @pytest.mark.parametrize("kind", [Predictive, Selective])
-def test_a_gradient_takes_the_slot_of_the_y_that_its_step_reads_only_if_it_comes_after(kind: Any) -> None:
+def test_a_gradient_takes_the_slot_of_the_y_that_its_step_reads_only_if_it_comes_after(
+    kind: Any,
+) -> None:
     times = {
-        arrival: sum(walk(kind(random, arrival), random, 60, arrival) for random in map(Random, range(100)))
+        arrival: sum(
+            walk(kind(random, arrival), random, 60, arrival) for random in map(Random, range(100))
+        )
         for arrival in Arrival
     }
     assert times.pop(Arrival.AFTER_Y) > 0

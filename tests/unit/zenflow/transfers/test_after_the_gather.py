@@ -1,4 +1,5 @@
-"""What a start and a step do in which order, so that neither memory nor copies come at the wrong time."""
+"""What a start and a step do in which order, so that neither memory nor copies come at the wrong
+time."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def noting(found: list[str], name: str, call: Callable[..., Any]) -> Callable[..
 
 
 def order_of_a_step(config: dict[str, Any]) -> list[str]:
-    """When copies start in the last of some steps, and when DeepSpeed gathers persistent parameters."""
+    """When copies start in the last of some steps, and when DeepSpeed gathers persistent
+    parameters."""
     found: list[str] = []
     with patch.object(HiddenTransfers, "start", noting(found, "copies", HiddenTransfers.start)):
         engine = make_engine(config)
@@ -54,8 +56,12 @@ def test_copies_begin_after_the_gather_of_persistent_parameters_which_waits_for_
 
 
 def test_copies_still_begin_before_the_weights_are_gathered_at_stage_2() -> None:
-    (found,) = run_ranks(1, order_of_a_step, zenflow_config(2, update_interval=1, hide_transfers=True), device="sim")
-    assert found[:2] == ["copies", "copies"], "when the weights are written, and, to no effect, at the end of the step"
+    (found,) = run_ranks(
+        1, order_of_a_step, zenflow_config(2, update_interval=1, hide_transfers=True), device="sim"
+    )
+    assert found[:2] == ["copies", "copies"], (
+        "when the weights are written, and, to no effect, at the end of the step"
+    )
 
 
 def order_of_a_start(config: dict[str, Any]) -> list[str]:
@@ -72,7 +78,9 @@ def order_of_a_start(config: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_communicators_are_opened_before_anything_is_sized_by_free_memory(stage: int) -> None:
-    (found,) = run_ranks(1, order_of_a_start, zenflow_config(stage, update_interval=1), device="sim")
+    (found,) = run_ranks(
+        1, order_of_a_start, zenflow_config(stage, update_interval=1), device="sim"
+    )
     assert found[0] == "communicators"
     assert found.count("communicators") == 1
     assert "sizes" in found

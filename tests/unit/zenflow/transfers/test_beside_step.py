@@ -1,4 +1,5 @@
-"""ZenFlow beside other features of DeepSpeed, of PyTorch and of this package: the run is ZeRO-Offload's, to rounding.
+"""ZenFlow beside other features of DeepSpeed, of PyTorch and of this package: the run is
+ZeRO-Offload's, to rounding.
 
 Both rules, in the modes in which nothing is deferred.
 """
@@ -33,12 +34,20 @@ run_ranks = functools.partial(rank_pools.run_ranks, pool="beside")
 
 RULES: dict[str, dict[str, Any]] = {
     "predictive": {"overlap_step": False},
-    "selective": {"topk_ratio": 0.999, "select_block_size": 32, "update_interval": 3, "select_interval": 6},
+    "selective": {
+        "topk_ratio": 0.999,
+        "select_block_size": 32,
+        "update_interval": 3,
+        "select_interval": 6,
+    },
 }
 ZERO = "zero_optimization"
 
 SETTINGS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "fp32 accumulation": ((1, 2, 3), {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": True}}),
+    "fp32 accumulation": (
+        (1, 2, 3),
+        {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": True}},
+    ),
     "torch autocast": ((1, 2, 3), {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     "overlapped communication": ((1, 2, 3), {ZERO: {"overlap_comm": True}}),
     "all-reduced gradients": ((1, 2, 3), {ZERO: {"reduce_scatter": False}}),
@@ -60,7 +69,9 @@ OURS = ("stage3_allgather_single_param", "flatten_tier")
 
 
 def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    return config | {k: config[k] | v if isinstance(config.get(k), dict) else v for k, v in changes.items()}
+    return config | {
+        k: config[k] | v if isinstance(config.get(k), dict) else v for k, v in changes.items()
+    }
 
 
 def outcome(
@@ -71,7 +82,12 @@ def outcome(
 ) -> dict[str, Any]:
     engine = make_engine(config, extended=extended, model=model, groups=two_groups)
     losses = drive(engine, batches(10, dist.get_rank()))
-    found = {"losses": losses, "weights": weights_of(engine), "lr": engine.get_lr(), "steps": engine.global_steps}
+    found = {
+        "losses": losses,
+        "weights": weights_of(engine),
+        "lr": engine.get_lr(),
+        "steps": engine.global_steps,
+    }
     engine.destroy()
     return found
 
@@ -89,22 +105,32 @@ def check(ranks: int, config: dict[str, Any], **how: Any) -> None:
         assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-5 * loose)
         assert (actual["lr"], actual["steps"]) == (expected["lr"], expected["steps"])
         for name, weight in expected["weights"].items():
-            torch.testing.assert_close(actual["weights"][name], weight, rtol=1e-3, atol=2e-5 * loose)
+            torch.testing.assert_close(
+                actual["weights"][name], weight, rtol=1e-3, atol=2e-5 * loose
+            )
 
 
 @pytest.mark.parametrize(
     ("name", "stage", "rule"),
     some(
-        [(name, stage, rule) for name, (stages, _) in SETTINGS.items() for rule in RULES for stage in stages],
+        [
+            (name, stage, rule)
+            for name, (stages, _) in SETTINGS.items()
+            for rule in RULES
+            for stage in stages
+        ],
         strength=1,
     ),
 )
-def test_every_setting_trains_as_with_copies_inside_the_step(name: str, stage: int, rule: str) -> None:
+def test_every_setting_trains_as_with_copies_inside_the_step(
+    name: str, stage: int, rule: str
+) -> None:
     check(2, changed(zenflow_config(stage, torch.float32, **RULES[rule]), SETTINGS[name][1]))
 
 
 def half_evaluating(engine: Any, data: list[torch.Tensor]) -> list[float]:
-    """Between steps: forward passes in `eval` mode, through the engine and through the module, as generation does."""
+    """Between steps: forward passes in `eval` mode, through the engine and through the module, as
+    generation does."""
     losses = []
     for batch in data:
         losses += train(engine, [batch])
@@ -147,7 +173,13 @@ def with_gathered_parameters(engine: Any, data: list[torch.Tensor]) -> list[floa
     return losses
 
 
-DRIVERS = (half_evaluating, without_synchronization, compiled, with_states_away, with_gathered_parameters)
+DRIVERS = (
+    half_evaluating,
+    without_synchronization,
+    compiled,
+    with_states_away,
+    with_gathered_parameters,
+)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +201,9 @@ class Checkpointing(OddModel):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.again(self.norm(self.embed(tokens))))
-        return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()
+        )
 
 
 class DeepSpeedCheckpointing(Checkpointing):
@@ -185,18 +219,24 @@ def compiled_before() -> nn.Module:
 
 MODELS = [
     case
-    for case in itertools.product((Checkpointing, DeepSpeedCheckpointing, compiled_before), (1, 2, 3), RULES)
-    if case[:2] != (compiled_before, 3)  # DeepSpeed itself cannot: it wants engine.compile() at stage 3
+    for case in itertools.product(
+        (Checkpointing, DeepSpeedCheckpointing, compiled_before), (1, 2, 3), RULES
+    )
+    if case[:2]
+    != (compiled_before, 3)  # DeepSpeed itself cannot: it wants engine.compile() at stage 3
 ]
 
 
 @pytest.mark.parametrize(("model", "stage", "rule"), some(MODELS, strength=1))
-def test_every_model_trains_as_with_copies_inside_the_step(model: Callable, stage: int, rule: str) -> None:
+def test_every_model_trains_as_with_copies_inside_the_step(
+    model: Callable, stage: int, rule: str
+) -> None:
     check(1, zenflow_config(stage, torch.float32, **RULES[rule]), model=model)
 
 
 def engines_together(config: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Train with one engine, then with another, then with both by turns; where one is not as if it were alone."""
+    """Train with one engine, then with another, then with both by turns; where one is not as if it
+    were alone."""
     data = batches(8, dist.get_rank())
     alone = []
     for each in (config, other):
@@ -212,7 +252,11 @@ def engines_together(config: dict[str, Any], other: dict[str, Any]) -> list[str]
     assert len(workers) == 2
     found = []
     for number, (engine, mine, expected) in enumerate(zip(engines, losses, alone, strict=True)):
-        found.append(first_difference(expected, (mine, weights_of(engine)), f"engine {number}: losses, weights"))
+        found.append(
+            first_difference(
+                expected, (mine, weights_of(engine)), f"engine {number}: losses, weights"
+            )
+        )
         engine.destroy()
     return found
 
@@ -222,7 +266,12 @@ def test_one_engine_after_another_and_two_at_once(stage: int) -> None:
     """Overlapped, one of each rule."""
     predictive = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
     selective = zenflow_config(
-        stage, topk_ratio=0.1, select_block_size=32, update_interval=2, select_interval=4, overlap_step=True
+        stage,
+        topk_ratio=0.1,
+        select_block_size=32,
+        update_interval=2,
+        select_interval=4,
+        overlap_step=True,
     )
     assert run_ranks(2, engines_together, predictive, selective) == [["", ""]] * 2
 
@@ -238,19 +287,33 @@ def pipelined(config: dict[str, Any], num_stages: int, extended: bool) -> list[f
     module = PipelineModule(layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss)
     initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
     with patch("deepspeed_ext.runtime.log.logger.warning") as warning:
-        engine, *_ = initialize(model=module, model_parameters=list(module.parameters()), config=copy.deepcopy(config))
-    assert any("async_save has no effect on pipelines" in str(call) for call in warning.mock_calls) == extended
+        engine, *_ = initialize(
+            model=module, model_parameters=list(module.parameters()), config=copy.deepcopy(config)
+        )
+    assert (
+        any("async_save has no effect on pipelines" in str(call) for call in warning.mock_calls)
+        == extended
+    )
     generator = torch.Generator().manual_seed(7)
-    data = ((torch.randn(4, 33, generator=generator), torch.randn(4, 7, generator=generator)) for _ in range(20))
+    data = (
+        (torch.randn(4, 33, generator=generator), torch.randn(4, 7, generator=generator))
+        for _ in range(20)
+    )
     losses = [float(engine.train_batch(data)) for _ in range(10)]
     engine.destroy()
     return losses
 
 
-@pytest.mark.parametrize(("num_stages", "rule"), [(2, "predictive"), (1, "selective"), (2, "selective")])
+@pytest.mark.parametrize(
+    ("num_stages", "rule"), [(2, "predictive"), (1, "selective"), (2, "selective")]
+)
 def test_pipelines_train_as_with_zero_offload(num_stages: int, rule: str) -> None:
     config = zenflow_config(1, torch.float32, accumulation=2, async_save=True, **RULES[rule])
-    alone = {"pool": f"pipeline of {num_stages}"}  # DeepSpeed keeps the topology of a pipeline for the whole process
+    alone = {
+        "pool": f"pipeline of {num_stages}"
+    }  # DeepSpeed keeps the topology of a pipeline for the whole process
     expected = run_ranks(2, pipelined, offload_config(config), num_stages, False, **alone)
-    for theirs, ours in zip(expected, run_ranks(2, pipelined, config, num_stages, True, **alone), strict=True):
+    for theirs, ours in zip(
+        expected, run_ranks(2, pipelined, config, num_stages, True, **alone), strict=True
+    ):
         assert ours == pytest.approx(theirs, rel=1e-5)

@@ -1,4 +1,5 @@
-"""Gradients and y that pass through a few places on the host: the bits of whole gradients there, in every phase."""
+"""Gradients and y that pass through a few places on the host: the bits of whole gradients there, in
+every phase."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ CHUNK = 512
 @contextmanager
 def small_chunks(*, whole: bool = False) -> Iterator[None]:
     """Partitions of many chunks, which pass through slots, or lie in `whole` gradients."""
-    without = patch.object(chunks, "SLOTS_OF_CHUNKS", 1 << 40)  # which would take more than whole gradients
+    without = patch.object(
+        chunks, "SLOTS_OF_CHUNKS", 1 << 40
+    )  # which would take more than whole gradients
     with patch.object(chunks, "CHUNK_NUMEL", CHUNK):
         if not whole:
             yield
@@ -39,7 +42,9 @@ def small_chunks(*, whole: bool = False) -> Iterator[None]:
             yield
 
 
-def trained(config: dict[str, Any], between: Callable[[Any], None] | None, whole: bool) -> dict[str, Any]:
+def trained(
+    config: dict[str, Any], between: Callable[[Any], None] | None, whole: bool
+) -> dict[str, Any]:
     allow_fp16()
     accumulation = config["gradient_accumulation_steps"]
     with small_chunks(whole=whole):
@@ -50,13 +55,19 @@ def trained(config: dict[str, Any], between: Callable[[Any], None] | None, whole
             losses += train(engine, [batch])
             if between is not None and engine.is_gradient_accumulation_boundary():
                 between(engine)
-        found = {"losses": losses, "weights": weights_of(engine), "masters": full_masters_of(engine)}
+        found = {
+            "losses": losses,
+            "weights": weights_of(engine),
+            "masters": full_masters_of(engine),
+        }
         engine.destroy()
     return found
 
 
 def differs(config: dict[str, Any], between: Callable[[Any], None] | None = None) -> str:
-    return first_difference(trained(config, None, whole=True), trained(config, between, whole=False))
+    return first_difference(
+        trained(config, None, whole=True), trained(config, between, whole=False)
+    )
 
 
 def away_and_back(engine: Any) -> None:
@@ -79,9 +90,16 @@ def drained(engine: Any) -> None:
 
 @pytest.mark.parametrize("between", [None, away_and_back, exposed, away_and_exposed, drained])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_bits_are_those_of_whole_gradients(stage: int, between: Callable[[Any], None] | None) -> None:
-    config = zenflow_config(stage, update_interval=1, full_warm_up_rounds=2, prediction_error_factor=1e6)
-    assert run_ranks(2, differs, config, between, device="sim", pool=f"chunks {stage == 3}") == ["", ""]
+def test_the_bits_are_those_of_whole_gradients(
+    stage: int, between: Callable[[Any], None] | None
+) -> None:
+    config = zenflow_config(
+        stage, update_interval=1, full_warm_up_rounds=2, prediction_error_factor=1e6
+    )
+    assert run_ranks(2, differs, config, between, device="sim", pool=f"chunks {stage == 3}") == [
+        "",
+        "",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +123,9 @@ def test_nor_do_fp16_accumulation_and_lion() -> None:
     assert run_ranks(1, differs, accumulated, device="sim", pool="chunks False") == [""]
     half = zenflow_config(2, torch.float16, update_interval=1)
     assert run_ranks(1, differs, half, device="sim", pool="chunks False") == [""]
-    lion = zenflow_config(3) | {"optimizer": {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}}
+    lion = zenflow_config(3) | {
+        "optimizer": {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
+    }
     assert run_ranks(1, differs, lion, device="sim", pool="chunks True") == [""]
 
 
@@ -122,7 +142,9 @@ def resume_in_chunks(config: dict[str, Any], *more: Any) -> list[str]:
 @pytest.mark.parametrize("saves_beside", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_resume_is_exact_at_every_step(stage: int, saves_beside: bool, tmp_path: Path) -> None:
-    config = zenflow_config(stage, update_interval=1, full_warm_up_rounds=2, async_save=saves_beside)
+    config = zenflow_config(
+        stage, update_interval=1, full_warm_up_rounds=2, async_save=saves_beside
+    )
     bodies = save_in_chunks, resume_in_chunks
     assert failed_resumes(1, config, 1, 4, str(tmp_path), "sim", bodies) == []
 
@@ -130,7 +152,9 @@ def test_resume_is_exact_at_every_step(stage: int, saves_beside: bool, tmp_path:
 @pytest.mark.parametrize("loads_chunks", [True, False])
 def test_a_checkpoint_does_not_know_of_it(loads_chunks: bool, tmp_path: Path) -> None:
     config = zenflow_config(2, update_interval=1, full_warm_up_rounds=2)
-    bodies = (train_and_save, resume_in_chunks) if loads_chunks else (save_in_chunks, resume_from_each)
+    bodies = (
+        (train_and_save, resume_in_chunks) if loads_chunks else (save_in_chunks, resume_from_each)
+    )
     assert failed_resumes(1, config, 2, 4, str(tmp_path), "sim", bodies) == []
 
 
@@ -145,12 +169,14 @@ def test_what_users_read_and_write_changes_nothing(stage: int) -> None:
     assert run_ranks(2, looked_on, config, device="sim", pool=f"chunks {stage == 3}") == [[], []]
 
 
-# -- while the interval is open ----------------------------------------------------------------------------------------
+# -- while the interval is open --------------------------------------------------------------------
 
 
-def measured(config: dict[str, Any], interval: int, away: bool) -> tuple[dict[str, Any], list[bool], int]:
-    """A run that measures `interval`, whether gradients passed through in chunks before each step, and its bytes of
-    gradients in the end."""
+def measured(
+    config: dict[str, Any], interval: int, away: bool
+) -> tuple[dict[str, Any], list[bool], int]:
+    """A run that measures `interval`, whether gradients passed through in chunks before each step,
+    and its bytes of gradients in the end."""
     with small_chunks(), patch.object(rule, "smallest_interval", lambda *_: interval):
         engine = make_engine(config, groups=two_groups)
         adam, losses, in_chunks = engine.optimizer.host_optimizer, [], []
@@ -161,8 +187,15 @@ def measured(config: dict[str, Any], interval: int, away: bool) -> tuple[dict[st
                 away_and_back(engine)
         adam.drain()
         arena = adam.link.arena
-        touched = sum(arena.tensor(*key).any().item() * arena.tensor(*key).nbytes for key in arena.keys("g", 0))
-        found = {"losses": losses, "weights": weights_of(engine), "masters": full_masters_of(engine)}
+        touched = sum(
+            arena.tensor(*key).any().item() * arena.tensor(*key).nbytes
+            for key in arena.keys("g", 0)
+        )
+        found = {
+            "losses": losses,
+            "weights": weights_of(engine),
+            "masters": full_masters_of(engine),
+        }
         engine.destroy()
     return found, in_chunks, touched
 
@@ -172,21 +205,32 @@ def given(config: dict[str, Any]) -> dict[str, Any]:
         engine = make_engine(config, groups=two_groups)
         losses = train(engine, batches(2 * MEASURED_STEPS + 6, dist.get_rank()))
         engine.optimizer.host_optimizer.drain()
-        found = {"losses": losses, "weights": weights_of(engine), "masters": full_masters_of(engine)}
+        found = {
+            "losses": losses,
+            "weights": weights_of(engine),
+            "masters": full_masters_of(engine),
+        }
         engine.destroy()
     return found
 
 
 @pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("interval", [1, 2])
-def test_a_measured_interval_keeps_whole_gradients_only_if_it_is_longer_than_1(interval: int, away: bool) -> None:
+def test_a_measured_interval_keeps_whole_gradients_only_if_it_is_longer_than_1(
+    interval: int, away: bool
+) -> None:
     section = {"update_interval": "measured", "full_warm_up_rounds": MEASURED_STEPS + 2}
     config = zenflow_config(2, prediction_error_factor=1e6, **section)
     told = zenflow_config(
-        2, full_warm_up_rounds=MEASURED_STEPS + 2, prediction_error_factor=1e6, update_interval=interval
+        2,
+        full_warm_up_rounds=MEASURED_STEPS + 2,
+        prediction_error_factor=1e6,
+        update_interval=interval,
     )
     expected = run_ranks(1, given, told, device="sim", pool="chunks False")[0]
-    found, in_chunks, touched = run_ranks(1, measured, config, interval, away, device="sim", pool="chunks False")[0]
+    found, in_chunks, touched = run_ranks(
+        1, measured, config, interval, away, device="sim", pool="chunks False"
+    )[0]
     assert in_chunks[0]
     assert in_chunks[-1] is (interval == 1)
     assert bool(touched) is (interval == 2)

@@ -1,7 +1,8 @@
-"""Every copy between accelerator and arena waits for its source, and every reader waits for the copy.
+"""Every copy between accelerator and arena waits for its source, and every reader waits for the
+copy.
 
-On a machine without an accelerator, where copies happen in order, the same bodies show that no buffer is read before
-it has been written.
+On a machine without an accelerator, where copies happen in order, the same bodies show that no
+buffer is read before it has been written.
 """
 
 from __future__ import annotations
@@ -46,11 +47,20 @@ from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import make_engine, masters_of, run, train, zenflow_config
 
 STEPS = 14
-WAYS = {"late and poisoned": late_and_poisoned, "synchronous": synchronous, "without waiting": without_waiting}
+WAYS = {
+    "late and poisoned": late_and_poisoned,
+    "synchronous": synchronous,
+    "without waiting": without_waiting,
+}
 RULES: dict[str, dict[str, Any]] = {
     "predictive 1": {"update_interval": 1},
     "predictive 3": {"update_interval": 3, "full_warm_up_rounds": 2},
-    "selective": {"topk_ratio": 0.1, "select_block_size": 32, "update_interval": 2, "select_interval": 4},
+    "selective": {
+        "topk_ratio": 0.1,
+        "select_block_size": 32,
+        "update_interval": 2,
+        "select_interval": 4,
+    },
     "selective, hot state on the host": {
         "topk_ratio": 0.1,
         "select_block_size": 32,
@@ -75,14 +85,23 @@ def as_is_and_poisoned(config: dict[str, Any], steps: int) -> tuple[Any, Any, di
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("device", "kind"),
-    [("cpu", "inside"), *(pytest.param("accelerator", kind, marks=pytest.mark.gpu) for kind in KINDS)],
+    [
+        ("cpu", "inside"),
+        *(pytest.param("accelerator", kind, marks=pytest.mark.gpu) for kind in KINDS),
+    ],
 )
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_late_and_poisoned_copies_change_nothing(stage: int, rule: str, device: str, kind: str) -> None:
-    config = zenflow_config(stage, overlap_step=True, hide_transfers=kind == "beside", **RULES[rule])
+def test_late_and_poisoned_copies_change_nothing(
+    stage: int, rule: str, device: str, kind: str
+) -> None:
+    config = zenflow_config(
+        stage, overlap_step=True, hide_transfers=kind == "beside", **RULES[rule]
+    )
     for expected, actual, counts in run_ranks(1, as_is_and_poisoned, config, STEPS, device=device):
-        assert counts["gradients"] > 0 or device == "cpu"  # where gradients may be laid out in their slot
+        assert (
+            counts["gradients"] > 0 or device == "cpu"
+        )  # where gradients may be laid out in their slot
         assert counts["published"] > 0
         assert (counts["hot state"] > 0) == rule.startswith("selective")
         assert (counts["block means"] > 0) != rule.startswith("selective")
@@ -101,7 +120,9 @@ def transfers_of(kind: str, numel: int) -> Transfers:
         return Transfers(process, [results], 32, stopwatch(), copies)
     buffers = allocated_on_all_ranks(results, torch.float32, RankGroup.alone())
     assert buffers is not None
-    return HiddenTransfers(process, [results], buffers, Chunks(32, chunk_numel(numel, 32)), 60.0, stopwatch())
+    return HiddenTransfers(
+        process, [results], buffers, Chunks(32, chunk_numel(numel, 32)), 60.0, stopwatch()
+    )
 
 
 def delivered(transfers: Transfers) -> None:
@@ -112,7 +133,8 @@ def delivered(transfers: Transfers) -> None:
 
 
 def copied_down(kind: str, numel: int, way: str | None) -> tuple[bool, bool]:
-    """Whether a late gradient arrives, and whether it still does if its memory is reused at once."""
+    """Whether a late gradient arrives, and whether it still does if its memory is reused at
+    once."""
     accelerator = get_accelerator()
     device = accelerator.current_device_name()
     target = accelerator.pin_memory(torch.full((numel,), float("nan")))
@@ -130,7 +152,9 @@ def copied_down(kind: str, numel: int, way: str | None) -> tuple[bool, bool]:
             transfers.take(0, source, target, transfers.ready())
             if reuses:
                 del source
-                other = torch.full((numel,), float("nan"), device=device)  # where the allocator has just got room
+                other = torch.full(
+                    (numel,), float("nan"), device=device
+                )  # where the allocator has just got room
             delivered(transfers)
             arrived.append(torch.equal(target, expected))
             accelerator.synchronize()
@@ -152,20 +176,26 @@ def test_a_missing_wait_is_detected() -> None:
         with pytest.raises(RankError, match="no order between two tasks"):
             run_ranks(1, copied_down, "inside", 1 << 14, "without waiting", device="accelerator")
         return
-    assert run_ranks(1, copied_down, "inside", 1 << 24, "without waiting", device="accelerator")[0][0] is False
+    assert (
+        run_ranks(1, copied_down, "inside", 1 << 24, "without waiting", device="accelerator")[0][0]
+        is False
+    )
 
 
 def two_gradients(numel: int, first_is_carried: bool) -> tuple[bool, bool]:
     """Whether two gradients, the second right behind the first, arrive whole.
 
-    The first is on its way down while the courier's thread has not run yet. Or it was carried, and nobody has asked for
-    what came up.
+    The first is on its way down while the courier's thread has not run yet. Or it was carried, and
+    nobody has asked for what came up.
     """
     accelerator = get_accelerator()
     transfers, locks = transfers_of("beside", numel), PageLocks()
     slots = [torch.zeros(numel), torch.zeros(numel)]
     locks.lock(slots)
-    gradients = [torch.full((numel,), value, device=accelerator.current_device_name()) for value in (1.0, 2.0)]
+    gradients = [
+        torch.full((numel,), value, device=accelerator.current_device_name())
+        for value in (1.0, 2.0)
+    ]
     with nullcontext() if first_is_carried else patch.object(Courier, "send"):
         transfers.take(0, gradients[0], slots[0], transfers.ready())
         delay()
@@ -193,10 +223,14 @@ def heavy(millions: float, zenflow: dict[str, Any], steps: int, ways: list[str])
         for way in ways:
             stack.enter_context(WAYS[way]())
         config = zenflow_config(2, lr=1e-3, **zenflow)
-        engine, *_ = deepspeed_ext.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        engine, *_ = deepspeed_ext.initialize(
+            model=model, model_parameters=list(model.parameters()), config=config
+        )
         row = torch.randn(1, 1024, dtype=torch.bfloat16).to(get_accelerator().current_device_name())
         losses = []
-        for _ in range(steps):  # no loss is read before the end: nothing but the optimizer waits for the device
+        for _ in range(
+            steps
+        ):  # no loss is read before the end: nothing but the optimizer waits for the device
             loss = engine(row)
             engine.backward(loss)
             engine.step()
@@ -237,7 +271,8 @@ def test_heavy_transfer_detects_a_missing_wait() -> None:
 
 
 def last_events(config: dict[str, Any], steps: int) -> list[tuple[str, int]]:
-    """For each step: the last of its writes of weights and waits, and how many writes there were."""
+    """For each step: the last of its writes of weights and waits, and how many writes there
+    were."""
     events: list[str] = []
 
     def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,16 +305,20 @@ def last_events(config: dict[str, Any], steps: int) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("rule", [{"update_interval": 3, "full_warm_up_rounds": 2}, {"overlap_step": False}, SELECTIVE])
+@pytest.mark.parametrize(
+    "rule", [{"update_interval": 3, "full_warm_up_rounds": 2}, {"overlap_step": False}, SELECTIVE]
+)
 def test_every_step_ends_with_a_wait_for_the_weights_it_wrote(rule: dict[str, Any]) -> None:
-    """At stage 3 the next all-gather reads them on a stream of its own, which waits for no other."""
+    """At stage 3 the next all-gather reads them on a stream of its own, which waits for no
+    other."""
     found = run_ranks(1, last_events, zenflow_config(3, **{"overlap_step": True, **rule}), 8)[0]
     assert all(writes for _, writes in found), "every step writes weights"
     assert {last for last, _ in found} == {"wait"}
 
 
 def read_as_gathers_do(config: dict[str, Any], steps: int) -> int:
-    """Read the weights after each step, and at both ends of `exact_weights`, on the stream of the all-gathers."""
+    """Read the weights after each step, and at both ends of `exact_weights`, on the stream of the
+    all-gathers."""
     accelerator = get_accelerator()
     engine = make_engine(config)
     side = gather_stream(engine.optimizer)
@@ -288,10 +327,17 @@ def read_as_gathers_do(config: dict[str, Any], steps: int) -> int:
     def read() -> None:
         nonlocal reads
         with accelerator.stream(side):
-            reads += len([partition.weights().clone() for partition in engine.optimizer.host_optimizer.partitions])
+            reads += len(
+                [
+                    partition.weights().clone()
+                    for partition in engine.optimizer.host_optimizer.partitions
+                ]
+            )
         accelerator.current_stream().wait_stream(side)
 
-    for batch in [batch.to(accelerator.current_device_name()) for batch in batches(steps, dist.get_rank())]:
+    for batch in [
+        batch.to(accelerator.current_device_name()) for batch in batches(steps, dist.get_rank())
+    ]:
         engine.backward(engine(batch))
         engine.step()
         read()
@@ -303,13 +349,21 @@ def read_as_gathers_do(config: dict[str, Any], steps: int) -> int:
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-@pytest.mark.parametrize("rule", [{"update_interval": 3, "full_warm_up_rounds": 2}, {"overlap_step": False}, SELECTIVE])
-def test_weights_are_there_for_the_gathers_at_the_end_of_a_step(rule: dict[str, Any], hidden: bool) -> None:
+@pytest.mark.parametrize(
+    "rule", [{"update_interval": 3, "full_warm_up_rounds": 2}, {"overlap_step": False}, SELECTIVE]
+)
+def test_weights_are_there_for_the_gathers_at_the_end_of_a_step(
+    rule: dict[str, Any], hidden: bool
+) -> None:
     config = zenflow_config(3, **{"overlap_step": True, "hide_transfers": hidden, **rule})
-    # Both wait for the device in every step: gathering persistent parameters, and DeepSpeed's timer.
+    # Both wait for the device in every step: gathering persistent parameters, and DeepSpeed's
+    # timer.
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     config["timers"] = {"throughput": {"enabled": False}}
-    assert run_ranks(1, read_as_gathers_do, config, 8, device="sim", pool="simulated, stage 3")[0] >= 10
+    assert (
+        run_ranks(1, read_as_gathers_do, config, 8, device="sim", pool="simulated, stage 3")[0]
+        >= 10
+    )
 
 
 class RecordedAccelerator:
@@ -333,7 +387,9 @@ class RecordedAccelerator:
         number = self.copies
         event = MagicMock()
         event.record.side_effect = lambda stream: self.order.append(f"copy {number}")
-        event.synchronize.side_effect = lambda: self.order.append(f"waited for {number}, {blocking=}")
+        event.synchronize.side_effect = lambda: self.order.append(
+            f"waited for {number}, {blocking=}"
+        )
         return event
 
 
@@ -352,7 +408,8 @@ def test_flat_gradients_do_not_pile_up_behind_the_link() -> None:
 
 
 def most_kept(kind: str, count: int, numel: int) -> float:
-    """Hand over flat gradients that are not kept, while no copy arrives unasked; the most that exist, in gradients."""
+    """Hand over flat gradients that are not kept, while no copy arrives unasked; the most that
+    exist, in gradients."""
     accelerator = get_accelerator()
     transfers, locks, slot = transfers_of(kind, numel), PageLocks(), torch.zeros(numel)
     locks.lock([slot])
@@ -371,12 +428,15 @@ def most_kept(kind: str, count: int, numel: int) -> float:
 
 
 @pytest.mark.parametrize(("kind", "most"), [("inside", 3), ("beside", 1)])
-def test_a_step_keeps_few_flat_gradients_however_late_their_copies_are(kind: str, most: int) -> None:
+def test_a_step_keeps_few_flat_gradients_however_late_their_copies_are(
+    kind: str, most: int
+) -> None:
     assert run_ranks(1, most_kept, kind, 8, 1 << 14, device="sim")[0] <= most
 
 
 def unlocked(kind: str, numel: int) -> bool:
-    """Whether a gradient has arrived when its target is no longer page-locked, and may be unmapped."""
+    """Whether a gradient has arrived when its target is no longer page-locked, and may be
+    unmapped."""
     transfers, locks, target = transfers_of(kind, numel), PageLocks(), torch.zeros(numel)
     locks.lock([target])
     gradient = torch.ones(numel, device=get_accelerator().current_device_name())

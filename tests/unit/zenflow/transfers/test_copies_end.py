@@ -40,7 +40,9 @@ def left_alone(config: dict[str, Any], how: str) -> dict[str, Any]:
     engine = make_engine(config)
     train(engine, batches(3, dist.get_rank()))
     if dist.get_rank() == 0:
-        dist.all_reduce(torch.ones(1, device=get_accelerator().current_device_name()))  # only the stream waits
+        dist.all_reduce(
+            torch.ones(1, device=get_accelerator().current_device_name())
+        )  # only the stream waits
     locks = engine.optimizer.host_optimizer.link.page_locks
     begin, locked = time.monotonic(), list(locks._locked.values())
     if how == "exit":
@@ -60,7 +62,9 @@ def left_alone(config: dict[str, Any], how: str) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["exit", "close"])
 def test_a_rank_that_others_have_left_ends(how: str, hidden: bool) -> None:
     config = zenflow_config(2, update_interval=1, hide_transfers=hidden)
-    ended = run_fresh_ranks(2, left_alone, config, how, device="sim", group_timeout_seconds=4 * AT_ONCE_SECONDS)
+    ended = run_fresh_ranks(
+        2, left_alone, config, how, device="sim", group_timeout_seconds=4 * AT_ONCE_SECONDS
+    )
     assert [rank.error for rank in ended] == [None, None]
     for rank, found in enumerate(outcome.value for outcome in ended):
         assert found["seconds"] < AT_ONCE_SECONDS
@@ -76,10 +80,14 @@ def closed_with_results_on_their_way(numel: int) -> None:
     accelerator = get_accelerator()
     device = accelerator.current_device_name()
     process: Any = SimpleNamespace(newest=0, wait_for=lambda number: None, submit=lambda tasks: 0)
-    results = [Results(accelerator.pin_memory(torch.ones(numel)), None)]  # locked, but not by `PageLocks`
+    results = [
+        Results(accelerator.pin_memory(torch.ones(numel)), None)
+    ]  # locked, but not by `PageLocks`
     buffers = allocated_on_all_ranks(results, torch.float32, RankGroup.alone())
     assert buffers is not None
-    transfers = HiddenTransfers(process, [results], buffers, Chunks(32, chunk_numel(numel, 32)), 60.0, stopwatch())
+    transfers = HiddenTransfers(
+        process, [results], buffers, Chunks(32, chunk_numel(numel, 32)), 60.0, stopwatch()
+    )
     transfers.take(0, torch.ones(numel, device=device), torch.zeros(numel), transfers.ready())
     transfers.depart([], publishes=True)
     transfers._courier.wait()
@@ -107,12 +115,16 @@ def touched_before_locked(config: dict[str, Any]) -> list[str]:
         wait_for(process, number)
         order.append("touched")
 
-    slots = [ArrayKey("g", 0, slot) for slot in (0, 2)]  # at the start the CPU's ring has two slots, of three
+    slots = [
+        ArrayKey("g", 0, slot) for slot in (0, 2)
+    ]  # at the start the CPU's ring has two slots, of three
     link.arena.tensor(*slots[1]).fill_(3.0)
     with (
         patch.object(OptimizerProcess, "submit", submitted),
         patch.object(OptimizerProcess, "wait_for", waited_for),
-        patch.object(PageLocks, "lock", lambda locks, tensors: order.append(f"lock {len(tensors)}")),
+        patch.object(
+            PageLocks, "lock", lambda locks, tensors: order.append(f"lock {len(tensors)}")
+        ),
     ):
         for _ in range(2):
             link.lock(slots)

@@ -20,7 +20,8 @@ from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
 
 
 class Recorded:
-    """A worker, events and copies that note what is asked of them, and fail or block at one of these requests."""
+    """A worker, events and copies that note what is asked of them, and fail or block at one of
+    these requests."""
 
     notes_sends = False
 
@@ -98,7 +99,12 @@ def test_the_worker_has_the_next_parcel_before_this_one_is_awaited() -> None:
 
 def test_what_stays_on_the_host_is_not_awaited() -> None:
     recorded = Recorded()
-    assert carried(recorded, recorded.parcels(2, up=False)) == ["arrive 1", "tell 1", "arrive 2", "tell 2"]
+    assert carried(recorded, recorded.parcels(2, up=False)) == [
+        "arrive 1",
+        "tell 1",
+        "arrive 2",
+        "tell 2",
+    ]
 
 
 def test_results_of_an_earlier_update_are_awaited() -> None:
@@ -116,7 +122,8 @@ def test_results_of_an_earlier_update_are_awaited() -> None:
 def test_a_parcel_is_sent_once_the_one_before_in_its_place_is_brought_up(
     counts: list[int], at_once: int, already: int
 ) -> None:
-    """Also if the trainer has sent the first ones; and none waits for a later one, which would be a deadlock."""
+    """Also if the trainer has sent the first ones; and none waits for a later one, which would be a
+    deadlock."""
     for count in counts:
         recorded = Recorded()
         recorded.notes_sends = True
@@ -144,7 +151,9 @@ EVERY_REQUEST = carried((first := Recorded()), first.parcels(3))
 
 
 @pytest.mark.parametrize("request_", EVERY_REQUEST)
-def test_an_error_anywhere_is_raised_by_every_later_wait_and_nothing_more_is_carried(request_: str) -> None:
+def test_an_error_anywhere_is_raised_by_every_later_wait_and_nothing_more_is_carried(
+    request_: str,
+) -> None:
     recorded = Recorded(fails_at=request_)
     courier = Courier(0, timeout_seconds=30.0)
     courier.send(recorded.parcels(3), recorded)  # type: ignore[arg-type]
@@ -190,7 +199,9 @@ def test_a_capture_that_forbids_the_copies_is_explained() -> None:
     parcels = recorded.parcels(2)
 
     def forbid() -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nSearch for the name of this error")
+        raise RuntimeError(
+            "operation not permitted when stream is capturing\nSearch for the name of this error"
+        )
 
     parcels[0].arrived = SimpleNamespace(synchronize=forbid)
     courier.send(parcels, recorded)  # type: ignore[arg-type]

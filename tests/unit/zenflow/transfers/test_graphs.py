@@ -14,8 +14,11 @@ from tests.support.ranks import is_simulated, run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config
 
 
-def train_and_capture(config: dict[str, Any], steps: int, captures: bool) -> tuple[list[float], bool]:
-    """Losses, and whether each graph that was captured beside the copies of a step computes what it should."""
+def train_and_capture(
+    config: dict[str, Any], steps: int, captures: bool
+) -> tuple[list[float], bool]:
+    """Losses, and whether each graph that was captured beside the copies of a step computes what it
+    should."""
     accelerator = get_accelerator()
     module: Any = torch.get_device_module(accelerator.device_name())
     device, losses, right = accelerator.current_device_name(), list[float](), True
@@ -39,7 +42,8 @@ def test_a_graph_is_captured_beside_the_copies_of_a_step() -> None:
         pytest.skip("the simulated accelerator has no graphs")
     config = zenflow_config(2, update_interval=1, hide_transfers=True)
     (plain, _), (captured, right) = (
-        run_ranks(1, train_and_capture, config, 20, captures, device="accelerator")[0] for captures in (False, True)
+        run_ranks(1, train_and_capture, config, 20, captures, device="accelerator")[0]
+        for captures in (False, True)
     )
     assert captured == plain
     assert right

@@ -1,4 +1,5 @@
-"""Hidden transfers hold one room per partition, and nothing else, in each phase of a step. Counted to the byte."""
+"""Hidden transfers hold one room per partition, and nothing else, in each phase of a step. Counted
+to the byte."""
 
 from __future__ import annotations
 
@@ -19,6 +20,10 @@ ROOM_BYTES = 2 * NUMEL + 4 * NUMEL // BLOCK_SIZE
     [(2, {"update_interval": 1}), (3, {"update_interval": 3, "full_warm_up_rounds": 1})],
 )
 def test_a_room_is_all_that_is_held_beside_the_step(stage: int, rule: dict[str, Any]) -> None:
-    inside, beside = (held(stage, {**rule, "block_size": BLOCK_SIZE}, hidden) for hidden in (False, True))
-    assert {phase: beside[phase][0] - inside[phase][0] for phase in PHASES} == dict.fromkeys(PHASES, ROOM_BYTES)
+    inside, beside = (
+        held(stage, {**rule, "block_size": BLOCK_SIZE}, hidden) for hidden in (False, True)
+    )
+    assert {phase: beside[phase][0] - inside[phase][0] for phase in PHASES} == dict.fromkeys(
+        PHASES, ROOM_BYTES
+    )
     assert beside["step"][1] - inside["step"][1] <= ROOM_BYTES

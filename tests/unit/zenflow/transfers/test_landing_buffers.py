@@ -41,9 +41,15 @@ def test_memory_that_was_free_holds_the_newest_results_again(means: torch.Tensor
 
 @pytest.mark.parametrize(
     ("published", "gradient"),
-    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float32, torch.bfloat16)],
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ],
 )
-def test_gradient_and_results_share_one_memory_from_its_two_ends(published: torch.dtype, gradient: torch.dtype) -> None:
+def test_gradient_and_results_share_one_memory_from_its_two_ends(
+    published: torch.dtype, gradient: torch.dtype
+) -> None:
     buffer, _ = buffer_of(published, gradient, None)
     y, g = buffer.results.published, buffer.gradient
     assert (y.dtype, g.dtype, y.numel(), g.numel()) == (published, gradient, 10, 10)

@@ -1,4 +1,5 @@
-"""When copies beside the step start, and how much of the trainer's thread they take. Counted in a model of time."""
+"""When copies beside the step start, and how much of the trainer's thread they take. Counted in a
+model of time."""
 
 from __future__ import annotations
 
@@ -36,18 +37,27 @@ def first_copy_and_last_gather(config: dict[str, Any]) -> tuple[float, float]:
         engine.step()
     engine.backward(engine(rows))
     # The gradients take milliseconds, and single values of the host a microsecond.
-    speeds = {"operator_us": 10.0, "collective_us": GATHER_US, "network_gb_per_s": 1e6, "copy_us": 0.0}
+    speeds = {
+        "operator_us": 10.0,
+        "collective_us": GATHER_US,
+        "network_gb_per_s": 1e6,
+        "copy_us": 0.0,
+    }
     with simulation.timeline(**speeds, link_gb_per_s=0.01) as spans:
         engine.step()
     engine.destroy()
-    copies = [span.begin_us for span in spans if span.lane == "copy down" and span.end_us - span.begin_us >= 100.0]
+    copies = [
+        span.begin_us
+        for span in spans
+        if span.lane == "copy down" and span.end_us - span.begin_us >= 100.0
+    ]
     assert copies
     return min(copies), max(span.end_us for span in spans if span.lane == "communication")
 
 
 def test_gradients_leave_while_the_new_weights_are_gathered() -> None:
-    """Not at stage 3, where DeepSpeed waits for the device after it has gathered the small parameters
-    (`test_after_the_gather`)."""
+    """Not at stage 3, where DeepSpeed waits for the device after it has gathered the small
+    parameters (`test_after_the_gather`)."""
     config = zenflow_config(2, update_interval=1, hide_transfers=True)
     config["gradient_clipping"] = 0.0
     config["timers"] = {"throughput": {"enabled": False}}  # it waits for the device in every step
@@ -63,11 +73,15 @@ def test_there_are_at_most_64_whole_chunks(numel: int, block_size: int) -> None:
     assert chunk % block_size == 0
     assert -(-numel // chunk) <= MOST_CHUNKS
     assert chunk >= chunk_of(chunks.CHUNK_NUMEL, block_size)
-    assert chunk == chunk_of(chunks.CHUNK_NUMEL, block_size) or (chunk - block_size) * MOST_CHUNKS < numel
+    assert (
+        chunk == chunk_of(chunks.CHUNK_NUMEL, block_size)
+        or (chunk - block_size) * MOST_CHUNKS < numel
+    )
 
 
 SCALE = 1 << 14
-"""Chunks and partitions are so much smaller than real ones: the numbers of launches are the same."""
+"""Chunks and partitions are so much smaller than real ones: the numbers of launches are the
+same."""
 PARAMETERS = 7 * 10**9
 
 
@@ -82,9 +96,14 @@ def launches(numels: list[int]) -> tuple[int, int]:
     )
     accelerator, parcels = get_accelerator(), list[Parcel]()
     pinned = [accelerator.pin_memory(torch.zeros(numel, dtype=torch.bfloat16)) for numel in numels]
-    results = [Results(each, accelerator.pin_memory(torch.zeros(-(-each.numel() // 32)))) for each in pinned]
+    results = [
+        Results(each, accelerator.pin_memory(torch.zeros(-(-each.numel() // 32))))
+        for each in pinned
+    ]
     slots = [accelerator.pin_memory(torch.zeros_like(each)) for each in pinned]
-    gradients = [torch.zeros_like(each, device=accelerator.current_device_name()) for each in pinned]
+    gradients = [
+        torch.zeros_like(each, device=accelerator.current_device_name()) for each in pinned
+    ]
     send = Courier.send
 
     def noted(courier: Courier, sent: list[Parcel], *more: Any) -> None:
@@ -98,7 +117,9 @@ def launches(numels: list[int]) -> tuple[int, int]:
         buffers = allocated_on_all_ranks(results, torch.bfloat16, RankGroup.alone())
         assert buffers is not None
         sizes = Chunks(32, chunk_numel(sum(numels), 32))
-        transfers = HiddenTransfers(process, [[each] for each in results], buffers, sizes, 60.0, stopwatch())
+        transfers = HiddenTransfers(
+            process, [[each] for each in results], buffers, sizes, 60.0, stopwatch()
+        )
         free = {"operator_us": 0.0, "memory_gb_per_s": 1e9, "copy_us": 0.0, "link_gb_per_s": 1e9}
         with simulation.timeline(launch_us=1.0, collective_us=0.0, network_gb_per_s=1e9, **free):
             for index, gradient in enumerate(gradients):
@@ -120,7 +141,9 @@ def launches(numels: list[int]) -> tuple[int, int]:
     [([PARAMETERS], 160), ([10**9] * 7, 240), ([6 * 10**9, 10**9], 180)],
     ids=["stage 2", "stage 3, sub-groups of a billion", "two parameter groups"],
 )
-def test_copies_of_7_billion_parameters_take_few_launches(partitions: list[int], most_launches: int) -> None:
+def test_copies_of_7_billion_parameters_take_few_launches(
+    partitions: list[int], most_launches: int
+) -> None:
     numels = [numel // SCALE // 32 * 32 for numel in partitions]
     [(count, parcels)] = run_ranks(1, launches, numels, device="sim")
     assert parcels <= MOST_CHUNKS + len(partitions)

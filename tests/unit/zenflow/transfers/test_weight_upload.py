@@ -1,4 +1,5 @@
-"""Weights that the host computes for the accelerator: every part arrives, and none before it is written."""
+"""Weights that the host computes for the accelerator: every part arrives, and none before it is
+written."""
 
 from __future__ import annotations
 

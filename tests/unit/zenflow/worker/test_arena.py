@@ -1,4 +1,5 @@
-"""The shared arena: arrays never overlap, processes share their memory, and only touched pages use memory."""
+"""The shared arena: arrays never overlap, processes share their memory, and only touched pages use
+memory."""
 
 import errno
 import gc
@@ -23,14 +24,22 @@ from tests.support.arenas import arena_kinds
 from tests.support.resident import resident_bytes
 
 PAGE, MIB = 4096, 1 << 20
-numels = st.one_of(st.integers(0, 10_000), st.integers(MIB // 4, 3 * MIB), st.sampled_from([1 << k for k in range(27)]))
-sizes = st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "float16"]), numels), min_size=1, max_size=20)
+numels = st.one_of(
+    st.integers(0, 10_000),
+    st.integers(MIB // 4, 3 * MIB),
+    st.sampled_from([1 << k for k in range(27)]),
+)
+sizes = st.lists(
+    st.tuples(st.sampled_from(["float32", "bfloat16", "float16"]), numels), min_size=1, max_size=20
+)
 
 
 @settings(deadline=None)
 @given(sizes)
 def test_places_are_aligned_and_on_pages_of_their_own(described: list[tuple[str, int]]) -> None:
-    layout = plan_layout([ArraySpec(str(i), dtype, numel) for i, (dtype, numel) in enumerate(described)])
+    layout = plan_layout(
+        [ArraySpec(str(i), dtype, numel) for i, (dtype, numel) in enumerate(described)]
+    )
     end, free_page = 0, 0
     for spec, offset in layout.arrays:
         assert offset % (64 if spec.nbytes >= MIB else PAGE) == 0
@@ -42,14 +51,19 @@ def test_places_are_aligned_and_on_pages_of_their_own(described: list[tuple[str,
 
 
 @given(
-    numel=st.one_of(st.integers(MIB // 2, 1 << 40), st.sampled_from([1 << k for k in range(19, 40)])),
+    numel=st.one_of(
+        st.integers(MIB // 2, 1 << 40), st.sampled_from([1 << k for k in range(19, 40)])
+    ),
     publish_dtype=st.sampled_from(["float32", "bfloat16"]),
     ring=st.integers(1, 30),
     partitions=st.integers(1, 3),
 )
 @example(numel=1 << 22, publish_dtype="float32", ring=30, partitions=1)
-def test_arrays_that_are_read_together_begin_apart(numel: int, publish_dtype: str, ring: int, partitions: int) -> None:
-    """Else the heads of equally long arrays of a power of two elements compete for cache sets and memory banks."""
+def test_arrays_that_are_read_together_begin_apart(
+    numel: int, publish_dtype: str, ring: int, partitions: int
+) -> None:
+    """Else the heads of equally long arrays of a power of two elements compete for cache sets and
+    memory banks."""
     kinds = arena_kinds(ring, published=publish_dtype)
     specs = [kinds.of(i, numel) for i in range(partitions)]
     places = plan_layout([spec for partition in specs for spec in partition]).by_key()
@@ -57,12 +71,19 @@ def test_arrays_that_are_read_together_begin_apart(numel: int, publish_dtype: st
         big = [places[spec.key].offset for spec in partition if spec.nbytes >= MIB]
         assert len({offset % PAGE for offset in big}) == len(big)
         pages = sorted(offset % MIB // PAGE for offset in big)
-        assert all(after - before >= 3 for before, after in itertools.pairwise([*pages, pages[0] + MIB // PAGE]))
+        assert all(
+            after - before >= 3
+            for before, after in itertools.pairwise([*pages, pages[0] + MIB // PAGE])
+        )
 
 
 def test_two_mappings_share_memory_and_tensors_outlive_the_arena() -> None:
     layout = plan_layout(
-        [ArraySpec("a", "float32", 5), ArraySpec("b", "bfloat16", 7000), ArraySpec("none", "float32", 0)]
+        [
+            ArraySpec("a", "float32", 5),
+            ArraySpec("b", "bfloat16", 7000),
+            ArraySpec("none", "float32", 0),
+        ]
     )
     arena = Arena.create(layout)
     other = Arena(os.dup(arena.fileno), layout)
@@ -78,10 +99,14 @@ def test_two_mappings_share_memory_and_tensors_outlive_the_arena() -> None:
 
 
 def test_host_bytes_per_parameter() -> None:
-    """12 (p, m, v) + 2 per slot of the ring + 4/32 (block means), by the pages that are touched; y in fp32 has an array
-    of its own."""
+    """12 (p, m, v) + 2 per slot of the ring + 4/32 (block means), by the pages that are touched; y
+    in fp32 has an array of its own."""
     n = 1 << 20
-    for publish_dtype, interval, expected in (("bfloat16", 1, 14.125), ("float32", 1, 18.125), ("bfloat16", 4, 26.125)):
+    for publish_dtype, interval, expected in (
+        ("bfloat16", 1, 14.125),
+        ("float32", 1, 18.125),
+        ("bfloat16", 4, 26.125),
+    ):
         slots = ring_of(interval, Arrival.AFTER_Y)
         layout = plan_layout(arena_kinds(slots, published=publish_dtype).of(0, n))
         arena = Arena.create(layout)
@@ -95,7 +120,9 @@ def test_host_bytes_per_parameter() -> None:
 
 @pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("publish_dtype", ["float32", "bfloat16", "float16"])
-def test_y_replaces_the_gradient_of_its_slot_if_their_items_have_one_size(publish_dtype: str, grad_dtype: str) -> None:
+def test_y_replaces_the_gradient_of_its_slot_if_their_items_have_one_size(
+    publish_dtype: str, grad_dtype: str
+) -> None:
     """Otherwise it has one array of its own, for every slot, which overlaps no gradient."""
     kinds = arena_kinds(3, published=publish_dtype, gradient=grad_dtype)
     layout = plan_layout([*kinds.of(0, 100), *kinds.of(1, 50)])
@@ -103,11 +130,17 @@ def test_y_replaces_the_gradient_of_its_slot_if_their_items_have_one_size(publis
     replaces = getattr(torch, publish_dtype).itemsize == getattr(torch, grad_dtype).itemsize
     for index, slot in itertools.product(range(2), range(3)):
         y, g = arena.tensor("y", index, slot), arena.tensor("g", index, slot)
-        assert (y.dtype, g.dtype, y.numel()) == (getattr(torch, publish_dtype), getattr(torch, grad_dtype), g.numel())
+        assert (y.dtype, g.dtype, y.numel()) == (
+            getattr(torch, publish_dtype),
+            getattr(torch, grad_dtype),
+            g.numel(),
+        )
         assert arena.array("y", index, slot) == (y.data_ptr(), publish_dtype, y.numel())
         assert (y.data_ptr() == g.data_ptr()) is replaces
         assert replaces or y.data_ptr() == arena.tensor("y", index).data_ptr()
-    assert [key for key in pages if key.kind == "y"] == ([] if replaces else [("y", 0, 0), ("y", 1, 0)])
+    assert [key for key in pages if key.kind == "y"] == (
+        [] if replaces else [("y", 0, 0), ("y", 1, 0)]
+    )
     arena.close()
 
 
@@ -122,8 +155,11 @@ def test_discarded_memory_is_given_back_and_reads_as_zero() -> None:
 
 
 @pytest.mark.parametrize("refused", ["memfd_create", "ftruncate"])
-def test_a_refused_arena_is_one_error_and_leaves_no_descriptor(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer that goes on without ZenFlow would otherwise lose a descriptor, and memory, with each attempt."""
+def test_a_refused_arena_is_one_error_and_leaves_no_descriptor(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that goes on without ZenFlow would otherwise lose a descriptor, and memory, with
+    each attempt."""
 
     def refuse(*args: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -187,7 +223,9 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> LockingAccelerator:
     return accelerator
 
 
-def test_locked_pages_are_unlocked_before_they_are_unmapped(accelerator: LockingAccelerator) -> None:
+def test_locked_pages_are_unlocked_before_they_are_unmapped(
+    accelerator: LockingAccelerator,
+) -> None:
     arena, locks = Arena.create(plan_layout([ArraySpec("a", "float32", 5000)])), PageLocks()
     for _ in range(2):
         locks.lock([arena.tensor("a")])
@@ -199,7 +237,9 @@ def test_locked_pages_are_unlocked_before_they_are_unmapped(accelerator: Locking
     assert accelerator.events == ["lock", "unlock", "unmap"]
 
 
-def test_memory_whose_copies_may_not_have_ended_stays_locked_and_mapped(accelerator: LockingAccelerator) -> None:
+def test_memory_whose_copies_may_not_have_ended_stays_locked_and_mapped(
+    accelerator: LockingAccelerator,
+) -> None:
     for leaves in (True, False):  # or nobody calls anything
         arena, locks = Arena.create(plan_layout([ArraySpec("a", "float32", 5000)])), PageLocks()
         locks.lock([arena.tensor("a")])
@@ -211,7 +251,9 @@ def test_memory_whose_copies_may_not_have_ended_stays_locked_and_mapped(accelera
     assert accelerator.events == ["lock", "lock"]
 
 
-def test_whole_pages_are_locked_where_the_accelerator_wants_them(accelerator: LockingAccelerator) -> None:
+def test_whole_pages_are_locked_where_the_accelerator_wants_them(
+    accelerator: LockingAccelerator,
+) -> None:
     layout = plan_layout([ArraySpec("a", "float32", MIB), ArraySpec("b", "float32", MIB)])
     arena, locks = Arena.create(layout), PageLocks()
     tensors = [arena.tensor("a"), arena.tensor("b")]

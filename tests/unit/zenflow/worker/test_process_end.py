@@ -1,4 +1,5 @@
-"""The end of the optimizer process: trainer and worker notice each other's end, and no process is left."""
+"""The end of the optimizer process: trainer and worker notice each other's end, and no process is
+left."""
 
 import os
 import signal
@@ -101,7 +102,8 @@ def test_killed_trainer_leaves_no_worker(stepping: bool, fork: bool) -> None:
 
 
 def test_an_inherited_socket_does_not_hide_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may fork during the launch; its child keeps a copy of the worker's socket open."""
+    """Another thread may fork during the launch; its child keeps a copy of the worker's socket
+    open."""
     copies = []
 
     class Popen(subprocess.Popen):

@@ -52,7 +52,9 @@ def test_one_wait_covers_all_submissions() -> None:
     with running() as (arena, process):
         zeros = torch.zeros_like(arena.tensor("m"))
         arena.tensor("m").fill_(1.0)
-        for _ in range(3):  # p and the gradient, whose place y takes, stay zero: the learning rate is zero
+        for _ in range(
+            3
+        ):  # p and the gradient, whose place y takes, stay zero: the learning rate is zero
             process.submit([replace(PASS, steps=(replace(STEP, lr=0.0),))])
         assert process.wait().number == 3
         assert torch.allclose(arena.tensor("m"), torch.tensor(0.9**3))
@@ -82,7 +84,9 @@ def test_a_file_gets_what_was_there_before_the_pass_that_follows(tmp_path: Path)
         assert not torch.equal(arena.tensor("p"), before)
     content = path.read_bytes()
     assert content[: NUMEL * 4] == b"\xff" * NUMEL * 4
-    assert torch.equal(torch.frombuffer(bytearray(content[NUMEL * 4 :]), dtype=torch.float32), before)
+    assert torch.equal(
+        torch.frombuffer(bytearray(content[NUMEL * 4 :]), dtype=torch.float32), before
+    )
 
 
 @pytest.mark.parametrize("path", ["no folder/file", "."])
@@ -146,7 +150,9 @@ def test_work_that_could_not_be_sent_is_not_awaited() -> None:
 
 def test_an_exception_of_the_worker_is_raised_in_the_trainer() -> None:
     with running() as (_, process):
-        with pytest.raises(WorkerError, match=r"(?s)rank 3.*pid.*KeyError: ArrayKey\(.*slot=7\).*checkpoint"):
+        with pytest.raises(
+            WorkerError, match=r"(?s)rank 3.*pid.*KeyError: ArrayKey\(.*slot=7\).*checkpoint"
+        ):
             submit_and_wait(process, replace(PASS, slots=(7,)))
         assert gone(process.pid)
 
@@ -163,8 +169,16 @@ def test_a_stopped_worker_times_out_and_is_killed() -> None:
 @pytest.mark.parametrize(
     ("timeout_seconds", "given", "says"),
     [
-        (0.3, 0.6, r"within 0\.6 s\. It may still be writing a checkpoint .*: save to another one\."),
-        (0.6, 0.3, r"within 0\.6 s \(zenflow\.worker_timeout_seconds = 0\.6\)\. .*: raise the timeout\."),
+        (
+            0.3,
+            0.6,
+            r"within 0\.6 s\. It may still be writing a checkpoint .*: save to another one\.",
+        ),
+        (
+            0.6,
+            0.3,
+            r"within 0\.6 s \(zenflow\.worker_timeout_seconds = 0\.6\)\. .*: raise the timeout\.",
+        ),
     ],
 )
 def test_a_wait_for_a_file_says_which_limit_has_passed(
@@ -184,7 +198,9 @@ def test_a_submission_that_is_not_read_times_out() -> None:
     with running() as (_, process):
         process._timeout_seconds = 2.0
         os.kill(process.pid, signal.SIGSTOP)
-        with pytest.raises(WorkerError, match=r"did not read its orders within 2 s.*worker_timeout_seconds"):
+        with pytest.raises(
+            WorkerError, match=r"did not read its orders within 2 s.*worker_timeout_seconds"
+        ):
             process.submit([replace(PASS, partition=index) for index in range(20_000)])
         assert gone(process.pid)
 
@@ -200,7 +216,8 @@ from deepspeed_ext.zenflow.worker.messages import WorkerPlan
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 layout = plan_layout([ArraySpec("p", "float32", 5)])
 arena = Arena.create(layout)
-process = OptimizerProcess(arena, WorkerPlan(layout, 32, None, 1, {library!r}), rank=0, timeout_seconds=60.0)
+plan = WorkerPlan(layout, 32, None, 1, {library!r})
+process = OptimizerProcess(arena, plan, rank=0, timeout_seconds=60.0)
 process._timeout_seconds = 1.0  # of what follows, not of the start
 for number in range(2):
     print(process.pid, flush=True)
@@ -211,7 +228,8 @@ for number in range(2):
 
 
 def test_a_suspended_job_without_stdin_continues(tmp_path: Path) -> None:
-    """Trainer and worker are stopped for longer than the timeout, and the trainer continues first."""
+    """Trainer and worker are stopped for longer than the timeout, and the trainer continues
+    first."""
     code = textwrap.dedent(SUSPENDED).format(root=str(ROOT), library=library_path())
     reading, writing = os.pipe()
     wrapper = f"import os; os.dup2({reading}, 3); exec({code!r})"
@@ -232,7 +250,10 @@ def test_a_suspended_job_without_stdin_continues(tmp_path: Path) -> None:
         time.sleep(2.5)  # here time itself has to pass: more than the timeout
         sleeps = process.num_ctx_switches().voluntary
         trainer.send_signal(signal.SIGCONT)
-        wait_until(lambda: process.num_ctx_switches().voluntary > sleeps, "the trainer's look at its worker")
+        wait_until(
+            lambda: process.num_ctx_switches().voluntary > sleeps,
+            "the trainer's look at its worker",
+        )
         os.kill(worker, signal.SIGCONT)
         os.write(writing, b"x")
         assert trainer.stdout.read().split() == ["1", str(worker), "2"]
@@ -272,10 +293,16 @@ wait_to_be_killed()
         ("message(Done(9, 0.0))", "invalid answer.*number=9"),
     ],
 )
-def test_an_invalid_answer_is_an_error(what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_answer_is_an_error(
+    what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "stranger.py"
     script.write_text(textwrap.dedent(STRANGER).format(root=str(ROOT), what=what))
-    monkeypatch.setattr(process_module, "python_command", lambda _, *numbers: [sys.executable, str(script), *numbers])
+    monkeypatch.setattr(
+        process_module,
+        "python_command",
+        lambda _, *numbers: [sys.executable, str(script), *numbers],
+    )
     before = psutil.Process().children()
     with (
         pytest.raises(WorkerError, match=rf"(?s)rank 3.*{says}"),

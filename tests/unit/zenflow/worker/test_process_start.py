@@ -1,4 +1,5 @@
-"""Starting the optimizer process: its cores, memory and imports; a failed start leaves no process behind."""
+"""Starting the optimizer process: its cores, memory and imports; a failed start leaves no process
+behind."""
 
 import os
 import resource
@@ -32,7 +33,8 @@ def test_worker_is_bound_before_it_computes_and_imports_no_torch() -> None:
 
 @pytest.mark.skipif(library_path() is None, reason="no native kernel and no C++ compiler here")
 def test_memory_of_the_worker_does_not_grow_with_the_parameters() -> None:
-    """At most 14.5 bytes per parameter in total; the arena takes 14.125 of them (see test_arena.py)."""
+    """At most 14.5 bytes per parameter in total; the arena takes 14.125 of them (see
+    test_arena.py)."""
     own = []
     for numel in (100_000, 8_100_000):
         with running(numel=numel) as (arena, process):
@@ -46,11 +48,16 @@ def test_memory_of_the_worker_does_not_grow_with_the_parameters() -> None:
 
 
 def test_an_exception_of_the_start_is_raised_in_the_trainer() -> None:
-    with pytest.raises(WorkerError, match=r"(?s)rank 3.*raised.*OSError"), running(library="/nonexistent/kernel.so"):
+    with (
+        pytest.raises(WorkerError, match=r"(?s)rank 3.*raised.*OSError"),
+        running(library="/nonexistent/kernel.so"),
+    ):
         pass
 
 
-def test_an_interpreter_that_cannot_be_executed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_that_cannot_be_executed_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(WorkerError, match="could not be started"), running():
         pass
@@ -87,7 +94,9 @@ def test_the_start_needs_neither_locked_memory_nor_dev_shm() -> None:
 def _in_dev_shm(pid: int) -> set[str]:
     """Files of /dev/shm that a process has mapped or opened."""
     process = psutil.Process(pid)
-    paths = [mapping.path for mapping in process.memory_maps()] + [file.path for file in process.open_files()]
+    paths = [mapping.path for mapping in process.memory_maps()] + [
+        file.path for file in process.open_files()
+    ]
     return {path for path in paths if path.startswith("/dev/shm/")}
 
 
@@ -135,10 +144,18 @@ def test_core_dumps_and_forked_processes_exclude_the_arena() -> None:
     with running() as (arena, process):
         for pid in (os.getpid(), process.pid):
             areas = Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:")
-            flags = [after.split("\n")[0] for before, after in pairwise(areas) if "deepspeed_ext-arena" in before]
+            flags = [
+                after.split("\n")[0]
+                for before, after in pairwise(areas)
+                if "deepspeed_ext-arena" in before
+            ]
             assert flags
             assert all({"dd", "dc"} <= set(line.split()) for line in flags)
-            links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(link)]
+            links = [
+                os.readlink(link)
+                for link in Path(f"/proc/{pid}/fd").iterdir()
+                if os.path.lexists(link)
+            ]
             assert not [link for link in links if "arena" in link]
         child = os.fork()
         if child == 0:

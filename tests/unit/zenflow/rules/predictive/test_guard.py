@@ -1,4 +1,5 @@
-"""The guard: what counts as too large an error, when steps become synchronous, and that nothing is lost in between."""
+"""The guard: what counts as too large an error, when steps become synchronous, and that nothing is
+lost in between."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.rules.predictive import guard
-from deepspeed_ext.zenflow.rules.predictive.guard import CALM_PROBES, STRIKES, GuardState, PredictionErrors
+from deepspeed_ext.zenflow.rules.predictive.guard import (
+    CALM_PROBES,
+    STRIKES,
+    GuardState,
+    PredictionErrors,
+)
 from deepspeed_ext.zenflow.rules.predictive.probe import blocks_per_sample
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource
 
@@ -21,14 +27,22 @@ EXCESSES = st.sampled_from([0.1, 0.9, 1.0, 1.1, math.inf, math.nan])
 @pytest.mark.parametrize(
     ("errors", "excess"),
     [
-        (PredictionErrors(prediction=1.0, rounding=0.1, update=1.0), 1.0),  # as far off as the weights before
+        (
+            PredictionErrors(prediction=1.0, rounding=0.1, update=1.0),
+            1.0,
+        ),  # as far off as the weights before
         (PredictionErrors(prediction=0.5, rounding=0.1, update=1.0), 0.5),
-        (PredictionErrors(prediction=12.0, rounding=4.0, update=1.0), 1.0),  # a small lr: rounding is most of it
+        (
+            PredictionErrors(prediction=12.0, rounding=4.0, update=1.0),
+            1.0,
+        ),  # a small lr: rounding is most of it
         (PredictionErrors(prediction=0.0, rounding=0.0, update=0.0), 0.0),  # nothing moves
         (PredictionErrors(prediction=1e-9, rounding=0.0, update=0.0), math.inf),
     ],
 )
-def test_an_error_is_seen_beside_rounding_and_update(errors: PredictionErrors, excess: float) -> None:
+def test_an_error_is_seen_beside_rounding_and_update(
+    errors: PredictionErrors, excess: float
+) -> None:
     assert errors.excess(3.0) == pytest.approx(excess)
 
 
@@ -40,7 +54,9 @@ def test_an_excess_has_no_unit_and_shrinks_with_the_factor(
     scaled = PredictionErrors(prediction * unit, rounding * unit, update * unit)
     assert scaled.excess(factor) == pytest.approx(errors.excess(factor))
     assert errors.excess(factor) * factor == pytest.approx(errors.excess(1.0))
-    assert PredictionErrors(prediction, rounding * 2, update * 2).excess(factor) <= errors.excess(factor)
+    assert PredictionErrors(prediction, rounding * 2, update * 2).excess(factor) <= errors.excess(
+        factor
+    )
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
@@ -60,7 +76,9 @@ def test_the_words_tell_what_was_found() -> None:
 
 
 @given(st.lists(EXCESSES, max_size=400))
-def test_steps_become_synchronous_after_strikes_in_a_row_and_overlapped_after_calm(excesses: list[float]) -> None:
+def test_steps_become_synchronous_after_strikes_in_a_row_and_overlapped_after_calm(
+    excesses: list[float],
+) -> None:
     """Against a count of the newest probes that agree."""
     state, bad, calm, trips = GuardState(), 0, 0, 0
     for excess in excesses:
@@ -119,7 +137,9 @@ def test_whatever_the_probes_find_every_gradient_is_handed_over_once_and_kept_un
             if number == cut:
                 again = PredictiveSchedule(None, True, warm_up, guarded=True)
                 again.load_state_dict(schedule.state_dict(), schedule.state.position)
-                collected = list(again.latest(len(collected)))  # the gradients take the first slots of the ring
+                collected = list(
+                    again.latest(len(collected))
+                )  # the gradients take the first slots of the ring
                 in_flight, schedule = [], again
             if schedule.plan().waits_first:
                 in_flight = []
@@ -128,9 +148,13 @@ def test_whatever_the_probes_find_every_gradient_is_handed_over_once_and_kept_un
             plan = schedule.plan()
             assert plan.position == len(collected)
             assert schedule.state.guard.synchronous <= (plan.source is WeightSource.EXACT)
-            assert exact <= (plan.source is WeightSource.EXACT), "weights are predicted from an exact result"
+            assert exact <= (plan.source is WeightSource.EXACT), (
+                "weights are predicted from an exact result"
+            )
             collected.append(schedule.coming)
-            assert len({*collected, *in_flight}) == len(collected) + len(in_flight), "a gradient is overwritten"
+            assert len({*collected, *in_flight}) == len(collected) + len(in_flight), (
+                "a gradient is overwritten"
+            )
             if plan.handed_over:
                 assert plan.handed_over == len(collected)
                 exact = plan.source is WeightSource.EXACT and not plan.publish_ahead
@@ -161,7 +185,15 @@ def test_a_checkpoint_of_synchronous_steps_goes_on_without_a_guard() -> None:
 
 @pytest.mark.parametrize(
     ("block_size", "partitions", "blocks"),
-    [(32, 1, 256), (32, 4, 64), (256, 1, 32), (256, 4, 8), (256, 5, 8), (8, 0, 1024), (1 << 14, 1, 8)],
+    [
+        (32, 1, 256),
+        (32, 4, 64),
+        (256, 1, 32),
+        (256, 4, 8),
+        (256, 5, 8),
+        (8, 0, 1024),
+        (1 << 14, 1, 8),
+    ],
 )
 def test_samples_of_all_partitions_have_8192_elements_but_at_least_8_blocks_each(
     block_size: int, partitions: int, blocks: int

@@ -14,12 +14,18 @@ from deepspeed_ext.zenflow.worker.kernel.codes import decode
 BLOCK = 4
 
 
-def sample_of(numel: int, most_blocks: int, seed: int = 1, index: int = 0) -> tuple[Sample, torch.Tensor]:
+def sample_of(
+    numel: int, most_blocks: int, seed: int = 1, index: int = 0
+) -> tuple[Sample, torch.Tensor]:
     state = tuple(torch.arange(numel, dtype=torch.float32) + 1000 * number for number in range(3))
-    partition: Any = SimpleNamespace(master=state[0], moments=state[1:], scales=(), state=state, index=index)
+    partition: Any = SimpleNamespace(
+        master=state[0], moments=state[1:], scales=(), state=state, index=index
+    )
     partition.weights = lambda: torch.empty(0, dtype=torch.bfloat16)
     none: Any = None
-    return Sample.take(partition, torch.arange(numel).bfloat16(), none, BLOCK, none, most_blocks, seed), state[0]
+    return Sample.take(
+        partition, torch.arange(numel).bfloat16(), none, BLOCK, none, most_blocks, seed
+    ), state[0]
 
 
 @pytest.mark.parametrize("numel", [1, 3])
@@ -27,11 +33,17 @@ def test_a_partition_shorter_than_a_block_is_its_own_sample(numel: int) -> None:
     sample, master = sample_of(numel, 8)
     assert sample.blocks is None
     assert sample.state[0].tolist() == master.tolist()
-    assert sample.state[0].data_ptr() != master.data_ptr(), "a copy: the worker changes the partition"
+    assert sample.state[0].data_ptr() != master.data_ptr(), (
+        "a copy: the worker changes the partition"
+    )
 
 
-@pytest.mark.parametrize(("numel", "most", "count"), [(4, 8, 1), (11, 8, 2), (400, 8, 8), (402, 100, 100), (401, 1, 1)])
-def test_whole_blocks_are_drawn_from_all_parts_of_the_partition(numel: int, most: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("numel", "most", "count"), [(4, 8, 1), (11, 8, 2), (400, 8, 8), (402, 100, 100), (401, 1, 1)]
+)
+def test_whole_blocks_are_drawn_from_all_parts_of_the_partition(
+    numel: int, most: int, count: int
+) -> None:
     whole = numel // BLOCK
     for seed in range(20):
         sample, _ = sample_of(numel, most, seed)
@@ -39,7 +51,9 @@ def test_whole_blocks_are_drawn_from_all_parts_of_the_partition(numel: int, most
         blocks = sample.blocks.tolist()
         assert len(set(blocks)) == count
         for number, block in enumerate(blocks):
-            assert int(number * whole / count) <= block <= min(whole - 1, (number + 1) * whole / count)
+            assert (
+                int(number * whole / count) <= block <= min(whole - 1, (number + 1) * whole / count)
+            )
         elements = [block * BLOCK + inside for block in blocks for inside in range(BLOCK)]
         assert sample.state[0].tolist() == elements
         assert sample.state[2].tolist() == [2000.0 + element for element in elements]
@@ -68,13 +82,19 @@ def test_the_newest_gradient_is_kept_because_y_replaces_it(numel: int) -> None:
 
 
 def test_seeds_and_partitions_draw_other_blocks() -> None:
-    drawn = [tuple(sample_of(4000, 8, seed, index)[0].blocks.tolist()) for seed in range(4) for index in range(4)]
+    drawn = [
+        tuple(sample_of(4000, 8, seed, index)[0].blocks.tolist())
+        for seed in range(4)
+        for index in range(4)
+    ]
     assert len(set(drawn)) == len(drawn)
     assert drawn[0] == tuple(sample_of(4000, 8, 0, 0)[0].blocks.tolist())
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 0.0), (torch.bfloat16, 0.25)])
-def test_errors_are_distances_from_what_the_worker_has_computed(dtype: torch.dtype, rounding: float) -> None:
+def test_errors_are_distances_from_what_the_worker_has_computed(
+    dtype: torch.dtype, rounding: float
+) -> None:
     sample, master = sample_of(16, 8)
     master.fill_(128.25)  # bf16 has steps of 1 here
     sample.state[0].fill_(126.25)

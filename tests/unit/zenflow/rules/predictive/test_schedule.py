@@ -1,4 +1,5 @@
-"""The schedule: every gradient is handed over once, in order, and nothing is written while the worker may read it."""
+"""The schedule: every gradient is handed over once, in order, and nothing is written while the
+worker may read it."""
 
 import pytest
 from hypothesis import given, settings
@@ -38,7 +39,9 @@ def test_slots_of_the_ring(interval: int, arrival: Arrival, slots: int) -> None:
 def test_by_default_forty_steps_or_an_interval_are_synchronous(interval: int) -> None:
     plans = walk(PredictiveSchedule(interval, overlap=True, warm_up_steps=None), 80)
     synchronous = max(40, interval)
-    assert [p.source is WeightSource.EXACT for p in plans] == [True] * synchronous + [False] * (80 - synchronous)
+    assert [p.source is WeightSource.EXACT for p in plans] == [True] * synchronous + [False] * (
+        80 - synchronous
+    )
 
 
 def test_interval_one_is_synchronous_once_and_then_one_step_late() -> None:
@@ -50,12 +53,21 @@ def test_interval_one_is_synchronous_once_and_then_one_step_late() -> None:
 
 def test_without_overlap_every_step_is_exact() -> None:
     plans = walk(PredictiveSchedule(4, overlap=False, warm_up_steps=None), 30)
-    assert {(p.source, p.handed_over, p.publish_ahead) for p in plans} == {(WeightSource.EXACT, 1, False)}
+    assert {(p.source, p.handed_over, p.publish_ahead) for p in plans} == {
+        (WeightSource.EXACT, 1, False)
+    }
 
 
 def test_interval_two_as_drawn_in_the_module() -> None:
     plans = walk(PredictiveSchedule(2, overlap=True, warm_up_steps=2), 6)
-    assert [p.source.value for p in plans] == ["exact", "exact", "drifted", "predicted", "drifted", "predicted"]
+    assert [p.source.value for p in plans] == [
+        "exact",
+        "exact",
+        "drifted",
+        "predicted",
+        "drifted",
+        "predicted",
+    ]
     assert [p.handed_over for p in plans] == [1, 1, 0, 2, 0, 2]
     assert [p.publish_ahead for p in plans] == [False, True, True, True, True, True]
 
@@ -82,7 +94,9 @@ def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(
         if plan.waits_first:
             in_flight = []
         collected.append(schedule.coming)
-        assert len({*collected, *in_flight}) == len(collected) + len(in_flight), "a gradient is overwritten"
+        assert len({*collected, *in_flight}) == len(collected) + len(in_flight), (
+            "a gradient is overwritten"
+        )
         if plan.handed_over:
             assert plan.handed_over == len(collected)
             handed_over += len(collected)
@@ -91,7 +105,9 @@ def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(
         if number < schedule.warm_up_steps:
             assert plan.source is WeightSource.EXACT
         else:
-            assert plan.source is (WeightSource.PREDICTED if plan.handed_over else WeightSource.DRIFTED)
+            assert plan.source is (
+                WeightSource.PREDICTED if plan.handed_over else WeightSource.DRIFTED
+            )
         schedule.advance(plan)
     assert handed_over + len(collected) == steps
     assert schedule.state.position == len(collected)
@@ -119,11 +135,17 @@ def test_an_open_interval_is_chosen_after_measured_steps() -> None:
     assert schedule.state.interval == 2
     assert plans[0].source is WeightSource.EXACT
     assert plans[-1].source in (WeightSource.DRIFTED, WeightSource.PREDICTED)
-    assert plans.index(next(p for p in plans if p.publish_ahead)) == schedule.warm_up_steps - MEASURED_STEPS - 1
+    assert (
+        plans.index(next(p for p in plans if p.publish_ahead))
+        == schedule.warm_up_steps - MEASURED_STEPS - 1
+    )
 
 
 STEPS = st.tuples(st.just("steps"), st.tuples(st.integers(1, 40), st.sampled_from([0.1, 2.0])))
-LOAD = st.tuples(st.just("load"), st.tuples(st.booleans(), st.one_of(st.none(), st.integers(0, 9)), st.booleans()))
+LOAD = st.tuples(
+    st.just("load"),
+    st.tuples(st.booleans(), st.one_of(st.none(), st.integers(0, 9)), st.booleans()),
+)
 
 
 @settings(deadline=None, max_examples=300)
@@ -136,9 +158,14 @@ LOAD = st.tuples(st.just("load"), st.tuples(st.booleans(), st.one_of(st.none(), 
 def test_no_step_overlaps_unless_the_worker_has_published_ahead(
     interval: int | None, warm_up: int | None, measured: int, events: list
 ) -> None:
-    """Whatever was before: an interval is measured, the guard trips and releases, p is replaced, or the run resumes
-    with other settings. An open interval is chosen by as many steps of this process as are to be measured."""
-    schedule, is_ahead, since_start = PredictiveSchedule(interval, True, warm_up, guarded=True), False, 0
+    """Whatever was before: an interval is measured, the guard trips and releases, p is replaced, or
+    the run resumes with other settings. An open interval is chosen by as many steps of this process
+    as are to be measured."""
+    schedule, is_ahead, since_start = (
+        PredictiveSchedule(interval, True, warm_up, guarded=True),
+        False,
+        0,
+    )
     overlaps = True
     for event, value in [*events, ("steps", (60, 0.1))]:
         if event == "restart":
@@ -169,9 +196,12 @@ def test_no_step_overlaps_unless_the_worker_has_published_ahead(
 
 
 @pytest.mark.parametrize(
-    ("worker", "device", "expected"), [(1.0, 2.0, 1), (1.0, 1.06, 1), (1.0, 1.0, 2), (2.0, 1.0, 3), (9.0, 1.0, 8)]
+    ("worker", "device", "expected"),
+    [(1.0, 2.0, 1), (1.0, 1.06, 1), (1.0, 1.0, 2), (2.0, 1.0, 3), (9.0, 1.0, 8)],
 )
-def test_smallest_interval_that_the_worker_keeps_up_with(worker: float, device: float, expected: int) -> None:
+def test_smallest_interval_that_the_worker_keeps_up_with(
+    worker: float, device: float, expected: int
+) -> None:
     assert smallest_interval(worker, device, limit=8) == expected
 
 
@@ -188,9 +218,12 @@ def test_interval_is_minimal_and_sufficient(worker: float, device: float, limit:
 
 
 @pytest.mark.parametrize(
-    ("warm_up", "steps"), [(None, 40), (0, MEASURED_STEPS + 1), (MEASURED_STEPS + 5, MEASURED_STEPS + 5)]
+    ("warm_up", "steps"),
+    [(None, 40), (0, MEASURED_STEPS + 1), (MEASURED_STEPS + 5, MEASURED_STEPS + 5)],
 )
-def test_an_interval_that_is_measured_is_chosen_within_the_warm_up(warm_up: int | None, steps: int) -> None:
+def test_an_interval_that_is_measured_is_chosen_within_the_warm_up(
+    warm_up: int | None, steps: int
+) -> None:
     """At least one step is left after the measurement, in which the worker publishes ahead."""
     schedule = PredictiveSchedule(None, overlap=True, warm_up_steps=warm_up)
     assert schedule.warm_up_steps == max(steps, MEASURED_STEPS + 1)
@@ -203,7 +236,13 @@ def test_an_interval_that_is_measured_is_chosen_within_the_warm_up(warm_up: int 
 
 @pytest.mark.parametrize(
     ("worker", "device", "interval", "overloaded"),
-    [(1.0, 1.0, 1, False), (1.1, 1.0, 1, True), (0.9, 1.0, 1, False), (5.0, 2.0, 4, False), (8.0, 1.0, 4, True)],
+    [
+        (1.0, 1.0, 1, False),
+        (1.1, 1.0, 1, True),
+        (0.9, 1.0, 1, False),
+        (5.0, 2.0, 4, False),
+        (8.0, 1.0, 4, True),
+    ],
 )
 def test_a_worker_is_overloaded_if_an_interval_takes_it_longer_than_the_device(
     worker: float, device: float, interval: int, overloaded: bool

@@ -1,4 +1,5 @@
-"""With ``offload``, the state of the hot blocks takes as much page-locked memory as it has bytes."""
+"""With ``offload``, the state of the hot blocks takes as much page-locked memory as it has
+bytes."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config
 
 
-def locked_beside_the_arena(config: dict[str, Any], steps: list[int]) -> list[list[tuple[int, int, bool]]]:
-    """After so many steps each: for each partition the bytes of locked memory, the planned ones, whether all of the
-    state lies there; and what is locked in the end."""
+def locked_beside_the_arena(
+    config: dict[str, Any], steps: list[int]
+) -> list[list[tuple[int, int, bool]]]:
+    """After so many steps each: for each partition the bytes of locked memory, the planned ones,
+    whether all of the state lies there; and what is locked in the end."""
     engine = make_engine(config)
     adam = engine.optimizer.host_optimizer
     locks, settings = adam.link.page_locks, adam.rule._settings
@@ -24,14 +27,22 @@ def locked_beside_the_arena(config: dict[str, Any], steps: list[int]) -> list[li
     found = []
     for count in steps:
         train(engine, batches(count, 0))
-        others = [each for each in locks._locked.values() if adam.link.arena.find(each.data_ptr(), each.nbytes) is None]
+        others = [
+            each
+            for each in locks._locked.values()
+            if adam.link.arena.find(each.data_ptr(), each.nbytes) is None
+        ]
         rows = []
         for partition, state, locked in zip(adam.partitions, adam.rule.states, others, strict=True):
             begin, end = locked.data_ptr(), locked.data_ptr() + locked.nbytes
             state = [state.hot.p, state.hot.m, state.hot.v, state.hot.updates]
-            inside = all(begin <= each.data_ptr() <= end - each.nbytes and each.is_pinned() for each in state)
+            inside = all(
+                begin <= each.data_ptr() <= end - each.nbytes and each.is_pinned() for each in state
+            )
             planned = bytes_of(settings, partition.master.numel()).kept_on_host
-            rows.append((locked.nbytes, planned, inside and sum(each.nbytes for each in state) == planned))
+            rows.append(
+                (locked.nbytes, planned, inside and sum(each.nbytes for each in state) == planned)
+            )
         found.append(rows)
     engine.destroy()
     assert not locks._locked
@@ -40,7 +51,13 @@ def locked_beside_the_arena(config: dict[str, Any], steps: list[int]) -> list[li
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_state_on_the_host_is_locked_to_the_page(stage: int) -> None:
-    rule = {"topk_ratio": 0.3, "select_block_size": 32, "update_interval": 2, "select_interval": 4, "offload": True}
+    rule = {
+        "topk_ratio": 0.3,
+        "select_block_size": 32,
+        "update_interval": 2,
+        "select_interval": 4,
+        "offload": True,
+    }
     config = zenflow_config(stage, overlap_step=True, **rule)
     for rows in run_ranks(1, locked_beside_the_arena, config, [6, 8], device="sim")[0]:
         assert rows

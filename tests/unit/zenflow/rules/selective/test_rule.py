@@ -1,4 +1,5 @@
-"""The selective rule: AdamW of hot blocks every step and of cold ones every interval, the same on every rank."""
+"""The selective rule: AdamW of hot blocks every step and of cold ones every interval, the same on
+every rank."""
 
 import math
 from contextlib import ExitStack
@@ -29,7 +30,9 @@ LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 class Simulated:
     """The rule in double precision for one partition, without moving blocks of state."""
 
-    def __init__(self, start: torch.Tensor, block: int, ratio: float, interval: int, lag: int, every: int) -> None:
+    def __init__(
+        self, start: torch.Tensor, block: int, ratio: float, interval: int, lag: int, every: int
+    ) -> None:
         self.p, self.block, self.ratio = start.double(), block, ratio
         self.interval, self.lag, self.every = interval, lag, every
         self.m, self.v = torch.zeros_like(self.p), torch.zeros_like(self.p)
@@ -47,7 +50,10 @@ class Simulated:
         self.m[which] = BETAS[0] * self.m[which] + (1 - BETAS[0]) * g
         self.v[which] = BETAS[1] * self.v[which] + (1 - BETAS[1]) * g * g
         denominator = (self.v[which] / (1 - BETAS[1] ** t)).sqrt() + EPS
-        self.p[which] = self.p[which] * (1 - LR * DECAY) - LR * self.m[which] / (1 - BETAS[0] ** t) / denominator
+        self.p[which] = (
+            self.p[which] * (1 - LR * DECAY)
+            - LR * self.m[which] / (1 - BETAS[0] ** t) / denominator
+        )
 
     def select(self, gradient: torch.Tensor) -> None:
         sums = torch.stack([part.abs().sum() for part in gradient.split(self.block)])
@@ -81,7 +87,9 @@ class Simulated:
         return self.shown
 
 
-def compare_with_simulation(numel: int, interval: int, lag: int, every: int, steps: int, offload: bool) -> list[float]:
+def compare_with_simulation(
+    numel: int, interval: int, lag: int, every: int, steps: int, offload: bool
+) -> list[float]:
     """Largest difference of the weights after each step, for one partition of random gradients."""
     generator = torch.Generator().manual_seed(7)
     start = torch.randn(numel, generator=generator)
@@ -96,7 +104,9 @@ def compare_with_simulation(numel: int, interval: int, lag: int, every: int, ste
         select_block_size=16,
         offload=offload,
     )
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(start)], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(
+        [torch.nn.Parameter(start)], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY
+    )
     ranks = RankGroup.of(None, weights.device)
     adam = start_optimizer(
         ZenFlowStart(ZenFlowRun.of(settings), ranks, None, ExitStack()),
@@ -130,7 +140,9 @@ def compare_with_simulation(numel: int, interval: int, lag: int, every: int, ste
     ("interval", "lag", "every", "offload"),
     [(1, 0, 4, False), (3, 0, 6, False), (3, 1, 6, True), (4, 3, 8, False), (2, 2, 6, False)],
 )
-def test_every_step_equals_the_simulation(numel: int, interval: int, lag: int, every: int, offload: bool) -> None:
+def test_every_step_equals_the_simulation(
+    numel: int, interval: int, lag: int, every: int, offload: bool
+) -> None:
     """Fp32 against double: after 24 steps of 1e-2 an element may have rounded a few dozen times."""
     for error in run_ranks(1, compare_with_simulation, numel, interval, lag, every, 24, offload)[0]:
         assert error < 2e-5
@@ -138,14 +150,22 @@ def test_every_step_equals_the_simulation(numel: int, interval: int, lag: int, e
 
 @pytest.mark.parametrize(
     "zenflow",
-    [{"topk_ratio": EVERYTHING, "update_interval": 3, "select_interval": 6}, {"update_interval": 1}],
+    [
+        {"topk_ratio": EVERYTHING, "update_interval": 3, "select_interval": 6},
+        {"update_interval": 1},
+    ],
     ids=["everything hot", "interval 1"],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_it_equals_zero_offload_if_nothing_is_deferred(stage: int, ranks: int, zenflow: dict) -> None:
-    """To rounding: the accelerator's and the worker's arithmetic are fused in other ways than DeepSpeed's."""
-    for expected, actual in run_ranks(ranks, with_and_without, selective_config(stage, **zenflow), 12):
+def test_it_equals_zero_offload_if_nothing_is_deferred(
+    stage: int, ranks: int, zenflow: dict
+) -> None:
+    """To rounding: the accelerator's and the worker's arithmetic are fused in other ways than
+    DeepSpeed's."""
+    for expected, actual in run_ranks(
+        ranks, with_and_without, selective_config(stage, **zenflow), 12
+    ):
         assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
         for name, weight in expected.weights.items():
             torch.testing.assert_close(actual.weights[name], weight, rtol=1e-3, atol=2e-5)
@@ -173,8 +193,8 @@ def weights_and_traffic(config: dict, steps: int) -> dict[str, Any]:
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("stage", STAGES)
 def test_between_results_only_hot_blocks_change_and_travel(stage: int, lag: int) -> None:
-    """Step 1 is exact; then intervals of 4: results are taken over at steps 5, 9, 13 or, with a lag of 1, one later
-    unless blocks are selected (9, 17)."""
+    """Step 1 is exact; then intervals of 4: results are taken over at steps 5, 9, 13 or, with a lag
+    of 1, one later unless blocks are selected (9, 17)."""
     config = selective_config(stage, update_interval=4, select_interval=8, overlap_step=lag > 0)
     first, second = run_ranks(2, weights_and_traffic, config, 16)
     assert_same(first["weights"], second["weights"], "weights of rank 1")
@@ -187,7 +207,11 @@ def test_between_results_only_hot_blocks_change_and_travel(stage: int, lag: int)
         else:
             assert 0 < changed <= limit
             if stage != 3:
-                assert 32 * 4 * sum(second["hot"]) <= received <= 2 * 32 * 4 * sum(first["hot"] + second["hot"])  # fp32
+                assert (
+                    32 * 4 * sum(second["hot"])
+                    <= received
+                    <= 2 * 32 * 4 * sum(first["hot"] + second["hot"])
+                )  # fp32
     for hot, others, blocks in zip(first["hot"], second["hot"], first["blocks"], strict=True):
         assert hot + others == -(-2 * blocks // 10)  # a tenth in all
         assert max(hot, others) <= 2 * -(-blocks // 10)
@@ -207,7 +231,9 @@ def test_state_kept_on_the_host_changes_nothing(stage: int) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_all_ranks_choose_the_same_interval(overlap: bool) -> None:
-    config = selective_config(2, torch.bfloat16, update_interval="auto", select_interval="auto", overlap_step=overlap)
+    config = selective_config(
+        2, torch.bfloat16, update_interval="auto", select_interval="auto", overlap_step=overlap
+    )
     found = run_ranks(2, losses_of, config, 12)
     intervals = {outcome["interval"] for _, outcome in found}
     assert len(intervals) == 1

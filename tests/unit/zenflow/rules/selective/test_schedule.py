@@ -1,5 +1,5 @@
-"""The selective schedule: every gradient counts once, nothing is overwritten, blocks move only while nothing is on its
-way."""
+"""The selective schedule: every gradient counts once, nothing is overwritten, blocks move only
+while nothing is on its way."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,9 @@ from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.selective.schedule import SelectivePlan, SelectiveSchedule
 
 
-def make(interval: int, lag: int | None, select_interval: int | None, warm_up: int) -> SelectiveSchedule:
+def make(
+    interval: int, lag: int | None, select_interval: int | None, warm_up: int
+) -> SelectiveSchedule:
     settings = ZenFlowConfig(
         topk_ratio=0.1,
         update_interval=interval,
@@ -54,7 +56,9 @@ schedules = st.integers(1, 6).flatmap(
 
 @settings(deadline=None)
 @given(schedules, st.integers(0, 80))
-def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(settings: tuple, steps: int) -> None:
+def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(
+    settings: tuple, steps: int
+) -> None:
     interval, lag, _, warm_up = settings
     schedule = make(*settings)
     assert schedule.ring == interval + max(0, (lag or 0) - 1)
@@ -108,7 +112,9 @@ def test_a_saved_position_continues() -> None:
         ({"select_strategy": "epoch"}, 4, 0),
     ],
 )
-def test_selections_come_after_whole_intervals(settings: dict, interval: int, expected: int) -> None:
+def test_selections_come_after_whole_intervals(
+    settings: dict, interval: int, expected: int
+) -> None:
     found = SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, **settings))
     assert found.steps_between_selections(interval) == expected
 
@@ -130,7 +136,9 @@ def test_epochs_are_counted_in_steps() -> None:
         ({"update_interval": 2, "select_interval": 4}, 2, 2),
     ],
 )
-def test_an_open_interval_ends_before_the_next_selection(settings: dict, longest: int, slots: int) -> None:
+def test_an_open_interval_ends_before_the_next_selection(
+    settings: dict, longest: int, slots: int
+) -> None:
     found = SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, **settings))
     assert found.longest_interval == longest
     assert found.ring_at(longest, Arrival.AFTER_Y) == slots
@@ -141,7 +149,10 @@ def test_an_open_interval_ends_before_the_next_selection(settings: dict, longest
     ("settings", "words"),
     [
         ({"select_strategy": "step"}, "select_interval"),
-        ({"select_strategy": "step", "select_interval": 2, "update_interval": 4}, "update_interval = 4"),
+        (
+            {"select_strategy": "step", "select_interval": 2, "update_interval": 4},
+            "update_interval = 4",
+        ),
         ({"overlap_step": True, "overlap_lag": 3, "update_interval": 2}, "overlap_lag = 3"),
     ],
 )

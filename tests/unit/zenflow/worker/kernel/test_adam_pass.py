@@ -1,4 +1,5 @@
-"""The worker's Adam pass: equals torch.optim, does not depend on threads or pieces, works without a compiler."""
+"""The worker's Adam pass: equals torch.optim, does not depend on threads or pieces, works without a
+compiler."""
 
 import copy
 import ctypes
@@ -43,13 +44,17 @@ class Problem:
         self.p = torch.randn(n, generator=g) * 0.1
         self.m = (torch.randn(n, generator=g) * 1e-3).to(DTYPES[moments])
         self.v = (torch.rand(n, generator=g) * 1e-4).to(DTYPES[moments])
-        self.grads = [(torch.randn(n, generator=g) * 1e-2).to(DTYPES[grad_dtype]) for _ in range(steps)]
+        self.grads = [
+            (torch.randn(n, generator=g) * 1e-2).to(DTYPES[grad_dtype]) for _ in range(steps)
+        ]
         self.published = torch.zeros(n, dtype=DTYPES[publish_dtype])
         self.means = torch.zeros(-(-n // block))
         self.block = block
 
     def make_pass(
-        self, steps: list[AdamStep], publish: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0)
+        self,
+        steps: list[AdamStep],
+        publish: tuple[float, float, float, float] = (1.0, 0.0, 0.0, 0.0),
     ) -> AdamPass:
         bias2, eps = (steps[-1].bias_correction2_sqrt, steps[-1].eps) if steps else (1.0, 1e-8)
         return AdamPass(
@@ -66,10 +71,18 @@ class Problem:
         )
 
     def results(self) -> dict[str, torch.Tensor]:
-        return {"p": self.p, "m": self.m, "v": self.v, "published": self.published, "means": self.means}
+        return {
+            "p": self.p,
+            "m": self.m,
+            "v": self.v,
+            "published": self.published,
+            "means": self.means,
+        }
 
 
-def adam_steps(count: int, first: int = 1, decoupled: bool = True, **changes: Any) -> list[AdamStep]:
+def adam_steps(
+    count: int, first: int = 1, decoupled: bool = True, **changes: Any
+) -> list[AdamStep]:
     base = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, decoupled, first, 0.5)
     return [replace(base, step=first + k, lr=1e-3 * (1 + 0.1 * k), **changes) for k in range(count)]
 
@@ -77,7 +90,9 @@ def adam_steps(count: int, first: int = 1, decoupled: bool = True, **changes: An
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("l2", [0.0, 1e-3], ids=["plain", "l2"])
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize(("grad", "y"), [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("grad", "y"), [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "bfloat16")]
+)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_y_in_the_place_of_the_newest_gradient_is_the_same_to_the_bit(
     kernel: str, grad: str, y: str, count: int, l2: float, moments: str
@@ -86,7 +101,9 @@ def test_y_in_the_place_of_the_newest_gradient_is_the_same_to_the_bit(
     in_place.published = in_place.grads[-1].view(DTYPES[y])
     others = [each.clone() for each in in_place.grads[:-1]]
     for problem in (apart, in_place):
-        make_kernel(kernel, threads=3).run(problem.make_pass(adam_steps(count), (0.99, 1e-3, l2, 1e-4)))
+        make_kernel(kernel, threads=3).run(
+            problem.make_pass(adam_steps(count), (0.99, 1e-3, l2, 1e-4))
+        )
     assert not torch.equal(apart.grads[-1].view(DTYPES[y]), apart.published)
     assert_same(apart.results(), in_place.results(), "in place")
     assert_same(others, in_place.grads[:-1], "other gradients")
@@ -135,19 +152,27 @@ def test_native_equals_reference_to_rounding(grad_dtype: str, publish_dtype: str
     problems = [Problem(5003, 3, grad_dtype, publish_dtype) for _ in range(2)]
     for problem, kernel in zip(problems, ("native", "reference"), strict=True):
         for decoupled in (True, False):
-            make_kernel(kernel).run(problem.make_pass(adam_steps(3, decoupled=decoupled), (0.99, 1e-3, 1e-5, 2e-4)))
+            make_kernel(kernel).run(
+                problem.make_pass(adam_steps(3, decoupled=decoupled), (0.99, 1e-3, 1e-5, 2e-4))
+            )
     native, reference = problems
     for name in ("p", "m", "v", "means"):
-        torch.testing.assert_close(getattr(native, name), getattr(reference, name), rtol=5e-6, atol=1e-8)
-    # One unit in the last place of the published type: the fp32 values may lie on either side of a tie.
+        torch.testing.assert_close(
+            getattr(native, name), getattr(reference, name), rtol=5e-6, atol=1e-8
+        )
+    # One unit in the last place of the published type: the fp32 values may lie on either side of a
+    # tie.
     ulp = {"float32": 5e-6, "bfloat16": 2**-7, "float16": 2**-10}[publish_dtype]
-    torch.testing.assert_close(native.published.float(), reference.published.float(), rtol=ulp, atol=1e-6)
+    torch.testing.assert_close(
+        native.published.float(), reference.published.float(), rtol=ulp, atol=1e-6
+    )
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_conversions_are_those_of_torch(dtype: str) -> None:
-    """Every 16-bit pattern is read, and random fp32 patterns (subnormal, NaN too) are written, as torch does."""
+    """Every 16-bit pattern is read, and random fp32 patterns (subnormal, NaN too) are written, as
+    torch does."""
     patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     problem = Problem(2**16, 1, dtype, "float32")
     problem.grads = [patterns.view(DTYPES[dtype])]
@@ -163,7 +188,9 @@ def test_conversions_are_those_of_torch(dtype: str) -> None:
     written = Problem(values.numel(), 0, dtype, dtype)
     written.p.copy_(values), written.m.zero_()
     make_kernel("native").run(written.make_pass([]))
-    torch.testing.assert_close(written.published, values.to(DTYPES[dtype]), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        written.published, values.to(DTYPES[dtype]), rtol=0, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
@@ -206,8 +233,11 @@ def test_one_pass_of_s_steps_equals_s_passes(kernel: str, moments: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("publish_dtype", DTYPES)
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_publishing_again_gives_the_same_bits(kernel: str, publish_dtype: str, moments: str) -> None:
-    """A resumed run recomputes y and the block means from p, m, v: they must be those of the pass that made p, m, v."""
+def test_publishing_again_gives_the_same_bits(
+    kernel: str, publish_dtype: str, moments: str
+) -> None:
+    """A resumed run recomputes y and the block means from p, m, v: they must be those of the pass
+    that made p, m, v."""
     problem = Problem(3001, 2, publish_dtype=publish_dtype, moments=moments)
     full = problem.make_pass(adam_steps(2, 3), (0.99, 1e-3, 1e-5, 2e-4))
     make_kernel(kernel).run(full)
@@ -219,8 +249,9 @@ def test_publishing_again_gives_the_same_bits(kernel: str, publish_dtype: str, m
 
 @needs_native
 def test_the_l2_term_is_bounded_also_beside_a_nan() -> None:
-    """A NaN in v makes the block's mean NaN: the block's other weights then move by the bound, but up. In other blocks
-    they move down by their own terms, and by the bound where that is smaller."""
+    """A NaN in v makes the block's mean NaN: the block's other weights then move by the bound, but
+    up. In other blocks they move down by their own terms, and by the bound where that is
+    smaller."""
     problem, bound = Problem(96, 0, publish_dtype="float32"), 2e-4
     problem.p.abs_()
     problem.p[:2] = torch.tensor([10.0, -10.0])
@@ -256,13 +287,23 @@ def test_without_a_library_the_reference_runs(tmp_path) -> None:
         "library.BUILT = library.BUILT / 'elsewhere';"
         "print(load_kernel(library_path(), 1).name)"
     )
-    environment = {**os.environ, "PATH": str(tmp_path), "DSEXT_CACHE_DIR": str(tmp_path / "cache"), "CXX": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    environment = {
+        **os.environ,
+        "PATH": str(tmp_path),
+        "DSEXT_CACHE_DIR": str(tmp_path / "cache"),
+        "CXX": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "reference"
 
 
-def test_the_reference_uses_its_own_threads_and_not_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk waits until all threads have one, so the pass ends only if they run at the same time."""
+def test_the_reference_uses_its_own_threads_and_not_those_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each chunk waits until all threads have one, so the pass ends only if they run at the same
+    time."""
     threads, before = 3, torch.get_num_threads()
     problem = Problem(64 * threads, 1)
     all_in_a_chunk, limits = threading.Barrier(threads), []
@@ -286,7 +327,9 @@ def test_the_reference_uses_its_own_threads_and_not_those_of_torch(monkeypatch: 
     assert seen == (2, 2)
 
 
-def test_a_thread_that_cannot_begin_is_an_error_and_no_endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_begin_is_an_error_and_no_endless_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(number: int) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise OSError("no memory")
@@ -312,7 +355,8 @@ def test_first_touch_reaches_every_page_and_changes_nothing(start: int) -> None:
 
 
 def test_the_benchmark_gives_every_contender_its_threads() -> None:
-    """The reference kernel once took torch's threads away, and "fused AdamW" was timed on one beside a pass on two."""
+    """The reference kernel once took torch's threads away, and "fused AdamW" was timed on one
+    beside a pass on two."""
     before, seen = torch.get_num_threads(), []
     try:
         found = bench_cpu_adam.contenders(5000, threads=2)

@@ -1,4 +1,5 @@
-"""Moments of 8 bits: codes with a scale for each block, the same bits from both kernels and in any pieces."""
+"""Moments of 8 bits: codes with a scale for each block, the same bits from both kernels and in any
+pieces."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from deepspeed_ext.zenflow.worker.kernel.reference import ReferenceKernel, take_
 from tests.support.kernels import KERNELS, array, make_kernel, needs_native
 from tests.support.same import assert_same
 
-KEEPS = AdamStep(lr=0.0, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, decoupled=True, step=7, grad_scale=1.0)
+KEEPS = AdamStep(
+    lr=0.0, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, decoupled=True, step=7, grad_scale=1.0
+)
 """m becomes the gradient, and v its square."""
 TRAINS = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, False, 1, 0.5)
 LARGEST_KEPT = {torch.int8: 123.0**2 * 2.0**111, torch.uint8: 239.0**2 * 2.0**111}
@@ -35,10 +38,21 @@ class State:
         blocks = -(-self.n // self.block)
         p = torch.randn(self.n, generator=torch.Generator().manual_seed(1))
         self.found = {"p": p, "y": torch.zeros(self.n), "means": torch.zeros(blocks)}
-        self.found |= {"m": torch.zeros(self.n, dtype=torch.int8), "v": torch.zeros(self.n, dtype=torch.uint8)}
-        self.found |= {name: torch.zeros(blocks, dtype=torch.uint8) for name in ("m_scales", "v_scales")}
+        self.found |= {
+            "m": torch.zeros(self.n, dtype=torch.int8),
+            "v": torch.zeros(self.n, dtype=torch.uint8),
+        }
+        self.found |= {
+            name: torch.zeros(blocks, dtype=torch.uint8) for name in ("m_scales", "v_scales")
+        }
 
-    def run(self, kernel: object, grads: list[torch.Tensor], steps: tuple[AdamStep, ...], l2: float = 0.0) -> State:
+    def run(
+        self,
+        kernel: object,
+        grads: list[torch.Tensor],
+        steps: tuple[AdamStep, ...],
+        l2: float = 0.0,
+    ) -> State:
         return self.run_part(kernel, grads, steps, 0, self.n, 0, l2)
 
     def run_part(
@@ -52,8 +66,12 @@ class State:
         l2: float = 0.0,
     ) -> State:
         of_blocks = slice(begin // self.block, -(-end // self.block))
-        each = {name: array(values[begin:end]) for name, values in self.found.items() if name in "pmvy"}
-        means, *scales = (array(self.found[name][of_blocks]) for name in ("means", "m_scales", "v_scales"))
+        each = {
+            name: array(values[begin:end]) for name, values in self.found.items() if name in "pmvy"
+        }
+        means, *scales = (
+            array(self.found[name][of_blocks]) for name in ("means", "m_scales", "v_scales")
+        )
         publish = Publish(0.99, 1e-3, l2, 2e-4, steps[-1].bias_correction2_sqrt, steps[-1].eps)
         kernel.run(  # type: ignore[attr-defined]
             AdamPass(
@@ -97,7 +115,7 @@ def coded(
     return codes, scales, out
 
 
-# -- the definition ---------------------------------------------------------------------------------------------------
+# -- the definition --------------------------------------------------------------------------------
 
 
 def by_definition(values: list[float], most: int, up_by: int) -> tuple[list[int], int]:
@@ -129,18 +147,26 @@ def test_codes_are_what_the_definition_says(values: list[float], up_by: int) -> 
         codes, scales, out = coded(of_kind, dtype, 32, torch.full((len(values),), up_by))
         expected, scale = by_definition(of_kind.tolist(), most, up_by)
         assert scales.tolist() == [scale]
-        close = codes.float().abs() - torch.tensor(expected)  # fp32's root of a number just below a square is whole
-        assert torch.where(close == 1, (out.abs() - of_kind.abs()) <= 2**-22 * of_kind.abs(), close == 0).all()
+        close = codes.float().abs() - torch.tensor(
+            expected
+        )  # fp32's root of a number just below a square is whole
+        assert torch.where(
+            close == 1, (out.abs() - of_kind.abs()) <= 2**-22 * of_kind.abs(), close == 0
+        ).all()
         assert torch.equal(codes.float(), codes.float().abs() * signs)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70),
+    values=st.lists(
+        st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70
+    ),
     block=st.sampled_from([1, 8, 32, 256]),
     seed=st.integers(0, 1000),
 )
-def test_encoding_what_codes_stand_for_gives_the_same_codes(values: list[float], block: int, seed: int) -> None:
+def test_encoding_what_codes_stand_for_gives_the_same_codes(
+    values: list[float], block: int, seed: int
+) -> None:
     """Whatever the random numbers are."""
     generator = torch.Generator().manual_seed(seed)
     first, second = (torch.randint(0, 2**16, (len(values),), generator=generator) for _ in range(2))
@@ -156,9 +182,14 @@ def test_encoding_what_codes_stand_for_gives_the_same_codes(values: list[float],
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 def test_special_values(dtype: torch.dtype) -> None:
-    """A block with a NaN, an infinity or too large a value is NaN; the others keep theirs. Small values of v stay above
-    zero, zeros stay zeros, also with a scale of zeroed memory."""
-    blocks = [[math.nan, 1.0], [math.inf, 1.0], [LARGEST_KEPT[dtype] * 1.01, 1.0], [LARGEST_KEPT[dtype], 0.0]]
+    """A block with a NaN, an infinity or too large a value is NaN; the others keep theirs. Small
+    values of v stay above zero, zeros stay zeros, also with a scale of zeroed memory."""
+    blocks = [
+        [math.nan, 1.0],
+        [math.inf, 1.0],
+        [LARGEST_KEPT[dtype] * 1.01, 1.0],
+        [LARGEST_KEPT[dtype], 0.0],
+    ]
     blocks += [[0.0, 0.0], [1e-45, 0.0], [1.0, 1e-45]]
     _, scales, out = coded(torch.tensor(blocks).view(-1), dtype, 2)
     found = out.view(-1, 2)
@@ -192,7 +223,7 @@ def test_the_mean_is_right() -> None:
         assert (error <= 5 * step[above] / 2 / draws**0.5 + step[above] * 2**-16).all(), most
 
 
-# -- the passes -------------------------------------------------------------------------------------------------------
+# -- the passes ------------------------------------------------------------------------------------
 
 
 @needs_native
@@ -206,7 +237,9 @@ def test_both_kernels_write_the_same_codes(n: int, block: int) -> None:
     for steps in ((KEEPS,), (replace(KEEPS, step=9), replace(KEEPS, step=2**33 + 1))):
         found = []
         for kernel in ("native", "reference"):
-            made = State(n, block).run_part(make_kernel(kernel), [grad] * len(steps), steps, 0, n, 3 * block)
+            made = State(n, block).run_part(
+                make_kernel(kernel), [grad] * len(steps), steps, 0, n, 3 * block
+            )
             found.append({name: made.found[name] for name in ("m", "v", "m_scales", "v_scales")})
         assert_same(*found)
 
@@ -215,17 +248,22 @@ def test_both_kernels_write_the_same_codes(n: int, block: int) -> None:
 @pytest.mark.parametrize("l2", [0.0, 1e-5])
 @pytest.mark.parametrize("block", [32, 100])
 def test_both_kernels_agree_but_for_the_last_bit_of_what_they_round(block: int, l2: float) -> None:
-    """The native pass fuses products and sums, so a value may lie on the other side of a random threshold."""
+    """The native pass fuses products and sums, so a value may lie on the other side of a random
+    threshold."""
     n, steps = 5003, tuple(replace(TRAINS, step=t) for t in (1, 2, 3))
     grads = [torch.randn(n, generator=torch.Generator().manual_seed(t)) for t in range(3)]
-    native, reference = (State(n, block).run(make_kernel(name), grads, steps, l2) for name in ("native", "reference"))
+    native, reference = (
+        State(n, block).run(make_kernel(name), grads, steps, l2) for name in ("native", "reference")
+    )
     same = torch.ones(n, dtype=torch.bool)
     for name in "mv":
         differing = native.found[name] != reference.found[name]
         assert differing.float().mean().item() < 2e-3
         same &= ~differing
     for name in ("p", "y"):
-        torch.testing.assert_close(native.found[name][same], reference.found[name][same], rtol=5e-6, atol=1e-6)
+        torch.testing.assert_close(
+            native.found[name][same], reference.found[name][same], rtol=5e-6, atol=1e-6
+        )
     torch.testing.assert_close(native.found["means"], reference.found["means"], rtol=2e-2, atol=0)
 
 
@@ -240,7 +278,9 @@ def test_neither_threads_nor_pieces_matter(kernel: str) -> None:
         pieces.run_part(make_kernel(kernel), grads, steps, begin, end, 0)
     assert_same(whole, pieces.found)
     if kernel == "reference":
-        assert_same(whole, State(n, block).run(ReferenceKernel(2, chunk_numel=100), grads, steps).found)
+        assert_same(
+            whole, State(n, block).run(ReferenceKernel(2, chunk_numel=100), grads, steps).found
+        )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -282,7 +322,9 @@ def test_both_kernels_decode_the_same(n: int) -> None:
 @pytest.mark.parametrize("first", [0, 64])
 def test_steps_that_a_load_takes_are_those_of_the_reference_pass(first: int) -> None:
     n, steps = 300_000, tuple(replace(TRAINS, step=t) for t in (4, 5))
-    grads = [torch.randn(n, generator=torch.Generator().manual_seed(t)).bfloat16() for t in range(2)]
+    grads = [
+        torch.randn(n, generator=torch.Generator().manual_seed(t)).bfloat16() for t in range(2)
+    ]
     state = State(n, 32).run_part(make_kernel("reference"), grads, steps, 0, n, first)
     p, m, v = State(n, 32).found["p"], torch.zeros(n), torch.zeros(n)
     take_steps(p, m, v, grads, steps, first, "int8", 32)
@@ -291,11 +333,15 @@ def test_steps_that_a_load_takes_are_those_of_the_reference_pass(first: int) -> 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_small_changes_of_v_are_not_lost(kernel: str) -> None:
-    """v of a constant gradient g falls from 4 g^2 to g^2 by a thousandth of the difference per step."""
+    """v of a constant gradient g falls from 4 g^2 to g^2 by a thousandth of the difference per
+    step."""
     n, made = 4096, make_kernel(kernel)
     state = State(n, 32)
     _, scales, _ = coded(torch.full((n,), 4.0), torch.uint8, 32)
-    state.found["v"], state.found["v_scales"] = coded(torch.full((n,), 4.0), torch.uint8, 32)[0], scales
+    state.found["v"], state.found["v_scales"] = (
+        coded(torch.full((n,), 4.0), torch.uint8, 32)[0],
+        scales,
+    )
     for t in range(1, 1001):
         state.run(made, [torch.ones(n)], (replace(KEEPS, beta1=0.9, beta2=0.999, step=t),))
     expected, (_, v) = 1.0 + 3.0 * 0.999**1000, state.moments()

@@ -1,4 +1,5 @@
-"""The thread that first touches a page is the one that passes over it, so that its memory is near."""
+"""The thread that first touches a page is the one that passes over it, so that its memory is
+near."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def touchers_of(kernel: NativeKernel, start: int, nbytes: int, **how: Any) -> li
 @settings(deadline=None)
 @given(st.data())
 def test_pages_are_touched_by_the_thread_that_passes_over_them(data: st.DataObject) -> None:
-    """For every array of a partition: of elements of 1, 2 or 4 bytes, or some bytes for each block."""
+    """For every array of a partition: of elements of 1, 2 or 4 bytes, or some bytes for each
+    block."""
     threads = data.draw(st.integers(1, 9))
     block_size = data.draw(st.sampled_from([1, 8, 32, 48, 100, 256, 1000]))
     blocks = data.draw(st.integers(1, max(1, 60_000 // block_size)))
@@ -46,7 +48,11 @@ def test_pages_are_touched_by_the_thread_that_passes_over_them(data: st.DataObje
     chunk = data.draw(st.one_of(st.none(), st.integers(1, blocks)))
     start = data.draw(st.sampled_from([0, 64, 3 * PAGE // 4, PAGE - 4]))
     per_element = data.draw(st.sampled_from([1, 2, 4, None]))
-    per_block = data.draw(st.sampled_from([1, 4, 8, 512])) if per_element is None else block_size * per_element
+    per_block = (
+        data.draw(st.sampled_from([1, 4, 8, 512]))
+        if per_element is None
+        else block_size * per_element
+    )
     kernel = NativeKernel(LIBRARY, threads)
     expected: list[int] = []
     for begin in range(0, numel, (chunk or blocks) * block_size):
@@ -68,29 +74,49 @@ def test_without_chunks_each_thread_would_have_the_memory_of_others() -> None:
     whole = touchers_of(kernel, 0, 4 * numel, **how)
     by_chunk = touchers_of(kernel, 0, 4 * numel, blocks_per_chunk=chunk // 32, **how)
     assert len(set(whole[:pages])) == 1
-    assert [len(set(by_chunk[first : first + pages])) for first in range(0, len(whole), pages)] == [4] * 4
+    assert [len(set(by_chunk[first : first + pages])) for first in range(0, len(whole), pages)] == [
+        4
+    ] * 4
 
 
 @pytest.mark.parametrize("numel", [1, 31, 32, 1000, 4096])
 def test_bytes_of_a_block_are_those_of_each_array(numel: int) -> None:
-    dtypes, known = Dtypes("bfloat16", "float32", "float32", "bfloat16"), PerBlock("known", "int32", True)
+    dtypes, known = (
+        Dtypes("bfloat16", "float32", "float32", "bfloat16"),
+        PerBlock("known", "int32", True),
+    )
     layout = replace(ADAM_STATE, moment_dtype="int8", with_signs=True)
     kinds = ArenaKinds(layout, 32, dtypes, known, lifts_y=True, slots=1, touched_slots=1)
     specs = [spec for spec in kinds.of(0, numel) if not spec.kind.endswith("shown")]
     arena = Arena.create(plan_layout(specs))
     found = {spec.kind: block_bytes(arena, ArrayKey(spec.kind, 0), 32) for spec in specs}
-    assert found == {"p": 128, "m": 32, "v": 32, "m_scales": 1, "v_scales": 1, "y": 64, "known": 8, "g": 128}
+    assert found == {
+        "p": 128,
+        "m": 32,
+        "v": 32,
+        "m_scales": 1,
+        "v_scales": 1,
+        "y": 64,
+        "known": 8,
+        "g": 128,
+    }
     arena.close()
 
 
 def host_of(nodes: int, cores: int) -> Topology:
-    found = [Core(node * cores + i, (node * cores + i,), node) for node in range(nodes) for i in range(cores)]
+    found = [
+        Core(node * cores + i, (node * cores + i,), node)
+        for node in range(nodes)
+        for i in range(cores)
+    ]
     return Topology(tuple(found), tuple(range(nodes)))
 
 
 def placement_of(nodes: int, cores: int) -> WorkerPlacement:
     topology = host_of(nodes, cores)
-    plan = plan_host(topology, [RankFacts(0, frozenset(topology.cpus), 0)], PlanRequest(pt_reserved_cores=2))
+    plan = plan_host(
+        topology, [RankFacts(0, frozenset(topology.cpus), 0)], PlanRequest(pt_reserved_cores=2)
+    )
     return WorkerPlacement.of(plan.ranks[0])
 
 
@@ -115,8 +141,8 @@ def test_each_node_has_the_memory_of_its_threads(
     siblings: str,
     chunk: int,
 ) -> None:
-    """On hosts from a table: one thread to a core, and of every chunk each node has as many pages as
-    its threads pass over."""
+    """On hosts from a table: one thread to a core, and of every chunk each node has as many pages
+    as its threads pass over."""
     number = nodes * cores
     pus = {
         "none": lambda core: (core,),

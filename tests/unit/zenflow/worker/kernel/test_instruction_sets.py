@@ -15,12 +15,16 @@ from tests.perf.instruction_sets import ONE_TARGET, PLAIN, Target, furthest, res
 NATIVE = Target("this CPU's vectors", PLAIN.compiler, ("-march=native", ONE_TARGET))
 UNFUSED = ("-ffp-contract=off",)
 
-pytestmark = pytest.mark.skipif(PLAIN.missing(set()) is not None, reason=f"no {PLAIN.compiler} here")
+pytestmark = pytest.mark.skipif(
+    PLAIN.missing(set()) is not None, reason=f"no {PLAIN.compiler} here"
+)
 
 
 def test_vectors_change_no_bit(tmp_path: Path) -> None:
     """Without fused operations, which round once where others round twice."""
-    plain, vectors = (results(target, tmp_path, UNFUSED, ["with moments of 8 bits"]) for target in (PLAIN, NATIVE))
+    plain, vectors = (
+        results(target, tmp_path, UNFUSED, ["with moments of 8 bits"]) for target in (PLAIN, NATIVE)
+    )
     assert len(plain) == 2 * 9 * (3 * 5 + 7)
     assert all(map(torch.equal, plain, vectors))
     half = len(plain) // 2

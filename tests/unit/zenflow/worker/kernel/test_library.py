@@ -8,7 +8,9 @@ import pytest
 
 from deepspeed_ext.zenflow.worker.kernel import library, library_path
 
-HERE = pytest.mark.skipif(not library.BUILT.exists(), reason="deepspeed_ext was installed without a C++ compiler")
+HERE = pytest.mark.skipif(
+    not library.BUILT.exists(), reason="deepspeed_ext was installed without a C++ compiler"
+)
 
 
 @pytest.fixture
@@ -50,7 +52,9 @@ def test_without_a_library_the_remedy_is_named(
     assert "Install the wheel" in said[0]
 
 
-def test_what_does_not_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+def test_what_does_not_load_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     other = tmp_path / "other.so"
     other.write_text("no library, and no ELF file")
     assert of(other, monkeypatch) is None

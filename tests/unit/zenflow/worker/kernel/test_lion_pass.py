@@ -1,4 +1,5 @@
-"""The worker's Lion pass: equals DeepSpeed's CPU Lion, does not depend on threads or pieces, tells signs and means."""
+"""The worker's Lion pass: equals DeepSpeed's CPU Lion, does not depend on threads or pieces, tells
+signs and means."""
 
 from typing import Any
 
@@ -15,16 +16,29 @@ from tests.support.same import assert_same
 class Problem:
     """The tensors of one partition."""
 
-    def __init__(self, n: int, steps: int, grad_dtype: str = "bfloat16", publish_dtype: str = "bfloat16", block=32):
+    def __init__(
+        self,
+        n: int,
+        steps: int,
+        grad_dtype: str = "bfloat16",
+        publish_dtype: str = "bfloat16",
+        block=32,
+    ):
         g = torch.Generator().manual_seed(n + steps)
         self.p = torch.randn(n, generator=g) * 0.1
         self.m = torch.randn(n, generator=g) * 1e-3
-        self.grads = [(torch.randn(n, generator=g) * 1e-2).to(DTYPES[grad_dtype]) for _ in range(steps)]
+        self.grads = [
+            (torch.randn(n, generator=g) * 1e-2).to(DTYPES[grad_dtype]) for _ in range(steps)
+        ]
         self.published = torch.zeros(n, dtype=DTYPES[publish_dtype])
-        self.known = torch.zeros(-(-n // block) * LION_STATE.per_block_width(block), dtype=torch.int32)
+        self.known = torch.zeros(
+            -(-n // block) * LION_STATE.per_block_width(block), dtype=torch.int32
+        )
         self.block = block
 
-    def run(self, kernel: Any, steps: list[LionStep], p_factor: float = 1.0) -> dict[str, torch.Tensor]:
+    def run(
+        self, kernel: Any, steps: list[LionStep], p_factor: float = 1.0
+    ) -> dict[str, torch.Tensor]:
         kernel.run_lion(self.make_pass(steps, p_factor, 0, len(self.p)))
         return {"p": self.p, "m": self.m, "published": self.published, "known": self.known}
 
@@ -36,22 +50,31 @@ class Problem:
             grads=tuple(array(grad).part(begin, end) for grad in self.grads[: len(steps)]),
             steps=tuple(steps),
             published=array(self.published).part(begin, end),
-            known=array(self.known).part(begin // self.block * width, -(-end // self.block) * width),
+            known=array(self.known).part(
+                begin // self.block * width, -(-end // self.block) * width
+            ),
             block_size=self.block,
             publish=LionPublish(p_factor),
         )
 
 
 def lion_steps(count: int, **changes: Any) -> list[LionStep]:
-    fields = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "grad_scale": 0.5, **changes}
+    fields = {
+        "lr": 1e-4,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.1,
+        "grad_scale": 0.5,
+        **changes,
+    }
     return [LionStep(step=number, **fields) for number in range(1, count + 1)]
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_it_equals_deepspeeds_cpu_lion_to_the_bit(kernel: str, weight_decay: float) -> None:
-    """Where both have fused multiply-adds. A multiple of 128 elements, because DeepSpeed computes a rest of fewer than
-    a vector's in code whose roundings the compiler chooses."""
+    """Where both have fused multiply-adds. A multiple of 128 elements, because DeepSpeed computes a
+    rest of fewer than a vector's in code whose roundings the compiler chooses."""
     problem = Problem(128 * 40, 5, "float32")
     expected = torch.nn.Parameter(problem.p.clone())
     lion = DeepSpeedCPULion([expected], lr=1e-4, betas=(0.9, 0.99), weight_decay=weight_decay)
@@ -67,13 +90,19 @@ def test_it_equals_deepspeeds_cpu_lion_to_the_bit(kernel: str, weight_decay: flo
 @needs_native
 @pytest.mark.parametrize("publish_dtype", DTYPES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
-@pytest.mark.parametrize(("n", "block"), [(1, 32), (31, 32), (1000, 32), (777, 24), (5000, 256), (300, 1)])
-def test_the_native_pass_equals_the_reference(n: int, block: int, grad_dtype: str, publish_dtype: str) -> None:
-    """To the bit, except for the order in which |m| is summed: the mean of up to 256 numbers differs by less than
-    1e-5 of it."""
+@pytest.mark.parametrize(
+    ("n", "block"), [(1, 32), (31, 32), (1000, 32), (777, 24), (5000, 256), (300, 1)]
+)
+def test_the_native_pass_equals_the_reference(
+    n: int, block: int, grad_dtype: str, publish_dtype: str
+) -> None:
+    """To the bit, except for the order in which |m| is summed: the mean of up to 256 numbers
+    differs by less than 1e-5 of it."""
     exact, means = [], []
     for name in ("native", "reference"):
-        found = Problem(n, 3, grad_dtype, publish_dtype, block).run(make_kernel(name), lion_steps(3), 0.99)
+        found = Problem(n, 3, grad_dtype, publish_dtype, block).run(
+            make_kernel(name), lion_steps(3), 0.99
+        )
         known = found.pop("known").view(-1, LION_STATE.per_block_width(block))
         exact.append({**found, "signs": known[:, 1:].clone()})
         means.append(known[:, 0].view(torch.float32))
@@ -85,7 +114,9 @@ def test_the_native_pass_equals_the_reference(n: int, block: int, grad_dtype: st
 @pytest.mark.parametrize(("n", "block"), [(1000, 32), (777, 24), (5000, 256)])
 def test_results_depend_neither_on_threads_nor_on_pieces(kernel: str, n: int, block: int) -> None:
     expected = Problem(n, 2, block=block).run(make_kernel(kernel), lion_steps(2))
-    assert_same(expected, Problem(n, 2, block=block).run(make_kernel(kernel, threads=3), lion_steps(2)))
+    assert_same(
+        expected, Problem(n, 2, block=block).run(make_kernel(kernel, threads=3), lion_steps(2))
+    )
     pieces, runs = Problem(n, 2, block=block), make_kernel(kernel)
     for begin in range(0, n, 3 * block):
         runs.run_lion(pieces.make_pass(lion_steps(2), 1.0, begin, min(begin + 3 * block, n)))

@@ -1,4 +1,5 @@
-"""Moments of 16 bits: rounded up or down at random, right in the mean, the same for every number of threads."""
+"""Moments of 16 bits: rounded up or down at random, right in the mean, the same for every number of
+threads."""
 
 from __future__ import annotations
 
@@ -16,18 +17,33 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import rounding_key
 from tests.support.kernels import KERNELS, array, make_kernel, needs_native
 from tests.support.same import assert_same
 
-KEEPS = AdamStep(lr=0.0, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, decoupled=True, step=7, grad_scale=1.0)
+KEEPS = AdamStep(
+    lr=0.0, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, decoupled=True, step=7, grad_scale=1.0
+)
 """m becomes the gradient, and v its square."""
 
 
-def rounded(kernel: str, gradient: torch.Tensor, step: AdamStep = KEEPS, first: int = 0) -> tuple[torch.Tensor, ...]:
+def rounded(
+    kernel: str, gradient: torch.Tensor, step: AdamStep = KEEPS, first: int = 0
+) -> tuple[torch.Tensor, ...]:
     """m and v after a pass from zero moments."""
     n = gradient.numel()
     m, v = (torch.zeros(n, dtype=torch.bfloat16) for _ in range(2))
     p, y, means = torch.zeros(n), torch.zeros(n), torch.zeros(-(-n // 32))
     publish = Publish.exact(step.bias_correction2_sqrt, step.eps)
     make_kernel(kernel).run(
-        AdamPass(array(p), array(m), array(v), (array(gradient),), (step,), array(y), array(means), 32, publish, first)
+        AdamPass(
+            array(p),
+            array(m),
+            array(v),
+            (array(gradient),),
+            (step,),
+            array(y),
+            array(means),
+            32,
+            publish,
+            first,
+        )
     )
     return m, v
 
@@ -52,7 +68,9 @@ def by_definition(value: float, up_by: int) -> float:
     first=st.integers(0, 2**33),
     values=st.lists(st.floats(-(2.0**50), 2.0**50, width=32), min_size=1, max_size=70),
 )
-def test_it_is_what_the_definition_says(kernel: str, step: int, first: int, values: list[float]) -> None:
+def test_it_is_what_the_definition_says(
+    kernel: str, step: int, first: int, values: list[float]
+) -> None:
     m, v = rounded(kernel, torch.tensor(values), replace(KEEPS, step=step), first)
     for i, value in enumerate(values):
         random = hashed((first + i + hashed(step & 0xFFFFFFFF)) & 0xFFFFFFFF)
@@ -101,8 +119,9 @@ def test_values_of_bfloat16_stay_and_a_nan_stays_a_nan(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_small_changes_of_v_are_not_lost(kernel: str) -> None:
-    """v of a constant gradient g falls from 4 g^2 to g^2 by a thousandth of the difference per step. Rounded to the
-    nearest, it would stay where it is: the first change is 3/4 of a thousandth, and half a step of bfloat16 is more."""
+    """v of a constant gradient g falls from 4 g^2 to g^2 by a thousandth of the difference per
+    step. Rounded to the nearest, it would stay where it is: the first change is 3/4 of a
+    thousandth, and half a step of bfloat16 is more."""
     n = 4096
     p, m = torch.zeros(n), torch.zeros(n, dtype=torch.bfloat16)
     v, gradient = torch.full((n,), 4.0, dtype=torch.bfloat16), torch.ones(n)
@@ -112,7 +131,17 @@ def test_small_changes_of_v_are_not_lost(kernel: str) -> None:
         step = replace(base, step=t)
         publish = Publish.exact(step.bias_correction2_sqrt, step.eps)
         made.run(
-            AdamPass(array(p), array(m), array(v), (array(gradient),), (step,), array(y), array(means), 32, publish)
+            AdamPass(
+                array(p),
+                array(m),
+                array(v),
+                (array(gradient),),
+                (step,),
+                array(y),
+                array(means),
+                32,
+                publish,
+            )
         )
     expected = 1.0 + 3.0 * 0.999**1000
     assert v.float().mean().item() == pytest.approx(expected, rel=0.01)
@@ -122,7 +151,8 @@ def test_small_changes_of_v_are_not_lost(kernel: str) -> None:
 @needs_native
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_both_kernels_agree_but_for_the_last_bit_of_what_they_round(decoupled: bool) -> None:
-    """The native pass fuses products and sums, so a value may lie on the other side of a random threshold."""
+    """The native pass fuses products and sums, so a value may lie on the other side of a random
+    threshold."""
     n, results = 5003, []
     for kernel in ("native", "reference"):
         g = torch.Generator().manual_seed(3)
@@ -132,7 +162,17 @@ def test_both_kernels_agree_but_for_the_last_bit_of_what_they_round(decoupled: b
         y, means = torch.zeros(n), torch.zeros(-(-n // 32))
         publish = Publish(0.99, 1e-3, 1e-5, 2e-4, steps[-1].bias_correction2_sqrt, 1e-8)
         make_kernel(kernel).run(
-            AdamPass(array(p), array(m), array(v), tuple(map(array, grads)), steps, array(y), array(means), 32, publish)
+            AdamPass(
+                array(p),
+                array(m),
+                array(v),
+                tuple(map(array, grads)),
+                steps,
+                array(y),
+                array(means),
+                32,
+                publish,
+            )
         )
         results.append((p, m.float(), v.float()))
     for native, reference in zip(results[0][1:], results[1][1:], strict=True):
@@ -145,11 +185,17 @@ def test_both_kernels_agree_but_for_the_last_bit_of_what_they_round(decoupled: b
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [0, 64, 1 << 20])
-def test_steps_that_a_load_takes_are_those_of_the_reference_pass(dtype: torch.dtype, first: int) -> None:
+def test_steps_that_a_load_takes_are_those_of_the_reference_pass(
+    dtype: torch.dtype, first: int
+) -> None:
     n, results = 300_000, []
     for in_pass in (True, False):
         g = torch.Generator().manual_seed(5)
-        p, m, v = torch.randn(n, generator=g), torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype)
+        p, m, v = (
+            torch.randn(n, generator=g),
+            torch.zeros(n, dtype=dtype),
+            torch.zeros(n, dtype=dtype),
+        )
         grads = [torch.randn(n, generator=g).bfloat16() for _ in range(2)]
         steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, t, 0.5) for t in (4, 5))
         if in_pass:

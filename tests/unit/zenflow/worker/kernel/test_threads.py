@@ -1,4 +1,5 @@
-"""The kernel's own threads: they stay, run where they are told to, and are not missed if there are none."""
+"""The kernel's own threads: they stay, run where they are told to, and are not missed if there are
+none."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from tests.support.paths import ROOT
 pytestmark = needs_native
 CPUS = sorted(os.sched_getaffinity(0))
 COUNTS = (1, 2, 3, 5, 8, 13, 64)
-"""Of threads: below and above the cores of any machine that runs the tests, and above the tiles of a small pass."""
+"""Of threads: below and above the cores of any machine that runs the tests, and above the tiles of
+a small pass."""
 OTHER_USER = 61234
 """Nobody else's, so that its limit on threads counts those of one process."""
 PRELUDE = """
 import array, ctypes, hashlib, mmap, os, random, resource, signal, sys, threading
-from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Array, MeanPass, NativeKernel, Publish
+from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, Array, MeanPass, NativeKernel
+from deepspeed_ext.zenflow.worker.kernel import Publish
 
 signal.alarm(30)
 kernel = NativeKernel(sys.argv[1], threads=3)
@@ -46,7 +49,8 @@ def at(values, dtype="float32"):
 
 def bits(count, numel, block, passes=1):
     kernel = NativeKernel(sys.argv[1], threads=count)
-    p, m, v, *grads = (filled(numel, seed, factor) for seed, factor in enumerate((0.1, 1e-3, 1e-4, 1e-2, 1e-2)))
+    factors = enumerate((0.1, 1e-3, 1e-4, 1e-2, 1e-2))
+    p, m, v, *grads = (filled(numel, seed, factor) for seed, factor in factors)
     published, means = filled(numel, 9, 0.0), filled(-(-numel // block), 9, 0.0)
     updates = array.array("i", (-1 if b % 3 == 0 else b for b in range(len(means))))
     steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, False, t, 0.5) for t in (7, 8))
@@ -83,7 +87,9 @@ def limit_threads(more):  # returns how many more than now may run; root has no 
 def run(code: str) -> list[str]:
     """What `code` prints in a process without torch."""
     command = [sys.executable, "-c", PRELUDE + code, str(LIBRARY)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -121,13 +127,15 @@ print(touches_all(), threads())
 
 
 def test_under_a_limit_on_threads_those_that_run_do_all_the_work() -> None:
-    """Before, during and after: none may start, two may, and the caller takes what the others would have done."""
+    """Before, during and after: none may start, two may, and the caller takes what the others would
+    have done."""
     code = """
 alone = bits(1, 5003, 32)
 for more in (0, 2):
     if (child := os.fork()) == 0:
         more = limit_threads(more)
-        os._exit(0 if [bits(count, 5003, 32) for count in (3, 8, 64)] == 3 * [alone] and threads() == 1 + more else 1)
+        is_same = [bits(count, 5003, 32) for count in (3, 8, 64)] == 3 * [alone]
+        os._exit(0 if is_same and threads() == 1 + more else 1)
     print(os.waitpid(child, 0)[1])
 """
     assert run(code) == ["0", "0"]
@@ -169,7 +177,8 @@ print(found == bits(1, 40_000, 32, passes=100))
 
 
 def test_a_fork_in_the_middle_of_a_pass_leaves_both_their_threads() -> None:
-    """The child has none of the parent's threads, and a lock that another of them holds is not the child's."""
+    """The child has none of the parent's threads, and a lock that another of them holds is not the
+    child's."""
     code = """
 alone, ended = bits(1, 5003, 32), []
 stop = meanwhile(lambda: bits(3, 5003, 32))
@@ -189,7 +198,8 @@ def test_each_thread_is_pinned_to_its_cpu() -> None:
     cpus = [CPUS[1], CPUS[0], CPUS[1]]
     code = f"""
 kernel.pin({cpus})
-print(*(next(iter(os.sched_getaffinity(int(task)))) for task in sorted(os.listdir("/proc/self/task"), key=int)))
+tasks = sorted(os.listdir("/proc/self/task"), key=int)
+print(*(next(iter(os.sched_getaffinity(int(task)))) for task in tasks))
 print(sum(len(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")))
 """
     assert run(code) == [*map(str, cpus), "3"]
