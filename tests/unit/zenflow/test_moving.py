@@ -224,7 +224,8 @@ def exposed(config: dict[str, Any], folder: str) -> list[str]:
         resumed = result_of(engine, losses + train(engine, data[-2:]))
         engine.destroy()
     found = [] if decided.copies is Copies.INSIDE_STEP else ["landing buffers have not given way"]
-    found += [] if 0 < decided.share_bytes <= landing else [f"{decided.share_bytes} of {landing}"]
+    share = decided.held.share_bytes
+    found += [] if 0 < share <= landing else [f"{share} of {landing}"]
     return [*found, *filter(None, [first_difference(expected, resumed)])]
 
 
