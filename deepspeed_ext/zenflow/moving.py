@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime import memory
-from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import agreed
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
@@ -216,8 +215,7 @@ def _move(host: HostOptimizer, plan: ZenFlowPlan, *, hides: bool) -> bool:
             for before, state in zip(host.partitions, host.states, strict=True)
         ]
         host.move_to(plan, partitions, share)
-        if hides:
-            get_accelerator().synchronize()  # copies from what is freed now
+        if hides:  # what is freed was copied by blocking copies
             share.hide()
     link.raise_kept()
     return True
