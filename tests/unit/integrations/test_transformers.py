@@ -50,8 +50,8 @@ def test_without_our_fields_equals_upstream(stage: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gpu", "host", "section"),
     [
-        ("24", "96", {"gradients_on_host": True, "state_dtype": "bfloat16"}),
-        ("80", "512", {"stage": 2, "gradients_on_host": False}),
+        ("24", "96", {"gradients_on_host": True, "state_dtype": "int8"}),
+        ("80", "512", {"stage": 2, "hide_transfers": True}),
         ("12", "256", {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}),
     ],
 )
