@@ -167,7 +167,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             super().check_overflow(partition_gradients)
         elif self.model_parallel_group is not None or not norm_shows_overflow():
             found = 0.0 if self.zenflow_parts.driver.is_finite() else math.nan
-            one = torch.tensor([found], device="cpu")
+            one = torch.tensor([found], dtype=torch.float32, device="cpu")
             with swapped(Swap(self, "grad_partitions_flat_buffer", one)):
                 super().check_overflow(partition_gradients)
 

@@ -111,7 +111,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         if is_deeper(data, DEEPEST):
             raise ConfigError(
                 f"zero_optimization is nested more than {DEEPEST} levels deep, but no field is"
-            )
+            ) from None
         try:
             super().__init__(**data)
         except ValidationError as error:

@@ -36,22 +36,21 @@ __all__ = ["MODULES", "Mutant", "Site", "draw", "sites_of"]
 MODULES = tuple(
     f"{folder}/{name}.py".removeprefix("./")
     for folder, names in {
-        "adapter": "grad_norm zero_config",
+        "adapter": "gradients zero_config",
         "checkpoint": "folder skeleton",
-        "checkpoint/reshard": "layout saved target",
+        "checkpoint/reshard": "ends layout load",
         "commands/memory": "config_file deepspeed plan report setup",
         "config": "core_binding section zenflow zero",
         "cores": "accelerators allowed core_split exchange fair_shares host_facts placement plan "
-        "topology"
-        " tuning_results",
+        "topology tuning_results",
         "cores/tune": "sweep",
         "flatten": "exchange layout plan staging tiers",
         "gather": "launch plan",
         "runtime": "cgroup cpulist host_memory memory ranks stopwatch",
         "zenflow/kernels": "definition lion",
         "zenflow/optimizers": "adam adam_estimator lion",
-        "zenflow/plan": "arrays chunks decide facts held lanes places plan predictive rule_bytes "
-        "selective",
+        "zenflow/plan": "advice arrays chunks decide facts held lanes partitions phases places "
+        "plan predictive rule_bytes selective share",
         "zenflow/rules": "blocks",
         "zenflow/rules/predictive": "guard probe schedule",
         "zenflow/rules/selective": "hot_exchange schedule selection",

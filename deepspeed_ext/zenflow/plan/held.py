@@ -6,7 +6,7 @@ around it is added by `commands.memory`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,7 +47,7 @@ _ARENA_KINDS = {
     "g": "gradient ring",
     "chunks": "chunks in transit",
     "block_means": "block means",
-    "known": "signs and means",
+    "known": "signs and means of blocks",
     "updates": "update counts",
 }
 """Names of the arena's kinds of arrays in a report; "chunks" are gradients and y that pass through
@@ -273,13 +273,17 @@ class Held:
         """Groups of arrays that are placed together, and the number of such groups. Exact for up to
         `_MOST_PLACED` partitions. With more, each counts like the first; its arrays may lie on one
         page more or less."""
-        groups = [([each], each.times) for each in self.partitions]
         if sum(each.times for each in self.partitions) <= _MOST_PLACED:
-            groups = [([each for each in self.partitions for _ in range(each.times)], 1)]
-        for group, count in groups:
-            found = (self.kinds.of(at, each.on_host, each.head) for at, each in enumerate(group))
-            yield [spec for specs in found for spec in specs], count
+            every = [each for each in self.partitions for _ in range(each.times)]
+            yield [*self._specs(every), *self.slots], 1
+            return
+        for each in self.partitions:
+            yield self._specs([each]), each.times
         yield list(self.slots), 1
+
+    def _specs(self, partitions: Iterable[PartitionPlan]) -> list[ArraySpec]:
+        found = (self.kinds.of(at, each.on_host, each.head) for at, each in enumerate(partitions))
+        return [spec for specs in found for spec in specs]
 
     def _host_moments(self, phase: Phase) -> Moments:
         if phase is Phase.START:

@@ -230,11 +230,13 @@ def measure_in_small_chunks(config: dict[str, Any]) -> Measured:
 def test_start_up_and_a_save_hold_what_the_host_holds_between_steps_and_no_more(
     stage: int, way: str
 ) -> None:
+    gathered = 2 * PARAMS if stage == 3 else 0  # where the model is saved alone
+    aside = PARAMS if "offload_param" in way else 0
     for rank in run_ranks(2, measure_in_small_chunks, memory_config(stage, way), device="sim"):
         between = rank.host[Phase.BETWEEN.value]
-        for phase in (Phase.START, Phase.SAVE):
+        for phase, most in ((Phase.START, 0), (Phase.SAVE, gathered + aside)):
             extra = rank.host[phase.value] - between
-            assert extra <= NOTHING, f"{phase}: {extra:,} bytes more than {between:,}"
+            assert extra <= most + NOTHING, f"{phase}: {extra:,} bytes more than {between:,}"
 
 
 @pytest.mark.sampled(1)
