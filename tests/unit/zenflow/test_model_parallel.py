@@ -303,8 +303,7 @@ def test_the_selective_rule_is_refused_for_stages_that_share_layers(
 def on_a_grid(tensor: int) -> dict[str, Any]:
     ranks = ranks_of_model(Grid(tensor))
     me, size = dist.get_rank(), dist.get_world_size()
-    mine = torch.tensor([me])
-    total = torch.tensor([me])
+    mine, total = torch.full((2, 1), me, device=ranks.device)
     ranks.add_up(total)
     everyones = [ranks.global_rank(number) for number in range(ranks.size)]
     assert everyones[ranks.rank] == me
