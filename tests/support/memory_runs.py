@@ -326,7 +326,7 @@ def _step(engine: Any, rows: torch.Tensor, note: Callable[[Phase], None]) -> Non
 def _falls_asleep(engine: Any) -> bool:
     """Move the engine's states away, if DeepSpeed does that: not weights that are on the host, and
     at stage 3 only states of its own optimizers."""
-    is_zenflow = hasattr(engine.optimizer, "zenflow_adam")
+    is_zenflow = hasattr(engine.optimizer, "host_optimizer")
     if engine.zero_offload_param() is not None or (
         engine.zero_optimization_stage() == 3 and not is_zenflow
     ):
