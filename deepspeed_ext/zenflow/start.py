@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, pre
 from deepspeed_ext.zenflow.moving import ShareChoice
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.advice import Cores, remedies_of
-from deepspeed_ext.zenflow.plan.facts import Caller, Cpus
+from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
@@ -36,8 +35,8 @@ from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.optimizer_state import OptimizerState
 from deepspeed_ext.zenflow.step.partition import WholeState
-from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
@@ -99,14 +98,8 @@ def start_optimizer(
     facts = facts_of_all(parts, caller, type(kind).layout, ranks, _cpus(threads))
     with within(ranks, sharers):  # stages of a pipeline may have different groups
         require_same_plan("ZenFlow's partitions", list(groups), sharers)
-    plan = agreed_plan(facts, start.run, ranks)
+    plan, buffers = _plan_with_buffers(facts, start.run, ranks)
     prepare_kernels(plan, kind, parts, warns=ranks.rank == 0)
-    buffers = landing_buffers(plan, ranks)
-    if buffers is None:
-        _require_open(start.run, plan, ranks)
-        plan, buffers = without_landing(facts, start.run, ranks), []
-    if plan.shortage is not None:
-        raise agreed(OutOfMemoryError(plan.shortage), ranks)
     metrics = Metrics(adviser=_adviser(start, plan, threads))
     link = WorkerLink(plan, buffers, threads, ranks, metrics)
     start.undo.callback(link.abandon)
@@ -122,11 +115,7 @@ def start_optimizer(
     ]
     for partition, part, decided in zip(partitions, parts, plan.partitions, strict=True):
         _copy_to_host(part[decided.head :], partition.master)
-    rule: UpdateRule[Any]
-    if isinstance(plan.rule, SelectiveSettings):
-        rule = SelectiveRule(plan, partitions, link, ranks, kind, metrics)
-    else:
-        rule = PredictiveRule(plan, partitions, link, ranks, kind, metrics)
+    rule = _rule(plan)(plan, partitions, link, ranks, kind, metrics)
     coded = (
         CodedMoments(link.arena, partitions, layout, plan.rule.block_size)
         if layout.is_coded
@@ -140,6 +129,25 @@ def start_optimizer(
         reserve_fraction = config.offload_reserve_fraction
         host.mover = ShareChoice(metrics, reserve_fraction, may_expose=may_expose)
     return host
+
+
+def _plan_with_buffers(
+    facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup
+) -> tuple[ZenFlowPlan, list[LandingBuffer]]:
+    """The plan, and its landing buffers; another plan if a rank cannot allocate them. A
+    collective."""
+    plan = agreed_plan(facts, run, ranks)
+    buffers = landing_buffers(plan, ranks)
+    if buffers is None:
+        _require_open(run, plan, ranks)
+        plan, buffers = without_landing(facts, run, ranks), []
+    if plan.shortage is not None:
+        raise agreed(OutOfMemoryError(plan.shortage), ranks)
+    return plan, buffers
+
+
+def _rule(plan: ZenFlowPlan) -> type[SelectiveRule] | type[PredictiveRule]:
+    return SelectiveRule if isinstance(plan.rule, SelectiveSettings) else PredictiveRule
 
 
 def _threads(start: ZenFlowStart) -> WorkerThreads:

@@ -4,7 +4,6 @@ twice."""
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import deepspeed_ext
 from tests.support.gather import OURS, way_config
 from tests.support.meter import LiveBytes
 from tests.support.ranks import run_ranks
+from tests.support.waiting import wait_until
 from tests.support.zero3 import fetch
 
 FETCHES: dict[str, list[tuple[int, ...]]] = {
@@ -71,11 +71,12 @@ def peaks(engine: Any, gather: Callable[[list[Any]], Any] = fetch) -> dict[str, 
 def wait_until_all_is_given_back(meter: LiveBytes, rest: int) -> None:
     """gloo's threads may hold a finished collective's tensors for a moment longer than its
     caller."""
-    deadline = time.monotonic() + 20
-    while meter.live["accelerator"] != rest and time.monotonic() < deadline:
+
+    def is_given_back() -> bool:
         gc.collect()
-        time.sleep(0.01)
-    assert meter.live["accelerator"] == rest
+        return meter.live["accelerator"] == rest
+
+    wait_until(is_given_back, "the end of what gloo holds")
 
 
 def body(dtype: str) -> dict[str, dict[str, float]]:
