@@ -139,8 +139,7 @@ setup(
     },
     entry_points={
         "console_scripts": ["deepspeed-ext = deepspeed_ext.commands.main:main"],
-        "torch.backends": [
-            "deepspeed_ext = deepspeed_ext.autoload:autoload"
-        ],  # torch calls it when it is imported
+        # torch calls it when it is imported
+        "torch.backends": ["deepspeed_ext = deepspeed_ext.autoload:autoload"],
     },
 )

@@ -119,8 +119,9 @@ def _refusal(failure: str, cause: Exception) -> Any:
 
 
 def _log_error(message: str) -> None:
+    # only now: it takes longer to import than all else here
     from deepspeed_ext.runtime.log import (
         logger,
-    )  # only now: it takes longer to import than all else here
+    )
 
     logger.error(message)

@@ -26,9 +26,8 @@ class Interrupts:
         self.received: str | None = None
 
     def __enter__(self) -> "Interrupts":
-        in_main = (
-            threading.current_thread() is threading.main_thread()
-        )  # other threads may set no handlers: Ray's
+        # other threads may set no handlers: Ray's
+        in_main = threading.current_thread() is threading.main_thread()
         self._before = {number: signal.signal(number, self._note) for number in NAMES if in_main}
         return self
 
@@ -40,9 +39,8 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = NAMES[signal.Signals(number)]
-            signal.alarm(
-                GRACE_SECONDS
-            )  # ends the process even inside a collective whose peer is gone
+            # ends the process even inside a collective whose peer is gone
+            signal.alarm(GRACE_SECONDS)
         if number == signal.SIGINT:  # SIGTERM may come again: launchers send it after Ctrl-C
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if os.environ.get("RANK", "0") == "0":

@@ -396,9 +396,8 @@ def run(args: argparse.Namespace) -> float | None:
     folder.require_same() if args.resume else folder.require_unused()
     text = standard_library_text()
     engine = build_engine(args, shape, load_config(args))
-    numel = sum(
-        getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()
-    )  # ZeRO-3 leaves 0 elements here
+    # ZeRO-3 leaves 0 elements here
+    numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     say(
         f"{numel:,} parameters, {len(text.train):,} bytes of text; the run is stored in "
         f"{shown(args.output)}"

@@ -51,9 +51,8 @@ def gathered(setup: Setup, params: int, ranks: int) -> float:
         return 2 * whole  # before the forward and before the backward
     if setup.zenflow is None or setup.zenflow.rule != "selective":
         return whole
-    return (
-        whole * (1 + (INTERVAL - 1) * RATIO) / INTERVAL
-    )  # hot blocks alone, but for one step of an interval
+    # hot blocks alone, but for one step of an interval
+    return whole * (1 + (INTERVAL - 1) * RATIO) / INTERVAL
 
 
 def row(setup: Setup, model: Model, ranks: Ranks) -> list[str]:

@@ -55,9 +55,8 @@ class Job:
             ]:
                 with suppress(psutil.NoSuchProcess):
                     process.terminate()
-        with suppress(
-            OSError
-        ):  # what reads this output may have ended, too: `make train | tee log`
+        # what reads this output may have ended, too: `make train | tee log`
+        with suppress(OSError):
             os.write(
                 2,
                 b"\nending the ranks, which first save if they train; Ctrl-C again ends them at "

@@ -87,9 +87,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         self.finish()
         super().begin_save(names_latest)
         self._begin, self._waited = time.perf_counter(), self._link.write_wait_seconds
-        if (
-            not self._is_watching_exit
-        ):  # registered after all other atexit functions, so it runs first
+        # registered after all other atexit functions, so it runs first
+        if not self._is_watching_exit:
             self._is_watching_exit = True
             atexit.register(_finish_at_exit, weakref.ref(self))
             # Processes that multiprocessing has forked do not run atexit's functions before Python
@@ -262,9 +261,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
                 self.kept.note(error)
         for file in self._files:
             left = within_seconds - (time.monotonic() - begin)
-            failure = _failure_of(
-                file, left
-            )  # kept, not raised: an exception raised here counts as not the save's own
+            # kept, not raised: an exception raised here counts as not the save's own
+            failure = _failure_of(file, left)
             if failure is not None:
                 self.kept.note(
                     failure if isinstance(failure, Exception) else CheckpointError(repr(failure))

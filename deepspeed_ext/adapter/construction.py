@@ -95,9 +95,8 @@ def built_together(mpu: Any) -> Iterator[None]:
         error = caught
         if dist.is_initialized():
             with suppress(Exception):  # a rank without a device of its own
-                get_accelerator().set_device(
-                    local_rank()
-                )  # for the agreement; the block may have failed before
+                # for the agreement; the block may have failed before
+                get_accelerator().set_device(local_rank())
     raise_together(ranks_of_model(mpu), error, otherwise=None)
 
 

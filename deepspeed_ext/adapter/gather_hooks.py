@@ -250,9 +250,8 @@ def attach(
     grouped = can_group(ranks)
     plan = plan_gather([_facts(param, settings) for param in params], _min_numel(settings, grouped))
     require_same_plan("the all-gather of single parameters", plan, ranks)
-    level = (
-        logging.INFO if plan.leaves_all_to_upstream else logging.DEBUG
-    )  # otherwise it is in the start report
+    # otherwise it is in the start report
+    level = logging.INFO if plan.leaves_all_to_upstream else logging.DEBUG
     for reason, count in Counter(plan.reasons.values()).items() if dist.get_rank() == 0 else ():
         log_once(level, f"{count} of {len(params)} parameters keep upstream's all-gather: {reason}")
     if plan.leaves_all_to_upstream:

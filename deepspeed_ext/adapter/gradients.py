@@ -73,9 +73,8 @@ def fused_l2_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         two launches.
     """
     norms: dict[int, torch.Tensor] = {}
-    for dtype in {
-        tensor.dtype for tensor in tensors
-    }:  # one dtype at a time: mixed dtypes are not fused
+    # one dtype at a time: mixed dtypes are not fused
+    for dtype in {tensor.dtype for tensor in tensors}:
         indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
         same = [tensors[index].detach() for index in indices]
         if kernels.serves(1, *same):
@@ -104,9 +103,8 @@ def norm_tensors(gradients: Sequence[torch.Tensor], params: Sequence[Any]) -> li
         return [
             grad if getattr(grad, "_zero_padding", False) else l2_norm(grad) for grad in gradients
         ]
-    full = [
-        grad for grad in real if grad.numel()
-    ]  # the fused norm of an empty tensor is undefined on an accelerator
+    # the fused norm of an empty tensor is undefined on an accelerator
+    full = [grad for grad in real if grad.numel()]
     norms = fused_l2_norms(full)
     if counted_alike(params) and full:
         return [_of_all(norms)]

@@ -200,9 +200,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             what = f"checkpoint {info.tag!r} was not saved"
             with self._all(what):
                 self.kept.raise_here()
-            with self._all(
-                what
-            ):  # on every node before the first swap, so that a crash between swaps loses nothing
+            # on every node before the first swap, so that a crash between swaps loses nothing
+            with self._all(what):
                 if self._leads:
                     folder.mark()
             with self._all(what):
@@ -285,9 +284,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             if self._leads:
                 folder.finish_swap()
             state = folder.state() if self._leads else None
-        first = self._ranks.broadcast(
-            state
-        )  # usually equal on all nodes; then nothing else is exchanged
+        # usually equal on all nodes; then nothing else is exchanged
+        first = self._ranks.broadcast(state)
         states = [
             each
             for each, _ in self._ranks.distinct(state if self._leads else first)

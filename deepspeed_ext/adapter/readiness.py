@@ -124,9 +124,8 @@ class BackwardPass(BackwardHookStateManager):
         self._begins, self._parameters = begins, parameters
         self._is_open = False
         self._graph_task = _NO_TASK
-        self._tasks: list[
-            set[int]
-        ] = []  # graph tasks that reduced gradients, for each call that is recorded
+        # graph tasks that reduced gradients, for each call that is recorded
+        self._tasks: list[set[int]] = []
         self._reduced = 0  # gradients, of all passes
         self._reduced_before = 0  # when the last pass began, as the next one
         self._left_before: list[Any] = []

@@ -27,10 +27,8 @@ def not_made() -> Iterator[None]:
     Use it for training without tensor parallelism. Afterwards DeepSpeed's all-reduce for inference
     on CPUs uses torch's.
     """
-    from deepspeed_ext.adapter.upstream import (
-        no_shared_buffers,
-        swapped,
-    )  # `doctor` calls left_over without DeepSpeed
+    # `doctor` calls left_over without DeepSpeed
+    from deepspeed_ext.adapter.upstream import no_shared_buffers, swapped
 
     with swapped(no_shared_buffers()):
         yield

@@ -126,9 +126,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
     ) -> torch.Tensor:
         assert self._flattener is not None
         group_index = len(self.bit16_groups_flat)
-        if (
-            not self._flatten_ranks
-        ):  # they allocate a little memory: create them before the first flat buffer takes it
+        # they allocate a little memory: create them before the first flat buffer takes it
+        if not self._flatten_ranks:
             self._flatten_ranks = [
                 RankGroup.of(group, keeps_scratch=True) for group in self.real_dp_process_group
             ]
@@ -182,9 +181,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         """Metrics for a training log, by name; units are in the names."""
         flatten = sum(phase.seconds for phase in self.startup.phases if phase.name == "flatten")
         times = {"startup_seconds": self.startup.seconds, "flatten_seconds": flatten}
-        if (
-            get_accelerator().device_name() == "cpu"
-        ):  # on the CPU it would be this process's whole memory
+        # on the CPU it would be this process's whole memory
+        if get_accelerator().device_name() == "cpu":
             return times
         return times | {"startup_peak_accelerator_gib": self.startup.peak_accelerator_bytes / 2**30}
 

@@ -286,9 +286,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         """Offload, and let DeepSpeed see only trained parameters: it maps its buffer of trained
         weights to all parameters of the module in order, which would give frozen ones the weights
         of others."""
-        if (
-            self._host_gradients is not None
-        ):  # they are there already; DeepSpeed would copy a buffer that is not used
+        # they are there already; DeepSpeed would copy a buffer that is not used
+        if self._host_gradients is not None:
             include = {
                 state for state in OffloadStateTypeEnum if include is None or state in include
             }

@@ -126,9 +126,8 @@ PartitionedParameter = Any
 """A ``torch.nn.Parameter`` converted by ``zero.Init``, with its ``ds_*`` attributes."""
 
 comm_module = importlib.import_module("deepspeed.comm.comm")
-torch_backend_module = importlib.import_module(
-    "deepspeed.comm.torch"
-)  # as an attribute, it is torch itself
+# as an attribute, it is torch itself
+torch_backend_module = importlib.import_module("deepspeed.comm.torch")
 
 SUPPORTED_FROM = (0, 19, 3)
 SUPPORTED_BELOW = (0, 20, 0)

@@ -133,10 +133,8 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         for mistake in error.errors():
             place = cls._without_branches([str(part) for part in mistake["loc"]])
             path, value = ".".join(["zero_optimization", *place]), shown(mistake["input"])
-            whole_section = place in (
-                ["zenflow"],
-                [],
-            )  # DeepSpeed has this section too, and reports it itself
+            # DeepSpeed has this section too, and reports it itself
+            whole_section = place in (["zenflow"], [])
             if mistake["type"] == "extra_forbidden":
                 hint = cls._meant(place) or "; remove it or see docs/config_reference.md"
                 lines[f"{path} is not a field (its value was {value}){hint}"] = []

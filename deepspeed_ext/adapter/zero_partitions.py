@@ -377,9 +377,8 @@ class GroupsTarget(ZeroTarget):
 
     @contextmanager
     def frozen(self, param: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
-        values = param.data.reshape(
-            -1
-        )  # a copy if its elements are not in row-major order, as after a transposition
+        # a copy if its elements are not in row-major order, as after a transposition
+        values = param.data.reshape(-1)
         yield values, 0, param.numel()
         if values.data_ptr() != param.data_ptr():
             param.data.copy_(values.view(param.shape))

@@ -240,16 +240,14 @@ class CheckpointFolder:
         files.sync_folder(os.path.dirname(self.path))
 
     def _put_in_place(self) -> None:
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # there was no save, or another job is moving it
+        # there was no save, or another job is moving it
+        with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, self._replaced)
         try:
             os.rename(self.staging, self.path)
         except OSError as error:
-            if (
-                _save_id(self.path) == self._save_id
-            ):  # another job that reads the tag has completed the swap
+            # another job that reads the tag has completed the swap
+            if _save_id(self.path) == self._save_id:
                 return
             self._require_unchanged()
             if error.errno != errno.ENOENT:
@@ -372,9 +370,8 @@ class CheckpointFolder:
     def _clear_remains(self) -> None:
         """Remove leftovers of interrupted saves under any tag, as far as possible."""
         parent = os.path.dirname(self.path)
-        now = os.stat(
-            self.staging
-        ).st_mtime  # by the file system's clock, which may be another host's
+        # by the file system's clock, which may be another host's
+        now = os.stat(self.staging).st_mtime
         names = os.listdir(parent)
         for name in filter(files.is_temporary, names):
             with contextlib.suppress(OSError):
@@ -382,9 +379,8 @@ class CheckpointFolder:
                     os.unlink(path)
         for found in filter(None, map(_BESIDE.fullmatch, names)):
             other = CheckpointFolder(parent, found["tag"])
-            with contextlib.suppress(
-                OSError, CheckpointError
-            ):  # its job has just changed it, or it is another user's
+            # its job has just changed it, or it is another user's
+            with contextlib.suppress(OSError, CheckpointError):
                 if found["role"] == _REMOVING:
                     files.remove_tree(os.path.join(parent, found.string))
                 elif other._is_rest(found["key"] or "", now, is_own=other.path == self.path):

@@ -109,9 +109,8 @@ def _give_up_output() -> bool:
     output.register(sys.stdout.fileno(), 0)
     if not any(events & select.POLLERR for _, events in output.poll(0)):
         return False
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-    )  # else Python would try again when it ends
+    # else Python would try again when it ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 
 
@@ -136,9 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_completion(commands, parser)
     for name, command in commands.choices.items():
         command.epilog = f"example: {EXAMPLES[name]}"
-        command.formatter_class = (
-            argparse.RawDescriptionHelpFormatter
-        )  # which does not break the example
+        # which does not break the example
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser
 
 
@@ -492,9 +490,8 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    os.environ.pop(
-        "DSEXT_AUTOLOAD", None
-    )  # its ranks enable the extension themselves, or train without it
+    # its ranks enable the extension themselves, or train without it
+    os.environ.pop("DSEXT_AUTOLOAD", None)
     with contextlib.redirect_stdout(sys.stderr):  # as for `_doctor`
         from deepspeed_ext.commands.verify.command import run_from_cli
 

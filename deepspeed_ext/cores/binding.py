@@ -154,9 +154,8 @@ class CoreBinding:
         self._release.atexit = False
         try:
             process_threads.bind(plan, allowed)
-        except (
-            Exception
-        ) as error:  # if one rank raised here, the others would wait in the next collective
+        except Exception as error:
+            # if one rank raised here, the others would wait in the next collective
             self._give_up(error)
 
     def _give_up(self, reason: Exception) -> None:

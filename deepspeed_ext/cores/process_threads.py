@@ -48,9 +48,8 @@ def bind(plan: RankPlan, allowed: frozenset[int]) -> None:
     """
     global _before
     previous = in_force()
-    _plans.append(
-        plan
-    )  # first, because the garbage collector may call `release` for another engine at any point
+    # first, because the garbage collector may call `release` for another engine at any point
+    _plans.append(plan)
     if _before is None:
         _before = _Before(thread_masks())
         initial_mask.keep(allowed)

@@ -76,9 +76,8 @@ class Staging:
     def to_device(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy `source` (1-D, host) into `target` (1-D, accelerator)."""
         for chunk_index, start, chunk in self._parts(target.numel()):
-            self._wait(
-                chunk_index
-            )  # the previous transfer from this chunk to the accelerator must be complete
+            # the previous transfer from this chunk to the accelerator must be complete
+            self._wait(chunk_index)
             chunk.copy_(source[start : start + chunk.numel()])
             target[start : start + chunk.numel()].copy_(chunk, non_blocking=True)
             self._record(chunk_index)

@@ -108,9 +108,10 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
 
     def packed() -> torch.Tensor:
         stored = _host_slice(numel, layout.dtype, staging)
+        # waits for all
         staging.pack_to_host(
             lambda out, start: layout.pack(out, ranks.rank * numel + start), stored
-        )  # waits for all
+        )
         return stored
 
     stored = allocation.try_on_all_ranks("flatten.pack", packed, ranks)
@@ -133,16 +134,14 @@ def _restored_on_error(
 ) -> Iterator[None]:
     """If the block raises on any rank, restore the parameters of all ranks from the slices
     `values`. A collective."""
-    raise_together(
-        ranks, None
-    )  # a rank that failed before the block does not take part in restoring
+    # a rank that failed before the block does not take part in restoring
+    raise_together(ranks, None)
     try:
         with together(ranks):
             yield
     except DeepSpeedExtError as error:
-        traceback.clear_frames(
-            error.__traceback__
-        )  # frames may hold a flat buffer, whose memory the parameters need
+        # frames may hold a flat buffer, whose memory the parameters need
+        traceback.clear_frames(error.__traceback__)
         with in_profile("flatten.restore"):
             restore_parameters(layout, ranks, values)
         raise

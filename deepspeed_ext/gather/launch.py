@@ -63,9 +63,8 @@ def gather_singles(
         grouped: use one launch for all; requires `can_group`.
     """
     pairs = [_output_and_input(each, ranks) for each in pending]
-    pairs = [
-        (output, part) for output, part in pairs if output.numel() > 0
-    ]  # a parameter may be empty
+    # a parameter may be empty
+    pairs = [(output, part) for output, part in pairs if output.numel() > 0]
     if not grouped or len(pairs) <= 1:
         return [
             dist.allgather_fn(output, part, group=ranks.group, async_op=True)

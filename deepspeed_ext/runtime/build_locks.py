@@ -18,9 +18,8 @@ use."""
 
 def operator_folder() -> Path:
     """The folder in which torch compiles operators, in one folder per operator."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(
-        "~/.cache"
-    )  # a user may have no home
+    # a user may have no home
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions")
 
 

@@ -371,9 +371,8 @@ def raise_together(
     if error is not None:  # frames may hold tensors, and memory may be short
         traceback.clear_frames(error.__traceback__)
     mine = None if error is None else _Told.of(error, ranks, otherwise or RankError)
-    is_common = ranks.equal(
-        mine and mine.own
-    )  # always asked: the ranks may meet here from different agreements
+    # always asked: the ranks may meet here from different agreements
+    is_common = ranks.equal(mine and mine.own)
     if is_common and error is not None and otherwise is None:
         raise agreed(error, ranks)
     found = ranks.distinct(mine, MOST_TOLD + 1)  # "no error" may be one of them

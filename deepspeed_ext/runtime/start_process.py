@@ -10,9 +10,8 @@ import os
 import sys
 
 here = os.path.dirname(os.path.realpath(__file__))
-sys.path[:] = [
-    entry for entry in sys.path if os.path.realpath(entry or ".") != here
-]  # 3.10 ignores PYTHONSAFEPATH
+# 3.10 ignores PYTHONSAFEPATH
+sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry or ".") != here]
 
 import importlib.util  # noqa: E402
 

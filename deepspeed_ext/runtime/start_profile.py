@@ -70,9 +70,8 @@ class StartupProfile:
         Args:
             nbytes: bytes that the block writes into new buffers.
         """
-        if (
-            self._finished
-        ):  # the measured methods also run in every step and when a checkpoint is loaded
+        # the measured methods also run in every step and when a checkpoint is loaded
+        if self._finished:
             yield
             return
         get_accelerator().synchronize()

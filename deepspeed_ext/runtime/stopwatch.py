@@ -86,9 +86,8 @@ class StreamStopwatch(Stopwatch):
         self._laps.append(self._pairs)
         self._pairs, found = [], []
         while self._laps:
-            pairs = tuple(
-                self._laps[0]
-            )  # another thread may still add a pair; its time is then not counted
+            # another thread may still add a pair; its time is then not counted
+            pairs = tuple(self._laps[0])
             if not all(end.query() for _, end in pairs):
                 break
             self._laps.popleft()

@@ -84,9 +84,8 @@ def run(parts: Parts, folder: Path) -> None:
         for section in sections:
             place = place.setdefault(section, {})
         if isinstance(place, dict):
-            place[name] = (
-                dict(setting) if isinstance(setting, dict) else setting
-            )  # later parts may be put into it
+            # later parts may be put into it
+            place[name] = dict(setting) if isinstance(setting, dict) else setting
     given = data if _too_deep(data) else json.loads(json.dumps(data))  # as it comes from a file
     try:
         accepted = ZeroConfig(**given)

@@ -299,9 +299,8 @@ def test_tables_show_gaps_and_leave_the_rest_empty(tmp_path: Path) -> None:
         for line in page.read_text().splitlines()
         if "| bytes-1m | base |" in line and "of 3" in line
     ]
-    found = [
-        line for line in written if not line.startswith("| rounded")
-    ]  # the same rules with other seeds
+    # the same rules with other seeds
+    found = [line for line in written if not line.startswith("| rounded")]
     lines = {line.split(" | ")[3]: line for line in found}
     assert "| +0.55 |" in lines["ours-1"]
     assert lines["ours-1"].endswith("| upheld |")

@@ -25,9 +25,8 @@ from tests.launchers.slurm import PrivateSlurm
 from tests.launchers.ssh import NODES, PrivateSsh
 
 CELL_SECONDS = 240.0
-pytestmark = pytest.mark.timeout(
-    2 * CELL_SECONDS + 120
-)  # the first also waits for the undisturbed run
+# the first also waits for the undisturbed run
+pytestmark = pytest.mark.timeout(2 * CELL_SECONDS + 120)
 RANKS_OF_OTHERS = ("SLURM_", "OMPI_", "PMI", "MPI_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_")
 RANK_VARIABLES = {
     "RANK",
@@ -157,9 +156,8 @@ class Site:
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     adopt_orphans()
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # else a limit on time would leave the daemons
+    # else a limit on time would leave the daemons
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
         # Sockets of Slurm and MPI lie below, and their paths may have no more than 108 characters.
         folder = Path(

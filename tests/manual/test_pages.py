@@ -190,9 +190,8 @@ def test_fields_of_systems_are_those_of_the_config() -> None:
     of_sections = {"zenflow", "core_binding"}
     flat = [*fields_of("flattening"), *fields_of("single_param_gather")]
     assert sorted(flat) == sorted(set(names(ZeroFields)) - of_sections)
-    assert sorted(fields_of("zenflow")) == sorted(
-        set(names(ZenFlowConfig)) - {"steps_per_epoch"}
-    )  # not a user's
+    # not a user's
+    assert sorted(fields_of("zenflow")) == sorted(set(names(ZenFlowConfig)) - {"steps_per_epoch"})
     shared = {"pt_reserved_cores", "pt_reserved_cores_perc"}
     assert sorted(fields_of("core_binding")) == sorted(
         {*names(CoreBindingConfig), *shared, *of_sections}

@@ -194,9 +194,8 @@ def refused(folder: str, *flags: str) -> str:
 
 def test_a_folder_never_holds_two_runs(tmp_path: Path) -> None:
     assert "no checkpoint in" in run_ranks(1, refused, str(tmp_path), "--resume")[0]
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 0, "loss": 99.0}\n'
-    )  # of a run that ended before its first save
+    # of a run that ended before its first save
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 99.0}\n')
     run_ranks(1, train, str(tmp_path), "--stop-after", "1")
     assert [loss < 99 for _, loss in losses(tmp_path)] == [True]
     assert "seed: was 0, is 7" in run_ranks(1, refused, str(tmp_path), "--resume", "--seed", "7")[0]

@@ -61,9 +61,8 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._copied: dict[
-            str, str
-        ] = {}  # digests of the files that are being recorded, which may change meanwhile
+        # digests of the files that are being recorded, which may change meanwhile
+        self._copied: dict[str, str] = {}
         self._kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         if self._kept.get("package") != _digest((ROOT / "deepspeed_ext").rglob("*.py")):
             self._kept = {"package": _digest((ROOT / "deepspeed_ext").rglob("*.py")), "files": {}}

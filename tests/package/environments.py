@@ -50,10 +50,8 @@ def interpreter_of(name: str) -> str:
     """The program of a Python, on PATH or of pyenv; skips the test if it is not here."""
     version = name.removeprefix("python")
     ours = [str(path) for path in Path.home().glob(f".pyenv/versions/{version}.*/bin/{name}")]
-    for found in (
-        shutil.which(name),
-        *ours,
-    ):  # on PATH may be a shim of pyenv, which fails unless the version is enabled
+    # on PATH may be a shim of pyenv, which fails unless the version is enabled
+    for found in (shutil.which(name), *ours):
         if (
             found
             and subprocess.run([found, "--version"], capture_output=True, check=False).returncode

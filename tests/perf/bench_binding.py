@@ -110,10 +110,8 @@ def tasks(part: str, way: Way, where: Sequence[Place], args: argparse.Namespace)
         loads: tuple[Load, ...] = ("training", "optimizer")
         return [Task("", "", way, load, tuple(where[:1]), **common) for load in loads]
     load: Any = "zero" if way is ZERO else "offload" if part == "ladder" else part
-    if load in (
-        "zero",
-        "offload",
-    ):  # nothing runs beside the training: it has all cores of the rank
+    # nothing runs beside the training: it has all cores of the rank
+    if load in ("zero", "offload"):
         where = [replace(p, training=p.rank, training_cores=p.cores, optimizer="") for p in where]
     warm_up = min(WARM_UP, args.warm_up) if load == "upstream" else min(4, args.warm_up)
     return [Task("", "", way, load, tuple(where), warm_up=warm_up, **common)]

@@ -255,9 +255,8 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     args = parser.parse_args()
-    ranks_body = importlib.import_module(
-        "tests.perf.bench_gather"
-    ).body  # found by its module's name in the ranks
+    # found by its module's name in the ranks
+    ranks_body = importlib.import_module("tests.perf.bench_gather").body
     rows: list[dict[str, Any]] = []
     comparisons: list[report.Comparison] = []
     for num_ranks in args.ranks:

@@ -129,9 +129,8 @@ def measure(
             contestants[side.name] = stack.enter_context(closing(contestant))
         for turn, name in report.alternate(list(contestants), args.turns):
             where = folder / name.replace(" ", "-")
-            body = importlib.import_module(
-                "tests.perf.bench_save"
-            ).one_turn  # found by its module's name in the ranks
+            # found by its module's name in the ranks
+            body = importlib.import_module("tests.perf.bench_save").one_turn
             found = contestants[name].call(body, str(where), args.steps, args.device_ms / 1e3)
             written[name] = sum(path.stat().st_size for path in (where / "t").glob("*.pt"))
             if turn >= 0:

@@ -156,9 +156,8 @@ class Team:
                 if member.is_running():
                     member.kill()
             process.wait()
-        for port in (
-            self.ports
-        ):  # DeepSpeed's operator for all-reduce on the host leaves its buffers behind
+        # DeepSpeed's operator for all-reduce on the host leaves its buffers behind
+        for port in self.ports:
             for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
                 path.unlink(missing_ok=True)
         shutil.rmtree(self.folder)

@@ -173,9 +173,8 @@ def main() -> None:
             connection.send(turn(subject, *connection.recv()))
         except (EOFError, ConnectionError):
             break
-    for child in psutil.Process().children(
-        recursive=True
-    ):  # DeepSpeed's ZenFlow leaves its process behind
+    # DeepSpeed's ZenFlow leaves its process behind
+    for child in psutil.Process().children(recursive=True):
         child.kill()
     os._exit(0)  # leave no time to a process group that waits for its peers
 

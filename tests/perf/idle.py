@@ -72,9 +72,8 @@ def profiled(work: Callable[[], None]) -> DeviceUse | None:
         work()
         return None
     get_accelerator().synchronize()
-    with torch.profiler.profile(
-        activities=[activity]
-    ) as profile:  # without the CPU's activities: less overhead
+    # without the CPU's activities: less overhead
+    with torch.profiler.profile(activities=[activity]) as profile:
         work()
         get_accelerator().synchronize()
     with tempfile.TemporaryDirectory(prefix="dsext-trace-") as folder:

@@ -38,9 +38,8 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(
-        128, 4, 4, 344
-    ),  # 0.86 million parameters: the reference task of the convergence benchmark
+    # 0.86 million parameters: the reference task of the convergence benchmark
+    "tiny": Shape(128, 4, 4, 344),
     "toy": Shape(64, 2, 2, 172, vocabulary=512, sequence=32, batch=1, recompute=True),
     "100m": Shape(768, 14, 12, 2048, sequence=512, batch=16),
     "0.5b": Shape(1280, 21, 10, 3456, vocabulary=32000, sequence=2048, batch=1, recompute=True),

@@ -103,9 +103,8 @@ def _predictive(interval: int, publish_dtype: str | None = None) -> Side:
         "update_interval": interval,
         "overlap_step": True,
     }
-    zenflow["full_warm_up_rounds"] = (
-        1 if interval == 1 else 5 * interval
-    )  # the default is for long runs
+    # the default is for long runs
+    zenflow["full_warm_up_rounds"] = 1 if interval == 1 else 5 * interval
     name = f"predictive, interval {interval}"
     if publish_dtype is not None:
         zenflow["publish_dtype"] = publish_dtype
@@ -164,9 +163,8 @@ def engine_of(side: Side, model: torch.nn.Module, **settings: Any) -> Iterator[A
     finally:
         worker = getattr(engine.optimizer, "process", None)
         engine.destroy()
-        if (
-            worker is not None and not side.extended
-        ):  # upstream leaves its process and its binding behind
+        # upstream leaves its process and its binding behind
+        if worker is not None and not side.extended:
             worker.kill()
             worker.join()
         os.sched_setaffinity(0, affinity)

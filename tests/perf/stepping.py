@@ -121,9 +121,8 @@ class Bench:
         _, world_size = rank_and_size()
         cores = max(1, len(os.sched_getaffinity(0)) // world_size)
         threads = threads or (max(1, cores // 2) if self.side.overlapped else cores)
-        os.environ["OMP_NUM_THREADS"] = str(
-            threads
-        )  # read by DeepSpeed's operator when it is loaded
+        # read by DeepSpeed's operator when it is loaded
+        os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
 
     def _time_upstreams_wait(self) -> None:

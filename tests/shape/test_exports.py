@@ -14,9 +14,8 @@ USED_OTHERWISE = {
         f"deepspeed_ext.zenflow.kernels.device.{kernel}"
         for kernel in ("hot_step", "move", "norms", "predict", "predict_lion", "sums_of_squares")
     ),
-    *(
-        f"deepspeed_ext.commands.memory.command.parse_{what}" for what in ("gib", "speed")
-    ),  # by name, when they are needed
+    # by name, when they are needed
+    *(f"deepspeed_ext.commands.memory.command.parse_{what}" for what in ("gib", "speed")),
     "deepspeed_ext.zenflow.worker.main.main",  # by the name of its module
 }
 

@@ -57,9 +57,8 @@ class Case:
     def config(self) -> dict[str, Any]:
         config = zenflow_config(self.stage, lr=1e-2, accumulation=self.accumulation, **self.rule())
         config["gradient_clipping"] = self.clip
-        config["timers"] = {
-            "throughput": {"enabled": False}
-        }  # it waits for the device in every step
+        # it waits for the device in every step
+        config["timers"] = {"throughput": {"enabled": False}}
         if self.on_host:
             config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
         if self.way == "flatten, gather":

@@ -355,9 +355,8 @@ def converted_weights() -> tuple[int, int]:
     partition's bytes in fp32."""
     layers, peaks = 16, []
     with ExitStack() as small_parts:
-        for module in list(
-            sys.modules.values()
-        ):  # where the package has a limit: these weights are to be above it
+        # where the package has a limit: these weights are to be above it
+        for module in list(sys.modules.values()):
             if hasattr(module, "CONVERTED_NUMEL") and module.__name__.startswith("deepspeed_ext."):
                 small_parts.enter_context(patch.object(module, "CONVERTED_NUMEL", WIDTH * WIDTH))
         for dtype in ("bfloat16", "float32"):

@@ -131,9 +131,8 @@ def _answers(folder: Path, ranks: list[subprocess.Popen[bytes]]) -> list[str]:
 
 def _be_rank(name: str, package: Path, folder: Path) -> None:
     """Run a row as one of its ranks, and leave the answer in `folder`."""
-    sys.path.insert(
-        0, str(package)
-    )  # before anything has imported deepspeed_ext; `tests` is imported already
+    # before anything has imported deepspeed_ext; `tests` is imported already
+    sys.path.insert(0, str(package))
     import deepspeed_ext
 
     assert Path(deepspeed_ext.__file__).is_relative_to(package), deepspeed_ext.__file__

@@ -173,9 +173,8 @@ def parse_args() -> tuple[argparse.Namespace, Settings]:
 
 def main() -> int:
     args, settings = parse_args()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # in a background job it is ignored, by the ranks too then
+    # in a background job it is ignored, by the ranks too then
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # by way of `Ranks.kill`
     print(f"seed {settings.seed}", flush=True)
     begin = time.monotonic()

@@ -104,9 +104,8 @@ def drop_engine(record: FaultRecord, ranks: Ranks, settings: Settings) -> None:
 def end_ranks(fault: Fault, record: FaultRecord, ranks: Ranks, settings: Settings) -> None:
     """A fault that ends every rank in time, with an error, and leaves no process."""
     inject(fault, ranks, settings)
-    waits = {
-        Kind.STOP_WORKER: 2 * settings.worker_timeout_seconds
-    }  # twice: the run might have been suspended
+    # twice: the run might have been suspended
+    waits = {Kind.STOP_WORKER: 2 * settings.worker_timeout_seconds}
     waits |= dict.fromkeys(
         (Kind.KILL_RANK, Kind.KILL_IN_SAVE, Kind.INTERRUPT), settings.group_timeout_seconds
     )

@@ -167,9 +167,8 @@ class Trainer:
         """
         refused: list[dict[str, str]] = []
         steps = {str(step): step for step in self.saved_steps()}
-        rolled = any(
-            self.args.folder.glob(f"{ROLLING}*")
-        )  # a save that was interrupted may be under another name
+        # a save that was interrupted may be under another name
+        rolled = any(self.args.folder.glob(f"{ROLLING}*"))
         torch.distributed.barrier()  # loading may rename folders
         rolling = self.load(ROLLING, refused) if rolled else None
         if rolling is not None:

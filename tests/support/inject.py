@@ -49,9 +49,8 @@ def _by_handler(kind: type[Exception]) -> Callable[[], None]:
         try:
             signal.raise_signal(signal.SIGUSR1)
         finally:
-            _KEPT.append(
-                before
-            )  # the handler stays, as in a script, while its exception is on its way
+            # the handler stays, as in a script, while its exception is on its way
+            _KEPT.append(before)
 
     return strike
 

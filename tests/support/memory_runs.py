@@ -127,9 +127,8 @@ class HostBytes(LiveBytes):
         super().__init__()
         self._arenas: dict[Arena, int] = {}
         self._left_out = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-        self._kept: list[Any] = [
-            parameter.data for parameter in module.parameters()
-        ]  # so that no address is reused
+        # so that no address is reused
+        self._kept: list[Any] = [parameter.data for parameter in module.parameters()]
 
     @contextmanager
     def counting(self) -> Iterator[HostBytes]:
@@ -294,9 +293,8 @@ def _measure(config: dict[str, Any], model: str | None) -> Measured:
         note(Phase.START)
         rows = on_device(torch.randn(1, WIDTH).bfloat16())
         for step in range(STEPS):
-            _step(
-                engine, rows, note if step else (lambda _: note(None))
-            )  # the first makes the state of later ones
+            # the first makes the state of later ones
+            _step(engine, rows, note if step else (lambda _: note(None)))
         found.accelerator[Phase.BETWEEN.value] = accelerator.memory_allocated() - start
         found.host[Phase.BETWEEN.value] = meter.live["host"]
         _note_state(engine, found)
@@ -390,9 +388,8 @@ def planned(config: dict[str, Any], ranks: int, model: str | None = None) -> Mem
         path.write_text(json.dumps(config))
         found = read_config(str(path), ranks)
     with in_proportion():
-        setup = replace(
-            found.setup, rounds_pinned=False
-        )  # the simulated accelerator allocates what is asked for
+        # the simulated accelerator allocates what is asked for
+        setup = replace(found.setup, rounds_pinned=False)
         return plan_memory(Model(params, most, found.dtype), Ranks(ranks, ranks), setup)
 
 

@@ -80,9 +80,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if (
-            storage.device.type == "meta"
-        ):  # also behind a fake tensor, which says that it is on another device
+        # also behind a fake tensor, which says that it is on another device
+        if storage.device.type == "meta":
             return
         key = storage._cdata
         kind = "host" if storage._cdata in self._host_storages else "accelerator"
@@ -109,9 +108,8 @@ class LiveBytes(TorchDispatchMode):
             self.peak[kind] = max(self.peak[kind], nbytes)
 
     def _forget(self, key: int) -> None:
-        if self._sizes[key][
-            1
-        ]:  # an empty template may die while the buffer made from it is not yet declared
+        # an empty template may die while the buffer made from it is not yet declared
+        if self._sizes[key][1]:
             self._settle()
         kind, nbytes = self._sizes.pop(key)
         self.live[kind] -= nbytes

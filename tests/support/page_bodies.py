@@ -54,9 +54,8 @@ def run_page(page: str, texts: list[str], folder: str) -> int:
             given = names["model"]
             exec(compile(text, page, "exec"), names)
             made += "initialize(" in text
-            if (
-                names.get("engine") is not None and names["engine"].module is given
-            ):  # else the block trains its own
+            # else the block trains its own
+            if names.get("engine") is not None and names["engine"].module is given:
                 _train(names["engine"])
         _end_engine(names)
         return made + ("trainer" in names)

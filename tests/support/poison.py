@@ -31,20 +31,16 @@ from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
-DELAY_WIDTH, DELAY_PRODUCTS = (
-    4096,
-    8,
-)  # a matrix product of 137 GFLOP: 1.1 TFLOP, some 20 ms of a large GPU in fp32
+# a matrix product of 137 GFLOP: 1.1 TFLOP, some 20 ms of a large GPU in fp32
+DELAY_WIDTH, DELAY_PRODUCTS = (4096, 8)
 
 
 def delay() -> None:
     """Keep the current stream busy for a while with a chain of matrix products; the host does not
     wait."""
     accelerator = get_accelerator()
-    needs_work = accelerator.device_name() not in (
-        "cpu",
-        "sim",
-    )  # the simulated accelerator is late by itself
+    # the simulated accelerator is late by itself
+    needs_work = accelerator.device_name() not in ("cpu", "sim")
     width, products = (DELAY_WIDTH, DELAY_PRODUCTS) if needs_work else (16, 1)
     x = torch.full((width, width), 1.0 / width, device=accelerator.current_device_name())
     for _ in range(products):
@@ -83,9 +79,8 @@ class _Poison:
     def __init__(self) -> None:
         self.counts = dict.fromkeys(("gradients", "published", "block means", "hot state"), 0)
         self._arenas: dict[OptimizerProcess, Arena] = {}
-        self._published: dict[
-            tuple[Any, ...], int
-        ] = {}  # by process, partition and span: the slot of its y
+        # by process, partition and span: the slot of its y
+        self._published: dict[tuple[Any, ...], int] = {}
 
     def step_partition(self, original: Callable[..., None]) -> Callable[..., None]:
         def method(adam: HostOptimizer, index: int, grad: torch.Tensor, grad_scale: float) -> None:
@@ -202,9 +197,8 @@ def without_waiting() -> Iterator[None]:
         def method(
             transfers: Transfers, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any
         ) -> None:
-            original(
-                transfers, index, grad, slot, ready and get_accelerator().Event()
-            )  # never recorded
+            # never recorded
+            original(transfers, index, grad, slot, ready and get_accelerator().Event())
 
         return method
 

@@ -47,9 +47,8 @@ def _join_group() -> None:
     )
     if backend == "sim":
         import tests.support.simulated_accelerator.simulation  # noqa: F401 - sets the order of tasks
-    with (
-        shared_buffers.not_made()
-    ):  # the tests need none of them, and pools would even share them by name
+    # the tests need none of them, and pools would even share them by name
+    with shared_buffers.not_made():
         deepspeed.init_distributed(dist_backend=backend)
     await_every_gather()
 

@@ -153,9 +153,8 @@ class RankPool:
                     # why they end.
                     deadline = min(deadline, time.monotonic() + grace_seconds)
         for rank in set(range(self.world_size)) - set(outcomes):
-            self.processes[rank].send_signal(
-                signal.SIGUSR1
-            )  # the worker dumps its stacks into the log
+            # the worker dumps its stacks into the log
+            self.processes[rank].send_signal(signal.SIGUSR1)
         if len(outcomes) < self.world_size:
             time.sleep(0.5)
         has_failed = any(o.error or o.exit_code is not None for o in outcomes.values())

@@ -95,9 +95,8 @@ class Model(OddModel):
         del self.empty  # plain ZeRO-3 fails in its forward pass
         self.scale.data.uniform_(0.5 * value, value)
         kernel = torch.empty(8, 25, 3).uniform_(0.5 * value, value)
-        if (
-            get_accelerator().device_name() == "cpu"
-        ):  # elsewhere DeepSpeed's broadcast at the start refuses it
+        # elsewhere DeepSpeed's broadcast at the start refuses it
+        if get_accelerator().device_name() == "cpu":
             kernel = kernel.transpose(0, 1)
         self.kernel = torch.nn.Parameter(kernel, requires_grad=False)
         self.register_buffer("seen", torch.full((3,), value))

@@ -136,9 +136,10 @@ def share_devices() -> None:
     kind: Any = type(accelerator)
     count = accelerator.device_count()
 
+    # of an index, the same as text (LOCAL_RANK), or a torch.device
     def shared(
         device: Any,
-    ) -> int | None:  # of an index, the same as text (LOCAL_RANK), or a torch.device
+    ) -> int | None:
         index = device.index if isinstance(device, torch.device) else device
         return None if index is None else int(index) % count
 

@@ -204,9 +204,8 @@ def hooked(is_quiet: bool) -> Iterator[None]:
     places = [(os, name) for name in OPERATIONS] + [(builtins, "open"), (torch, "save")]
     with (
         patch.object(async_engine, "Writer", LateWriter),
-        patch.object(
-            async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS
-        ),  # `make_engine` changes it
+        # `make_engine` changes it
+        patch.object(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS),
         patch.object(checkpoint_folder, "_in_use", Forgetful()),
         patch.object(checkpoint_folder, "_QUIET_SECONDS", -1.0 if is_quiet else 3600.0),
     ):

@@ -114,9 +114,8 @@ class Faulty(rank.Rank):
         parameter.register_hook(hook)
 
     def step(self, number: int) -> float:
-        dead = self._trains and bool(
-            self.found.movements
-        )  # they have been compared, so what comes is the death
+        # they have been compared, so what comes is the death
+        dead = self._trains and bool(self.found.movements)
         if self._has("worker unnoticed") and dead:
             return 0.0
         while self._has("worker waited for") and dead:

@@ -45,9 +45,8 @@ def zenflow_config(
     config = base_config(stage, dtype, accumulation=accumulation)
     config["optimizer"]["params"]["lr"] = lr
     config["zero_optimization"]["zenflow"] = {"full_warm_up_rounds": 1, **zenflow}
-    config["zero_optimization"]["core_binding"] = {
-        "enabled": False
-    }  # test ranks share few cores with other tests
+    # test ranks share few cores with other tests
+    config["zero_optimization"]["core_binding"] = {"enabled": False}
     if (
         stage == 3
         # small models: without this every parameter would be persistent, and one sub-group hold

@@ -105,9 +105,8 @@ def test_an_import_that_fails_and_is_tried_again_counts_when_it_succeeds(
     with pytest.raises(ImportError, match="no such library"):
         importlib.import_module("fakespeed")
     assert recorder.calls == []
-    (tmp_path / "fakespeed/second.py").write_text(
-        "x = 1\n" * 3
-    )  # of another size than the cached one
+    # of another size than the cached one
+    (tmp_path / "fakespeed/second.py").write_text("x = 1\n" * 3)
     importlib.import_module("fakespeed")
     assert recorder.calls == [True]
 

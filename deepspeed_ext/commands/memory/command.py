@@ -156,9 +156,8 @@ _READ_BY: dict[Reader, str] = {
 
 def _of_config(arguments: Any, named: ModelFile, ranks: Ranks, capacity: Capacity) -> str:
     """The report on the run of a config."""
-    with contextlib.redirect_stdout(
-        io.StringIO()
-    ):  # DeepSpeed's logger would write into the report
+    # DeepSpeed's logger would write into the report
+    with contextlib.redirect_stdout(io.StringIO()):
         from deepspeed_ext.commands.memory.config_file import read_config
 
         read = read_config(arguments.config, ranks.count)

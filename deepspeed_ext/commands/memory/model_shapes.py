@@ -88,9 +88,8 @@ def answer(described: dict[str, Any]) -> dict[str, Any]:
 def _counted(described: dict[str, Any], transformers: Any) -> dict[str, Any]:
     import torch
 
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # a copy: transformers reads other files beside a config
+    # a copy: transformers reads other files beside a config
+    with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "config.json")
         with open(path, "w", encoding="utf-8") as file:
             json.dump(described, file)
@@ -98,9 +97,8 @@ def _counted(described: dict[str, Any], transformers: Any) -> dict[str, Any]:
         config = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-    require_inert(
-        config.to_dict()
-    )  # a class may have other names for a field, or a reference by default
+    # a class may have other names for a field, or a reference by default
+    require_inert(config.to_dict())
     with torch.device("meta"):
         model = _class_of(config, transformers)(config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}

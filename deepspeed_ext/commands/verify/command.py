@@ -104,9 +104,8 @@ def _signals_noted() -> Iterator[Callable[[], None]]:
         number: signal.getsignal(number)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     }
-    ours = [
-        number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)
-    ]  # ignored by nohup
+    # ignored by nohup
+    ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
     try:
         for number in ours:
             signal.signal(number, note)
@@ -201,9 +200,8 @@ def _phase(
         ended = ranks.wait(limit_seconds, while_they_run)
     files = [result_file(ranks.folder, ranks.phase, rank) for rank in range(plan.ranks)]
     found = merge([Found.read(file) for file in files])
-    if (
-        not ended.why and found.failure is None and found.death is None
-    ):  # after a worker's death, any status may occur
+    # after a worker's death, any status may occur
+    if not ended.why and found.failure is None and found.death is None:
         wrong = [
             f"rank {rank} ended with status {status}"
             for rank, status in enumerate(ended.statuses)

@@ -172,9 +172,8 @@ def plan_check(
         warm_up = _shorten_warm_up(zero["zenflow"], interval, warm_up, steps, changes)
     steps = steps or _enough_steps(rule, interval, warm_up)
     save_after = min(steps - 1, steps // 2 | 1)
-    if (
-        rule == "predicted" and interval is None
-    ):  # resumed before that, a run would measure again and choose later
+    # resumed before that, a run would measure again and choose later
+    if rule == "predicted" and interval is None:
         save_after = max(save_after, MEASURED_STEPS + 1)
         if steps <= save_after:
             raise ConfigError(

@@ -117,9 +117,8 @@ class Ranks:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         for process in self._processes:
-            with suppress(
-                subprocess.TimeoutExpired
-            ):  # stuck in an uninterruptible call: it dies afterwards
+            # stuck in an uninterruptible call: it dies afterwards
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(END_SECONDS)
         deadline = time.monotonic() + END_SECONDS
         while set(started) & set(self._alive()) and time.monotonic() < deadline:

@@ -108,9 +108,8 @@ class Rank:
             meeting = str(self.folder / f"rendezvous-{self.phase}")
             torch.distributed.init_process_group(
                 backend,
-                store=torch.distributed.FileStore(
-                    meeting, self.plan.ranks
-                ),  # a URL would end at a # in the path
+                # a URL would end at a # in the path
+                store=torch.distributed.FileStore(meeting, self.plan.ranks),
                 rank=self.number,
                 world_size=self.plan.ranks,
                 timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),

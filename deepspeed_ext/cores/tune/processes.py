@@ -87,9 +87,8 @@ class MeasuringProcesses:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            with suppress(
-                subprocess.TimeoutExpired
-            ):  # stuck in an uninterruptible call: it dies afterwards
+            # stuck in an uninterruptible call: it dies afterwards
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(END_SECONDS)
 
     @property

@@ -106,9 +106,8 @@ def _run(
 ) -> None:
     library, numel = _library(), grad.numel()
     assert library is not None
-    assert all(
-        array is None or array.numel() == numel for array in (weights, published, drift)
-    )  # no bounds in C++
+    # no bounds in C++
+    assert all(array is None or array.numel() == numel for array in (weights, published, drift))
     assert inverse.numel() * block_size >= numel
     estimate = _Estimate(
         weights=weights.data_ptr(),

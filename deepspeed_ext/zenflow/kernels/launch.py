@@ -175,12 +175,8 @@ def predict(
 ) -> None:
     """See `definition.predict`."""
     if serves(block_size, grad, weights, published, drift, inverse):
-        arrays = [
-            weights,
-            published,
-            published if drift is None else drift,
-            grad,
-        ]  # without drift it is not read
+        # without drift it is not read
+        arrays = [weights, published, published if drift is None else drift, grad]
         numbers, constants = [grad_scale, coefficient], {"DRIFTS": drift is not None}
         run_on_blocks("predict", arrays, [inverse], numbers, block_size, constants, [weights])
         return

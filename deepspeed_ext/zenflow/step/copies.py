@@ -36,9 +36,8 @@ def mixed(runs: Sequence[Run], block_size: int) -> list[str]:
     """
     divided: set[int] = set()
     for run in runs:
-        if (
-            not run.is_copy and run.end > run.begin
-        ):  # only the ends of a run can share a block with another
+        # only the ends of a run can share a block with another
+        if not run.is_copy and run.end > run.begin:
             divided |= {run.begin // block_size, (run.end - 1) // block_size}
     ends = [
         (run, {run.begin // block_size, (run.end - 1) // block_size})

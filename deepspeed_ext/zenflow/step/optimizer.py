@@ -123,9 +123,8 @@ class HostOptimizer:
                 last step ended.
         """
         with in_profile("zenflow.begin_step"):
-            if (
-                self.plan is not None
-            ):  # the last step has failed, perhaps before its interval was chosen
+            # the last step has failed, perhaps before its interval was chosen
+            if self.plan is not None:
                 self.link.raise_kept()
             with self.link.keeping():
                 self._take_over()
@@ -174,9 +173,8 @@ class HostOptimizer:
             self.rule.step_partition(plan, partition, grad)
             transfers.take(index, grad, slot, ready)
             self._metrics.bytes_down += grad.nbytes
-            if (
-                plan.waits_last
-            ):  # the worker steps this partition while the next gradient is prepared
+            # the worker steps this partition while the next gradient is prepared
+            if plan.waits_last:
                 task = self.rule.task(plan, partition)
                 self.link.depart([task], gradients=plan.handed_over, publishes=True)
 
@@ -278,9 +276,8 @@ class HostOptimizer:
         """`drain`, without taking over what a user has changed."""
         if (error := self.link.wait()) is not None:
             raise error
-        if (
-            self.link.phase is not UpdatePhase.EXPOSED
-        ):  # otherwise the arena is already authoritative
+        # otherwise the arena is already authoritative
+        if self.link.phase is not UpdatePhase.EXPOSED:
             self.rule.write_back()
             self._state.show(moments=shows_moments)
 

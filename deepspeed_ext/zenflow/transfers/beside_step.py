@@ -205,14 +205,11 @@ class HiddenTransfers(Transfers):
         self._buffers = buffers
         self._chunk_slots = slots
         self._has_y = not slots  # the host has the newest y
-        self._coming: list[
-            Parcel
-        ] = []  # in order: with a gradient, and not given to the courier yet
+        # in order: with a gradient, and not given to the courier yet
+        self._coming: list[Parcel] = []
         self._up = accelerator.Stream()
-        self._downwards, self._upwards = (
-            StreamStopwatch(),
-            StreamStopwatch(),
-        )  # of two threads, of which one sends down
+        # of two threads, of which one sends down
+        self._downwards, self._upwards = (StreamStopwatch(), StreamStopwatch())
         self._courier = Courier(accelerator.current_device(), timeout_seconds)
 
     def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor | None, ready: Any) -> None:

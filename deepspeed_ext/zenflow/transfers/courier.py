@@ -146,9 +146,8 @@ class Courier:
         self._timeout_seconds = timeout_seconds
         self._shipments: deque[Shipment] = deque()
         self._errors: list[BaseException] = []
-        self._calls: queue.SimpleQueue[bool] = (
-            queue.SimpleQueue()
-        )  # True: there is work; False: end
+        # True: there is work; False: end
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_carry_all,
             args=(self._calls, self._shipments, self._errors, device),

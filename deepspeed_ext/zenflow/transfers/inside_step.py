@@ -79,9 +79,8 @@ class Transfers:
         self._block_size = block_size
         self._waiting = waiting
         self._slots = [0] * len(results)  # of each partition: where its newest y is
-        self._read: dict[
-            int, list[tuple[Span, Any]]
-        ] = {}  # by partition: parts of y, and events after their reading
+        # by partition: parts of y, and events after their reading
+        self._read: dict[int, list[tuple[Span, Any]]] = {}
         self._lifts = copies is not Copies.NONE
         self._down: Any = None
         if copies in (Copies.INSIDE_STEP, Copies.BESIDE_STEP):
@@ -122,9 +121,8 @@ class Transfers:
             grad.record_stream(self._down)
             self._older, self._newest = self._newest, streams.blocking_event()
             self._newest.record(self._down)
-        if (
-            self._older is not None
-        ):  # otherwise flat gradients pile up if the host runs ahead of the link
+        # otherwise flat gradients pile up if the host runs ahead of the link
+        if self._older is not None:
             self._older.synchronize()
             self._older = None
 
@@ -177,9 +175,8 @@ class Transfers:
         numel, size = published.numel(), published.numel()
         if self._lifts:
             self._reader = get_accelerator().current_stream()
-        if (
-            self._down is not None
-        ):  # copies of the next gradient follow part by part, in the other direction
+        # copies of the next gradient follow part by part, in the other direction
+        if self._down is not None:
             size = chunk_of(ACCELERATOR_CHUNK_NUMEL, self._block_size)
         read: list[tuple[Span, Any]] = []
         for begin in range(0, numel, max(1, size)):

@@ -83,9 +83,8 @@ class WeightUpload:
         accelerator = get_accelerator()
         if self._down is None:
             self._down = accelerator.Stream()
-        self._down.wait_stream(
-            accelerator.current_stream()
-        )  # which writes weights, and sends the buffer's older ones
+        # which writes weights, and sends the buffer's older ones
+        self._down.wait_stream(accelerator.current_stream())
         with accelerator.stream(self._down):
             self._buffers[number % 2][: piece.end - piece.begin].copy_(
                 weights[slice(*piece)], non_blocking=True

@@ -185,9 +185,8 @@ def _map(fileno: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fileno, 0)
     _require(address != _MAP_FAILED)
     for advice in (mmap.MADV_DONTDUMP, mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
-        _libc.madvise(
-            address, nbytes, advice
-        )  # errors are ignored: without huge pages it is a little slower
+        # errors are ignored: without huge pages it is a little slower
+        _libc.madvise(address, nbytes, advice)
     memory = (ctypes.c_char * nbytes).from_address(address)
     # Not at exit: the mapping ends with the process, after everything that may still use it.
     weakref.finalize(memory, _unmap, address, nbytes, os.getpid()).atexit = False

@@ -303,9 +303,8 @@ class OptimizerProcess:
                 if self._done > done:
                     patience.renew()
                     done = self._done
-                has_ended = (
-                    self._process.poll() is not None
-                )  # checked before its last messages are read
+                # checked before its last messages are read
+                has_ended = self._process.poll() is not None
                 if not is_over():
                     self._exchange()
                 if is_over():
@@ -343,9 +342,8 @@ class OptimizerProcess:
             self.ready, self._is_ready = answer, True
         elif not isinstance(answer, Done) or answer.number > self._done + 1:
             raise GarbledError(f"{answer!r} after answer {self._done} of {self._submitted}")
-        elif (
-            answer.number == self._done + 1
-        ):  # otherwise a signal handler interrupted us after it was recorded
+        elif answer.number == self._done + 1:
+            # otherwise a signal handler interrupted us after it was recorded
             self._done = answer.number
             self._seconds += answer.seconds
             if answer.failed_write is not None:
@@ -433,7 +431,6 @@ def _end(process: subprocess.Popen[bytes], channel: Channel, owner_pid: int) -> 
             process.wait(_CLOSE_SECONDS)
         finally:
             process.kill()  # no effect if it has ended
-    with contextlib.suppress(
-        subprocess.TimeoutExpired
-    ):  # stuck in an uninterruptible call: it dies afterwards
+    # stuck in an uninterruptible call: it dies afterwards
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_REAP_SECONDS)

@@ -137,9 +137,8 @@ def mistakes() -> list[str]:
     attempt(lambda: a + torch.ones(3))
     attempt(lambda: a + torch.ones(2, device="sim"))
     attempt(lambda: torch.empty(3, device="sim", pin_memory=True))
-    nn.functional.embedding(
-        torch.tensor([7]).to("sim"), torch.ones(3, 3, device="sim")
-    )  # found by the kernel, later
+    # found by the kernel, later
+    nn.functional.embedding(torch.tensor([7]).to("sim"), torch.ones(3, 3, device="sim"))
     attempt(torch.accelerator.synchronize)
     attempt(torch.accelerator.synchronize)
     return texts
@@ -259,17 +258,14 @@ def test_a_planted_race_is_found_explained_and_replayed() -> None:
         assert len(race[1]) >= 2
     assert len(totals) > 1  # and wrong in most orders
     for seed, (total, made) in orders.items():
-        assert on_sim(side_stream, False, "seeded", seed)[0][::3] == (
-            total,
-            made,
-        )  # a seed always gives its order
+        # a seed always gives its order
+        assert on_sim(side_stream, False, "seeded", seed)[0][::3] == (total, made)
         assert on_sim(side_stream, False, "replay", 0, made)[0][0] == total
     assert len({str(made) for _, made in orders.values()}) > 1
     for seed in SEEDS:
         assert on_sim(side_stream, True, "seeded", seed)[0][:2] == (3000, 0)
-    assert (
-        "tests.support.simulated_accelerator.device" not in sys.modules
-    )  # other tests here take the CPU for the device
+    # other tests here take the CPU for the device
+    assert "tests.support.simulated_accelerator.device" not in sys.modules
 
 
 def orders_without_race() -> int:

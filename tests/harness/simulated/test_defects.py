@@ -11,9 +11,8 @@ from tests.support.ranks import run_ranks
 
 
 def see(name: str) -> tuple[bool, str]:
-    rows = importlib.import_module(
-        "tests.simulated.defect_rows"
-    ).ROWS  # loads the simulated accelerator
+    # loads the simulated accelerator
+    rows = importlib.import_module("tests.simulated.defect_rows").ROWS
     assert rows.keys() == RANKS.keys()
     seen = rows[name]()
     return seen.defect, seen.what

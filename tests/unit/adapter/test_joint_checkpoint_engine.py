@@ -78,9 +78,8 @@ def after_power_loss(
     kept = draw.randint(synced + 1, len(operations))
     for name, paths, content in operations[:kept]:
         targets = [folder / path for path in paths]
-        if (
-            name == "write"
-        ):  # it was created and written before; the sync is the moment from which it is sure
+        # it was created and written before; the sync is the moment from which it is sure
+        if name == "write":
             targets[0].write_bytes(content)
         elif name in ("rename", "replace"):
             os.rename(*targets)
@@ -375,9 +374,8 @@ def test_a_folder_that_is_relative_to_the_current_one(
 def test_the_script_may_change_its_folder_while_a_save_goes_on(
     alone: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(
-        async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS
-    )  # `make_engine` changes it
+    # `make_engine` changes it
+    monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)
     folders = [tmp_path / name for name in ("before", "after")]
     for folder in folders:
         folder.mkdir()

@@ -133,9 +133,8 @@ def differing(
     plain, program = Plain(LR, DECAY, accumulation), []
     for number in range(4 * accumulation):
         parts = draw.choices(MICRO_STEPS, k=draw.choice([1, 1, 2]))
-        if set(parts) == {
-            an_exception_before_any_gradient
-        }:  # no pass ends, so a step would be refused
+        # no pass ends, so a step would be refused
+        if set(parts) == {an_exception_before_any_gradient}:
             parts.append(once)
         for part, micro_step in enumerate(parts):
             arguments = 10 * number + 4 * part, draw.random() < 0.5

@@ -77,9 +77,8 @@ def documented_calls(stage: int, partitions: int, overflows: bool) -> list[str]:
     """The documented names in order; a name that comes several times in a row stands once."""
     parts = documented(stage)
     if overflows:
-        before = (
-            parts["before"][:1] if stage == 3 else parts["before"]
-        )  # with fp16, stage 3 checks first
+        # with fp16, stage 3 checks first
+        before = parts["before"][:1] if stage == 3 else parts["before"]
         return [*before, *parts["overflow"]]
     return [*parts["before"], *(name for _ in range(partitions) for name in parts["partition"])]
 

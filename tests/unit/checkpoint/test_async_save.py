@@ -46,9 +46,8 @@ def content(folder: Path) -> dict[str, Any]:
             for key, value in state.items()
             if key not in ("deepspeed_ext_save_id", "ds_config")
         }
-        found[path.name].get("optimizer_state_dict", {}).pop(
-            "loss_scaler", None
-        )  # an object without equality
+        # an object without equality
+        found[path.name].get("optimizer_state_dict", {}).pop("loss_scaler", None)
     return found
 
 
@@ -172,9 +171,8 @@ def save_on_full_disk(config: dict[str, Any], folder: str, whose: str) -> dict[s
         if message:  # raised after the step
             losses.append(math.nan)
         step += 1
-    message = message or said(
-        engine.checkpoint_engine.finish
-    )  # not yet written when the last step looked
+    # not yet written when the last step looked
+    message = message or said(engine.checkpoint_engine.finish)
     dist.barrier()
     if rank == 1:
         resource.prlimit(victim, resource.RLIMIT_FSIZE, before)

@@ -66,9 +66,8 @@ def test_two_engines_of_one_process_save_beside_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the first one makes no step for a long time, so that its save waits."""
-    monkeypatch.setattr(
-        async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS
-    )  # `make_engine` changes it
+    # `make_engine` changes it
+    monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)
     disks = Disks(tmp_path, False)
     engine, state = make_engine(ALONE, True, MODES[1])
     assert isinstance(engine, AsyncCheckpointEngine)

@@ -88,9 +88,8 @@ def wrong_with(folder: Path, mode: str, tag: str, number: int, at: int | None) -
             save(ALONE, disks, tag, 2, None, mode)
         except CheckpointError as error:
             said = str(error)
-    found = load(
-        ALONE, disks, tag if "was saved, but" in said else None
-    )  # `latest` could not be written
+    # `latest` could not be written
+    found = load(ALONE, disks, tag if "was saved, but" in said else None)
     call = made[at] if at is not None else ""
     case = f"{mode}, {tag}, {errno.errorcode[number]} at call {at} ({call}): "
     if found != ({1} if "was not saved" in said else {2}):
@@ -118,9 +117,8 @@ def _remedies(number: int, said: str) -> str:
 
 def look(folder: Path, draw: random.Random, count: int | None) -> None:
     wrong: list[str] = []
-    with patch.object(
-        async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS
-    ):  # `make_engine` changes it
+    # `make_engine` changes it
+    with patch.object(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS):
         for mode in MODES:
             for tag in ("a", "b"):
                 problem, calls = wrong_with(folder / f"{mode} {tag}", mode, tag, errno.EIO, None)

@@ -85,9 +85,8 @@ def two_engines(config: dict[str, Any], end: str) -> dict[str, Any]:
     """Plans of two engines that live at once, and how the threads run as one after the other
     ends."""
     states = [state_of_threads()]
-    with patch.object(
-        initial_mask, "_initial", None
-    ):  # as if torch had been imported before deepspeed_ext
+    # as if torch had been imported before deepspeed_ext
+    with patch.object(initial_mask, "_initial", None):
         engines = [make_engine(config) for _ in range(2)]
         for engine in engines:
             train(engine, batches(2, 0))

@@ -136,9 +136,8 @@ def main(end: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "preempted":
         signal.signal(signal.SIGTERM, lambda *_: preempted.set())
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell lets its background jobs ignore it
+    # a shell lets its background jobs ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.argv[1] == "in a thread":
         thread = threading.Thread(target=main, args=["idle"])
         thread.start()

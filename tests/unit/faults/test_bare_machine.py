@@ -76,9 +76,8 @@ def test_without_compiler_and_caches(tmp_path: Path) -> None:
     }
     found = train(tmp_path, **folders)
     assert found["kernel"] == "reference"
-    assert found["losses"] == pytest.approx(
-        usual()["losses"], rel=1e-2
-    )  # equal to rounding, and then 16-bit weights
+    # equal to rounding, and then 16-bit weights
+    assert found["losses"] == pytest.approx(usual()["losses"], rel=1e-2)
     assert not list(tmp_path.rglob("*.so"))
 
 

@@ -114,9 +114,8 @@ def with_children(config: dict[str, Any], folder: str, seed: int) -> list[Any]:
     for number, batch in enumerate(data):
         losses += train(engine, [batch])
         if number % 3 == 1:
-            engine.save_checkpoint(
-                folder, tag=f"step-{number}"
-            )  # in flight, if it is beside training
+            # in flight, if it is beside training
+            engine.save_checkpoint(folder, tag=f"step-{number}")
         if dist.get_rank() == number % dist.get_world_size():
             all_own = dist.get_world_size() == 1 or engine.zero_optimization_stage() == 3
             known = [name for name in CALLS if all_own or name not in OF_OWNERS]

@@ -133,10 +133,8 @@ def overflow_on_one_rank(config: dict) -> dict[str, Any]:
 def test_an_overflow_on_one_rank_skips_the_step_on_all(stage: int, rule: str) -> None:
     """Training continues bitwise as if the step had not been attempted."""
     config = {**zenflow_config(stage, torch.float16, **RULES[rule]), "scheduler": SCHEDULER}
-    config["fp16"] |= {
-        "initial_scale_power": 8,
-        "hysteresis": 5,
-    }  # so one overflow leaves the loss scale as it is
+    # so one overflow leaves the loss scale as it is
+    config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 5}
     for found in run_ranks(2, overflow_on_one_rank, config):
         assert found["overflow"]
         assert found["changed arrays"] == ""

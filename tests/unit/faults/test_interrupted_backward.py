@@ -134,9 +134,8 @@ def outcomes(
             tally["refused"] += 1
             if "has broken off the last backward pass" not in found["error"]:
                 wrong.append((at, strike, found["place"], found["error"]))
-        elif is_same(found, undisturbed) or is_same(
-            found, twice
-        ):  # twice: the pass had ended, which nobody can know
+        elif is_same(found, undisturbed) or is_same(found, twice):
+            # twice: the pass had ended, which nobody can know
             tally["whole"] += 1
         else:
             wrong.append((at, strike, found["place"], "goes on with other gradients"))

@@ -52,10 +52,8 @@ class Run:
         train(engine, self.data[:BEFORE])
         interruption, found = Interruption(at, STRIKES[strike]), dict[str, Any](error=None)
         if loads:
-            with (
-                suppress(KeyboardInterrupt, Exception),
-                interruption,
-            ):  # torch and we tell some as errors of our own
+            # torch and we tell some as errors of our own
+            with suppress(KeyboardInterrupt, Exception), interruption:
                 engine.load_checkpoint(self.folder, tag="saved")
         torch.set_grad_enabled(True)  # torch's own context may have been left in the middle
         try:

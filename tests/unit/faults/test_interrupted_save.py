@@ -66,9 +66,8 @@ def goes_wrong(
         except CheckpointError as error:
             told = str(error)
     found = load(ALONE, disks)
-    left = [
-        path.name for path in folder.rglob("*.dsext-*") if "removing" not in path.name
-    ]  # for the next save
+    # for the next save
+    left = [path.name for path in folder.rglob("*.dsext-*") if "removing" not in path.name]
     wrong = None
     if found != ({1} if "was not saved" in told else {2}):
         wrong = f"told {told!r}, found {found}"
@@ -80,12 +79,10 @@ def goes_wrong(
 def look(folder: Path, draw: random.Random, count: int | None) -> None:
     ended, told = 0, []
     with (
-        patch.object(
-            async_engine, "Writer", LateWriter
-        ),  # it writes when it is waited for: the disk is slow
-        patch.object(
-            async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS
-        ),  # `make_engine` changes it
+        # it writes when it is waited for: the disk is slow
+        patch.object(async_engine, "Writer", LateWriter),
+        # `make_engine` changes it
+        patch.object(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS),
         patch.object(LateWriter, "is_late", False),
     ):
         for waits in WAITS:

@@ -321,9 +321,8 @@ class Phase:
         if self.name == "initialize":
             self.engine = make_engine(self.config)
         elif self.name == "step":
-            train(
-                self.engine, self.data[4:9]
-            )  # an error is raised at the next wait, an interval later at most
+            # an error is raised at the next wait, an interval later at most
+            train(self.engine, self.data[4:9])
         elif self.name.startswith("save"):
             self.engine.save_checkpoint(self.folder, tag="t")
             if self.name == "save beside":
@@ -331,9 +330,8 @@ class Phase:
                 self.engine.checkpoint_engine.finish()
         elif self.name.startswith("load"):
             self.engine.load_checkpoint(self.folder, tag="whole")
-            train(
-                self.engine, self.data[4:]
-            )  # work for the worker is handed over at the end of a load
+            # work for the worker is handed over at the end of a load
+            train(self.engine, self.data[4:])
 
     def clear(self, keep: bool) -> None:
         """After the phase."""
@@ -369,9 +367,8 @@ def go_through(
         each for each in names[0] if each.startswith(within) and not each.startswith(NOT_ASKED_FOR)
     ]
     for function in asked:
-        if (
-            zlib.crc32(function.encode()) % every != first
-        ):  # by the name: how fast a worker is must not change the rest
+        # by the name: how fast a worker is must not change the rest
+        if zlib.crc32(function.encode()) % every != first:
             continue
         phase.prepare()
         dist.barrier()
@@ -384,9 +381,8 @@ def go_through(
         found.append((function, outcome, time.monotonic() - begin))
         if found[-1][2] > SECONDS:
             return found  # the ranks are out of step
-        phase.clear(
-            keep=name == "save" and outcome.startswith("CheckpointError")
-        )  # other phases step on
+        # other phases step on
+        phase.clear(keep=name == "save" and outcome.startswith("CheckpointError"))
     phase.clear(keep=False)
     return found
 
@@ -395,13 +391,8 @@ def go_through(
     ("name", "stage", "rule", "every", "within"),
     [
         ("step", 2, "predictive", 17, ""),
-        (
-            "step",
-            2,
-            "selective",
-            2,
-            "zenflow/rules/selective/rule.py:SelectiveRule._",
-        ),  # ranks that select differently
+        # ranks that select differently
+        ("step", 2, "selective", 2, "zenflow/rules/selective/rule.py:SelectiveRule._"),
         ("save", 2, "selective", 11, ""),
         ("save beside", 2, "predictive", 23, ""),
         ("load", 3, "predictive", 61, ""),
@@ -432,9 +423,8 @@ def test_all_ranks_have_the_same_error(
         group_timeout_seconds=SECONDS + 5,
         timeout_seconds=280,
     )
-    require_same_errors(
-        ended, name, at_least=0 if every > 1 else 30
-    )  # 12 more if the worker is slow
+    # 12 more if the worker is slow
+    require_same_errors(ended, name, at_least=0 if every > 1 else 30)
 
 
 ON_HOST = ("adapter/gradients.py:", "zenflow/transfers/weight_upload.py:")

@@ -67,9 +67,8 @@ def test_the_others_end_and_so_do_all_optimizer_processes(
     assert outcomes[-1].exit_code == -signal.SIGKILL
     for outcome in outcomes[:-1]:
         assert outcome.error is None, outcome.error
-        ends = (
-            [FAILED, -signal.SIGABRT] if device == "accelerator" else [FAILED]
-        )  # NCCL's watchdog may abort a rank
+        # NCCL's watchdog may abort a rank
+        ends = [FAILED, -signal.SIGABRT] if device == "accelerator" else [FAILED]
         assert outcome.exit_code in ends
     pids = [int(word) for file in tmp_path.iterdir() for word in file.read_text().split()]
     assert len(pids) == 2 * ranks

@@ -51,9 +51,8 @@ def harm(process: OptimizerProcess, how: str) -> None:
         os.kill(process.pid, signal.SIGSTOP)
         process.submit([PartitionPass(0, (), (), Publish.exact(1.0, 1e-8), again=0)])
     if how == "raising":
-        with suppress(
-            WorkerError
-        ):  # a fast worker has answered before this returns; then the next wait says it again
+        # a fast worker has answered before this returns; then the next wait says it again
+        with suppress(WorkerError):
             process.submit([PartitionPass(0, (7,), (), Publish.exact(1.0, 1e-8))])
     elif how == "stopped":
         os.kill(process.pid, signal.SIGSTOP)

@@ -138,10 +138,8 @@ def next_tier_body(failures: list[list[int]]) -> str:
         ([[0], []], "distributed"),
         ([[0, 1], [0]], "host"),  # then distributed: a slice
         ([[0], [1]], "host"),
-        (
-            [[0], [0, 2]],
-            "distributed",
-        ),  # the flat buffer with the parameters gone: through the host
+        # the flat buffer with the parameters gone: through the host
+        ([[0], [0, 2]], "distributed"),
     ],
 )
 def test_out_of_memory_on_one_rank_moves_all_to_the_next_way(
@@ -183,24 +181,12 @@ def last_tier_body(failures: list[list[int]], forced: str | None, host_fails_on:
 @pytest.mark.parametrize(
     ("failures", "forced", "host_fails_on", "says"),
     [
-        (
-            [[0, 1, 2], [0, 1]],
-            None,
-            None,
-            "no flatten tier fits",
-        ),  # host: the flat buffer, on rank 0
-        (
-            [[0], [0, 2, 3]],
-            None,
-            None,
-            "no flatten tier fits",
-        ),  # distributed, then through the host, both refused
-        (
-            [[0], [0, 2]],
-            None,
-            0,
-            "no flatten tier fits",
-        ),  # distributed half done, and no host memory for the way out
+        # host: the flat buffer, on rank 0
+        ([[0, 1, 2], [0, 1]], None, None, "no flatten tier fits"),
+        # distributed, then through the host, both refused
+        ([[0], [0, 2, 3]], None, None, "no flatten tier fits"),
+        # distributed half done, and no host memory for the way out
+        ([[0], [0, 2]], None, 0, "no flatten tier fits"),
         ([[0, 1], []], None, 1, "host memory"),  # host: no room for the slice
         ([[0], []], "accelerator", None, 'flatten_tier = "accelerator" ran out'),
         ([[], [0]], "distributed", None, 'flatten_tier = "distributed" ran out'),

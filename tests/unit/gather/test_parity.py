@@ -42,9 +42,8 @@ def check(world_size: int, dtype: str, accumulation: int, min_numel: int | None,
             assert {mode.value for mode in plan.modes.values()} == {
                 0: {"single"},
                 600: {"single", "shared"},
-                None: {
-                    "single" if is_simulated("cpu") else "shared"
-                },  # all alone on an accelerator
+                # all alone on an accelerator
+                None: {"single" if is_simulated("cpu") else "shared"},
             }[min_numel]
             assert num_collectives > STEPS
 

@@ -104,9 +104,8 @@ def test_out_of_memory_is_recognised() -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert allocation.is_out_of_memory(error.value)
     assert allocation.is_out_of_memory(torch.OutOfMemoryError("x"))
-    assert allocation.is_out_of_memory(
-        RuntimeError("CUDA error: out of memory")
-    )  # page-locked memory is refused like this
+    # page-locked memory is refused like this
+    assert allocation.is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert allocation.is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     assert not allocation.is_out_of_memory(OSError(errno.ENOENT, "out of memory"))
     assert not allocation.is_out_of_memory(RuntimeError("shape mismatch"))

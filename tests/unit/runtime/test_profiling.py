@@ -77,9 +77,8 @@ def test_a_profile_shows_the_parts_by_name(system: str) -> None:
             assert {
                 found[f"zenflow.{part}"] for part in ("begin_step", "finish_weights", "end_step")
             } == {STEPS}
-        if (
-            system == "gather"
-        ):  # one range per fetch, not per parameter; the wait of each is the coordinator's
+        # one range per fetch, not per parameter; the wait of each is the coordinator's
+        if system == "gather":
             assert found["gather.fetch"] <= found["gather.wait"]
 
 

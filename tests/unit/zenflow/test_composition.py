@@ -70,17 +70,14 @@ class Tolerance(NamedTuple):
 
 TOLERANCES = {
     "exact": Tolerance(1e-4, 1e-3),
-    "16 bit": Tolerance(
-        2e-3, 2e-2
-    ),  # DeepSpeed accumulates gradients in 16 bit, and weights round to a neighbour
+    # DeepSpeed accumulates gradients in 16 bit, and weights round to a neighbour
+    "16 bit": Tolerance(2e-3, 2e-2),
     "predictive": Tolerance(0.03, 0.15),
     "predictive, bf16 moments": Tolerance(0.05, 0.3),
-    "predictive, int8 moments": Tolerance(
-        0.08, 0.3
-    ),  # one combination is 5.4 % off, also with moments of 32 bits
-    "predictive, interval 2": Tolerance(
-        0.1, 0.6
-    ),  # six steps, of which the schedules make the late ones the largest
+    # one combination is 5.4 % off, also with moments of 32 bits
+    "predictive, int8 moments": Tolerance(0.08, 0.3),
+    # six steps, of which the schedules make the late ones the largest
+    "predictive, interval 2": Tolerance(0.1, 0.6),
     "selective": Tolerance(0.15, 0.7),
     "selective, overlapped": Tolerance(0.2, 0.7),
 }
@@ -129,9 +126,8 @@ class Awkward(OddModel):
 def model_of(case: Case) -> OddModel:
     if case.parameters != "awkward":
         return OddModel()
-    return Awkward(
-        empty=case.stage < 3 or case.ranks == 1
-    )  # else DeepSpeed's own gather fails on empty ones
+    # else DeepSpeed's own gather fails on empty ones
+    return Awkward(empty=case.stage < 3 or case.ranks == 1)
 
 
 def own_hyperparameters(model: nn.Module) -> list[dict]:
@@ -156,9 +152,8 @@ def config_of(case: Case) -> dict[str, Any]:
         config["scheduler"] = SCHEDULES[case.schedule]
     if case.optimizer == "Adam":
         config["optimizer"]["type"], config["optimizer"]["params"]["adam_w_mode"] = "Adam", False
-    elif (
-        case.optimizer == "AdamW, uncorrected"
-    ):  # DeepSpeedCPUAdam, because torch's Adam always corrects
+    elif case.optimizer == "AdamW, uncorrected":
+        # DeepSpeedCPUAdam, because torch's Adam always corrects
         del config["optimizer"]["params"]["torch_adam"]
         config["optimizer"]["params"]["bias_correction"] = False
     elif case.optimizer != "AdamW":

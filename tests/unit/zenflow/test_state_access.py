@@ -80,9 +80,8 @@ def written_and_trained(config: dict, extended: bool) -> dict[str, Any]:
     engine = make_engine(config, extended=extended, groups=two_groups)
     rank = dist.get_rank()
     losses = train(engine, batches(5, rank))
-    if (
-        not extended and engine.zero_optimization_stage() < 3
-    ):  # DeepSpeed has linked the moments before there were any
+    # DeepSpeed has linked the moments before there were any
+    if not extended and engine.zero_optimization_stage() < 3:
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     before = state_of(engine)

@@ -130,9 +130,8 @@ NEEDED = cover(CASES, strength=1)
 def test_it_does_what_the_fields_say(name: str, stage: int, ranks: int) -> None:
     section = SECTIONS[name]
     results = run_ranks(ranks, followed, config_of(section, stage, ranks))
-    for index, blocks in enumerate(
-        results[0]["blocks"]
-    ):  # over all ranks, whose partitions have one size
+    # over all ranks, whose partitions have one size
+    for index, blocks in enumerate(results[0]["blocks"]):
         assert sum(found["hot"][index] for found in results) == math.ceil(
             section["topk_ratio"] * blocks * ranks
         )

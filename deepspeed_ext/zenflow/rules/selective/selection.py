@@ -64,9 +64,8 @@ def select(
     bits = candidates.int()
     with keeping():
         candidates = torch.topk(scores, most_hot_blocks(count, ratio)).indices.sort().values
-        bits = (
-            scores[candidates].abs().view(torch.int32)
-        )  # as integers, floats without a sign keep their order
+        # as integers, floats without a sign keep their order
+        bits = scores[candidates].abs().view(torch.int32)
     left, smallest = hot_blocks(ranks.size * count, ratio), 0
     for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
         counts = torch.zeros(_DIGITS, dtype=torch.int64, device=ranks.device)

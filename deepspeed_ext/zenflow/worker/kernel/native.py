@@ -279,9 +279,8 @@ class NativeKernel:
                 beta1=beta1,
                 beta2=beta2,
                 lr=step.lr,
-                step=_step(
-                    replace(step, step=1)
-                ),  # the library computes the bias corrections per block
+                # the library computes the bias corrections per block
+                step=_step(replace(step, step=1)),
                 grads_count=count,
                 grad_dtype=_dtype_code(mean_pass.grads),
                 published_dtype=DTYPE_CODES[mean_pass.published.dtype],

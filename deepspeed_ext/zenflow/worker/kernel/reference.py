@@ -24,9 +24,8 @@ __all__ = ["ReferenceKernel", "block_means_into", "known_into", "publish_into", 
 
 _START_SECONDS = 60.0
 """Longest time for all threads of a pool to start, on a busy machine."""
-_CHUNK_NUMEL = (
-    128 * 1024
-)  # three fp32 arrays and the temporaries of a chunk stay in a core's L2 cache
+# three fp32 arrays and the temporaries of a chunk stay in a core's L2 cache
+_CHUNK_NUMEL = 128 * 1024
 
 
 def as_tensor(array: Array) -> torch.Tensor:
@@ -157,14 +156,12 @@ def _undivided_threads(number: int) -> ThreadPoolExecutor:
 
     pool = ThreadPoolExecutor(number, thread_name_prefix="dsext-pass", initializer=take_limit)
     try:
-        for _ in range(
-            number
-        ):  # no thread is idle before all pass the barrier, so each call starts a new one
+        # no thread is idle before all pass the barrier, so each call starts a new one
+        for _ in range(number):
             pool.submit(int)
         all_limited.wait()
-    except (
-        RuntimeError
-    ):  # a thread cannot start, or its initializer failed; release those that wait at the barrier
+    except RuntimeError:
+        # a thread cannot start, or its initializer failed; release those that wait at the barrier
         all_limited.abort()
         raise
     finally:

@@ -77,9 +77,8 @@ def resume(config: dict[str, Any], folder: str) -> tuple[int, int]:
     filled."""
     load._CHUNK_NUMEL = CHUNK_NUMEL
     engine = make_engine(config, model=Wide)
-    engine.backward(
-        engine(torch.randn(2, WIDTH).bfloat16())
-    )  # then gradients and the arena are there
+    # then gradients and the arena are there
+    engine.backward(engine(torch.randn(2, WIDTH).bfloat16()))
     engine.step()
     adam = engine.optimizer.host_optimizer
     adam.link.wait_together()
@@ -107,7 +106,6 @@ def test_a_rank_needs_its_own_partition_and_a_chunk(
         3, resume, resumed, str(tmp_path), pool=f"resharding {stages[1] == 3}"
     ):
         assert filled >= 12 * 2 * WIDTH**2 / 3
-        gathered = (
-            4 * 2 * WIDTH**2 if stages[1] == 2 else 0
-        )  # DeepSpeed's all-gather of the weights, on the device
+        # DeepSpeed's all-gather of the weights, on the device
+        gathered = 4 * 2 * WIDTH**2 if stages[1] == 2 else 0
         assert more < 0.25 * filled + gathered, "besides the partitions, which were there before"

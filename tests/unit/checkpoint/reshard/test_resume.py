@@ -62,9 +62,8 @@ def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: 
         resumed.ranks, resume, resumed, folder, pool=resumed.pool, goes_on=goes_on
     ):
         assert difference == ""
-        assert losses == pytest.approx(
-            expected, rel=0.02
-        )  # weights in 16 bits, predicted by one of them
+        # weights in 16 bits, predicted by one of them
+        assert losses == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -191,9 +191,8 @@ def require_close(config: dict[str, Any], ranks: int, model: str | None = None) 
     if "offload_param" in zero or (
         zero["stage"] == 3 and zero.get("zenflow", {}).get("gradients_on_host")
     ):
-        del found[
-            Place.ACCELERATOR, Phase.START
-        ]  # DeepSpeed moves the whole module there, as the plan's note says
+        # DeepSpeed moves the whole module there, as the plan's note says
+        del found[Place.ACCELERATOR, Phase.START]
     for (place, phase), (plan, measured) in found.items():
         nothing = LARGEST * 2 if phase is Phase.SLEEP else NOTHING  # what a batch leaves behind
         assert abs(plan - measured) <= TOLERANCE * measured + nothing, (

@@ -317,9 +317,8 @@ def test_a_larger_difference_never_passes_where_a_smaller_one_fails(
 def test_what_a_rank_writes_is_what_is_read(tmp_path: Path) -> None:
     found = good(
         resumed=Resumed({3: (1.5, math.inf)}, 7),
-        failure=Failure(
-            "end", ("OSError", "Exception"), "gone: /\udcff"
-        ),  # a path that is no UTF-8
+        # a path that is no UTF-8
+        failure=Failure("end", ("OSError", "Exception"), "gone: /\udcff"),
         losses=[0.1 + 0.2, 5e-324, 7.0],
         norms=[None, 1.0],
     )

@@ -394,8 +394,7 @@ def test_a_signal_ends_everything(number: signal.Signals, seconds: float, tmp_pa
     assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
     assert "Traceback" not in said
     wait_until(lambda: left_behind(run.pid) == [], "the end of all ranks")
-    left = [
-        path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")
-    ]  # torch's, for all runs
+    # torch's, for all runs
+    left = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
     assert number == signal.SIGKILL or left == []
     assert shared_segments() <= before

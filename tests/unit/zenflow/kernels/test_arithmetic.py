@@ -115,9 +115,8 @@ def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], 
 
 
 def of_step(step: AdamStep, weights_dtype: torch.dtype) -> list[str]:
-    definition.bias_corrections(
-        torch.ones(1, dtype=torch.int32), HotConstants.of(step)
-    )  # makes its tables on the host
+    # makes its tables on the host
+    definition.bias_corrections(torch.ones(1, dtype=torch.int32), HotConstants.of(step))
     found = []
     with patch.object(host, "serves", lambda *_: False):
         for name, call in parts(step, weights_dtype).items():

@@ -56,9 +56,8 @@ def test_each_value_is_one_of_its_two_neighbours_and_one_that_fits_stays(
     nearest = exact.to(dtype)
     gap = (found.float() - exact).abs()
     other = torch.where(nearest.float() < exact, torch.inf, -torch.inf).to(dtype)
-    beyond = torch.nextafter(
-        nearest.double(), other.double()
-    )  # which side the other neighbour is on
+    # which side the other neighbour is on
+    beyond = torch.nextafter(nearest.double(), other.double())
     assert (
         (found == nearest) | ((found.float() - exact).sign() == (beyond - nearest.double()).sign())
     ).all()

@@ -20,9 +20,8 @@ STEP = LionStep(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1, step=3, grad_s
 
 
 def lion(**settings: float) -> LionKind:
-    made = DeepSpeedCPULion.__new__(
-        DeepSpeedCPULion
-    )  # without its operator, which takes a while to compile
+    # without its operator, which takes a while to compile
+    made = DeepSpeedCPULion.__new__(DeepSpeedCPULion)
     defaults = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, **settings}
     torch.optim.Optimizer.__init__(made, [torch.nn.Parameter(torch.zeros(1))], defaults)
     found = kind_of(made, ZenFlowConfig())

@@ -309,9 +309,8 @@ def pipelined(config: dict[str, Any], num_stages: int, extended: bool) -> list[f
 )
 def test_pipelines_train_as_with_zero_offload(num_stages: int, rule: str) -> None:
     config = zenflow_config(1, torch.float32, accumulation=2, async_save=True, **RULES[rule])
-    alone = {
-        "pool": f"pipeline of {num_stages}"
-    }  # DeepSpeed keeps the topology of a pipeline for the whole process
+    # DeepSpeed keeps the topology of a pipeline for the whole process
+    alone = {"pool": f"pipeline of {num_stages}"}
     expected = run_ranks(2, pipelined, offload_config(config), num_stages, False, **alone)
     for theirs, ours in zip(
         expected, run_ranks(2, pipelined, config, num_stages, True, **alone), strict=True

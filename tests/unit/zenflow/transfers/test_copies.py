@@ -99,9 +99,8 @@ def test_late_and_poisoned_copies_change_nothing(
         stage, overlap_step=True, hide_transfers=kind == "beside", **RULES[rule]
     )
     for expected, actual, counts in run_ranks(1, as_is_and_poisoned, config, STEPS, device=device):
-        assert (
-            counts["gradients"] > 0 or device == "cpu"
-        )  # where gradients may be laid out in their slot
+        # where gradients may be laid out in their slot
+        assert counts["gradients"] > 0 or device == "cpu"
         assert counts["published"] > 0
         assert (counts["hot state"] > 0) == rule.startswith("selective")
         assert (counts["block means"] > 0) != rule.startswith("selective")
@@ -152,9 +151,8 @@ def copied_down(kind: str, numel: int, way: str | None) -> tuple[bool, bool]:
             transfers.take(0, source, target, transfers.ready())
             if reuses:
                 del source
-                other = torch.full(
-                    (numel,), float("nan"), device=device
-                )  # where the allocator has just got room
+                # where the allocator has just got room
+                other = torch.full((numel,), float("nan"), device=device)
             delivered(transfers)
             arrived.append(torch.equal(target, expected))
             accelerator.synchronize()
@@ -228,9 +226,8 @@ def heavy(millions: float, zenflow: dict[str, Any], steps: int, ways: list[str])
         )
         row = torch.randn(1, 1024, dtype=torch.bfloat16).to(get_accelerator().current_device_name())
         losses = []
-        for _ in range(
-            steps
-        ):  # no loss is read before the end: nothing but the optimizer waits for the device
+        # no loss is read before the end: nothing but the optimizer waits for the device
+        for _ in range(steps):
             loss = engine(row)
             engine.backward(loss)
             engine.step()

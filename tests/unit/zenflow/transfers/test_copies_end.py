@@ -40,9 +40,8 @@ def left_alone(config: dict[str, Any], how: str) -> dict[str, Any]:
     engine = make_engine(config)
     train(engine, batches(3, dist.get_rank()))
     if dist.get_rank() == 0:
-        dist.all_reduce(
-            torch.ones(1, device=get_accelerator().current_device_name())
-        )  # only the stream waits
+        # only the stream waits
+        dist.all_reduce(torch.ones(1, device=get_accelerator().current_device_name()))
     locks = engine.optimizer.host_optimizer.link.page_locks
     begin, locked = time.monotonic(), list(locks._locked.values())
     if how == "exit":
@@ -80,9 +79,8 @@ def closed_with_results_on_their_way(numel: int) -> None:
     accelerator = get_accelerator()
     device = accelerator.current_device_name()
     process: Any = SimpleNamespace(newest=0, wait_for=lambda number: None, submit=lambda tasks: 0)
-    results = [
-        Results(accelerator.pin_memory(torch.ones(numel)), None)
-    ]  # locked, but not by `PageLocks`
+    # locked, but not by `PageLocks`
+    results = [Results(accelerator.pin_memory(torch.ones(numel)), None)]
     buffers = allocated_on_all_ranks(results, torch.float32, RankGroup.alone())
     assert buffers is not None
     transfers = HiddenTransfers(
@@ -115,9 +113,8 @@ def touched_before_locked(config: dict[str, Any]) -> list[str]:
         wait_for(process, number)
         order.append("touched")
 
-    slots = [
-        ArrayKey("g", 0, slot) for slot in (0, 2)
-    ]  # at the start the CPU's ring has two slots, of three
+    # at the start the CPU's ring has two slots, of three
+    slots = [ArrayKey("g", 0, slot) for slot in (0, 2)]
     link.arena.tensor(*slots[1]).fill_(3.0)
     with (
         patch.object(OptimizerProcess, "submit", submitted),

@@ -52,9 +52,8 @@ def test_one_wait_covers_all_submissions() -> None:
     with running() as (arena, process):
         zeros = torch.zeros_like(arena.tensor("m"))
         arena.tensor("m").fill_(1.0)
-        for _ in range(
-            3
-        ):  # p and the gradient, whose place y takes, stay zero: the learning rate is zero
+        # p and the gradient, whose place y takes, stay zero: the learning rate is zero
+        for _ in range(3):
             process.submit([replace(PASS, steps=(replace(STEP, lr=0.0),))])
         assert process.wait().number == 3
         assert torch.allclose(arena.tensor("m"), torch.tensor(0.9**3))

@@ -27,15 +27,11 @@ EXCESSES = st.sampled_from([0.1, 0.9, 1.0, 1.1, math.inf, math.nan])
 @pytest.mark.parametrize(
     ("errors", "excess"),
     [
-        (
-            PredictionErrors(prediction=1.0, rounding=0.1, update=1.0),
-            1.0,
-        ),  # as far off as the weights before
+        # as far off as the weights before
+        (PredictionErrors(prediction=1.0, rounding=0.1, update=1.0), 1.0),
         (PredictionErrors(prediction=0.5, rounding=0.1, update=1.0), 0.5),
-        (
-            PredictionErrors(prediction=12.0, rounding=4.0, update=1.0),
-            1.0,
-        ),  # a small lr: rounding is most of it
+        # a small lr: rounding is most of it
+        (PredictionErrors(prediction=12.0, rounding=4.0, update=1.0), 1.0),
         (PredictionErrors(prediction=0.0, rounding=0.0, update=0.0), 0.0),  # nothing moves
         (PredictionErrors(prediction=1e-9, rounding=0.0, update=0.0), math.inf),
     ],
@@ -137,9 +133,8 @@ def test_whatever_the_probes_find_every_gradient_is_handed_over_once_and_kept_un
             if number == cut:
                 again = PredictiveSchedule(None, True, warm_up, guarded=True)
                 again.load_state_dict(schedule.state_dict(), schedule.state.position)
-                collected = list(
-                    again.latest(len(collected))
-                )  # the gradients take the first slots of the ring
+                # the gradients take the first slots of the ring
+                collected = list(again.latest(len(collected)))
                 in_flight, schedule = [], again
             if schedule.plan().waits_first:
                 in_flight = []

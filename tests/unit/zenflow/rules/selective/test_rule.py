@@ -207,11 +207,12 @@ def test_between_results_only_hot_blocks_change_and_travel(stage: int, lag: int)
         else:
             assert 0 < changed <= limit
             if stage != 3:
+                # fp32
                 assert (
                     32 * 4 * sum(second["hot"])
                     <= received
                     <= 2 * 32 * 4 * sum(first["hot"] + second["hot"])
-                )  # fp32
+                )
     for hot, others, blocks in zip(first["hot"], second["hot"], first["blocks"], strict=True):
         assert hot + others == -(-2 * blocks // 10)  # a tenth in all
         assert max(hot, others) <= 2 * -(-blocks // 10)

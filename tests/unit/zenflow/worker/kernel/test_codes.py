@@ -147,9 +147,8 @@ def test_codes_are_what_the_definition_says(values: list[float], up_by: int) -> 
         codes, scales, out = coded(of_kind, dtype, 32, torch.full((len(values),), up_by))
         expected, scale = by_definition(of_kind.tolist(), most, up_by)
         assert scales.tolist() == [scale]
-        close = codes.float().abs() - torch.tensor(
-            expected
-        )  # fp32's root of a number just below a square is whole
+        # fp32's root of a number just below a square is whole
+        close = codes.float().abs() - torch.tensor(expected)
         assert torch.where(
             close == 1, (out.abs() - of_kind.abs()) <= 2**-22 * of_kind.abs(), close == 0
         ).all()

@@ -13,9 +13,8 @@ from deepspeed_ext.zenflow.worker.kernel import AdamPass, AdamStep, MeanPass, Pu
 from tests.support.kernels import DTYPES, KERNELS, array, make_kernel, needs_native
 from tests.support.same import assert_same
 
-STEP = AdamStep(
-    1e-3, 0.9, 0.95, 1e-8, 0.1, True, step=-1, grad_scale=float("nan")
-)  # neither of the two is used
+# neither of the two is used
+STEP = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, step=-1, grad_scale=float("nan"))
 SCALES = (0.5, 0.25, 0.3, 0.125)
 
 
