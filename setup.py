@@ -15,14 +15,14 @@ VERSION = re.search(
 )[1]
 
 KERNEL = Path("deepspeed_ext/zenflow/worker/kernel")
-# Passes over host memory. Optional: without a compiler the package installs all the same and torch
-# does the work.
+# Passes over host memory. Optional: without a compiler the
+# package installs all the same and torch does the work.
 NATIVE_KERNEL = Extension(
     "deepspeed_ext.zenflow.worker.kernel._adam_pass",
     sources=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.cpp")),
     depends=sorted(str(KERNEL / path.name) for path in (ROOT / KERNEL).glob("*.h")),
-    # Whatever Python itself was compiled with: nothing that debugs, and nothing that other CPUs
-    # lack.
+    # Whatever Python itself was compiled with: nothing
+    # that debugs, and nothing that other CPUs lack.
     extra_compile_args=[
         *runpy.run_path(str(ROOT / KERNEL / "compile_flags.py"))["COMPILE_FLAGS"],
         "-g0",
@@ -74,8 +74,7 @@ setup(
     name="deepspeed-ext",
     version=VERSION,
     description="Offload and ZeRO extensions for DeepSpeed: tiered flattening, single-parameter "
-    "all-gather, "
-    "an overlapped optimizer process and automatic CPU core separation",
+    "all-gather, an overlapped optimizer process and automatic CPU core separation",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

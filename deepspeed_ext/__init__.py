@@ -27,8 +27,8 @@ from typing import Any
 from deepspeed_ext import errors
 from deepspeed_ext.cores import initial_mask
 
-# Before torch: an OpenMP runtime that binds threads would narrow the mask that core binding starts
-# from.
+# Before torch: an OpenMP runtime that binds threads
+# would narrow the mask that core binding starts from.
 initial_mask.record()
 
 __all__ = [

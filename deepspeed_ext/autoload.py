@@ -33,8 +33,8 @@ def autoload() -> None:
             _Watch().start()
         except Exception as error:
             _log_error(
-                f"DSEXT_AUTOLOAD=1 failed, and the extension stays off: {type(error).__name__}: "
-                f"{error}"
+                "DSEXT_AUTOLOAD=1 failed, and the extension stays off: "
+                f"{type(error).__name__}: {error}"
             )
 
 
@@ -99,8 +99,8 @@ def _enable() -> None:
     except Exception as error:
         failure = f"DSEXT_AUTOLOAD=1 failed: {type(error).__name__}: {error}"
         _log_error(
-            f"{failure}. deepspeed.initialize will fail in this process; {VARIABLE}=0 trains "
-            f"without the extension"
+            f"{failure}. deepspeed.initialize will fail in this process; "
+            f"{VARIABLE}=0 trains without the extension"
         )
         sys.modules[DEEPSPEED].initialize = _refusal(failure, error)  # type: ignore[attr-defined]
 
@@ -111,8 +111,8 @@ def _refusal(failure: str, cause: Exception) -> Any:
 
     def initialize(*args: Any, **kwargs: Any) -> NoReturn:
         raise deepspeed_ext.errors.UnsupportedError(
-            f"{failure}. Remove the cause, or set {VARIABLE}=0 on all ranks to train without the "
-            f"extension"
+            f"{failure}. Remove the cause, or set {VARIABLE}=0 "
+            "on all ranks to train without the extension"
         ) from cause
 
     return initialize
@@ -120,8 +120,6 @@ def _refusal(failure: str, cause: Exception) -> Any:
 
 def _log_error(message: str) -> None:
     # only now: it takes longer to import than all else here
-    from deepspeed_ext.runtime.log import (
-        logger,
-    )
+    from deepspeed_ext.runtime.log import logger
 
     logger.error(message)

@@ -340,8 +340,8 @@ def report_overlap(lines: list[dict[str, float]]) -> None:
     overlapped = [line for line in lines if "overlap" in line]
     if not overlapped:
         say(
-            "no step overlapped with its update: the first steps never do, and the log says how "
-            "many these are"
+            "no step overlapped with its update: "
+            "the first steps never do, and the log says how many these are"
         )
         return
     names = ("worker_ms", "wait_ms", "seconds")
@@ -399,8 +399,8 @@ def run(args: argparse.Namespace) -> float | None:
     # ZeRO-3 leaves 0 elements here
     numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     say(
-        f"{numel:,} parameters, {len(text.train):,} bytes of text; the run is stored in "
-        f"{shown(args.output)}"
+        f"{numel:,} parameters, {len(text.train):,} bytes of text; "
+        f"the run is stored in {shown(args.output)}"
     )
 
     first = resume(engine, args) if args.resume else 0
@@ -415,8 +415,8 @@ def run(args: argparse.Namespace) -> float | None:
     if stopped_by is not None:
         done = first + len(lines)
         say(
-            f"interrupted by {stopped_by}, saved after step {done}. Continue with:\n    "
-            f"{command('--resume')}"
+            f"interrupted by {stopped_by}, saved after step {done}. "
+            f"Continue with:\n    {command('--resume')}"
         )
     else:
         loss = held_out_loss(engine, text, args)

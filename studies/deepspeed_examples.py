@@ -222,8 +222,8 @@ def picture(losses: dict[str, list[float]]) -> str:
         path = " ".join(at(step, loss) for step, loss in enumerate(row))
         dash = ' stroke-dasharray="8 7"' if name == "ours, predictive" else ""
         lines.append(
-            f'<polyline points="{path}" fill="none" stroke="{COLORS[name]}" '
-            f'stroke-width="3"{dash}/>'
+            f'<polyline points="{path}" fill="none" '
+            f'stroke="{COLORS[name]}" stroke-width="3"{dash}/>'
         )
         y = BOTTOM + 46 + 25 * number
         lines.append(

@@ -33,8 +33,8 @@ def main() -> None:
                 row = {name: (found[name] - found["before"]) / params for name in STATES}
                 rows.append({"stage": stage, "rule": rule, "hidden transfers": hidden} | row)
     print(
-        f"bytes per parameter, of {params:,} parameters; a bucket of {BUCKET_NUMEL:,} elements of "
-        f"2 bytes has"
+        f"bytes per parameter, of {params:,} parameters; "
+        f"a bucket of {BUCKET_NUMEL:,} elements of 2 bytes has"
     )
     print(f"{2 * BUCKET_NUMEL / params:.2f}, of 4 bytes {4 * BUCKET_NUMEL / params:.2f}")
     print(

@@ -78,8 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
                 item.add_marker(pytest.mark.skip(reason=NO_ACCELERATOR))
-    # With several processes (-n), the files with the longest tests come first: none of them is left
-    # for the end.
+    # With several processes (-n), the files with the longest
+    # tests come first: none of them is left for the end.
     items.sort(key=lambda item: "faults" not in item.path.parts)
     left_out: set[pytest.Item] = set()
     if config.getoption("--all-simulated"):

@@ -49,14 +49,11 @@ LEFT, RIGHT, ALL, HALF = 24, 275, 492, 241
 BOXES = (
     Box(LEFT, 48, HALF, 64, "Weights, gradients", (), ("16 bit, ZeRO's flat buffers",), "sand"),
     Box(RIGHT, 48, HALF, 64, "Room for transfers", (), ("a gradient down, y up",), "sand"),
-    Box(LEFT, 222, ALL, 62, "Your script, or a "
-                            "Trainer", (), ("enable(), then deepspeed.initialize(...)",)),
+    Box(LEFT, 222, ALL, 62, "Your script, or a Trainer", (), ("enable(), then deepspeed.initialize(...)",)),
     Box(LEFT, 296, HALF, 84, "Entry and engine", ("adapter",), ("DeepSpeed's, subclassed",)),
     Box(RIGHT, 296, HALF, 84, "Config", ("config",), ("under zero_optimization",)),
-    Box(LEFT, 392, ALL, 84, "ZeRO optimizers", ("adapter",), ("DeepSpeed's, subclassed; below is "
-                                                              "what they use",)),
-    Box(LEFT, 488, 260, 84, "ZenFlow", ("zenflow.step", "zenflow.rules"), ("predictive or "
-                                                                           "selective",)),
+    Box(LEFT, 392, ALL, 84, "ZeRO optimizers", ("adapter",), ("DeepSpeed's, subclassed; below is what they use",)),
+    Box(LEFT, 488, 260, 84, "ZenFlow", ("zenflow.step", "zenflow.rules"), ("predictive or selective",)),
     Box(294, 488, 106, 84, "Start-up", ("flatten",), ("stages 1, 2",)),
     Box(410, 488, 106, 84, "Gathers", ("gather",), ("stage 3",)),
     Box(LEFT, 584, 260, 84, "Checkpoints", ("checkpoint",), ("all ranks commit, or none",)),
@@ -85,13 +82,13 @@ def picture() -> str:
 
 def _lines() -> Iterator[str]:
     yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-        f'height="{HEIGHT}" '
-        'font-family="sans-serif" font-size="17" role="img" aria-label="Parts of deepspeed_ext">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} '
+        f'{HEIGHT}" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
+        'font-size="17" role="img" aria-label="Parts of deepspeed_ext">'
     )
     yield (
-        '<defs><marker id="end" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
-        'markerHeight="8" '
+        '<defs><marker id="end" viewBox="0 0 8 8" refX="7" '
+        'refY="4" markerWidth="8" markerHeight="8" '
     )
     yield 'orient="auto-start-reverse"><path d="M0 0L8 4L0 8z" fill="#444"/></marker></defs>'
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'

@@ -369,28 +369,23 @@ def _verdict() -> str:
         ratios = _ratios(rival)
         more, less = sum(ratio > 1 for ratio in ratios), sum(ratio < 1 for ratio in ratios)
         texts.append(
-            f"larger than {rival}'s in {more}, as large in {len(ratios) - more - less} and "
-            f"smaller in {less} "
-            f"(median {statistics.median(ratios):.2f} times its size, {min(ratios):.2f} to "
-            f"{max(ratios):.2f})"
+            f"larger than {rival}'s in {more}, as large in {len(ratios) - more - less} "
+            f"and smaller in {less} (median {statistics.median(ratios):.2f} times its size, "
+            f"{min(ratios):.2f} to {max(ratios):.2f})"
         )
     rounded, coded = (statistics.median(_ratios(ZERO_OFFLOAD, OURS + end)) for end in MOMENTS)
     cases = len(STAGES) * len(GPUS) * len(GPU_GIB) * len(HOST_GIB)
     counts = [f"{_tokens(link, 8):,} on {link}" for link in LINKS]
     return (
-        f"**On {sum(ratio > 1 for ratio in free)} of {len(free)} machines our largest model is "
-        f"larger than "
-        f"{ZERO_OFFLOAD}'s, each at the stage and with weights where it is largest, and smaller on "
-        f"{sum(ratio < 1 for ratio in free)} (median {statistics.median(free):.2f} times its "
-        f"size, {min(free):.2f} to "
-        f"{max(free):.2f}).** In {cases} cases (a machine and a stage, weights on the GPU) it is "
-        f"{texts[0]}; it is "
-        f"{texts[1]}. With moments in bf16 it is {rounded:.2f} times the size of "
-        f"{ZERO_OFFLOAD}'s, with those of "
-        f"8 bits {coded:.2f} times (medians). "
-        f"With 8 GPUs ours hides the whole optimizer from these tokens per GPU and step on: "
-        f"{', '.join(counts)}. "
-        f"{ZERO_OFFLOAD} and {ZENFLOW} expose a part of it in every step.\n"
+        f"**On {sum(ratio > 1 for ratio in free)} of {len(free)} machines our largest model "
+        f"is larger than {ZERO_OFFLOAD}'s, each at the stage and with weights where it is largest, "
+        f"and smaller on {sum(ratio < 1 for ratio in free)} (median {statistics.median(free):.2f} "
+        f"times its size, {min(free):.2f} to {max(free):.2f}).** In {cases} cases "
+        f"(a machine and a stage, weights on the GPU) it is {texts[0]}; it is {texts[1]}. "
+        f"With moments in bf16 it is {rounded:.2f} times the size of {ZERO_OFFLOAD}'s, "
+        f"with those of 8 bits {coded:.2f} times (medians). "
+        "With 8 GPUs ours hides the whole optimizer from these tokens per GPU and step on: "
+        f"{', '.join(counts)}. {ZERO_OFFLOAD} and {ZENFLOW} expose a part of it in every step.\n"
     )
 
 

@@ -57,9 +57,8 @@ def picture() -> str:
 def _lines() -> Iterator[str]:
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-        f'height="{HEIGHT}" '
-        'font-family="sans-serif" font-size="17" role="img" aria-label="Steps with ZeRO-Offload '
-        'and with ZenFlow">'
+        f'height="{HEIGHT}" font-family="sans-serif" font-size="17" role="img" aria-label="Steps '
+        'with ZeRO-Offload and with ZenFlow">'
     )
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
     yield _text(14, 30, "ZeRO-Offload: the GPU waits for the optimizer", "font-weight='bold'")
@@ -72,8 +71,7 @@ def _lines() -> Iterator[str]:
         dashed = ' stroke-dasharray="5 4"' if bar.kind == "idle" else ""
         yield (
             f'<rect x="{x:g}" y="{_top(bar.lane)}" width="{width:g}" height="{BAR}" rx="5" '
-            f'fill="{fill}" '
-            f'stroke="{stroke}"{dashed}/>'
+            f'fill="{fill}" stroke="{stroke}"{dashed}/>'
         )
         yield _text(x + width / 2, _top(bar.lane) + 25, bar.text, "text-anchor='middle'")
     saved = LEFT + STEPS * STEP * UNIT + ADAM * UNIT

@@ -56,10 +56,9 @@ def interpreter(wheels: Path, folder: Path) -> Path:
         )
     if find_spec("torch") is None:
         raise OfflineError(
-            f"{sys.executable} has no torch, which is never carried: name an interpreter that has "
-            f"it "
-            "(PYTHON=/path/to/python3), or install it first (pip install torch; `make test` sets "
-            "up .venv by itself)"
+            f"{sys.executable} has no torch, which is never carried: "
+            "name an interpreter that has it (PYTHON=/path/to/python3), "
+            "or install it first (pip install torch; `make test` sets up .venv by itself)"
         )
     if all(find_spec(name) for name in NEEDED):
         return Path(sys.executable)
@@ -67,10 +66,9 @@ def interpreter(wheels: Path, folder: Path) -> Path:
     if not list(wheels.glob("deepspeed-*.whl")):
         missing = ", ".join(name for name in NEEDED if find_spec(name) is None)
         raise OfflineError(
-            f"{sys.executable} has torch, but not {missing}, and there are no wheels in {wheels}: "
-            f"run `make "
-            f"offline-wheels PYTHON_VERSION={running}` on a machine with network, and copy the "
-            f"folder here"
+            f"{sys.executable} has torch, but not {missing}, "
+            f"and there are no wheels in {wheels}: run `make offline-wheels "
+            f"PYTHON_VERSION={running}` on a machine with network, and copy the folder here"
         )
     python = folder / "bin" / "python"
     stamp = folder / ".complete"

@@ -28,9 +28,8 @@ def main(port: int) -> int:
             raise
         sys.stderr.write(
             f"error: port {port} is in use. If another `make docs-site` serves there, it serves "
-            f"this build too: "
-            f"http://127.0.0.1:{port}/. Otherwise take another port: make docs-site "
-            f"PORT={port + 1}\n"
+            f"this build too: http://127.0.0.1:{port}/. Otherwise take another port: make "
+            f"docs-site PORT={port + 1}\n"
         )
         return 1
     with server:

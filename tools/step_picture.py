@@ -85,8 +85,8 @@ def _lines() -> Iterator[str]:
             color, bold = COLORS[name == OURS], "font-weight='bold'" if name == OURS else ""
             yield _text(14, y + 17, name, bold)
             yield (
-                f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" rx="3" '
-                f'fill="{color}"/>'
+                f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" '
+                f'height="{BAR}" rx="3" fill="{color}"/>'
             )
             yield _text(LEFT + width + 8, y + 17, format(value, panel.form), bold)
     yield _text(14, height - 12, "measured; shorter is better", "font-size='15' fill='#555'")

@@ -116,8 +116,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             self._writer = self._writer or Writer("deepspeed_ext-save")
         except RuntimeError as error:  # the interpreter's, for any cause
             logger.warning(
-                f"rank {self._ranks.rank}: training waits while a file is written: {error}. To go "
-                f"on: {THREADS}"
+                f"rank {self._ranks.rank}: training waits while "
+                f"a file is written: {error}. To go on: {THREADS}"
             )
             _finish_file(path, others, self._link.process, numbers)
             return
@@ -277,8 +277,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         if self._leads:
             logger.info(
                 f"checkpoint {info.tag!r} is complete {time.perf_counter() - self._begin:.2f} s "
-                f"after its save "
-                f"began; steps waited {self._link.write_wait_seconds - self._waited:.2f} s for it"
+                "after its save began; steps waited "
+                f"{self._link.write_wait_seconds - self._waited:.2f} s for it"
             )
 
     @property
@@ -294,9 +294,8 @@ def _failure_of(file: Future[None], within_seconds: float) -> BaseException | No
     except FutureTimeout:
         return CheckpointError(
             "the file system has not taken the files before the collective of the other ranks "
-            "would time out: "
-            "save less often or elsewhere, or raise the group's timeout (DEEPSPEED_TIMEOUT, in "
-            "minutes)"
+            "would time out: save less often or elsewhere, or raise the group's timeout "
+            "(DEEPSPEED_TIMEOUT, in minutes)"
         )
 
 
@@ -342,8 +341,8 @@ def _finish_file(
             process.wait_for(number, _WRITE_SECONDS)
             if (why := process.failed_write(number)) is not None:
                 raise CheckpointError(
-                    f"the optimizer process could not write {path}: {why}. To go on: "
-                    f"{remedy_for(why)}"
+                    f"the optimizer process could not write {path}: "
+                    f"{why}. To go on: {remedy_for(why)}"
                 )
         files.sync_file(path)
         files.sync_folder(os.path.dirname(path))
@@ -366,8 +365,7 @@ def _require_all(said_here: str, staging: str, others: Iterable[int]) -> None:
             ranks = sorted(int(name.removeprefix(_WRITTEN)) for name in missing)
             raise CheckpointError(
                 f"ranks {ranks} showed no sign of writing for {_SILENCE_SECONDS:g} s: call "
-                f"engine.destroy() on every "
-                "rank when training ends"
+                "engine.destroy() on every rank when training ends"
             )
         time.sleep(_POLL_SECONDS)
     said = [said_here]
@@ -398,8 +396,8 @@ def _finish_at_exit(engine: weakref.ref[AsyncCheckpointEngine]) -> None:
     try:
         if not found.has_written:
             logger.warning(
-                f"rank {found._ranks.rank}: the end waits for a checkpoint that is still being "
-                f"written"
+                f"rank {found._ranks.rank}: "
+                "the end waits for a checkpoint that is still being written"
             )
         found.finish_alone()
     except CheckpointError as error:

@@ -76,9 +76,9 @@ def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
         if any(len(members & others) > 1 for others, _ in axes):
             raise ConfigError(
                 f"rank {dist.get_rank()}: mpu.{name}() has ranks {sorted(members)}, of which "
-                f"several "
-                f"are in another group of the mpu, {[sorted(others) for others, _ in axes]}: two "
-                "groups of different axes share one rank, or one holds the other"
+                "several are in another group of the mpu, "
+                f"{[sorted(others) for others, _ in axes]}: two groups of different axes share one "
+                "rank, or one holds the other"
             )
         axes.append((members, group))
     return GridRanks.along([RankGroup.of(group, keeps_scratch=keeps_scratch) for _, group in axes])

@@ -68,9 +68,8 @@ _OF_BOTH_OPTIMIZERS: dict[str, Member] = {
     "independent_gradient_partition_epilogue": "(self)",
     "initialize_optimizer_states": "(self)",
     "load_state_dict": (
-        "(self, state_dict_list, load_optimizer_states, load_from_fp32_weights, "
-        "checkpoint_folder, load_serial,"
-        " param_shapes)"
+        "(self, state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, "
+        "load_serial, param_shapes)"
     ),
     "loss_scale": EXISTS,
     "offload_states": "(self, include, device, pin_memory, non_blocking)",
@@ -304,8 +303,8 @@ CONTRACT: dict[str, dict[str, Member]] = {
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
         "all_gather_dp_groups": (
-            "(groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor, "
-            "allgather_bucket_size)"
+            "(groups_flat, partitioned_param_groups, dp_process_group, "
+            "start_alignment_factor, allgather_bucket_size)"
         ),
         "get_accelerator": EXISTS,
         "_zero_padding": Since((0, 19, 7), ASSIGNED),
@@ -430,8 +429,8 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "get_lp_grad_fragment": "(self, index_in_param_group)",
     },
     "deepspeed.utils.timer:ThroughputTimer": {
-        "__init__": "(self, config, batch_size, start_step, steps_per_output, monitor_memory, "
-        "logging_fn)",
+        "__init__": "(self, config, batch_size, start_step, "
+        "steps_per_output, monitor_memory, logging_fn)",
         "start": "(self)",
         "started": ASSIGNED,
         "stop": "(self, global_step, report_speed)",

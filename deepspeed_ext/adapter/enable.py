@@ -30,10 +30,9 @@ def _check() -> None:
         return
     for lock in build_locks.abandoned():
         warn_once(
-            f"{lock} was left by a build that was killed, or by torch 2.14 or later, and with "
-            f"this torch DeepSpeed "
-            "waits for it forever when it needs this operator. Delete it, unless another host "
-            "builds the operator now"
+            f"{lock} was left by a build that was killed, or by torch 2.14 or later, and with this "
+            "torch DeepSpeed waits for it forever when it needs this operator. Delete it, unless "
+            "another host builds the operator now"
         )
 
 

@@ -530,7 +530,7 @@ class Engine(EngineSettings):
             self._require(Readiness.load_begins)
         if (opened := self._parts.resharder.plan(os.path.join(load_dir, str(tag)), how)) is None:
             return super()._load_checkpoint(load_dir, tag, **how)
-        # without, stage 3 would gather a whole fp32 model
+        # without optimizer states, stage 3 would gather a whole fp32 model
         with_states = {**how, "load_optimizer_states": True}
         with swapped(Swap(self, "checkpoint_engine", opened)):
             result = super()._load_checkpoint(load_dir, tag, **with_states)

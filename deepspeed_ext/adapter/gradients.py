@@ -53,8 +53,8 @@ def l2_norm(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     whole = flat.numel() // _ROW * _ROW
     rows = flat[:whole].view(-1, _ROW)
-    # On the CPU torch converts 16-bit input before it reduces; pieces keep the converted copy in
-    # the cache.
+    # On the CPU torch converts 16-bit input before it
+    # reduces; pieces keep the converted copy in the cache.
     pieces = rows.split(_ROWS_ON_CPU) if flat.device.type == "cpu" else (rows,)
     norms = [torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32) for piece in pieces]
     norms.append(torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1))

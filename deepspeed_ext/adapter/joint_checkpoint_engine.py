@@ -226,10 +226,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         if found not in (self._latest, tag):
             logger.warning(
                 f"another job also saves to {folder.save_dir}: `latest` named "
-                f"{self._latest or 'nothing'} when this "
-                f"save began, then {found or 'nothing'}, and names {tag} from now on. Stop one of "
-                f"the jobs, or give "
-                "each a folder of its own"
+                f"{self._latest or 'nothing'} when this save began, then {found or 'nothing'}, and "
+                f"names {tag} from now on. Stop one of the jobs, or give each a folder of its own"
             )
         files.replace_file(os.path.join(folder.save_dir, "latest"), tag)
 
@@ -316,9 +314,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             )
             error = CheckpointError(
                 f"{os.path.dirname(path)} holds files of different saves: {path} and the files "
-                f"that other ranks read "
-                f"with it have the save ids {listing}, expected {expected}. Load another "
-                f"checkpoint by its tag"
+                f"that other ranks read with it have the save ids {listing}, expected {expected}. "
+                "Load another checkpoint by its tag"
             )
             raise agreed(error, self._ranks)
         self._loaded_id = expected

@@ -127,8 +127,8 @@ class Saver:
         if self.files is None:
             raise error
         logger.warning(
-            f"{save_path}: zero_to_fp32.py was not copied there ({error}); the checkpoint is "
-            f"complete without it"
+            f"{save_path}: zero_to_fp32.py was not copied there "
+            f"({error}); the checkpoint is complete without it"
         )
 
     def begin_load(self, load_dir: str, tag: Any) -> Any:
@@ -389,8 +389,8 @@ class Parts:
             return True
         if async_save:
             logger.warning(
-                "zenflow.async_save has no effect on pipelines, nor beside checkpoint.writer or "
-                "datastates"
+                "zenflow.async_save has no effect on pipelines, "
+                "nor beside checkpoint.writer or datastates"
             )
         return False
 
@@ -403,8 +403,8 @@ class Parts:
             logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
         for field in given_of_the_other_rule(settings.zenflow):
             logger.warning(
-                f"zero_optimization.zenflow.{field} has no effect: this run uses the other update "
-                f"rule"
+                f"zero_optimization.zenflow.{field} has no effect: "
+                "this run uses the other update rule"
             )
         offload = settings.offload_optimizer
         if (
@@ -414,8 +414,7 @@ class Parts:
         ):
             logger.warning(
                 "zero_optimization.offload_optimizer.ratio has no effect: with offload_param, the "
-                "whole optimizer is "
-                "on the host"
+                "whole optimizer is on the host"
             )
 
     @staticmethod
@@ -518,8 +517,8 @@ def destroy_parts(
         try:
             optimizer.destroy()
         except AssertionError:
-            # Some trainers end the communication first; then DeepSpeed removes its hooks and finds
-            # no rank to log that.
+            # Some trainers end the communication first; then DeepSpeed
+            # removes its hooks and finds no rank to log that.
             if dist.is_initialized():
                 raise
         finally:

@@ -263,9 +263,9 @@ class ReachedState:
         saved, here = read_saved_state(state[checkpoint.STATE_KEY], numels), self._host.kind.layout
         if saved.optimizer != here.name:
             raise CheckpointError(
-                f"the checkpoint's state is that of {saved.optimizer.capitalize()}, this run's "
-                f"optimizer is {here.name.capitalize()}: resume with the optimizer that wrote it, "
-                "or load only the weights"
+                f"the checkpoint's state is that of {saved.optimizer.capitalize()}, "
+                f"this run's optimizer is {here.name.capitalize()}: "
+                "resume with the optimizer that wrote it, or load only the weights"
             )
         if saved.weights is None and self._partitions.saved_weights is not None:
             without = "the saved ZenFlow state has no weights, which stage 3 needs"

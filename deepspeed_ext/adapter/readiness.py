@@ -32,16 +32,16 @@ class Work(enum.Enum):
     """Work that leaves something behind if an exception ends it early; the values say what."""
 
     STEP = (
-        f"the last optimizer step, of which weights, optimizer and scheduler may hold a part: "
-        f"{_REMEDY}"
+        "the last optimizer step, of which weights, "
+        f"optimizer and scheduler may hold a part: {_REMEDY}"
     )
     BACKWARD = (
         "the last backward pass, which may have reduced a part of the gradients. Weights and "
         f"optimizer are those of the step before and can be saved. To train on, {_REMEDY}"
     )
     LOAD = (
-        "the last load, so weights, optimizer and counters may be of several checkpoints: load "
-        "one as a whole"
+        "the last load, so weights, optimizer and counters "
+        "may be of several checkpoints: load one as a whole"
     )
 
 
@@ -94,11 +94,9 @@ class Interruption:
 _NO_TASK = -1
 _TWICE = (
     "a parameter has got a second gradient inside one engine.backward(loss), from a pass within "
-    "that "
-    "pass: a hook that runs the model again, as GradCache's does, or a reentrant checkpoint. "
-    "DeepSpeed "
-    "reduces each parameter once in that call. Call loss.backward() instead; checkpoints work with "
-    "use_reentrant=False, too"
+    "that pass: a hook that runs the model again, as GradCache's does, or a reentrant checkpoint. "
+    "DeepSpeed reduces each parameter once in that call. Call loss.backward() instead; checkpoints "
+    "work with use_reentrant=False, too"
 )
 
 

@@ -202,9 +202,8 @@ class Resharder:
             if custom_load_fn is not None and not found.whole_weights:
                 raise CheckpointError(
                     "custom_load_fn was given, but there are no whole weights to hand to it: the "
-                    "checkpoint or this "
-                    "run is of ZeRO stage 3, with another number of ranks or another stage. Load "
-                    "without it"
+                    "checkpoint or this run is of ZeRO stage 3, with another number of ranks or "
+                    "another stage. Load without it"
                 )
             found.target.layout.require_same_parameters(found.saved.layout)
             if not without_state:
@@ -215,8 +214,7 @@ class Resharder:
         if run.leads:
             logger.info(
                 f"{found.saved.folder}, saved by {saved[1]} ranks at ZeRO stage {saved[0]}, is "
-                f"loaded on "
-                f"{found.target.ranks} ranks at stage {run.layout.stage}"
+                f"loaded on {found.target.ranks} ranks at stage {run.layout.stage}"
             )
         return found
 
@@ -263,8 +261,7 @@ class Resharder:
             if run.leads:
                 logger.warning(
                     f"{saved.folder}: its weights are predictions of ZenFlow, and they become the "
-                    f"masters, because p "
-                    f"is that of other parameters ({error})"
+                    f"masters, because p is that of other parameters ({error})"
                 )
             return None
         return Resharding(saved, target, run.layout.partitions_weights, run.config)
@@ -276,8 +273,8 @@ class Resharder:
         if self._loading.leads:
             logger.warning(
                 f"{saved.several}. Those of this run's dtype are loaded. They are the newer ones "
-                f"by their times; if "
-                "the folder was copied, that may be wrong: load another checkpoint by its tag then"
+                "by their times; if the folder was copied, that may be wrong: load another "
+                "checkpoint by its tag then"
             )
 
     # -- while DeepSpeed reads ---------------------------------------------------------------------
@@ -296,9 +293,8 @@ class Resharder:
             )
             log_once(
                 logging.INFO,
-                f"zero_optimization.load_from_fp32_weights = false has no effect on this load, "
-                f"because {why}: the "
-                "optimizer's fp32 values are those of the checkpoint",
+                "zero_optimization.load_from_fp32_weights = false has no effect on this load, "
+                f"because {why}: the optimizer's fp32 values are those of the checkpoint",
             )
         return True
 
@@ -372,8 +368,7 @@ class Resharder:
             log_once(
                 logging.INFO,
                 "zero_optimization.pipeline_loading_checkpoint has no effect on this load: all "
-                "ranks load at "
-                "once, each only its own partitions",
+                "ranks load at once, each only its own partitions",
             )
         at_once = settings.model_copy(update={"pipeline_loading_checkpoint": False})
         with swapped(Swap(run.config, "zero_config", at_once)):
@@ -405,10 +400,8 @@ def _require_same_ranks(folder: str, ranks: int) -> None:
     if holds_partitions(folder) and (saved := SavedCheckpoint(folder).ranks) != ranks:
         raise CheckpointError(
             f"{folder} was saved by {saved} ranks, and this run has {ranks}: with expert groups, "
-            f"resume on the same "
-            "number of ranks with the same ep_size, or go through DeepSpeed's universal "
-            "checkpoint. "
-            "load_module_only=True loads the weights alone"
+            "resume on the same number of ranks with the same ep_size, or go through DeepSpeed's "
+            "universal checkpoint. load_module_only=True loads the weights alone"
         )
 
 

@@ -139,9 +139,8 @@ class SavedPartitions:
         if (shortest := min(tensor.numel() for tensor in whole.values())) < end:
             raise CheckpointError(
                 f"flat tensor {flat} of the checkpoint has {shortest} elements, expected at least "
-                f"{end}: its "
-                "parameters were cut in a way that is not that of ZeRO's stages 1, 2 and 3. Load "
-                "another checkpoint"
+                f"{end}: its parameters were cut in a way that is not that of ZeRO's stages 1, 2 "
+                "and 3. Load another checkpoint"
             )
         saved = self._saved
         if saved is None or not saved.position:
@@ -207,8 +206,8 @@ class SavedCheckpoint:
             return ""
         names = sorted(os.path.basename(_first(files)) for files in (*self._older, self._files))
         return (
-            f"{self.folder} holds the optimizer's files of several saves, such as "
-            f"{' and '.join(names)}"
+            f"{self.folder} holds the optimizer's files "
+            f"of several saves, such as {' and '.join(names)}"
         )
 
     def require_newer(self, bf16: bool) -> None:
@@ -229,12 +228,9 @@ class SavedCheckpoint:
         if self._older and not (is_newer and os.path.basename(_first(self._files)).startswith(own)):
             raise CheckpointError(
                 f"{self.several}. DeepSpeed would load {own}* because of this run's dtype, and by "
-                f"their times these "
-                "are not the newer ones, to which the model's file belongs: resume with the dtype "
-                "of the newer save, "
-                "or load another checkpoint by its tag. If the times are wrong, move the files of "
-                "the older save "
-                "elsewhere"
+                "their times these are not the newer ones, to which the model's file belongs: "
+                "resume with the dtype of the newer save, or load another checkpoint by its tag. "
+                "If the times are wrong, move the files of the older save elsewhere"
             )
 
     # -- files -------------------------------------------------------------------------------------
@@ -291,8 +287,8 @@ class SavedCheckpoint:
         self._save_ids.setdefault(save_id_of(content), path)
         if len(self._save_ids) > 1:
             raise CheckpointError(
-                f"{self.folder} holds files of different saves: {self._save_ids}. Load another "
-                f"checkpoint by its tag"
+                f"{self.folder} holds files of different saves: "
+                f"{self._save_ids}. Load another checkpoint by its tag"
             )
         return content
 
@@ -324,16 +320,15 @@ class SavedCheckpoint:
         """
         if self._older:  # file times tell which is newer, unless files were copied
             raise CheckpointError(
-                f"{self.several}: move the files of the older save elsewhere, or load another "
-                f"checkpoint by its tag"
+                f"{self.several}: move the files of the older save elsewhere, "
+                "or load another checkpoint by its tag"
             )
         first = self.partitions(min(self._files))
         if not self._files.keys() >= set(range(self.ranks)):
             raise CheckpointError(
                 f"{self.folder} was saved by {self.ranks} ranks and has the optimizer's files of "
-                f"ranks "
-                f"{format_cpulist(self._files)}: copy the missing files there, or load another "
-                f"checkpoint by its tag"
+                f"ranks {format_cpulist(self._files)}: copy the missing files there, or load "
+                "another checkpoint by its tag"
             )
         groups = [
             {name: torch.Size(shape).numel() for name, shape in group.items()}

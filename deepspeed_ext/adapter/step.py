@@ -1,30 +1,33 @@
 r"""The protocol of a step: what DeepSpeed calls between `step()` and its return, in order.
 
-======================================= ====================================
-========================================== stages 1 and 2                          stage 3
-what ours does ======================================= ====================================
-========================================== ``step``                                the same
-BETWEEN -> CHECKING; receivers stand in
-                                                                             for the masters
-``check_overflow``                      ``check_overflow``, with fp16        left out, unless a
-rank's norm may leave
-                                                                             gradients out
-``get_grad_norm_direct``                the same                             norms of gradients,
-without fp64 copies ``zero_grad``, return to the engine     the same                             on
-an overflow: the step ends here \                                       ``zero_grad``
-keeps the reduced gradients for each partition, in order:
-``_get_preflattened_grad_partition``    \                                    CHECKING -> TAKING, if
-it is the first ``unscale_and_clip_grads``              ``unscale_and_clip_grads``           finds
-the factor; scales nothing ``_optimizer_step``                     ``_optimizer_step``
-CHECKING -> TAKING, if it is the first;
-                                                                             hands the gradient
-                                                                             over; after the last:
-                                                                             writes all weights
-the ranks exchange the weights          persistent parameters are gathered   selective rule: only
-what has changed ``step`` returns                        the same                             ends
-the step; TAKING -> BETWEEN scheduler, ``zero_grad``, counters      the same
-======================================= ====================================
-==========================================
+================================== ================================== ============================
+stages 1 and 2                     stage 3                            what ours does
+================================== ================================== ============================
+``step``                           the same                           BETWEEN -> CHECKING;
+                                                                      receivers stand in for the
+                                                                      masters
+``check_overflow``                 ``check_overflow``, with fp16      left out, unless a rank's
+                                                                      norm may leave gradients out
+``get_grad_norm_direct``           the same                           norms of gradients, without
+                                                                      fp64 copies
+``zero_grad``, return to the       the same                           on an overflow: the step
+engine                                                                ends here
+\                                  ``zero_grad``                      keeps the reduced gradients
+for each partition, in order:
+``_get_preflattened_grad_          \                                  CHECKING -> TAKING, if it is
+partition``                                                           the first
+``unscale_and_clip_grads``         ``unscale_and_clip_grads``         finds the factor; scales
+                                                                      nothing
+``_optimizer_step``                ``_optimizer_step``                CHECKING -> TAKING, if it is
+                                                                      the first; hands the
+                                                                      gradient over; after the
+                                                                      last: writes all weights
+the ranks exchange the weights     persistent parameters are gathered selective rule: only what
+                                                                      has changed
+``step`` returns                   the same                           ends the step;
+                                                                      TAKING -> BETWEEN
+scheduler, ``zero_grad``, counters the same
+================================== ================================== ============================
 
 A test records the calls of real steps and compares them with `CALLS`.
 

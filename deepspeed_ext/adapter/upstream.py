@@ -265,9 +265,8 @@ def _optional(build_shm_op: Callable[[], Any]) -> Callable[[], Any]:
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             warn_once(
-                f"DeepSpeed's all-reduce for inference on CPUs cannot be compiled "
-                f"({type(error).__name__}: {reason}); "
-                "training does not use it"
+                "DeepSpeed's all-reduce for inference on CPUs cannot be compiled "
+                f"({type(error).__name__}: {reason}); training does not use it"
             )
             return None
 

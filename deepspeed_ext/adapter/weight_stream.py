@@ -157,8 +157,7 @@ class _Stream:
                     left = 0
                     raise StateError(
                         "another rank has stopped to read the weights: its error says why. All "
-                        "ranks "
-                        "must iterate to the end"
+                        "ranks must iterate to the end"
                     )
                 for names, tensor in exchange.run():
                     for name in names:
@@ -171,8 +170,7 @@ class _Stream:
         if self._engine.global_steps != self._step:
             raise StateError(
                 f"the engine has stepped (step {self._engine.global_steps}, was {self._step}) "
-                f"while "
-                "its weights were read: read all of them between two steps"
+                "while its weights were read: read all of them between two steps"
             )
 
 

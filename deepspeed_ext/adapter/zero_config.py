@@ -180,8 +180,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         }
         return "; ".join(
             f"zero_optimization.stage3_allgather_single_param = True and {rival} = True are two "
-            f"ways of gathering "
-            "parameters; set one of them to false"
+            "ways of gathering parameters; set one of them to false"
             for rival, is_set in rivals.items()
             if is_set and self.stage3_allgather_single_param
         )

@@ -56,6 +56,6 @@ def reading(path: str) -> Iterator[None]:
     except Exception as error:  # torch and pickle can raise almost anything
         said = " ".join(str(error).split())
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {said}): load an earlier checkpoint "
-            f"by its tag"
+            f"{path} cannot be read ({type(error).__name__}: "
+            f"{said}): load an earlier checkpoint by its tag"
         ) from error

@@ -117,8 +117,8 @@ def choose_save(states: Sequence[FolderState]) -> str | None:
         if all(wanted in (state.saved, *state.replaced) for state in states):
             return wanted
     raise CheckpointError(
-        "the nodes have parts of different saves, and no save is complete: load another "
-        "checkpoint by its tag"
+        "the nodes have parts of different saves, "
+        "and no save is complete: load another checkpoint by its tag"
     )
 
 
@@ -171,8 +171,7 @@ class CheckpointFolder:
         if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
             raise CheckpointError(
                 f"the tag names the folder {self.path}, which is not inside the checkpoint folder "
-                f"{self.save_dir}: "
-                "use a tag without '..'"
+                f"{self.save_dir}: use a tag without '..'"
             )
         if (why := _why_unusable(self._tag)) is not None:
             raise CheckpointError(f"the tag {self._tag!r} {why}: save under another tag")
@@ -253,8 +252,8 @@ class CheckpointFolder:
             if error.errno != errno.ENOENT:
                 raise
             raise CheckpointError(
-                f"{self.staging} is gone: another job or a person has removed it while this job "
-                f"wrote to it"
+                f"{self.staging} is gone: another job or a person "
+                "has removed it while this job wrote to it"
             ) from None
 
     def _require_unchanged(self) -> None:
@@ -440,8 +439,8 @@ def _marker(folder: str) -> dict[str, Any]:
         return {}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{os.path.join(folder, _MARKER)} is damaged ({error}): load another checkpoint by "
-            f"its tag"
+            f"{os.path.join(folder, _MARKER)} is damaged "
+            f"({error}): load another checkpoint by its tag"
         ) from None
 
 

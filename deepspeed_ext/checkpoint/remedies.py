@@ -27,8 +27,8 @@ BY_NUMBER: dict[int, str] = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: "raise this user's quota, remove older checkpoints, or save elsewhere",
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or save elsewhere",
-    errno.EROFS: "mount it writable (a file system turns read-only after an error: dmesg), or "
-    "save elsewhere",
+    errno.EROFS: "mount it writable (a file system turns read-only "
+    "after an error: dmesg), or save elsewhere",
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
     errno.EMFILE: _FILES,

@@ -152,8 +152,8 @@ def require_sound(path: str, most_bytes: int | None = None) -> Sequence[Record]:
     if not found or not all(record.has_sum for record in found):
         folder, name = os.path.split(path)
         warn_once(
-            f"{folder}: files such as {name} hold no sums and are loaded without a check of their "
-            f"bytes"
+            f"{folder}: files such as {name} hold no sums "
+            "and are loaded without a check of their bytes"
         )
     summed = [record for record in found if record.has_sum]
     now = [record for record in summed if most_bytes is None or record.nbytes <= most_bytes]
@@ -174,8 +174,8 @@ def _require_same(path: str, record: Record) -> None:
     if place < end or crc != record.crc:
         raise _damaged(
             path,
-            f"in its record {record.name!r}: the sum of its bytes is {crc:08x}, expected "
-            f"{record.crc:08x}",
+            f"in its record {record.name!r}: "
+            f"the sum of its bytes is {crc:08x}, expected {record.crc:08x}",
         )
 
 

@@ -134,9 +134,8 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
             f"the saved ZenFlow state has version {reprlib.repr(version)}, this deepspeed_ext "
-            f"reads version {VERSION}: "
-            "load it with the deepspeed_ext that wrote it, or convert it with DeepSpeed's "
-            "ds_to_universal.py"
+            f"reads version {VERSION}: load it with the deepspeed_ext that wrote it, or convert it "
+            "with DeepSpeed's ds_to_universal.py"
         )
     try:
         state = _READER.validate_python(dict(saved))
@@ -147,9 +146,9 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
     sizes = [partition.numel for partition in state.partitions]
     if sizes != list(numels):
         raise CheckpointError(
-            f"the checkpoint's partitions have {sizes} elements, this rank's have {list(numels)}: "
-            f"resume with the same "
-            "model, stage and number of ranks, or convert to a universal checkpoint"
+            f"the checkpoint's partitions have {sizes} elements, "
+            f"this rank's have {list(numels)}: resume with the same model, "
+            "stage and number of ranks, or convert to a universal checkpoint"
         )
     if found := _mistakes(state):
         raise CheckpointError(
@@ -170,8 +169,8 @@ def _mistakes(state: SavedState) -> list[str]:
         blocks = -(-partition.on_host // state.block_size)
         if partition.on_accelerator % state.block_size or partition.on_host < 0:
             found.append(
-                f"partition {index}: {partition.on_accelerator} of {partition.numel} elements on "
-                f"the accelerator"
+                f"partition {index}: {partition.on_accelerator} "
+                f"of {partition.numel} elements on the accelerator"
             )
             continue
         found += [
@@ -187,8 +186,8 @@ def _mistakes(state: SavedState) -> list[str]:
             ]
         if len(partition.collected) != position:
             found.append(
-                f"partition {index}: {len(partition.collected)} collected gradients, expected "
-                f"{position}"
+                f"partition {index}: {len(partition.collected)} "
+                f"collected gradients, expected {position}"
             )
     if state.weights is not None and len(state.weights) != len(state.partitions):
         found.append(f"{len(state.weights)} weights for {len(state.partitions)} partitions")
@@ -329,14 +328,14 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
             values.catch_up(state.arrays, saved.block_size, moment_dtype=saved.moment_dtype)
         host.masters_changed(saved.counts if saved.position else None)
         logger.warning(
-            f"{where}: {changed} differs from the checkpoint; training continues from the exact "
-            f"weights"
+            f"{where}: {changed} differs from the checkpoint; "
+            "training continues from the exact weights"
         )
         return False
     if saved.kernel != (kernel := host.link.process.ready.kernel):
         logger.warning(
-            f"{where}: the optimizer process uses the {kernel} kernel, the checkpoint the "
-            f"{saved.kernel} kernel. "
+            f"{where}: the optimizer process uses the {kernel} kernel, "
+            f"the checkpoint the {saved.kernel} kernel. "
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
     rule.schedule.load_state_dict(dict(saved.schedule), saved.position)
@@ -373,8 +372,8 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
         return f"zenflow.update_rule ({saved.rule} in the checkpoint, {rule.name} now)"
     if saved.block_size != rule.block_size:
         return (
-            f"the block size of zenflow ({saved.block_size} in the checkpoint, "
-            f"{rule.block_size} now)"
+            f"the block size of zenflow ({saved.block_size} "
+            f"in the checkpoint, {rule.block_size} now)"
         )
     pairs = zip(host.partitions, saved.partitions, strict=True)
     if any(partition.master.numel() != values.on_host for partition, values in pairs):
@@ -395,6 +394,6 @@ def _unaffordable_interval(host: HostOptimizer, there: int | None) -> str | None
     ):
         return None
     return (
-        f"zenflow.update_interval ({there} in the checkpoint, but a host has no memory for so "
-        f"many gradients)"
+        f"zenflow.update_interval ({there} in the checkpoint, "
+        "but a host has no memory for so many gradients)"
     )

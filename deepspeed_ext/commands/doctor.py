@@ -177,8 +177,8 @@ def check_device_kernels() -> Check:
     return _warning(
         "device kernels",
         f"ZenFlow computes in torch operations on the accelerator: {reason}",
-        "install the Triton that your torch asks for (torch's builds for GPUs bring it); results "
-        "are the same, slower",
+        "install the Triton that your torch asks for (torch's "
+        "builds for GPUs bring it); results are the same, slower",
     )
 
 
@@ -194,8 +194,8 @@ def check_backends() -> Check:
     wanted = get_accelerator().communication_backend_name()
     if get_accelerator().device_name() == "cpu":
         wanted = "gloo"
-    # Accelerators with their own build of torch, such as NPU (hccl) and MLU (cncl), register their
-    # backends when found.
+    # Accelerators with their own build of torch, such as NPU
+    # (hccl) and MLU (cncl), register their backends when found.
     names = sorted({"gloo", "mpi", "nccl", "ucc", "xccl", wanted})
     detail = ", ".join(name for name in names if dist.is_backend_available(name)) or "none"
     if not dist.is_backend_available(wanted):
@@ -210,8 +210,8 @@ def check_compiler() -> Check:
     missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
     if missing:
         remedy = (
-            f"install {' and '.join(missing)} to build native operators; DeepSpeed's CPU "
-            f"Adam needs them"
+            f"install {' and '.join(missing)} to build native operators; "
+            "DeepSpeed's CPU Adam needs them"
         )
         return _warning("compiler", f"{' and '.join(missing)} not found", remedy)
     return _ok("compiler", f"{shutil.which(compiler)}, {shutil.which('ninja')}")
@@ -271,8 +271,8 @@ def check_locked_memory() -> Check:
     if soft == resource.RLIM_INFINITY:
         return _ok("locked memory", "unlimited")
     remedy = (
-        "ulimit -l unlimited (containers: --ulimit memlock=-1); otherwise page-locking "
-        "buffers may fail"
+        "ulimit -l unlimited (containers: --ulimit memlock=-1); "
+        "otherwise page-locking buffers may fail"
     )
     return _warning("locked memory", f"limited to {soft / (1 << 20):.1f} MiB", remedy)
 

@@ -39,8 +39,8 @@ EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_UNREAD = 1, 2, 128 + 13
 EXAMPLES = {
     "doctor": "deepspeed-ext doctor",
     "config": "deepspeed-ext config trainer_zenflow > ds.json",
-    "plan": "deepspeed-ext plan --memory --params 7e9 --gpus 1 --gpu-gb 24 --host-gb 128 --write "
-    "ds.json",
+    "plan": "deepspeed-ext plan --memory --params 7e9 "
+    "--gpus 1 --gpu-gb 24 --host-gb 128 --write ds.json",
     "tune": "deepspeed-ext tune --quick",
     "verify": "deepspeed-ext verify --config ds.json",
     "report": "deepspeed-ext report outputs/hf --svg report.svg",
@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_completion(commands, parser)
     for name, command in commands.choices.items():
         command.epilog = f"example: {EXAMPLES[name]}"
-        # which does not break the example
+        # this formatter does not break the lines of the example
         command.formatter_class = argparse.RawDescriptionHelpFormatter
     return parser
 
@@ -172,8 +172,8 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "--pt-reserved-cores",
         metavar="X",
         type=reserved_cores,
-        help="cores per rank kept for PyTorch: a count, or a fraction between 0 and 1 [an eighth, "
-        "2 to 4]",
+        help="cores per rank kept for PyTorch: a count, "
+        "or a fraction between 0 and 1 [an eighth, 2 to 4]",
     )
     plan.add_argument(
         "--optimizer-cores",
@@ -241,8 +241,8 @@ def _add_memory(plan: _Parser) -> None:
             *(f"--{place}-gib", f"--{short}-gb"),
             metavar="G",
             type=read_by("parse_gib"),
-            help=f"with --memory: memory of one {place}, to say whether the run fits; here: this "
-            f"machine's",
+            help=f"with --memory: memory of one {place}, "
+            "to say whether the run fits; here: this machine's",
         )
     for option, of, default in (
         ("--link-gbps", "GB/s between a GPU and its host, each way", 25),
@@ -273,8 +273,8 @@ def _add_memory(plan: _Parser) -> None:
     plan.add_argument(
         "--for",
         choices=("script", "trainer"),
-        help="with --write: who reads it: deepspeed.initialize, or the Hugging Face Trainer "
-        "[script]",
+        help="with --write: who reads it: deepspeed.initialize, "
+        "or the Hugging Face Trainer [script]",
     )
 
 

@@ -95,8 +95,8 @@ def require_fields(config: Mapping[Any, Any]) -> None:
         if wrong := [key for key in section if not isinstance(key, str)]:
             kind = type(wrong[0]).__name__
             raise ConfigError(
-                f"{name} has the key {shown(wrong[0])}, of type {kind}: keys are names of fields, "
-                f"as text"
+                f"{name} has the key {shown(wrong[0])}, "
+                f"of type {kind}: keys are names of fields, as text"
             )
 
 

@@ -40,8 +40,7 @@ def pci_address(index: int | None = None) -> str | None:
     except Exception as error:  # drivers raise errors of any kind
         warn_once(
             f"core binding: the accelerator's PCI address cannot be read ({type(error).__name__}: "
-            f"{error}); plans do "
-            "not take its NUMA node into account"
+            f"{error}); plans do not take its NUMA node into account"
         )
         return None
 

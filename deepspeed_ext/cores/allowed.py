@@ -129,7 +129,6 @@ def _see_through_omp(
         return Allowed(cpuset, "cpuset of the control group", (warning,))
     warning = (
         f"{setting} may have narrowed the allowed CPUs to {format_cpulist(found.cpus)}; unset it, "
-        f"import "
-        f"deepspeed_ext before torch, or list the CPUs in {ALLOWED_VARIABLE}"
+        f"import deepspeed_ext before torch, or list the CPUs in {ALLOWED_VARIABLE}"
     )
     return replace(found, warnings=(warning,))

@@ -48,8 +48,7 @@ class Verification:
         if self.lost:
             problems.append(
                 f"CPUs {format_cpulist(self.lost)} of the plan have gone offline or left this "
-                f"job's cpuset, and their "
-                "threads share the remaining CPUs: start the job again"
+                "job's cpuset, and their threads share the remaining CPUs: start the job again"
             )
         for name, threads in (
             ("this process", self.trainer),

@@ -51,8 +51,7 @@ def read_host(
     if allowed and accelerator_nodes and len(allowed) != len(accelerator_nodes):
         raise ConfigError(
             f"{len(allowed)} CPU lists (--allowed) but {len(accelerator_nodes)} accelerator nodes "
-            f"(--gpu-node): "
-            "give each option once per local rank"
+            "(--gpu-node): give each option once per local rank"
         )
     number = len(allowed or accelerator_nodes or [None])
     nodes = [_check_node(topology, node) for node in accelerator_nodes or [None] * number]

@@ -162,8 +162,7 @@ class _HostPlanner:
         if unbound:
             self.warnings.append(
                 f"local ranks {format_cpulist(unbound)} stay unbound, because their CPUs overlap "
-                f"in part only: "
-                "give each rank CPUs of its own, or all ranks the same"
+                "in part only: give each rank CPUs of its own, or all ranks the same"
             )
         if idle:
             self.warnings.append(f"CPUs {format_cpulist(idle)} stay idle")
@@ -225,8 +224,8 @@ class _HostPlanner:
         if is_split and self.request.is_split_given:
             self._warn(
                 rank,
-                f"optimizer is split over several NUMA nodes: no node has {len(roles.optimizer)} "
-                f"cores",
+                "optimizer is split over several NUMA nodes: "
+                f"no node has {len(roles.optimizer)} cores",
             )
         owned = sum(pool.shares[rank].values())
         sharers = (
@@ -282,8 +281,8 @@ class _HostPlanner:
         if facts.accelerator_node == home:
             return f"home node {home} is the accelerator's"
         return (
-            f"home node {home} is the nearest with cores to the accelerator's node "
-            f"{facts.accelerator_node}"
+            f"home node {home} is the nearest with cores "
+            f"to the accelerator's node {facts.accelerator_node}"
         )
 
     def _why_split(self) -> str:
@@ -317,11 +316,13 @@ class _HostPlanner:
 
     def _warn_about_flags(self, plans: Sequence[RankPlan]) -> None:
         texts: Mapping[str, str] = {
-            "shared": "must share a core between its roles or with other ranks: give the job more "
-            "cores",
+            "shared": (
+                "must share a core between its roles or with other ranks: give the job more cores"
+            ),
             "smt": "has one core: PyTorch and the optimizer run on its two hardware threads",
-            "throttle_risk": "has a CPU quota below two cores per rank and may be throttled: "
-            "raise the quota",
+            "throttle_risk": (
+                "has a CPU quota below two cores per rank and may be throttled: raise the quota"
+            ),
             "isolated": "has only isolated CPUs: each thread is pinned to one of them",
         }
         for flag, text in texts.items():

@@ -65,8 +65,8 @@ def _apply(plan: RankPlan, before: _Before) -> None:
     before.counts = before.counts or counts
     if setting is not None:
         warn_once(
-            f"core binding: {setting} makes OpenMP bind threads itself. They are moved into the "
-            f"plan; unset it"
+            f"core binding: {setting} makes OpenMP bind threads itself. "
+            "They are moved into the plan; unset it"
         )
         # The runtime binds each new thread to the places that it read when it was loaded. It has
         # bound the main thread to the first of them, and other threads inherit that mask.
@@ -105,8 +105,8 @@ def release(plan: RankPlan) -> None:
             _apply(left, _before)
         except Exception as error:
             logger.warning(
-                f"core binding: cannot confine the threads to CPUs {list(left.pytorch)} again "
-                f"({error})"
+                "core binding: cannot confine the threads "
+                f"to CPUs {list(left.pytorch)} again ({error})"
             )
         return
     if _before.counts is not None:

@@ -23,8 +23,8 @@ def plan_text(topology: Topology, plan: HostPlan) -> str:
     kinds = len({core.kind for core in topology.cores})
     lines = [
         f"{len(topology.cores)} cores, {len(topology.cpus)} CPUs ({threads:g} per core), "
-        f"{len({core.node for core in topology.cores})} NUMA node(s) with cores, {kinds} kind(s) "
-        f"of core"
+        f"{len({core.node for core in topology.cores})} NUMA node(s) "
+        f"with cores, {kinds} kind(s) of core"
     ]
     for rank in plan.ranks:
         flags = f"  [{', '.join(rank.flags)}]" if rank.flags else ""
@@ -114,8 +114,8 @@ def _colour(rank: int, role: str) -> str:
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, stroke: str) -> str:
     return (
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{fill}" '
-        f'stroke="{stroke}"/>'
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" '
+        f'height="{height:g}" rx="3" fill="{fill}" stroke="{stroke}"/>'
     )
 
 

@@ -35,8 +35,8 @@ __all__ = [
     "read_topology",
 ]
 
-# Cores whose capacity or clock differs by less than this fraction are of one kind (turbo bins,
-# rounding).
+# Cores whose capacity or clock differs by less than
+# this fraction are of one kind (turbo bins, rounding).
 SAME_KIND_FRACTION = 0.10
 
 
@@ -128,19 +128,18 @@ def read_topology(root: Path | str = "/") -> Topology:
     root = Path(root)
     if root == Path("/") and not sys.platform.startswith("linux"):
         raise UnsupportedError(
-            f"core binding reads Linux's sysfs, and this is {sys.platform}. Training continues "
-            f"unbound."
+            "core binding reads Linux's sysfs, "
+            f"and this is {sys.platform}. Training continues unbound."
         )
     base = root / "sys/devices/system/cpu"
     online = read_online(root)
     if not online:
         raise UnsupportedError(
             f"found no online CPU under {base}, or not those that the kernel gives this process; "
-            f"check that /sys is "
-            "mounted, and not replaced by a container's view of it (lxcfs)"
+            "check that /sys is mounted, and not replaced by a container's view of it (lxcfs)"
         )
-    # Read only CPUs with a directory: looking for files of every CPU in a wrong `online` list could
-    # take minutes.
+    # Read only CPUs with a directory: looking for files of
+    # every CPU in a wrong `online` list could take minutes.
     described = online & frozenset(cpu for cpu, _ in numbered(base, "cpu"))
     siblings = _read_siblings(base, described) | {
         cpu: frozenset({cpu}) for cpu in online - described

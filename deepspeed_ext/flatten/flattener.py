@@ -91,8 +91,8 @@ class Flattener:
                     "The parameters are intact. Remove the field to have a tier chosen that fits"
                 )
             logger.warning(
-                f"{what}: tier {plan.tier} ran out of memory on at least one rank; trying the "
-                f"next tier"
+                f"{what}: tier {plan.tier} ran out of memory "
+                "on at least one rank; trying the next tier"
             )
             failed.append(plan.tier)
 

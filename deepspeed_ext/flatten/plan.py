@@ -133,9 +133,8 @@ def _check_forced(tier: FlattenTier, facts: FlattenFacts) -> FlattenPlan:
     if needed > facts.free_bytes:
         raise ConfigError(
             f"{field} needs {needed:,} bytes ({_gib(needed)}) of free accelerator memory on every "
-            f"rank, and the rank "
-            f"with the least has {facts.free_bytes:,} ({_gib(facts.free_bytes)}); "
-            "remove the field to have a tier chosen that fits"
+            f"rank, and the rank with the least has {facts.free_bytes:,} "
+            f"({_gib(facts.free_bytes)}); remove the field to have a tier chosen that fits"
         )
     return FlattenPlan(tier, needed, facts, f"{tier} was forced by zero_optimization.flatten_tier")
 

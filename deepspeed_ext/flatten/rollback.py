@@ -37,9 +37,8 @@ def restore_parameters(layout: GroupLayout, ranks: RankGroup, values: torch.Tens
         if moved:
             logger.warning(
                 f"rank {ranks.global_rank(ranks.rank)}: {len(moved)} of {len(layout.segments)} "
-                f"parameters no longer "
-                "fit into accelerator memory after flattening failed; they are now in host "
-                "memory, intact"
+                "parameters no longer fit into accelerator memory after flattening failed; they "
+                "are now in host memory, intact"
             )
     buffer = buffer[: ranks.minimum(buffer.numel())[0]]
     for owner in range(ranks.size):

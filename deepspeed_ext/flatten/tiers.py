@@ -108,7 +108,7 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
 
     def packed() -> torch.Tensor:
         stored = _host_slice(numel, layout.dtype, staging)
-        # waits for all
+        # waits for all copies
         staging.pack_to_host(
             lambda out, start: layout.pack(out, ranks.rank * numel + start), stored
         )
@@ -118,9 +118,8 @@ def host(layout: GroupLayout, ranks: RankGroup, bucket_numel: int) -> torch.Tens
     if stored is None:
         raise OutOfMemoryError(
             f"no flatten tier fits: the last one, host, needs {numel * layout.dtype.itemsize:,} "
-            f"bytes of host memory "
-            "on every rank. The parameters are intact. Free host memory, raise its limit, or use "
-            "more ranks"
+            "bytes of host memory on every rank. The parameters are intact. Free host memory, "
+            "raise its limit, or use more ranks"
         )
     flat = _flat_from_host(layout, ranks, stored, staging)
     with in_profile("flatten.exchange"):
@@ -207,10 +206,7 @@ def _host_slice(numel: int, dtype: torch.dtype, staging: Staging) -> torch.Tenso
 def _no_tier_fits(layout: GroupLayout) -> OutOfMemoryError:
     return OutOfMemoryError(
         f"no flatten tier fits: one contiguous buffer of {layout.nbytes:,} bytes for "
-        f"{len(layout.segments)} parameters "
-        "does not fit into accelerator memory on every rank, even with the parameters' own "
-        "storage freed. "
-        "The parameters are intact. Free accelerator memory, use ZeRO-3, or split the optimizer's "
-        "parameters into "
-        "several groups"
+        f"{len(layout.segments)} parameters does not fit into accelerator memory on every rank, "
+        "even with the parameters' own storage freed. The parameters are intact. Free accelerator "
+        "memory, use ZeRO-3, or split the optimizer's parameters into several groups"
     )

@@ -87,9 +87,8 @@ class GatherPlan:
             raise UnsupportedError(
                 f"parameters {unknown} (ds_id) were partitioned after deepspeed.initialize, but "
                 "stage3_allgather_single_param needs all parameters at that time. Add them to the "
-                "model before "
-                "deepspeed.initialize, or set zero_optimization.stage3_allgather_single_param to "
-                "false"
+                "model before deepspeed.initialize, or set "
+                "zero_optimization.stage3_allgather_single_param to false"
             )
         singles: list[int] = []
         small: list[int] = []

@@ -13,8 +13,8 @@ try:
     from axolotl.integrations.base import BasePlugin
 except ImportError as error:
     raise ImportError(
-        f"deepspeed_ext.integrations.axolotl needs Axolotl ({error}); install it with: pip "
-        f"install axolotl"
+        "deepspeed_ext.integrations.axolotl needs Axolotl "
+        f"({error}); install it with: pip install axolotl"
     ) from error
 
 import deepspeed_ext

@@ -153,7 +153,6 @@ class _Sender:
             if self._connection.recv() != _READ:
                 raise StateError(
                     "the process that receives the weights has stopped before the last: iterate "
-                    "over "
-                    "receive(...) to the end"
+                    "over receive(...) to the end"
                 )
         self._told, self._end = [], 0

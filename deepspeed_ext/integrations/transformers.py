@@ -65,10 +65,8 @@ class MeasurementsCallback(TrainerCallback):
         if measured is None and state.is_world_process_zero:
             warn_once(
                 "log_measurements adds nothing: this run's optimizer is not one of deepspeed_ext. "
-                "Call "
-                "deepspeed_ext.enable() before TrainingArguments, and give them a DeepSpeed "
-                "config with ZeRO stage 1 "
-                "or 2, or stage 3 with ZenFlow"
+                "Call deepspeed_ext.enable() before TrainingArguments, and give them a DeepSpeed "
+                "config with ZeRO stage 1 or 2, or stage 3 with ZenFlow"
             )
         values = {PREFIX + name: value for name, value in (measured or {}).items()}
         changed = {name: value for name, value in values.items() if self._logged.get(name) != value}

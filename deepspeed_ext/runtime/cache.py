@@ -49,6 +49,6 @@ def require_own(folder: Path) -> None:
     else:
         return
     raise ConfigError(
-        f"the cache folder {str(folder)!r} {why}, so its files may be another user's: {change}, "
-        f"or set DSEXT_CACHE_DIR"
+        f"the cache folder {str(folder)!r} {why}, "
+        f"so its files may be another user's: {change}, or set DSEXT_CACHE_DIR"
     )

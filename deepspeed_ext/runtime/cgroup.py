@@ -23,8 +23,8 @@ __all__ = [
     "read_throttled_count",
 ]
 
-# Real groups are nested a few levels deep; walking a path of thousands of levels would take
-# minutes.
+# Real groups are nested a few levels deep; walking
+# a path of thousands of levels would take minutes.
 _MAX_DEPTH = 128
 
 

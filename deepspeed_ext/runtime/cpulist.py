@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 __all__ = ["format_cpulist", "parse_cpulist", "parse_cpumask", "MAX_CPU_ID"]
 
-# Linux supports at most 8192 CPUs. The bound keeps a typing error such as 0-4000000000 from filling
-# the memory.
+# Linux supports at most 8192 CPUs. The bound keeps a typing
+# error such as 0-4000000000 from filling the memory.
 MAX_CPU_ID = (1 << 16) - 1
 
 # Without a limit, a file of 64 KiB could name every CPU thousands of times.
@@ -33,8 +33,8 @@ def parse_cpulist(text: str) -> frozenset[int]:
         named += len(span)
         if named > _MAX_NAMED:
             raise ValueError(
-                f"the CPU list names more than {_MAX_NAMED} CPUs, counting repetitions; name each "
-                f"CPU once"
+                f"the CPU list names more than {_MAX_NAMED} CPUs, "
+                "counting repetitions; name each CPU once"
             )
         cpus.update(
             span if used == group else (cpu for cpu in span if (cpu - span.start) % group < used)

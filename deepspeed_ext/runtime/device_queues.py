@@ -18,8 +18,6 @@ def single_queue(environment: Mapping[str, str]) -> str | None:
         return None
     return (
         f"{QUEUES}=1 puts copies, waits for events and kernels of all streams into one queue of "
-        f"the device, so copies "
-        "of ZenFlow hide behind nothing. Unset it; where Megatron's tensor parallelism asks for "
-        "it, a step waits for "
-        "its copies"
+        "the device, so copies of ZenFlow hide behind nothing. Unset it; where Megatron's tensor "
+        "parallelism asks for it, a step waits for its copies"
     )

@@ -36,8 +36,7 @@ def find_rank() -> bool:
         os.environ.update(alone(os.environ, _free_port()))
         logger.info(
             "no launcher has started this process, so it is rank 0 of 1; to use several "
-            "accelerators, "
-            "start it with torchrun, deepspeed, accelerate, srun or mpirun"
+            "accelerators, start it with torchrun, deepspeed, accelerate, srun or mpirun"
         )
     return all(os.environ.get(name) for name in NEEDED)
 

@@ -73,8 +73,8 @@ class _Place:
         ):
             raise ConfigError(
                 f"{self.launcher} numbers this process {self.rank} of {self.size}, and "
-                f"{self.local_rank} of "
-                f"{self.local_size} on its host, which cannot be: are variables of another job set?"
+                f"{self.local_rank} of {self.local_size} on its host, which cannot be: are "
+                "variables of another job set?"
             )
 
 
@@ -141,8 +141,7 @@ def _place(given: Mapping[str, str]) -> _Place | None:
     if "PMIX_RANK" in given:
         raise ConfigError(
             "PMIX_RANK is set, which gives this process's number but not how many there are: "
-            "start with mpirun or "
-            f"srun, or set all of {', '.join(NEEDED)}"
+            f"start with mpirun or srun, or set all of {', '.join(NEEDED)}"
         )
     return None
 
@@ -178,9 +177,8 @@ def _slurm(given: Mapping[str, str]) -> _Place | None:
         if _number(given, "SLURM_NTASKS", 1) > 1:
             raise ConfigError(
                 f"this Slurm job has {given['SLURM_NTASKS']} tasks, but this process was not "
-                f"started by srun: write "
-                f"`srun deepspeed-ext run ...` into the batch script, or set all of "
-                f"{', '.join(NEEDED)} for each rank"
+                "started by srun: write `srun deepspeed-ext run ...` into the batch script, or "
+                f"set all of {', '.join(NEEDED)} for each rank"
             )
         return None
     if "SLURM_HET_SIZE" in given:
@@ -211,8 +209,7 @@ def first_host(hostlist: str) -> str:
     if found is None:
         raise ConfigError(
             f"SLURM_STEP_NODELIST={quoted(hostlist)}: expected host names such as node[01-03,7]; "
-            f"set all of "
-            f"{', '.join(NEEDED)} instead"
+            f"set all of {', '.join(NEEDED)} instead"
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[1])
 
@@ -248,8 +245,8 @@ def _groups(counts: str) -> Iterator[tuple[int, int]]:
         found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", group)
         if found is None:
             raise ConfigError(
-                f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)}: expected counts such as 2(x3),1, "
-                f"got {quoted(group)}"
+                f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)}: "
+                f"expected counts such as 2(x3),1, got {quoted(group)}"
             )
         yield int(found[1]), int(found[2] or 1)
 
@@ -284,8 +281,7 @@ def _require_numbers_by_hand(given: Mapping[str, str]) -> None:
     if not local_rank <= rank < size:
         raise ConfigError(
             f"RANK={rank}, WORLD_SIZE={size} and LOCAL_RANK={local_rank}: expected RANK below "
-            f"WORLD_SIZE, and "
-            "LOCAL_RANK not above RANK"
+            "WORLD_SIZE, and LOCAL_RANK not above RANK"
         )
 
 
@@ -295,8 +291,8 @@ def _require_same(given: Mapping[str, str], wanted: Mapping[str, str], launcher:
             remedy = "unset it"
             if not all(each in given for each in RANK_VARIABLES):
                 remedy += (
-                    f", or set all of {', '.join(RANK_VARIABLES)} if there are more ranks "
-                    f"than it has started"
+                    f", or set all of {', '.join(RANK_VARIABLES)} "
+                    "if there are more ranks than it has started"
                 )
             raise ConfigError(f"{name}={given[name]} is set, but {launcher} says {value}: {remedy}")
 
@@ -308,8 +304,7 @@ def _address(place: _Place) -> str:
         return "127.0.0.1"
     raise ConfigError(
         f"{place.launcher} has started ranks on several hosts and does not tell that of rank 0: "
-        f"set MASTER_ADDR to it "
-        "(mpirun -x MASTER_ADDR=HOST; mpiexec -genv MASTER_ADDR HOST)"
+        "set MASTER_ADDR to it (mpirun -x MASTER_ADDR=HOST; mpiexec -genv MASTER_ADDR HOST)"
     )
 
 
@@ -343,8 +338,7 @@ def _number(given: Mapping[str, str], name: str, default: int | None = None) -> 
 def _value(given: Mapping[str, str], name: str) -> str:
     if name not in given:
         raise ConfigError(
-            f"the environment variable {name} is not set, though others of its launcher are: "
-            f"start again, or set "
-            f"all of {', '.join(NEEDED)}"
+            f"the environment variable {name} is not set, though others of its launcher are: start "
+            f"again, or set all of {', '.join(NEEDED)}"
         )
     return given[name]

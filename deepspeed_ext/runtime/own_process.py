@@ -43,6 +43,5 @@ class OwnProcess:
         if not self.is_here:
             raise StateError(
                 f"{self._what} belongs to process {self._pid}, and process {os.getpid()}, which "
-                f"was forked from it, "
-                "calls it: call it in the process that trains"
+                "was forked from it, calls it: call it in the process that trains"
             )

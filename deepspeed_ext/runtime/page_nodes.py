@@ -58,8 +58,7 @@ def placement_warning(found: Mapping[int, int], wanted: int) -> str | None:
     where = ", ".join(f"{n / total:.0%} on node {node}" for node, n in sorted(elsewhere.items()))
     return (
         f"has {away / total:.0%} of its memory away from node {wanted}, where its cores are "
-        f"({where}): that node was "
-        "full, and all ranks wait for the slowest. Free memory there (numactl -H shows it; files "
-        "in the page cache "
-        "count, and a reboot or vm.drop_caches frees those), or put fewer ranks on that node"
+        f"({where}): that node was full, and all ranks wait for the slowest. Free memory there "
+        "(numactl -H shows it; files in the page cache count, and a reboot or vm.drop_caches "
+        "frees those), or put fewer ranks on that node"
     )

@@ -23,7 +23,7 @@ def check_reserved_cores(value: int | float) -> int | float:
         raise ValueError(f"PyTorch needs at least 1 core, got {value}")
     if isinstance(value, float) and not 0.0 < value < 1.0:
         raise ValueError(
-            f"expected a fraction of the cores above 0 and below 1, got {value}; write a count as "
-            f"a whole number"
+            "expected a fraction of the cores above 0 and below 1, "
+            f"got {value}; write a count as a whole number"
         )
     return value

@@ -4,29 +4,28 @@ Glossary. Sizes are in elements of one partition with ``n`` elements; b is the b
 trainer and the worker share lies in one arena per rank (`worker.arena`), under the kind given in
 quotes.
 
-=============  ===============  ==============
-============================================================== name           dtype, shape
-location        meaning, writer -> reader =============  ===============  ==============
-============================================================== partition      -                -
-this rank's flat slice of a parameter group (stages 1 and 2)
-                                                or sub-group (stage 3), in the natural row-major
-                                                order
+=============  ===============  ==============  ================================================
+name           dtype, shape     location        meaning, writer -> reader
+=============  ===============  ==============  ================================================
+partition      -                -               this rank's flat slice of a parameter group
+                                                (stages 1 and 2) or sub-group (stage 3), in the
+                                                natural row-major order
 weights  W     model's, [n]     accelerator     what the model computes with: trainer -> model
-master   p     fp32 [n]         arena "p"       the weights that are updated: worker -> checkpoint
+master   p     fp32 [n]         arena "p"       the weights that are updated: worker ->
+                                                checkpoint
 moments  m, v  see state_dtype  arena "m", "v"  the moments; Lion has no v: worker -> checkpoint
                [n]
 gradient g     see below, [n]   arena "g"       reduced gradient of one optimizer step, before
-unscaling and
-                                                clipping, in one slot of the gradient ring: trainer
-                                                -> worker
-factor   c     float            command         unscale and clip factor of that gradient: trainer ->
-worker published y    model's or fp32  arena "y", in   p after the update. For a prediction, p
-extrapolated to the
-               [n]              place of the    point where the estimate starts: worker -> trainer
-                                newest g
+                                                unscaling and clipping, in one slot of the
+                                                gradient ring: trainer -> worker
+factor   c     float            command         unscale and clip factor of that gradient:
+                                                trainer -> worker
+published y    model's or fp32  arena "y", in   p after the update. For a prediction, p
+               [n]              place of the    extrapolated to the point where the estimate
+                                newest g        starts: worker -> trainer
 per block      [ceil(n / b)]    arena           one entry per block; each rule has its own array
-(below) =============  ===============  ==============
-==============================================================
+                                                (below)
+=============  ===============  ==============  ================================================
 
 Gradients come to their slot in their step or, with ``gradients_on_host`` and with weights on the
 host (``offload_param``), during backward. Then the host computes the weights, and D and hot blocks
@@ -38,29 +37,25 @@ handed over in the accumulation dtype, which is fp32 when gradients are accumula
 
 The predictive rule adds:
 
-=============  ===============  =====================
-======================================================= block means    fp32 [blocks]    arena
-"block_means"    mean of v over each block: worker -> trainer known          int32            arena
-"known"          with Lion, in place of the means: for each block the mean
-               [blocks, 1 + w]                         of |m| and a sign bit of each m, in w words:
-               worker ->
+=============  ===============  =====================  =========================================
+block means    fp32 [blocks]    arena "block_means"    mean of v over each block: worker ->
                                                        trainer
-drift    D     model's, [n]     accelerator            effect of the gradients in flight; only at
-intervals
-                                                       above 1: trainer -> trainer
-=============  ===============  =====================
-=======================================================
+known          int32            arena "known"          with Lion, in place of the means: for
+               [blocks, 1 + w]                         each block the mean of |m| and a sign bit
+                                                       of each m, in w words: worker -> trainer
+drift    D     model's, [n]     accelerator            effect of the gradients in flight; only
+                                                       at intervals above 1: trainer -> trainer
+=============  ===============  =====================  =========================================
 
 The selective rule adds:
 
-=============  ===============  =====================
-======================================================= hot blocks     fp32 [k, b]      accelerator,
-or        p, m, v of the k blocks that step on the accelerator;
-                                pinned host memory     moved there and back when blocks are selected
-                                (``offload``)
-updates        int32 [blocks]   arena "updates"        updates of each block so far; negative for a
-hot block =============  ===============  =====================
-=======================================================
+=============  ===============  =====================  =========================================
+hot blocks     fp32 [k, b]      accelerator, or        p, m, v of the k blocks that step on the
+                                pinned host memory     accelerator; moved there and back when
+                                (``offload``)          blocks are selected
+updates        int32 [blocks]   arena "updates"        updates of each block so far; negative
+                                                       for a hot block
+=============  ===============  =====================  =========================================
 
 *Block*: a run of b contiguous elements of a partition; the last one may be shorter. *Optimizer
 step*: a boundary of the user's gradient accumulation, not a micro-step. *Update*: one update of p

@@ -184,9 +184,8 @@ def _require_open(run: ZenFlowRun, plan: ZenFlowPlan, ranks: RankGroup) -> None:
         raise agreed(
             OutOfMemoryError(
                 "zenflow.hide_transfers is true, but a rank cannot allocate the landing buffers, "
-                "which take "
-                f"{plan.held.landing_bytes:,} bytes of device memory on rank {ranks.rank}. Leave "
-                "the field out, and the copies run inside of the step"
+                f"which take {plan.held.landing_bytes:,} bytes of device memory on rank "
+                f"{ranks.rank}. Leave the field out, and the copies run inside of the step"
             ),
             ranks,
         )

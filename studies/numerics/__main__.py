@@ -33,8 +33,8 @@ def arguments() -> argparse.ArgumentParser:
         nargs="*",
         choices=GROUP_NAMES,
         metavar="GROUP",
-        help=f"train the missing rows of these groups (none named: of all): "
-        f"{', '.join(GROUP_NAMES)}",
+        help="train the missing rows of these groups (none named: "
+        f"of all): {', '.join(GROUP_NAMES)}",
     )
     parser.add_argument("--tasks", nargs="+", default=[], help="only rows of these tasks")
     parser.add_argument(
@@ -126,8 +126,8 @@ def train(rows: Sequence[Row], minutes: float, again: bool) -> bool:
         loss = end_loss(result)
         print(
             f"{row.name}: {'diverged' if loss is None else format(loss, '.4f')}, held out "
-            f"{result['held_out']}, "
-            f"{(result['seconds'] or [0])[-1]:.0f} s (load {os.getloadavg()[0]:.1f})",
+            f"{result['held_out']}, {(result['seconds'] or [0])[-1]:.0f} s (load "
+            f"{os.getloadavg()[0]:.1f})",
             flush=True,
         )
     return True

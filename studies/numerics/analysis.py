@@ -119,8 +119,8 @@ def _pair(row: Row) -> tuple[dict[str, Any], dict[str, Any]] | None:
         return None
     if mine["rate"] != best["rate"]:
         raise ValueError(
-            f"{row.name} has learning rate {mine['rate']}, its AdamW {best['rate']}: run one of "
-            f"them again"
+            f"{row.name} has learning rate {mine['rate']}, "
+            f"its AdamW {best['rate']}: run one of them again"
         )
     return mine, best
 

@@ -107,8 +107,8 @@ class Digits(Task):
 
 _FOLDER = "models/transformers/albert_heads_8_uspto_all_1310k"
 _GROUPS = (
-    "C CC CCC CCCC C(C)C CC(C)C C1CCCC1 C1CCCCC1 c1ccccc1 c1ccc(F)cc1 c1ccc(Cl)cc1 c1ccncc1 "
-    "c1ccsc1 Cc1ccccc1"
+    "C CC CCC CCCC C(C)C CC(C)C C1CCCC1 C1CCCCC1 c1ccccc1 "
+    "c1ccc(F)cc1 c1ccc(Cl)cc1 c1ccncc1 c1ccsc1 Cc1ccccc1"
 )
 _REACTIONS = (
     ("O C ( = O )", "N", ">>", "N C ( = O )"),

@@ -70,9 +70,9 @@ def _verdict(inputs: Inputs) -> str:
     others = [row for row in inputs.rows if row.system not in OVERLAPPED]
     hidden = sum(row.base is not None and predicted(row, inputs) == row.base for row in behind)
     return (
-        f"**Predicted over published: schedules beside backward {words(behind)}; all others "
-        f"{words(others)}. "
-        f"For {hidden} of the {len(behind)} the model only says that everything is hidden.**\n"
+        f"**Predicted over published: schedules beside backward {words(behind)}; "
+        f"all others {words(others)}. For {hidden} of the {len(behind)} "
+        "the model only says that everything is hidden.**\n"
     )
 
 

@@ -92,8 +92,8 @@ def run(parts: Parts, folder: Path) -> None:
     except ConfigError as error:
         require(str(error))
     except ValidationError as error:
-        # A whole section that is no section is DeepSpeed's error, whose `zenflow` has always raised
-        # it.
+        # A whole section that is no section is DeepSpeed's
+        # error, whose `zenflow` has always raised it.
         places = [mistake["loc"] for mistake in error.errors() if mistake["loc"] != ("zenflow",)]
         require(not any(place[:1] and place[0] in OURS for place in places), str(error))
     except Exception as error:

@@ -34,8 +34,8 @@ class Found:
     def __str__(self) -> str:
         case = self.case
         repeat = (
-            f"python -m tests.fuzz.run --target {case.target} --seed {case.seed} --case "
-            f"{case.number}"
+            f"python -m tests.fuzz.run --target {case.target} "
+            f"--seed {case.seed} --case {case.number}"
         )
         parts = "\n".join(f"    {part}" for part in self.parts)
         title = f"{self.failure.kind} in {case.target}, case {case.number}"

@@ -230,8 +230,8 @@ def _make_consistent(config: dict[str, Any], ranks: int) -> None:
         config["train_batch_size"] = micro * ranks * (steps if isinstance(steps, int) else 1)
     if config[Z]["stage"] == 0:
         del config[Z]["core_binding"]
-        # At stage 0, DeepSpeed's 16-bit optimizers count a step of zero gradients at start-up: they
-        # are not AdamW.
+        # At stage 0, DeepSpeed's 16-bit optimizers count a step
+        # of zero gradients at start-up: they are not AdamW.
         config["bf16"]["enabled"] = config["fp16"]["enabled"] = False
     if config[Z].get(Y, {}).get("select_strategy") == "step":  # which needs it
         config[Z][Y].setdefault("select_interval", 4)

@@ -226,8 +226,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # the guest is ended first
     if names := missing():
         print(
-            f"SKIPPED: not installed: {', '.join(names)} (Debian: qemu-system-x86, "
-            f"busybox-static, kmod)"
+            f"SKIPPED: not installed: {', '.join(names)} "
+            "(Debian: qemu-system-x86, busybox-static, kmod)"
         )
         return EXIT_SKIPPED
     with tempfile.TemporaryDirectory(prefix="dsext-guests-") as name:

@@ -55,8 +55,8 @@ def test_what_is_kept_has_a_line_for_each_row_and_can_be_read() -> None:
 def measuring(name: str, statement: str) -> Part:
     """A part that runs `statement`, in which `write(...)` keeps a result."""
     setup = (
-        "from tests.perf import report; write = lambda *rows: report.write('kept', {}, rows, "
-        "[one]); "
+        "from tests.perf import report; write = lambda *rows: "
+        "report.write('kept', {}, rows, [one]); "
     )
     setup += (
         "one = report.compare('ours', 'theirs', 's', [1.0, 3.0], [2.0, 2.0], (1, 1), 'a sleep')"

@@ -119,8 +119,8 @@ CELLS = (
         "mpirun",
         ("mpirun",),
         changes={
-            "--host node1,node2 --bind-to none -x PATH -x "
-            "MASTER_ADDR=node1": "--oversubscribe --bind-to core"
+            "--host node1,node2 --bind-to none "
+            "-x PATH -x MASTER_ADDR=node1": "--oversubscribe --bind-to core"
         },
         confines=FIRST_TWO,
     ),
@@ -131,8 +131,8 @@ CELLS = (
         "torchrun --numa-binding",
         "torchrun",
         changes={"--no-python": "--numa-binding node --no-python"},
-        needs_gpu="--numa-binding binds to the NUMA node of a rank's GPU, and this machine has "
-        "none",
+        needs_gpu="--numa-binding binds to the NUMA node "
+        "of a rank's GPU, and this machine has none",
     ),
 )
 EXTRA_LAUNCHERS = ("pdsh", "srun", "mpirun", "mpiexec.hydra", "accelerate", "ray")

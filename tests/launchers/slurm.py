@@ -49,8 +49,8 @@ class PrivateSlurm:
         user = pwd.getpwuid(os.geteuid()).pw_name
         specialized = [f" CpuSpecList={','.join(map(str, half))}" for half in reversed(halves)]
         nodes = [
-            f"NodeName={node} NodeAddr={node} NodeHostname=localhost Port={port} "
-            f"CPUs={cpus}{reserved}"
+            f"NodeName={node} NodeAddr={node} NodeHostname=localhost "
+            f"Port={port} CPUs={cpus}{reserved}"
             for node, port, reserved in zip(
                 (*NODES, WHOLE_NODE), ports[1:], [*specialized, ""], strict=True
             )

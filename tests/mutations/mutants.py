@@ -41,8 +41,8 @@ MODULES = tuple(
         "checkpoint/reshard": "ends layout load",
         "commands/memory": "config_file deepspeed plan report setup",
         "config": "core_binding section zenflow zero",
-        "cores": "accelerators allowed core_split exchange fair_shares host_facts placement plan "
-        "topology tuning_results",
+        "cores": "accelerators allowed core_split exchange fair_shares "
+        "host_facts placement plan topology tuning_results",
         "cores/tune": "sweep",
         "flatten": "exchange layout plan staging tiers",
         "gather": "launch plan",
@@ -66,8 +66,7 @@ no line is recorded."""
 
 _LIKELY = (
     "Add_Sub Sub_Add Mul_Div Mul_FloorDiv Div_Mul FloorDiv_Div FloorDiv_Mul Mod_FloorDiv Pow_Mul "
-    "LShift_RShift "
-    "RShift_LShift BitOr_BitAnd BitAnd_BitOr Delete_USub Delete_Not Delete_Invert"
+    "LShift_RShift RShift_LShift BitOr_BitAnd BitAnd_BitOr Delete_USub Delete_Not Delete_Invert"
 )
 """Of the operators that replace or delete an operator of arithmetic: those that a person might
 mistake for it. Of the others, most give an error of type wherever they are."""

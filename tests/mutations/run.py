@@ -43,25 +43,24 @@ TESTS = (
 COPIED = ("deepspeed_ext", "tests", "tools", "pyproject.toml", "examples", "configs")
 REDUNDANT = {
     "adapter/stage_3.py:ZenFlowZeroOptimizerStage3.partition_grads: param.grad.record_stream": (
-        "for gradients made on another stream, as DeepSpeed does; no test gives their memory to "
-        "others so soon"
+        "for gradients made on another stream, as DeepSpeed does; "
+        "no test gives their memory to others so soon"
     ),
     "adapter/stage_1_and_2.py:ZenFlowZeroOptimizer.copy_grads_in_partition: "
     "gradient.record_stream": (
         "for gradients that are reduced on another stream than they are made on; no test gives "
-        "their memory to others "
-        "so soon"
+        "their memory to others so soon"
     ),
     "flatten/staging.py:Staging.to_device: self._wait(chunk_index) (2)": (
-        "so that no copy is pending when the chunks are freed; torch's page-locked allocator also "
-        "sees to that"
+        "so that no copy is pending when the chunks are freed; "
+        "torch's page-locked allocator also sees to that"
     ),
     "zenflow/transfers/beside_step.py:LandingBuffer.bring_up: self.landed.record()": (
         "for a step on another stream than that of the reload"
     ),
     "zenflow/transfers/beside_step.py:HiddenTransfers.release: get_accelerator().synchronize()": (
-        "so that no copy up is under way when its room is freed; no test gives that memory to "
-        "others so soon"
+        "so that no copy up is under way when its room is freed; "
+        "no test gives that memory to others so soon"
     ),
     "runtime/start_profile.py:StartupProfile.phase": "for the times of the table of start-up",
     "cores/tune/measuring_process.py:training_step.step": "for the time of a step",

@@ -168,8 +168,7 @@ def page(results: Sequence[Result], command: str) -> str:
     killed = states["killed"] + states["timeout"]
     rows = [
         f"`{command}`: {len(results)} mutants, {states['killed']} killed, {states['timeout']} "
-        f"timed out, "
-        f"{states['survived']} survived ({killed / max(1, len(results)):.1%} died).",
+        f"timed out, {states['survived']} survived ({killed / max(1, len(results)):.1%} died).",
         "",
         *(
             f"- {kind}: {count}"

@@ -368,8 +368,8 @@ def comparisons_of(figures: Metrics, scale: Scale) -> list[report.Comparison]:
         made = [(ours, theirs) for ours, theirs in ends if ours is not None and theirs is not None]
         if made:
             what = (
-                f"{'' if side.extended else 'not ours: '}loss of {side.name}, lr {rate:g}, "
-                f"{scale.steps} steps"
+                f"{'' if side.extended else 'not ours: '}loss "
+                f"of {side.name}, lr {rate:g}, {scale.steps} steps"
             )
             quantity = f"mean loss of the last {min(WINDOW, scale.steps)} steps"
             mine, other = zip(*made, strict=True)

@@ -186,8 +186,8 @@ def main() -> None:
     parser.add_argument("--only", choices=WAYS, help="one configuration")
     args = parser.parse_args()
     print(
-        "| configuration | before, ms | now, ms | now / before, median of rounds | rounds, lowest "
-        "to highest |"
+        "| configuration | before, ms | now, ms | now / before, "
+        "median of rounds | rounds, lowest to highest |"
     )
     print("| --- | --- | --- | --- | --- |")
     with checkout(args.before) as before:

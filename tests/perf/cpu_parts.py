@@ -36,8 +36,8 @@ def parts() -> list[Part]:
 def _starts() -> list[Part]:
     common = "--ranks 2 --stages 1 2 --offload no yes"
     return [
-        # A lock that a killed process has left would stop all that loads operators; this removes
-        # it.
+        # A lock that a killed process has left would
+        # stop all that loads operators; this removes it.
         _part("operators", "tools.build_operators", "", "", 10, ""),
         _part(
             "startup",
@@ -51,8 +51,8 @@ def _starts() -> list[Part]:
             "breakdown",
             "tests.perf.startup_breakdown",
             "--millions 64 --ranks 2 --repeats 2",
-            "--millions 1 --ranks 1 --repeats 1 --only 'upstream: ZeRO-2' 'ours: ZeRO-2, tier "
-            "host'",
+            "--millions 1 --ranks 1 --repeats 1 "
+            "--only 'upstream: ZeRO-2' 'ours: ZeRO-2, tier host'",
             185,
             "startup_breakdown",
         ),
@@ -157,8 +157,8 @@ def _of_the_host() -> list[Part]:
 def _trainings_and_plans() -> list[Part]:
     rows = "--rows adamw upstream predictive --rates 0.001"
     runs = (
-        "ZeRO ZeRO-Offload 'predictive, interval 1' 'predictive, interval 2' 'selective, "
-        "interval 2'"
+        "ZeRO ZeRO-Offload 'predictive, interval 1' "
+        "'predictive, interval 2' 'selective, interval 2'"
     )
     return [
         _part(

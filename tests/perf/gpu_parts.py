@@ -198,8 +198,8 @@ def _gather() -> Part:
         "gather",
         "gather",
         usual=60,
-        covers="memory of a ZeRO-3 fetch, two ranks that share the device: their times mean "
-        "nothing",
+        covers="memory of a ZeRO-3 fetch, "
+        "two ranks that share the device: their times mean nothing",
     )
 
 

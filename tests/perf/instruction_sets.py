@@ -130,8 +130,8 @@ def main() -> None:
     words = Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0]
     cpu = set(words.split())
     print(
-        "| target | fp32: last places, share | bfloat16 | float16 | without fused multiply-add "
-        "|\n|---|---|---|---|---|"
+        "| target | fp32: last places, share | bfloat16 | float16 "
+        "| without fused multiply-add |\n|---|---|---|---|---|"
     )
     references: list[list[torch.Tensor]] = []
     with tempfile.TemporaryDirectory() as name:

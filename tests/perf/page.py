@@ -82,15 +82,14 @@ def _of_each_system(result: dict[str, Any]) -> Rows:
 SECTIONS: dict[str, Section] = {
     "startup": Section(
         "Start-up of ZeRO-1/2",
-        "What does each flattening tier cost in time, and how much memory does it need at the "
-        "peak?",
+        "What does each flattening tier cost in time, "
+        "and how much memory does it need at the peak?",
         "flattening.md",
     ),
     "startup_breakdown": Section(
         "Where the seconds of a start go",
         "From `import torch` to the end of the first step, each start in processes of its own. "
-        "Upstream's ZenFlow "
-        "starts its process at its first update, which comes later.",
+        "Upstream's ZenFlow starts its process at its first update, which comes later.",
         "flattening.md#where-the-seconds-go",
         _rows,
     ),
@@ -116,8 +115,8 @@ SECTIONS: dict[str, Section] = {
     ),
     "cpu_adam": Section(
         "CPU Adam",
-        "How fast is the worker's pass, and is it bound by memory? GB/s are bytes that have to be "
-        "read and written.",
+        "How fast is the worker's pass, and is it bound by memory? "
+        "GB/s are bytes that have to be read and written.",
         "cpu_adam.md",
         _bandwidth,
     ),
@@ -148,8 +147,8 @@ SECTIONS: dict[str, Section] = {
     ),
     "scale": Section(
         "Many ranks",
-        "What does one rank compute and receive among many? **A rehearsal**: one real rank, all "
-        "others made up.",
+        "What does one rank compute and receive among many? **A rehearsal**: "
+        "one real rank, all others made up.",
         "scale.md",
         _of_each_system,
     ),

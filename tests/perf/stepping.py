@@ -163,8 +163,8 @@ class Bench:
         wait = worker = None
         if self.side.extended and self.side.zenflow:
             figures = self.engine.optimizer.measurements()
-            # Of the last step that the device had finished when this one ended: after the first
-            # there may be none.
+            # Of the last step that the device had finished when
+            # this one ended: after the first there may be none.
             wait, worker = (
                 figures[name] / 1e3 if name in figures else None
                 for name in ("zenflow_wait_ms", "zenflow_worker_ms")

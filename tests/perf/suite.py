@@ -189,10 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "accelerator" and not torch.accelerator.is_available():
         print(
             f"error: torch {torch.__version__} of {sys.executable} sees no accelerator, and these "
-            f"are measurements of "
-            "one. Nothing was measured. (PYTHON=... names an interpreter with another torch; "
-            "--device cpu --toy tries "
-            "the suite itself)",
+            "are measurements of one. Nothing was measured. (PYTHON=... names an interpreter with "
+            "another torch; --device cpu --toy tries the suite itself)",
             file=sys.stderr,
         )
         return 1
@@ -306,8 +304,8 @@ def _to_go(ahead: Sequence[Part], toy: bool) -> str:
         return ""
     minutes = sum(part.usual for part in ahead) / 60
     return (
-        f" (usually {ahead[0].usual:.0f} s, at most {ahead[0].limit:.0f}; about {minutes:.0f} "
-        f"min to go)"
+        f" (usually {ahead[0].usual:.0f} s, at most {ahead[0].limit:.0f}; "
+        f"about {minutes:.0f} min to go)"
     )
 
 

@@ -20,8 +20,7 @@ from tests.support.paths import ROOT
 MODULES = {
     "deepspeed_ext": "__version__ disable enable errors initialize weight_parts weights",
     "deepspeed_ext.config": "CoreBindingConfig FlattenTier OF_ONE_RULE ReservedCores RuleName "
-    "ZenFlowConfig ZeroFields"
-    " given_of_the_other_rule idle_fields",
+    "ZenFlowConfig ZeroFields given_of_the_other_rule idle_fields",
     "deepspeed_ext.integrations.safetensors": "save",
     "deepspeed_ext.integrations.shared_memory": "hand_over receive",
     "deepspeed_ext.integrations.transformers": "MeasurementsCallback log_measurements",
@@ -44,34 +43,30 @@ FIELDS = {
     " stage3_single_param_min_numel zenflow",
     "CoreBindingConfig": "dry_run enabled optimizer_cores use_tuning_result",
     "ZenFlowConfig": "async_save auto_ratio block_size full_warm_up_rounds gradients_on_host "
-    "hide_transfers offload"
-    " offload_reserve_fraction overlap_lag"
-    " overlap_step prediction_error_factor pt_reserved_cores pt_reserved_cores_perc publish_dtype"
-    " save_predicted_weights select_block_size"
-    " select_interval select_strategy state_dtype topk_ratio update_interval update_rule "
-    "worker_timeout_seconds",
+    "hide_transfers offload offload_reserve_fraction overlap_lag "
+    "overlap_step prediction_error_factor pt_reserved_cores "
+    "pt_reserved_cores_perc publish_dtype save_predicted_weights "
+    "select_block_size select_interval select_strategy state_dtype "
+    "topk_ratio update_interval update_rule worker_timeout_seconds",
 }
 COMMANDS = {
     "": "--help --version",
     "config": "--help name",
     "doctor": "--help --json",
-    "plan": "--all --allowed --config --dtype --for --gpu-gb --gpu-node --gpus --gpus-per-host "
-    "--help --host-gb"
-    " --host-gbps --json --largest-param --link-gbps"
-    " --memory --model --on-cpu --optimizer-cores --params --pt-reserved-cores --root --svg "
-    "--tflops"
-    " --tokens --write",
+    "plan": "--all --allowed --config --dtype --for --gpu-gb --gpu-node --gpus "
+    "--gpus-per-host --help --host-gb --host-gbps --json --largest-param "
+    "--link-gbps --memory --model --on-cpu --optimizer-cores --params "
+    "--pt-reserved-cores --root --svg --tflops --tokens --write",
     "run": "--help arguments script",
     "completion": "--help shell",
     "report": "--help --svg run",
     "verify": "--config --help --json --ranks --steps --timeout --upstream",
     "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick "
-    "--ranks"
-    " --update-interval",
+    "--ranks --update-interval",
 }
 VARIABLES = (
-    "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND DSEXT_CACHE_DIR DSEXT_LOG_LEVEL "
-    "DSEXT_NATIVE_KERNEL"
+    "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND "
+    "DSEXT_CACHE_DIR DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
 )
 VARIABLES += " DSEXT_VERIFY_MARK DSEXT_VERIFY_PARENT"
 

@@ -196,8 +196,8 @@ def forgotten_engine() -> Seen:
             assert count, "nothing was page-locked"
             if is_collected:
                 remove_hooks(engine)
-            # DeepSpeed's finalizer calls `destroy`, and may fail in silence before it reaches us:
-            # as if it did.
+            # DeepSpeed's finalizer calls `destroy`, and may fail
+            # in silence before it reaches us: as if it did.
             without_destroy = patch.object(DeepSpeedEngine, "__del__", lambda self: None)
             with without_destroy if is_collected else nullcontext():
                 del engine
@@ -207,10 +207,9 @@ def forgotten_engine() -> Seen:
         wrong = sum(map(overwritten_copy, unmapped))
     return Seen(
         any(left),
-        f"of {count} page-locked ranges {left[0]} are left of a forgotten engine, {left[1]} of "
-        f"one that is collected; "
-        f"{len(unmapped)} of them are unmapped, and copies from other memory at {wrong} of their "
-        f"addresses are wrong",
+        f"of {count} page-locked ranges {left[0]} are left of a forgotten engine, {left[1]} of one "
+        f"that is collected; {len(unmapped)} of them are unmapped, and copies from other memory at "
+        f"{wrong} of their addresses are wrong",
     )
 
 
@@ -282,8 +281,8 @@ def refused_page_locking() -> Seen:
         error = started(module, "distributed")
     lost = sum(parameter.untyped_storage().nbytes() == 0 for parameter in module.parameters())
     what = (
-        f"distributed tier, refused on all ranks: {error or 'trained'}, {lost} of 4 parameters "
-        f"are lost"
+        "distributed tier, refused on all ranks: "
+        f"{error or 'trained'}, {lost} of 4 parameters are lost"
     )
     with page_lock_limit(0 if rank == 0 else -1):
         alone = started(Layers(4), "host")
@@ -374,9 +373,9 @@ def device_memory_of_a_step() -> Seen:
     converted, partition = converted_weights()
     return Seen(
         growth > 2 * flat or 2 * converted > partition,
-        f"12 more sub-groups, each with a flat gradient of {flat:,} bytes, add {growth:,} bytes "
-        f"to a step's peak; "
-        f"weights of {partition:,} bytes in fp32 add {converted:,} bytes where they are converted",
+        f"12 more sub-groups, each with a flat gradient of {flat:,} bytes, "
+        f"add {growth:,} bytes to a step's peak; weights of {partition:,} "
+        f"bytes in fp32 add {converted:,} bytes where they are converted",
     )
 
 

@@ -85,8 +85,8 @@ def main() -> None:
                     f"{rows[p][0] / numel:.2f} ({rows[p][1] / numel:.2f})" for p in PHASES
                 )
                 print(
-                    f"| {stage} | {name} | {'beside' if hidden else 'inside of'} the step | "
-                    f"{cells} |",
+                    f"| {stage} | {name} | "
+                    f"{'beside' if hidden else 'inside of'} the step | {cells} |",
                     flush=True,
                 )
 

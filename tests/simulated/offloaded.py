@@ -75,8 +75,8 @@ class Way:
             "stage3_param_persistence_threshold": 0,
             "reduce_bucket_size": NUMEL // 16,
         }
-        # As much of the model at a time as in one that is worth offloading; by default all of so
-        # small a one.
+        # As much of the model at a time as in one that is
+        # worth offloading; by default all of so small a one.
         zero |= {
             "stage3_prefetch_bucket_size": NUMEL // 32,
             "stage3_max_live_parameters": NUMEL // 8,

@@ -75,8 +75,8 @@ class Way:
             update_interval=1,
             hide_transfers=self.hidden,
         )
-        # The simulated accelerator has no fused norm, so the norm alone would take a tenth of a
-        # step.
+        # The simulated accelerator has no fused norm, so
+        # the norm alone would take a tenth of a step.
         config["gradient_clipping"] = 0.0
         zero = config["zero_optimization"]
         if self.host_share < 1.0:
@@ -87,8 +87,8 @@ class Way:
             zero |= {"sub_group_size": 10**9, "stage3_param_persistence_threshold": 0}
         if self.hidden is None:
             del zero["zenflow"]
-            # At stages 1 and 2 it is a dozen operators per gradient, and each takes as long as a
-            # layer here.
+            # At stages 1 and 2 it is a dozen operators per
+            # gradient, and each takes as long as a layer here.
             config["bf16"]["check_grad_overflow"] = False
         return config
 
@@ -294,8 +294,8 @@ def comparisons_of(tables: Sequence[Sequence[dict[str, Any]]]) -> list[report.Co
     found = []
     for inside, beside in zip(ways[::2], ways[1::2], strict=True):
         what = (
-            f"hidden transfers, {beside['way'].removesuffix(', beside the next step')}, link "
-            f"{LINK} of a step"
+            "hidden transfers, "
+            f"{beside['way'].removesuffix(', beside the next step')}, link {LINK} of a step"
         )
         values = [beside["step / step alone"]], [inside["step / step alone"]]
         found.append(

@@ -117,19 +117,19 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
         f"{sum(record.losses_compared for record in records):,} losses compared with an "
         f"undisturbed run, to the bit.",
         "",
-        "Two or three ranks train with ZenFlow overlapped. A round is one run with each kind of "
-        "fault once, in random",
-        "order, on a random rank, after a random time, some of them while the ranks start; all "
-        "drawn from the seed.",
-        "Ranks that ended are started again and resume from the newest checkpoint that can be "
-        "read. Every recorded",
+        "Two or three ranks train with ZenFlow overlapped. "
+        "A round is one run with each kind of fault once, in random",
+        "order, on a random rank, after a random time, "
+        "some of them while the ranks start; all drawn from the seed.",
+        "Ranks that ended are started again and resume "
+        "from the newest checkpoint that can be read. Every recorded",
         "loss, including replayed steps, and the final weights and masters must match an "
         "uninterrupted run without",
         f"checkpoints bitwise. Every {settings.save_every} steps the run saves twice: a",
-        "checkpoint with a number as its tag, and half-way to the next one a checkpoint with the "
-        "tag `rolling`, which",
-        f"replaces the one before. A pause of {1e3 * settings.pace_seconds:.0f} ms per step "
-        f"stands in for a device",
+        "checkpoint with a number as its tag, "
+        "and half-way to the next one a checkpoint with the tag `rolling`, which",
+        "replaces the one before. "
+        f"A pause of {1e3 * settings.pace_seconds:.0f} ms per step stands in for a device",
         "(a simulation).",
         *([f"Left out: {', '.join(settings.without)}."] if settings.without else []),
         "",
@@ -137,13 +137,12 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
         origin["command"],
         "```",
         "",
-        f"Seed {settings.seed}. {origin['cpu']}, {origin['cores']} cores shared with other work, "
-        f"no accelerator;",
+        f"Seed {settings.seed}. {origin['cpu']}, "
+        f"{origin['cores']} cores shared with other work, no accelerator;",
         f"{versions}; commit {origin['commit']}, {origin['date']}.",
         "",
         "| fault | number | of these while starting | until every rank had an error, s | until "
-        "every rank had ended, s "
-        "| until the first step again, s |",
+        "every rank had ended, s | until the first step again, s |",
         "|---|---|---|---|---|---|",
         *(
             _kind_line(kind, [fault for fault in faults if fault.kind == kind.value])
@@ -154,18 +153,17 @@ def as_markdown(records: list[RoundRecord], settings: Settings, seconds: float) 
         "",
         *_notes(faults, settings),
         "",
-        "| round | stage | interval | ranks | form | steps | faults | losses compared | equal to "
-        "the bit |",
+        "| round | stage | interval | ranks | form | steps "
+        "| faults | losses compared | equal to the bit |",
         "|---|---|---|---|---|---|---|---|---|",
         *(
             f"| {r.number} | {r.stage} | {r.interval} | {r.ranks} | {r.form} | {r.steps:,} | "
-            f"{len(r.faults)} | "
-            f"{r.losses_compared:,} | {'no' if r.failure else 'yes'} |"
+            f"{len(r.faults)} | {r.losses_compared:,} | {'no' if r.failure else 'yes'} |"
             for r in records
         ),
         "",
-        "*On the host*: parameters at stage 3, sums of gradients at stage 2, transfers inside of "
-        "the step at stage 1.",
+        "*On the host*: parameters at stage 3, sums of gradients at stage 2, "
+        "transfers inside of the step at stage 1.",
         "*Half on the host*: `offload_optimizer.ratio` 0.5.",
         *(f"\nRound {record.number}: {record.failure}" for record in failed),
     ]
@@ -178,30 +176,30 @@ def _notes(faults: list[FaultRecord], settings: Settings) -> list[str]:
     in_save = [fault for fault in faults if fault.kind == Kind.KILL_IN_SAVE.value]
     refused = sum("rolling" in fault.refused for fault in in_save)
     return [
-        f"- *{Kind.SUSPEND.value}*: for {settings.suspended_seconds:g} s; then the same processes "
-        f"train on, without an",
+        f"- *{Kind.SUSPEND.value}*: for {settings.suspended_seconds:g} s; "
+        "then the same processes train on, without an",
         f"  error. The optimizer process's timeout is {settings.worker_timeout_seconds:g} s, "
         f"which is also how long it",
         f"  takes to notice a stopped one. The process group's timeout is "
         f"{settings.group_timeout_seconds:g} s.",
-        f"- *{Kind.DISK_FULL.value}*: the save fails on every rank, and the same processes train "
-        f"on.",
-        f"- *{Kind.DROP_ENGINE.value}*: every rank forgets its engine without `destroy()`, builds "
-        f"another in the same",
-        "  process and resumes. Afterwards it holds as many children, descriptors and shared "
-        "memory as before; except",
-        "  at stage 3, where DeepSpeed keeps every optimizer, and so its masters, until the "
-        "process ends.",
-        f"- *{Kind.KILL_IN_SAVE.value}*: at a random file operation of a save that replaces "
-        f"`rolling`. In {refused}",
-        f"  of {len(in_save)} cases `rolling` was then refused as not whole; otherwise it was the "
-        f"old or the new one.",
+        f"- *{Kind.DISK_FULL.value}*: "
+        "the save fails on every rank, and the same processes train on.",
+        f"- *{Kind.DROP_ENGINE.value}*: every rank forgets "
+        "its engine without `destroy()`, builds another in the same",
+        "  process and resumes. Afterwards it holds as many children, "
+        "descriptors and shared memory as before; except",
+        "  at stage 3, where DeepSpeed keeps every optimizer, "
+        "and so its masters, until the process ends.",
+        f"- *{Kind.KILL_IN_SAVE.value}*: "
+        f"at a random file operation of a save that replaces `rolling`. In {refused}",
+        f"  of {len(in_save)} cases `rolling` was then refused as not whole; "
+        "otherwise it was the old or the new one.",
         "  The next save under that tag worked.",
         "- Between error and end Python takes down an interpreter, beside other work on the "
         "machine. 2 s after an end",
         "  no process was left.",
-        f"- A launcher ends all ranks if one dies. The soak had to do so {by_launcher} times, "
-        f"because torch waits for",
+        "- A launcher ends all ranks if one dies. "
+        f"The soak had to do so {by_launcher} times, because torch waits for",
         "  a rank that died while it started.",
     ]
 

@@ -263,8 +263,8 @@ class Trainer:
     def drop_engine(self) -> int:
         """Forget the engine without `destroy`, build another and resume; returns the step that it
         resumed from."""
-        # DeepSpeed never frees a stage 3 optimizer, not even after `destroy`, so its masters stay
-        # in their arena.
+        # DeepSpeed never frees a stage 3 optimizer, not even
+        # after `destroy`, so its masters stay in their arena.
         counts_arenas = self.args.stage < 3
         before, begin = holdings(counts_arenas), time.monotonic()
         del self.engine

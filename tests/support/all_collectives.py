@@ -385,9 +385,7 @@ def _lines() -> Iterator[set[str]]:
 
 def main() -> None:
     # found by its module's name in the rank
-    from tests.support.all_collectives import (
-        reached as body,
-    )
+    from tests.support.all_collectives import reached as body
     from tests.support.ranks import run_ranks
 
     (found,) = run_ranks(1, body, device="sim")

@@ -159,8 +159,8 @@ _NVME = {"device": "nvme", "nvme_path": "/tmp"}
 _IN_MEMORY = "the optimizer process keeps its state in memory; not built"
 _NO_16_BIT_MASTERS = "p stays in fp32, which is more exact and takes 2 bytes a parameter more"
 _HOOKS = (
-    "it removes the hooks by which an offloaded optimizer gets its gradients; ZeRO-Offload "
-    "does not train with it"
+    "it removes the hooks by which an offloaded optimizer gets its gradients; "
+    "ZeRO-Offload does not train with it"
 )
 
 ROWS = (
@@ -197,8 +197,8 @@ ROWS = (
         "elastic_checkpoint",
         True,
         WORKS,
-        "a checkpoint of any number of ranks is loaded without it; with it, ZeRO-Offload cannot "
-        "load its own",
+        "a checkpoint of any number of ranks is loaded without it; "
+        "with it, ZeRO-Offload cannot load its own",
         resumes=True,
     ),
     _zero("sub_group_size", 2000, stages=(3,)),
@@ -236,8 +236,8 @@ ROWS = (
             }
         },
         ACCEPTED,
-        "of frozen parameters, which no optimizer steps; DeepSpeed's own gather of them fails on "
-        "CPU ranks",
+        "of frozen parameters, which no optimizer steps; "
+        "DeepSpeed's own gather of them fails on CPU ranks",
         stages=(3,),
         alone=True,
         before="quantizer",
@@ -247,8 +247,8 @@ ROWS = (
         "zero_quantized_gradients",
         True,
         WORKS,
-        "DeepSpeed quantizes them between nodes only, before the optimizer gets them; tested on "
-        "one node",
+        "DeepSpeed quantizes them between nodes only, "
+        "before the optimizer gets them; tested on one node",
         stages=(3,),
         alone=True,
         before="quantizer",
@@ -343,8 +343,8 @@ ROWS = (
         "bf16",
         {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
         REPLACED_IN_16_BIT,
-        "p stays in fp32, which takes 2 bytes a parameter more; m and v are bf16, as "
-        "zenflow.state_dtype says",
+        "p stays in fp32, which takes 2 bytes a parameter more; "
+        "m and v are bf16, as zenflow.state_dtype says",
         instead={"bf16": {"enabled": True}},
         optimizer="DeepSpeedCPUAdam with 16-bit states",
     ),
@@ -353,8 +353,8 @@ ROWS = (
         "torch_autocast",
         {"enabled": True, "dtype": "float16"},
         WORKS_IN_16_BIT,
-        "after an overflow the scale is lowered; with ZeRO-Offload it never is. DeepSpeed clips "
-        "the scaled gradient",
+        "after an overflow the scale is lowered; "
+        "with ZeRO-Offload it never is. DeepSpeed clips the scaled gradient",
         alone=True,
         resumes=True,
     ),

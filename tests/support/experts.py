@@ -28,8 +28,8 @@ class ExpertModel(nn.Module):
         expert = nn.Sequential(
             nn.Linear(width, 2 * width + 1), nn.ReLU(), nn.Linear(2 * width + 1, width)
         )
-        # every token reaches its expert, so that no draw and no rounding decides which tokens are
-        # dropped
+        # every token reaches its expert, so that no draw
+        # and no rounding decides which tokens are dropped
         self.experts = MoE(
             width,
             expert,

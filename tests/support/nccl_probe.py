@@ -235,8 +235,8 @@ class Probed:
         """In a line."""
         if not self.failed:
             return (
-                f"{len(self.passed)} of {len(self.passed)} collectives passed in "
-                f"{self.seconds:.0f} s"
+                f"{len(self.passed)} of {len(self.passed)} "
+                f"collectives passed in {self.seconds:.0f} s"
             )
         return "; ".join(f"{case}: {what}" for case, what in self.failed.items())
 

@@ -125,8 +125,8 @@ def check(block: Block) -> None:
     }
     if block.language not in checks:
         raise ValueError(
-            f"no rule for language {block.language!r}; one of {', '.join(checks)}, or a row of "
-            f"NOT_RUN"
+            f"no rule for language {block.language!r}; "
+            f"one of {', '.join(checks)}, or a row of NOT_RUN"
         )
     checks[block.language](block.text)
 

@@ -32,7 +32,7 @@ from deepspeed_ext.zenflow.worker.messages import WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
 # a matrix product of 137 GFLOP: 1.1 TFLOP, some 20 ms of a large GPU in fp32
-DELAY_WIDTH, DELAY_PRODUCTS = (4096, 8)
+DELAY_WIDTH, DELAY_PRODUCTS = 4096, 8
 
 
 def delay() -> None:

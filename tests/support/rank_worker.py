@@ -119,8 +119,8 @@ def main(connection_fd: int) -> None:
         except (EOFError, ConnectionError):
             os._exit(
                 0
-                # the test session has ended; leave no time to a process group that waits for its
-                # peers
+                # the test session has ended; leave no time
+                # to a process group that waits for its peers
             )
         _reset()
         answer = _run(task)

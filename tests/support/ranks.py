@@ -149,8 +149,8 @@ class RankPool:
                 rank = pending[ready]  # type: ignore[index]
                 outcomes[rank] = self._receive(rank)
                 if outcomes[rank].error or outcomes[rank].exit_code is not None:
-                    # The others may now wait for this rank for ever; give them only a moment to say
-                    # why they end.
+                    # The others may now wait for this rank for ever;
+                    # give them only a moment to say why they end.
                     deadline = min(deadline, time.monotonic() + grace_seconds)
         for rank in set(range(self.world_size)) - set(outcomes):
             # the worker dumps its stacks into the log

@@ -365,10 +365,10 @@ def trainer_with_worker() -> dict[str, Any]:
     _torch_work()
     binding = _start()
     code = (
-        "import sys; from deepspeed_ext.cores.worker_placement import WorkerPlacement;"
-        "WorkerPlacement.parse(sys.argv[1]).bind_process();"
-        "import torch; torch.zeros(1 << 20).add_(1); print(torch.get_num_threads(), flush=True); "
-        "sys.stdin.read()"
+        "import sys; from deepspeed_ext.cores.worker_placement import WorkerPlacement; "
+        "WorkerPlacement.parse(sys.argv[1]).bind_process(); "
+        "import torch; torch.zeros(1 << 20).add_(1); "
+        "print(torch.get_num_threads(), flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(binding.worker_placement)]
     with subprocess.Popen(

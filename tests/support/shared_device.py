@@ -137,9 +137,7 @@ def share_devices() -> None:
     count = accelerator.device_count()
 
     # of an index, the same as text (LOCAL_RANK), or a torch.device
-    def shared(
-        device: Any,
-    ) -> int | None:
+    def shared(device: Any) -> int | None:
         index = device.index if isinstance(device, torch.device) else device
         return None if index is None else int(index) % count
 

@@ -251,8 +251,8 @@ def problem_of(duel: Duel, folder: Path, turns: Iterable[tuple[int, int | None]]
             jobs[number].advance(operations)
             if (problem := _damage(folder)) is not None:
                 told.append(
-                    f"when the jobs had made {[job.operations for job in jobs]} operations: "
-                    f"{problem}"
+                    "when the jobs had made "
+                    f"{[job.operations for job in jobs]} operations: {problem}"
                 )
     told += [
         f"a job ended so: {job.outcome}" for job in jobs if str(job.outcome).startswith("broken")

@@ -49,8 +49,8 @@ def zenflow_config(
     config["zero_optimization"]["core_binding"] = {"enabled": False}
     if (
         stage == 3
-        # small models: without this every parameter would be persistent, and one sub-group hold
-        # them all
+        # small models: without this every parameter would
+        # be persistent, and one sub-group hold them all
     ):
         config["zero_optimization"] |= {
             "stage3_param_persistence_threshold": 100,

@@ -29,15 +29,13 @@ def require_same_groups(saved: Source, target: Target) -> None:
     if there and len(there) != len(here):
         raise CheckpointError(
             f"the checkpoint has {len(there)} parameter groups, the optimizer {len(here)}: resume "
-            f"with the groups that "
-            "were saved"
+            "with the groups that were saved"
         )
     if any(("eps" in one) != ("eps" in other) for one, other in zip(there, here, strict=False)):
         saved_names, names = (sorted(set(groups[0]) - {"params"}) for groups in (there, here))
         raise CheckpointError(
             f"the checkpoint is of another optimizer: hyperparameters {saved_names}, this run's "
-            f"has {names}: "
-            "resume with the optimizer that wrote it, or load only the weights"
+            f"has {names}: resume with the optimizer that wrote it, or load only the weights"
         )
 
 
@@ -112,10 +110,9 @@ def load_frozen(saved: Source, target: Target, name: str, param: Any) -> bool:
             ]
             if is_quantized or source.is_floating_point() != param.is_floating_point():
                 raise CheckpointError(
-                    f"{name} is quantized (zero_quantized_nontrainable_weights), and the layout "
-                    f"has changed: the "
-                    "checkpoint has no scales. Resume on the ranks and the stage that it was "
-                    "saved with"
+                    f"{name} is quantized (zero_quantized_nontrainable_weights), "
+                    "and the layout has changed: the checkpoint has no scales. "
+                    "Resume on the ranks and the stage that it was saved with"
                 )
             values[part.begin - begin : part.end - begin].copy_(source)
     return True
@@ -167,7 +164,7 @@ def _scalars(sources: dict[int, SourcePartitions], groups: int) -> list[dict[str
                 steps[group].add(float(scalars["step"]))
     if any(len(each) > 1 for each in steps):
         raise CheckpointError(
-            f"the checkpoint's partitions have different step counts: {steps}: load another "
-            f"checkpoint by its tag"
+            "the checkpoint's partitions have different step counts: "
+            f"{steps}: load another checkpoint by its tag"
         )
     return found

@@ -52,8 +52,8 @@ def parse_numel(text: str) -> int:
         if rest == 0 and 1 <= numel <= MOST_PARAMS:
             return numel
     raise ValueError(
-        f"expected a number of parameters from 1 to 1e15, such as 7e9, 7B or 124M, got "
-        f"{quoted(text)}"
+        "expected a number of parameters from 1 to 1e15, "
+        f"such as 7e9, 7B or 124M, got {quoted(text)}"
     )
 
 
@@ -140,8 +140,8 @@ def _write(file: OutputFile, found: list[Fit], reader: Reader) -> str:
     best = suggested(found)
     if best is None:
         raise ConfigError(
-            "--write: no run fits, or --gpu-gb or --host-gb is missing, so there is no config to "
-            "write"
+            "--write: no run fits, or --gpu-gb or --host-gb "
+            "is missing, so there is no config to write"
         )
     dtype = best.plan.model.dtype
     file.write(f"{json.dumps(config_of(best.setup, dtype, reader), indent=2)}\n".encode())

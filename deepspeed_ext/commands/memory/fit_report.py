@@ -58,20 +58,19 @@ def as_text(
         f"{machine.host / 1e9:g} GB/s of "
         f"host memory, {machine.flops / 1e12:g} TFLOP/s a GPU.",
         f"Kept free: {GPU_RESERVE / _GIB:g} GiB of a GPU, {HOST_RESERVE / _GIB:g} GiB of a host "
-        f"and "
-        f"{RANK_RESERVE / _GIB:g} for each of its ranks. Counted for activations: "
+        f"and {RANK_RESERVE / _GIB:g} for each of its ranks. Counted for activations: "
         f"{typical_activations(question.active) / _GIB:.1f} GiB.",
         *(f"note: {note}" for note in notes),
         "",
         f"{'stage, run':<{width}}{''.join(f'{column:>{_WIDTH}}' for column in _COLUMNS)}   fits",
         *(_line(fit, width) for fit in shown),
         "",
-        "GPU: the peak of one GPU without activations. Host: the peak of all ranks of a host. "
-        "Exposed: what every",
-        f"step waits for. Step: with forward and backward of {question.tokens:,} tokens per GPU. "
-        f"Hidden from: tokens",
-        f"per GPU and step from which nothing is exposed. Activations: of one sequence of "
-        f"{TOKENS:,} tokens,",
+        "GPU: the peak of one GPU without activations. Host: "
+        "the peak of all ranks of a host. Exposed: what every",
+        "step waits for. Step: with forward and backward "
+        f"of {question.tokens:,} tokens per GPU. Hidden from: tokens",
+        "per GPU and step from which nothing is exposed. "
+        f"Activations: of one sequence of {TOKENS:,} tokens,",
         "recomputed. Times are arithmetic.",
     ]
     if not all_ways:
@@ -85,8 +84,8 @@ def answer(question: Question, found: Sequence[Fit]) -> str:
     capacity = question.capacity
     if capacity.accelerator is None:
         return (
-            "Does it fit? Add --gpu-gb and --host-gb, as makers write them (80, 512), or here "
-            "for this machine's."
+            "Does it fit? Add --gpu-gb and --host-gb, "
+            "as makers write them (80, 512), or here for this machine's."
         )
     best = suggested(found)
     if best is None:

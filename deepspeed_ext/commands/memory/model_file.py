@@ -70,8 +70,7 @@ def read_model(path: str) -> ModelFile:
     if "absent" in found:
         raise UnsupportedError(
             f"--model needs transformers ({found['absent']}): pip install "
-            f"'deepspeed-ext[transformers]', or give "
-            "--params"
+            "'deepspeed-ext[transformers]', or give --params"
         )
     if "problem" in found:
         ending = f"; {found['change']}, or give --params"
@@ -103,8 +102,8 @@ def _answer(described: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError("transformers takes more than a minute to build its model")
     said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
     raise ConfigError(
-        f"the process that builds its model ended with status {done.returncode} "
-        f"({''.join(said)[:200]})"
+        "the process that builds its model ended with status "
+        f"{done.returncode} ({''.join(said)[:200]})"
     )
 
 
@@ -120,13 +119,13 @@ def _file_of(path: str) -> str:
         return file
     if os.path.isfile(os.path.join(path, "adapter_config.json")):
         raise ConfigError(
-            f"--model: {_shown(path)} holds an adapter; give --params of the adapter, which is "
-            f"what trains"
+            f"--model: {_shown(path)} holds an adapter; "
+            "give --params of the adapter, which is what trains"
         )
     if os.path.isdir(path):
         raise ConfigError(
-            f"--model: the folder {_shown(path)} holds no config.json; give the one that does, or "
-            f"--params"
+            f"--model: the folder {_shown(path)} holds no config.json; "
+            "give the one that does, or --params"
         )
     name = (
         "; nothing is downloaded: of a model on a hub, download config.json first"
@@ -134,8 +133,8 @@ def _file_of(path: str) -> str:
         else ""
     )
     raise ConfigError(
-        f"--model: found no config.json at {_shown(path)}; give the file, or the folder that "
-        f"holds it{name}"
+        f"--model: found no config.json at {_shown(path)}; "
+        f"give the file, or the folder that holds it{name}"
     )
 
 
@@ -151,20 +150,19 @@ def _object_in(file: str) -> dict[str, Any]:
             described = json.load(opened)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--model: {_shown(file)} is no JSON ({str(error)[:100]}); mend it, or give another "
-            f"config.json or --params"
+            f"--model: {_shown(file)} is no JSON ({str(error)[:100]}); "
+            "mend it, or give another config.json or --params"
         ) from None
     if isinstance(described, dict) and isinstance(described.get("model_type"), str):
         return described
     if isinstance(described, dict) and not described.keys().isdisjoint(_OF_DEEPSPEED):
         raise ConfigError(
-            f"--model: {_shown(file)} is a config of DeepSpeed; give it as --config, and the "
-            f"model's config.json here"
+            f"--model: {_shown(file)} is a config of DeepSpeed; "
+            "give it as --config, and the model's config.json here"
         )
     raise ConfigError(
-        f"--model: {_shown(file)} names no model_type, as a config.json of transformers does; "
-        f"give one that does, or "
-        "--params"
+        f"--model: {_shown(file)} names no model_type, as a config.json of transformers does; give "
+        "one that does, or --params"
     )
 
 
@@ -174,11 +172,11 @@ def _notes(described: dict[str, Any], towers: int) -> Iterator[str]:
     if isinstance(quantized, dict) and quantized:
         method = quoted(str(quantized.get("quant_method", "it does not say how")))
         yield (
-            f"the weights are quantized ({method}); counted: all train, unquantized. Of an "
-            f"adapter, give --params."
+            f"the weights are quantized ({method}); counted: "
+            "all train, unquantized. Of an adapter, give --params."
         )
     if towers:
         yield (
-            f"{towers:,} of the parameters are for images or sound; if they stay frozen, give "
-            f"--params of the others."
+            f"{towers:,} of the parameters are for images or sound; "
+            "if they stay frozen, give --params of the others."
         )

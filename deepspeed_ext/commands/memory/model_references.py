@@ -78,8 +78,8 @@ def _require_inert_field(key: str, value: Any) -> None:
         return
     if (_REFERENCE.fullmatch(key) and value) or (isinstance(value, str) and _HUB.match(value)):
         raise ConfigError(
-            f"its field {quoted(key)} names something else to load ({quoted(str(value)[:60])}), "
-            f"and nothing is loaded"
+            f"its field {quoted(key)} names something else to load "
+            f"({quoted(str(value)[:60])}), and nothing is loaded"
         )
     if isinstance(value, int | float) and value > MOST_LAYERS and _COUNT.fullmatch(key):
         raise ConfigError(f"its field {quoted(key)} is {value:,}, expected at most {MOST_LAYERS:,}")

@@ -142,8 +142,8 @@ def _notes(setup: Setup, plan: ZenFlowPlan | None, *, is_known: bool) -> Iterato
         yield "live parameters: the most that max_live_parameters and max_reuse_distance allow"
     if setup.partitions_weights and leaves_early:
         yield (
-            "start-up: a module that zero.Init has not partitioned is moved to the accelerator "
-            "whole; not counted"
+            "start-up: a module that zero.Init has not partitioned "
+            "is moved to the accelerator whole; not counted"
         )
     if plan is not None and plan.rule.update_interval is None:
         longest = plan.rule.longest_interval
@@ -151,8 +151,8 @@ def _notes(setup: Setup, plan: ZenFlowPlan | None, *, is_known: bool) -> Iterato
     if zenflow is not None and not leaves_early:
         if zenflow.hide_transfers is None and not is_known:
             yield (
-                "the landing buffers are left out if a rank would have less than a tenth of its "
-                "accelerator memory free"
+                "the landing buffers are left out if a rank would "
+                "have less than a tenth of its accelerator memory free"
             )
         if zenflow.hide_transfers is False and setup.partitions_weights:
             yield "a slow link may keep one more flat gradient of a sub-group alive"
@@ -161,13 +161,13 @@ def _notes(setup: Setup, plan: ZenFlowPlan | None, *, is_known: bool) -> Iterato
             yield f"gradients go to the host if they would take more than {share} of what is free"
     if zenflow is not None and zenflow.rule == "selective":
         yield (
-            "hot blocks are counted as if all ranks had as many; a rank may have up to twice as "
-            "many"
+            "hot blocks are counted as if all ranks had as many; "
+            "a rank may have up to twice as many"
         )
     if setup.stage == 1 and setup.accumulates_fp32 and zenflow is None:
         yield (
-            "DeepSpeed may use its BF16_Optimizer for stage 1 with fp32 accumulation, which is "
-            "not planned"
+            "DeepSpeed may use its BF16_Optimizer for stage 1 "
+            "with fp32 accumulation, which is not planned"
         )
 
 

@@ -74,8 +74,8 @@ def as_text(plans: Sequence[MemoryPlan], notes: Sequence[str], capacity: Capacit
     header = (
         f"{first.model.params:,} parameters in {first.model.dtype} (the largest has "
         f"{first.model.largest:,}), {first.ranks.count} rank(s), {first.ranks.per_host} per host.\n"
-        "Not included: activations, which are the model's, libraries, and fragmentation of the "
-        "allocator."
+        "Not included: activations, which are the model's, "
+        "libraries, and fragmentation of the allocator."
     )
     tables = detail_text(first, notes), neighbours_text(plans, capacity)
     return "\n\n".join([header, *tables, verdict_text(first, capacity)])
@@ -86,13 +86,12 @@ def verdict_text(plan: MemoryPlan, capacity: Capacity) -> str:
     if capacity == UNKNOWN:
         return (
             "Does it fit? Add --gpu-gb and --host-gb: the memory of one accelerator and of one "
-            "host, as "
-            "numbers, or here for this machine's."
+            "host, as numbers, or here for this machine's."
         )
     left = capacity.left(plan)
     amounts = [
-        f"{abs(size) / _GIB:,.2f} GiB {'are left on' if size >= 0 else 'are missing on'} the "
-        f"{place.value}"
+        f"{abs(size) / _GIB:,.2f} GiB "
+        f"{'are left on' if size >= 0 else 'are missing on'} the {place.value}"
         for place, size in left.items()
     ]
     on_top = ", before activations" if Place.ACCELERATOR in left else ""

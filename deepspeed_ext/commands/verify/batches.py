@@ -50,8 +50,8 @@ def plan_batches(config: Mapping[str, Any], ranks: int, changes: list[str]) -> B
     found = Batches(min(micro, MOST_MICRO), min(accumulation, MOST_ACCUMULATION))
     if total is not None and total != found.micro * found.accumulation * ranks:
         changes.append(
-            f"train_batch_size {found.micro * found.accumulation * ranks} in place of {total}, "
-            f"for {ranks} rank(s)"
+            f"train_batch_size {found.micro * found.accumulation * ranks} "
+            f"in place of {total}, for {ranks} rank(s)"
         )
     for name, before, after in (
         ("train_micro_batch_size_per_gpu", given, found.micro),

@@ -128,14 +128,14 @@ def check_initialize(found: Found) -> Check:
     figures = {"changed": changed, "elements": found.changed.elements}
     if not changed:
         what = (
-            f"{found.changed.elements:,} weights of {found.changed.parameters} parameters "
-            f"unchanged, to the bit"
+            f"{found.changed.elements:,} weights "
+            f"of {found.changed.parameters} parameters unchanged, to the bit"
         )
         return Check(name, "PASS", what, figures)
     worst = sorted(changed, key=lambda each: -changed[each])
     what = (
-        f"{found.changed.count():,} of {found.changed.elements:,} weights changed, in "
-        f"{_listed(worst)}"
+        f"{found.changed.count():,} of {found.changed.elements:,} "
+        f"weights changed, in {_listed(worst)}"
     )
     return Check(name, "FAIL", what, figures)
 
@@ -156,8 +156,8 @@ def check_losses(plan: Plan, found: Found) -> Check:
     what = f"{_way(found.losses)}, plain {_way(found.plain)}"
     if found.skipped != found.plain_skipped:
         what += (
-            f"; steps without an update because of overflow: {found.skipped}, plain "
-            f"{found.plain_skipped}"
+            "; steps without an update because of overflow: "
+            f"{found.skipped}, plain {found.plain_skipped}"
         )
         return Check(name, "FAIL", what, figures)
     if found.losses == found.plain:
@@ -218,8 +218,8 @@ def _deferred_losses(plan: Plan, found: Found, what: str, figures: dict[str, Any
             figures,
         )
     what += (
-        f"; {share:.0%} of plain training's progress in the last {len(last)} steps, expected "
-        f"from {least:.0%} on, "
+        f"; {share:.0%} of plain training's progress in the last "
+        f"{len(last)} steps, expected from {least:.0%} on, "
     )
     what += "because updates are deferred"
     if not least <= share <= MAX_PROGRESS:
@@ -244,8 +244,8 @@ def check_gradients(plan: Plan, found: Found) -> Check:
         return _stopped(name, plan, found)
     if not any(each.length or each.plain for each in found.movements):
         detail = (
-            f"no parameter moves in {plan.steps} steps: is the learning rate 0? More --steps "
-            f"pass a warm-up"
+            f"no parameter moves in {plan.steps} steps: "
+            "is the learning rate 0? More --steps pass a warm-up"
         )
         return Check(name, "FAIL", detail)
     if plan.optimizer is None:
@@ -290,8 +290,8 @@ def _all_move(plan: Plan, found: Found) -> Check:
     if still:
         return Check("gradients", "FAIL", f"parameters that never move: {_listed(still)}")
     detail = (
-        f"all {len(found.movements)} parameters move; nothing to compare with: "
-        f"{plan.why_no_optimizer}"
+        f"all {len(found.movements)} parameters move; "
+        f"nothing to compare with: {plan.why_no_optimizer}"
     )
     return Check("gradients", "PASS", detail)
 
@@ -369,8 +369,8 @@ def check_weights(plan: Plan, found: Found) -> Check:
     what = [
         f"the ranks hold different values of {_listed(weights.divided)}" if weights.divided else "",
         f"the masters have moved, but not {_listed(weights.still)}" if weights.still else "",
-        f"{sum(weights.astray.values()):,} weights do not follow their masters, in "
-        f"{_listed(astray)}"
+        f"{sum(weights.astray.values()):,} weights do "
+        f"not follow their masters, in {_listed(astray)}"
         if astray
         else "",
     ]
@@ -434,8 +434,8 @@ def check_resume(plan: Plan, found: Found, resumed: Found | None) -> Check:
         )
     if plan.rounds_on_resume and _only_rounding(plan, found, resumed.resumed):
         what += (
-            f": {steps} losses equal up to rounding; {weights:,} weights differ in last bits "
-            f"at the end, because "
+            f": {steps} losses equal up to rounding; "
+            f"{weights:,} weights differ in last bits at the end, because "
         )
         return Check(
             name,

@@ -104,7 +104,7 @@ def _signals_noted() -> Iterator[Callable[[], None]]:
         number: signal.getsignal(number)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     }
-    # ignored by nohup
+    # nohup ignores some of them
     ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
     try:
         for number in ours:
@@ -177,8 +177,8 @@ def _require_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         why = (
-            f"a check needs {NEEDED_BYTES >> 20} MiB for temporary files, and {free >> 20} are "
-            f"free. Set TMPDIR"
+            f"a check needs {NEEDED_BYTES >> 20} MiB for temporary files, "
+            f"and {free >> 20} are free. Set TMPDIR"
         )
         raise OSError(errno.ENOSPC, why, str(folder.parent))
 

@@ -177,8 +177,8 @@ def plan_check(
         save_after = max(save_after, MEASURED_STEPS + 1)
         if steps <= save_after:
             raise ConfigError(
-                f"--steps: expected more than {save_after} where zenflow.update_interval is "
-                f"measured, got {steps}"
+                f"--steps: expected more than {save_after} where "
+                f"zenflow.update_interval is measured, got {steps}"
             )
     _fill_optimizer(config, steps, changes)
     _keep_inside(config, scratch, changes)
@@ -277,8 +277,8 @@ def _shorten_warm_up(
         return warm_up
     zenflow["full_warm_up_rounds"] = shorter
     changes.append(
-        f"zenflow.full_warm_up_rounds: {shorter} instead of {warm_up}, so that there are steps "
-        f"after it"
+        f"zenflow.full_warm_up_rounds: {shorter} instead "
+        f"of {warm_up}, so that there are steps after it"
     )
     return shorter
 

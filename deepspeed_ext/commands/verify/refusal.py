@@ -73,7 +73,7 @@ def require_readable(config: dict[str, Any], upstream: bool) -> None:
 def _short(error: ValidationError, section: str) -> str:
     """The mistakes that only DeepSpeed's own models notice, in one line."""
     return "; ".join(
-        f"{'.'.join([section, *map(str, mistake['loc'])])} = {str(mistake['input'])[:100]!r}: "
-        f"{mistake['msg']}"
+        f"{'.'.join([section, *map(str, mistake['loc'])])} "
+        f"= {str(mistake['input'])[:100]!r}: {mistake['msg']}"
         for mistake in error.errors()
     )

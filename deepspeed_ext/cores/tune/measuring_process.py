@@ -77,8 +77,8 @@ def adam_pass_step(elements: int) -> Step:
     exact = Publish.exact(adam.bias_correction2_sqrt, adam.eps)
     work = AdamPass(p, m, v, (g,), (adam,), y, block_means, PASS_BLOCK_SIZE, exact)
     owners = (*state, gradient, published, means)
-    # Load one kernel per thread count, as the optimizer process does: the reference kernel starts a
-    # pool of threads.
+    # Load one kernel per thread count, as the optimizer process
+    # does: the reference kernel starts a pool of threads.
     kernel_of = functools.lru_cache(maxsize=1)(functools.partial(load_kernel, library))
 
     def step(threads: int) -> None:

@@ -28,8 +28,8 @@ def plot_format(path: str) -> str:
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if ending not in known:
         raise ConfigError(
-            f"--plot {path!r}: the format {ending!r} is not supported; use one of "
-            f"{', '.join(known)}"
+            f"--plot {path!r}: the format {ending!r} is not supported; "
+            f"use one of {', '.join(known)}"
         )
     return ending
 

@@ -52,8 +52,7 @@ class MeasuringProcesses:
             self.__exit__()
             raise WorkerError(
                 f"a measuring process could not be started: {error}. Raise this user's limits on "
-                f"processes and open "
-                "files (ulimit -u, ulimit -n), or free memory"
+                "processes and open files (ulimit -u, ulimit -n), or free memory"
             ) from error
         except BaseException:
             self.__exit__()
@@ -130,8 +129,8 @@ class MeasuringProcesses:
             ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise WorkerError(
-                    f"a measuring process did not answer within {ANSWER_TIMEOUT_SECONDS:.0f} s; "
-                    f"check this host's load"
+                    "a measuring process did not answer within "
+                    f"{ANSWER_TIMEOUT_SECONDS:.0f} s; check this host's load"
                 )
             for connection in ready:
                 answers[connection] = self._receive(connection)  # type: ignore[index,arg-type]

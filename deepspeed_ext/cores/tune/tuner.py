@@ -84,8 +84,8 @@ class TuneSettings:
         fitting = int(HOST_MEMORY_FRACTION * memory) // (ranks * STATE_BYTES_PER_ELEMENT)
         if fitting < 1:
             raise OutOfMemoryError(
-                f"{memory} bytes of free host memory are too few to measure {ranks} rank(s); free "
-                f"some memory"
+                f"{memory} bytes of free host memory are too few "
+                f"to measure {ranks} rank(s); free some memory"
             )
         settings = cls(min(elements or wanted, fitting))
         if quick:
@@ -356,8 +356,8 @@ class _Outputs:
             records = OutputFile.check(beside, "the records beside --output")
         if picture is not None and picture in (result, records):
             raise ConfigError(
-                f"--plot {plot!r} is also the file of the result or its records; choose another "
-                f"name"
+                f"--plot {plot!r} is also the file of the result "
+                "or its records; choose another name"
             )
         return cls(result, records, picture, picture_format)
 
@@ -393,8 +393,8 @@ def run_from_cli(arguments: Any) -> Iterator[str]:
         len(host.ranks), quick=arguments.quick, elements=arguments.elements
     )
     if arguments.gpu_step_ms is not None:
-        # The measured step may be smaller than the real one. Time is proportional to the number of
-        # elements.
+        # The measured step may be smaller than the real one.
+        # Time is proportional to the number of elements.
         seconds = arguments.gpu_step_ms / 1e3 * arguments.update_interval
         settings = replace(
             settings, hidden_seconds=seconds * settings.elements / arguments.elements
@@ -413,8 +413,7 @@ def run_from_cli(arguments: Any) -> Iterator[str]:
     if not is_kept:
         raise WorkerError(
             f"the result is not kept, because it was disturbed ({_doubt(result)}): end other work "
-            f"on these cores and "
-            "tune again, or keep it with --output FILE"
+            "on these cores and tune again, or keep it with --output FILE"
         )
     outputs.write(result, records)
     if not arguments.json:
@@ -431,8 +430,7 @@ def _require_cores(host: HostFacts) -> None:
     if len(host.ranks) > max(1, most):
         raise ConfigError(
             f"--ranks {len(host.ranks)}: {len(cores)} cores are allowed here, and a rank needs "
-            f"two, one for PyTorch "
-            f"and one for the optimizer: give at most --ranks {max(1, most)}"
+            f"two, one for PyTorch and one for the optimizer: give at most --ranks {max(1, most)}"
         )
 
 
@@ -464,8 +462,7 @@ def as_text(result: Any, *, is_kept: bool = True) -> str:
     for split in result["training"]["splits"]:
         lines.append(
             f"  {split['pytorch_cores']} core(s) for PyTorch, {split['optimizer_cores']} for the "
-            f"optimizer: "
-            f"{split['step_seconds'] * 1e3:.2f} ms, {split['slowdown']:+.1%}"
+            f"optimizer: {split['step_seconds'] * 1e3:.2f} ms, {split['slowdown']:+.1%}"
         )
     if not result["saturated"]:
         lines.append("not saturated: the optimizer could use more cores than each rank has here")

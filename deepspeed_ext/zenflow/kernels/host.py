@@ -106,7 +106,7 @@ def _run(
 ) -> None:
     library, numel = _library(), grad.numel()
     assert library is not None
-    # no bounds in C++
+    # C++ checks no bounds
     assert all(array is None or array.numel() == numel for array in (weights, published, drift))
     assert inverse.numel() * block_size >= numel
     estimate = _Estimate(

@@ -54,8 +54,7 @@ def prepare(
     if reason is not None and device.type != "cpu" and warns:
         warn_once(
             f"ZenFlow computes in torch operations on {device}, a chunk at a time, which takes "
-            f"several times as long "
-            f"as its Triton kernels; results are the same. {reason}"
+            f"several times as long as its Triton kernels; results are the same. {reason}"
         )
 
 

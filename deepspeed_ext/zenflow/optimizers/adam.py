@@ -194,9 +194,9 @@ def require_adam(optimizer: torch.optim.Optimizer) -> bool:
         decoupled = bool(getattr(optimizer, "adam_w_mode", True))
     if name not in _DEEPSPEED_ADAMS and not _steps_like_torch(type(optimizer)):
         raise ConfigError(
-            f"zero_optimization.zenflow updates weights as torch's Adam and AdamW do, but {name} "
-            f"has a step() of its "
-            "own, which would never run: use Adam or AdamW, or remove the zenflow section"
+            "zero_optimization.zenflow updates weights as torch's Adam and AdamW do, "
+            f"but {name} has a step() of its own, which would never run: "
+            "use Adam or AdamW, or remove the zenflow section"
         )
     for index, group in enumerate(optimizer.param_groups):
         _require_two_moments(index, group, name)
@@ -206,10 +206,9 @@ def require_adam(optimizer: torch.optim.Optimizer) -> bool:
 def _require_two_moments(index: int, group: dict[str, Any], name: str) -> None:
     if group.get("amsgrad"):
         raise ConfigError(
-            f"zero_optimization.zenflow keeps two moments per weight, but amsgrad=True (parameter "
-            f"group {index} of "
-            f"{name}) needs a third, which DeepSpeed's own CPU optimizer does not have either: "
-            f"set it to False"
+            "zero_optimization.zenflow keeps two moments per weight, but amsgrad=True (parameter "
+            f"group {index} of {name}) needs a third, which DeepSpeed's own CPU optimizer does not "
+            "have either: set it to False"
         )
 
 

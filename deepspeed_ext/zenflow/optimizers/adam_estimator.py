@@ -166,8 +166,8 @@ class Estimator:
         self, block_means: torch.Tensor, block_size: int, bias_correction2_sqrt: float, eps: float
     ) -> None:
         self._block_size = block_size
-        # not divided by the number: torch multiplies by its inverse on some devices, and divides on
-        # the CPU
+        # not divided by the number: torch multiplies by its
+        # inverse on some devices, and divides on the CPU
         self.inverse = block_means.sqrt().mul_(1.0 / bias_correction2_sqrt).add_(eps).reciprocal_()
 
     @classmethod

@@ -28,10 +28,9 @@ def kind_of(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> Optimize
     kind = next((each for each in _KINDS if each.serves(optimizer)), None)
     if kind is None:
         raise ConfigError(
-            f"zero_optimization.zenflow works with Adam, AdamW and Lion, but the optimizer is "
-            f"{name}: use Adam or "
-            "AdamW from torch.optim or DeepSpeed, or DeepSpeed's Lion, or remove the zenflow "
-            "section"
+            "zero_optimization.zenflow works with Adam, AdamW and Lion, but the optimizer is "
+            f"{name}: use Adam or AdamW from torch.optim or DeepSpeed, or DeepSpeed's Lion, or "
+            "remove the zenflow section"
         )
     if config.rule == "selective" and kind is not AdamKind:
         raise ConfigError(

@@ -192,9 +192,9 @@ class _Choice:
         rank = (tight or self.facts.ranks)[0]
         free = "unknown" if rank.accelerator_free is None else f"{rank.accelerator_free:,}"
         why = (
-            f"they would take {needs[rank.partitions]:,} bytes of the accelerator, where {free} "
-            f"are "
-            f"free, and should take at most {MOST_FOR_GRADIENTS:.0%} of what is free on any rank"
+            f"they would take {needs[rank.partitions]:,} bytes of the accelerator, "
+            f"where {free} are free, and should take at most "
+            f"{MOST_FOR_GRADIENTS:.0%} of what is free on any rank"
         )
         if not tight:
             return False, why
@@ -243,8 +243,7 @@ class _Choice:
             f"of {rank.accelerator_total or 0:,} bytes of accelerator memory "
             f"{rank.accelerator_free or 0:,} were free, gradients will take "
             f"{self._later(rank.partitions):,}, and {self.config.offload_reserve_fraction:.0%} "
-            f"stay "
-            "free for activations (zenflow.offload_reserve_fraction)"
+            "stay free for activations (zenflow.offload_reserve_fraction)"
         )
         return share, Reason(f"offload_optimizer.ratio = {share:.4g}", why, is_open=True)
 

@@ -55,11 +55,10 @@ class PredictiveSettings(RuleSettings):
         if config.overlapped and longest is not None:
             if interval is not None and interval > longest:
                 raise ConfigError(
-                    f"zero_optimization.zenflow.update_interval = {interval} with "
-                    f"{layout.name.capitalize()}: the "
-                    f"estimate for it has been measured at {longest} only (docs/results.md). Set "
-                    f"the interval to "
-                    f"{longest} or leave it out"
+                    "zero_optimization.zenflow.update_interval "
+                    f"= {interval} with {layout.name.capitalize()}: "
+                    f"the estimate for it has been measured at {longest} only (docs/results.md). "
+                    f"Set the interval to {longest} or leave it out"
                 )
             interval = longest
         return cls(

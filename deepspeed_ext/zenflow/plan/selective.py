@@ -88,17 +88,15 @@ class SelectiveSettings(RuleSettings):
             settings.lag or 0
         ):
             raise ConfigError(
-                f"zero_optimization.zenflow selects hot blocks every "
-                f"{settings.select_every_steps} steps, which is "
-                f"less than overlap_lag = {settings.lag}: raise select_interval or lower "
-                f"overlap_lag"
+                f"zero_optimization.zenflow selects hot blocks every {settings.select_every_steps} "
+                f"steps, which is less than overlap_lag = {settings.lag}: "
+                "raise select_interval or lower overlap_lag"
             )
         if settings.lag and settings.update_interval and settings.lag > settings.update_interval:
             raise ConfigError(
                 f"zero_optimization.zenflow.overlap_lag = {settings.lag} is more than "
-                f"update_interval = "
-                f"{settings.update_interval}, but a result must be applied before the next "
-                f"hand-over: lower overlap_lag"
+                f"update_interval = {settings.update_interval}, but a result must be applied "
+                "before the next hand-over: lower overlap_lag"
             )
         return settings
 
@@ -168,8 +166,7 @@ class SelectiveSettings(RuleSettings):
         if 0 < steps < interval:
             raise ConfigError(
                 f"zero_optimization.zenflow selects hot blocks every {steps} steps, which is less "
-                f"than "
-                f"update_interval = {interval}: raise select_interval or lower update_interval"
+                f"than update_interval = {interval}: raise select_interval or lower update_interval"
             )
         return math.ceil(steps / interval) * interval
 

@@ -147,8 +147,8 @@ class WorkerLink:
         """Begin to carry what `plan` says."""
         self.transfers = self._transfers(plan, buffers)
         parts = self.process, self.transfers, self.page_locks
-        # Runs at `close` or at garbage collection, but not at exit, which frees everything without
-        # waiting.
+        # Runs at `close` or at garbage collection, but not
+        # at exit, which frees everything without waiting.
         self._end_copies = weakref.finalize(self, _end_copies, *parts, os.getpid())
         self._end_copies.atexit = False
         self.lock([spec.key for spec in plan.arena if spec.touched and spec.exchanged])
@@ -211,11 +211,9 @@ class WorkerLink:
                 if not is_of_handler(error):
                     raise
                 raise StateError(
-                    f"{type(error).__name__} ({error}), raised by a signal handler, has broken "
-                    f"off an optimizer step "
-                    "or a wait for it: build a new engine, and load the last checkpoint. Let the "
-                    "handler only set a "
-                    "flag, and check the flag between steps"
+                    f"{type(error).__name__} ({error}), raised by a signal handler, has broken off "
+                    "an optimizer step or a wait for it: build a new engine, and load the last "
+                    "checkpoint. Let the handler only set a flag, and check the flag between steps"
                 ) from error
 
     @property
@@ -328,8 +326,7 @@ def _end_copies(
         page_locks.leave(transfers)
         logger.warning(
             "copies between accelerator and host have not ended, perhaps behind a collective that "
-            "a rank has left: "
-            "their memory stays locked until this process ends"
+            "a rank has left: their memory stays locked until this process ends"
         )
 
 

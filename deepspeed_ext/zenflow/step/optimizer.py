@@ -154,8 +154,8 @@ class HostOptimizer:
                 reused after the call.
             grad_scale: c, the multiplier of the gradient (loss scale and clipping).
         """
-        # Runs even if the worker has failed: weights that do not depend on it stay correct until
-        # all ranks wait.
+        # Runs even if the worker has failed: weights that do
+        # not depend on it stay correct until all ranks wait.
         with in_profile("zenflow.step_partition"), self.link.keeping():
             plan, partition, transfers = (
                 self._current_plan,
@@ -230,8 +230,8 @@ class HostOptimizer:
                 self.shown.advance(self._shown_counts())
             self.plan = None
             with self.link.keeping():
-                # No parameter has a gradient, so no weight changes; schedulers and step hooks still
-                # see a step.
+                # No parameter has a gradient, so no weight changes;
+                # schedulers and step hooks still see a step.
                 self.kind.optimizer.step()
             if self.mover is not None:
                 self.mover.after_step(self, plan)

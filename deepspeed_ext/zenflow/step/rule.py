@@ -175,8 +175,8 @@ class UpdateRule(ABC, Generic[PlanT]):
         """Copy a partition's published weights to its weights."""
         weights = partition.weights()
         for span, published in self._link.transfers.published(partition.index):
-            # A converting copy needs a temporary of the published dtype on the accelerator; copying
-            # in parts bounds it.
+            # A converting copy needs a temporary of the published
+            # dtype on the accelerator; copying in parts bounds it.
             part_numel = published.numel() if published.dtype == weights.dtype else CONVERTED_NUMEL
             parts = weights[slice(*span)].split(part_numel)
             for part, arrived in zip(parts, published.split(part_numel), strict=True):

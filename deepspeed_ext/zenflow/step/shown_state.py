@@ -8,14 +8,16 @@ which the optimizer itself finds its memory are never handed out.
 `changes` compares what the user's optimizer holds with what was shown, so every way to change the
 state is noticed:
 
-====================================
-============================================================================== written in place
-`ShownTensor` reports the use; the next step starts from the new values ``.data`` rebound, entry
-assigned     the values are copied to the optimizer's memory, and the handle is bound again entry
-deleted, dict cleared/replaced  as torch: state that is missing is fresh, with moments of zero and
-step 0 ``load_state_dict``                   all of these step assigned                         the
-next update is number step + 1 ====================================
-==============================================================================
+==============================  ================================================================
+written in place                `ShownTensor` reports the use; the next step starts from the new
+                                values
+``.data`` rebound, entry        the values are copied to the optimizer's memory, and the handle
+assigned                        is bound again
+entry deleted, dict cleared or  as torch: state that is missing is fresh, with moments of zero
+replaced                        and step 0
+``load_state_dict``             all of these
+step assigned                   the next update is number step + 1
+==============================  ================================================================
 
 What has no exact meaning (another shape, a dtype that is no float, half of an entry) is a
 `StateError`.
@@ -351,9 +353,9 @@ class ShownState:
         for number, group in enumerate(self._optimizer.param_groups):
             if any(id(param) not in ours for param in group["params"]):
                 raise StateError(
-                    f"optimizer.param_groups[{number}]['params'] holds a tensor that is not the "
-                    f"optimizer's: put back "
-                    "what was there, and write new values into it (tensor.data.copy_(...))"
+                    f"optimizer.param_groups[{number}]['params'] holds a tensor "
+                    "that is not the optimizer's: put back what was there, "
+                    "and write new values into it (tensor.data.copy_(...))"
                 )
 
     def _change_of(self, index: int, handles: _Handles) -> Change | None:
@@ -368,8 +370,7 @@ class ShownState:
             if name not in entry:
                 raise StateError(
                     f"optimizer.state {where} has no {name!r} any more, but other entries: assign "
-                    f"it, or delete the "
-                    "whole state of this partition to start from fresh moments"
+                    "it, or delete the whole state of this partition to start from fresh moments"
                 )
             if entry[name] is not handle or not _is_on(handle, own):
                 values.append(
@@ -420,8 +421,7 @@ def _fitting(value: Any, own: torch.Tensor, what: str) -> torch.Tensor:
     if value.shape != own.shape or value.dtype not in _FLOATS or value.layout != torch.strided:
         raise StateError(
             f"{what} is now {tuple(value.shape)} {value.dtype}, expected {tuple(own.shape)} "
-            f"{own.dtype}: put back "
-            "what was moved away before the next step, save or load"
+            f"{own.dtype}: put back what was moved away before the next step, save or load"
         )
     return value.detach()
 

@@ -26,19 +26,24 @@ __all__ = [
 ]
 
 IDLE = {
-    "zero_optimization.offload_optimizer.super_offload": "ZenFlow's optimizer process takes its "
-    "place",
-    "zero_optimization.elastic_checkpoint": "a checkpoint of any number of ranks is loaded "
-    "without it",
-    "zero_optimization.pipeline_loading_checkpoint": "all ranks load at once, and map their files "
-    "to read only what "
-    "they need",
-    "bf16.bf16_master_weights_and_grads": "ZenFlow keeps p in fp32, which takes 2 bytes a "
-    "parameter more",
-    "fp16.fp16_master_weights_and_grads": "ZenFlow keeps p in fp32, which takes 2 bytes a "
-    "parameter more",
-    "bf16.bf16_optimizer_states": "zenflow.state_dtype says float32, or this rule or ratio keeps "
-    "m and v in fp32",
+    "zero_optimization.offload_optimizer.super_offload": (
+        "ZenFlow's optimizer process takes its place"
+    ),
+    "zero_optimization.elastic_checkpoint": (
+        "a checkpoint of any number of ranks is loaded without it"
+    ),
+    "zero_optimization.pipeline_loading_checkpoint": (
+        "all ranks load at once, and map their files to read only what they need"
+    ),
+    "bf16.bf16_master_weights_and_grads": (
+        "ZenFlow keeps p in fp32, which takes 2 bytes a parameter more"
+    ),
+    "fp16.fp16_master_weights_and_grads": (
+        "ZenFlow keeps p in fp32, which takes 2 bytes a parameter more"
+    ),
+    "bf16.bf16_optimizer_states": (
+        "zenflow.state_dtype says float32, or this rule or ratio keeps m and v in fp32"
+    ),
 }
 """Settings that ZenFlow replaces by something that does at least as much, each with what that
 is."""
@@ -72,10 +77,8 @@ def require_section(section: Any) -> None:
         "offload_optimizer": section.offload_optimizer,
         "offload_param": section.offload_param,
     }
-    rounds, state_dtype = (
-        zenflow.state_dtype != "float32",
-        f'zenflow.state_dtype = "{zenflow.state_dtype}"',
-    )
+    rounds = zenflow.state_dtype != "float32"
+    state_dtype = f'zenflow.state_dtype = "{zenflow.state_dtype}"'
     _refuse(
         Refusal(
             "stage = 0",
@@ -93,8 +96,8 @@ def require_section(section: Any) -> None:
         Refusal(
             f'{state_dtype} with update_rule = "selective"',
             rounds and zenflow.rule == "selective",
-            "hot blocks keep fp32 moments, and would be rounded each time they move; the "
-            "predictive rule has it",
+            "hot blocks keep fp32 moments, and would be rounded "
+            "each time they move; the predictive rule has it",
         ),
         Refusal(
             f"{state_dtype} with offload_optimizer.ratio below 1",
@@ -105,8 +108,8 @@ def require_section(section: Any) -> None:
         Refusal(
             f"{state_dtype} with block_size above {LARGEST_CODED_BLOCK}",
             zenflow.state_dtype == "int8" and zenflow.block_size > LARGEST_CODED_BLOCK,
-            "a block has one scale, and in a large one most moments are small beside the largest: "
-            "lower block_size",
+            "a block has one scale, and in a large one most "
+            "moments are small beside the largest: lower block_size",
         ),
         Refusal(
             "compute_grad_norm = false",
@@ -138,9 +141,8 @@ def require_shared_folder(section: Any, node_local: bool) -> None:
     """
     if section.zenflow is not None and section.zenflow.async_save and node_local:
         raise ConfigError(
-            "zero_optimization.zenflow.async_save needs one folder that all ranks write to: "
-            "remove it, or "
-            "checkpoint.use_node_local_storage"
+            "zero_optimization.zenflow.async_save needs one folder that all ranks write to: remove "
+            "it, or checkpoint.use_node_local_storage"
         )
 
 
@@ -161,8 +163,7 @@ def require_spreadable(
     is_selective = zenflow.rule == "selective"
     why = (
         "each data-parallel group chooses the blocks that step at once, so copies of a parameter "
-        "in "
-        "several groups would become different; the predictive rule has it"
+        "in several groups would become different; the predictive rule has it"
     )
     _refuse(
         Refusal(
@@ -178,8 +179,8 @@ def require_spreadable(
         Refusal(
             "expert_parallel.enabled = true",
             makes_experts,
-            "AutoEP is not built; DeepSpeed's MoE layer at stages 1 and 2, and experts that are "
-            "not distributed, train",
+            "AutoEP is not built; DeepSpeed's MoE layer at stages 1 and 2, "
+            "and experts that are not distributed, train",
         ),
     )
 
@@ -194,10 +195,9 @@ def require_compilable(is_deepcompile: bool) -> None:
     if is_deepcompile:
         raise ConfigError(
             "zero_optimization.zenflow does not support engine.compile() with compile.deepcompile "
-            "(it removes the "
-            "hooks by which an offloaded optimizer gets its gradients, so ZeRO-Offload does not "
-            "train with it either): "
-            "remove that setting, and engine.compile() compiles the model with torch.compile"
+            "(it removes the hooks by which an offloaded optimizer gets its gradients, so "
+            "ZeRO-Offload does not train with it either): remove that setting, and "
+            "engine.compile() compiles the model with torch.compile"
         )
 
 
@@ -244,8 +244,8 @@ def _of_gradients(section: Any) -> list[Refusal]:
         Refusal(
             f"{name} at stage 1",
             given and section.stage == 1,
-            "DeepSpeed keeps the whole gradient on the accelerator until it is reduced: use stage "
-            "2",
+            "DeepSpeed keeps the whole gradient on the "
+            "accelerator until it is reduced: use stage 2",
         ),
         Refusal(
             f"{name} with hide_transfers = true",

@@ -209,7 +209,7 @@ class HiddenTransfers(Transfers):
         self._coming: list[Parcel] = []
         self._up = accelerator.Stream()
         # of two threads, of which one sends down
-        self._downwards, self._upwards = (StreamStopwatch(), StreamStopwatch())
+        self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()
         self._courier = Courier(accelerator.current_device(), timeout_seconds)
 
     def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor | None, ready: Any) -> None:

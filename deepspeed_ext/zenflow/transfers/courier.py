@@ -195,15 +195,15 @@ class Courier:
                     seen = shipment.carried
                 if within is not None and within.is_over:
                     raise WorkerError(
-                        "copies between accelerator and optimizer process, and its passes between "
-                        "them, have not ended "
-                        f"within {within.seconds:g} s. {within_group_timeout()}"
+                        "copies between accelerator and optimizer process, "
+                        "and its passes between them, have not ended within "
+                        f"{within.seconds:g} s. {within_group_timeout()}"
                     )
                 if patience.is_over or not self._thread.is_alive():
                     raise WorkerError(
-                        "copies between accelerator and optimizer process have not moved for "
-                        f"{self._timeout_seconds:g} s (zenflow.worker_timeout_seconds): is the "
-                        f"accelerator stuck?"
+                        "copies between accelerator and optimizer process "
+                        f"have not moved for {self._timeout_seconds:g} s "
+                        "(zenflow.worker_timeout_seconds): is the accelerator stuck?"
                     )
                 shipment.wait_a_slice(patience)
         if self._errors:

@@ -69,8 +69,7 @@ class PageLocks:
                 remedy = remedy_for_refused(error, limit, shares_host_memory(), without=name)
                 warn_once(
                     f"{tensor.nbytes:,} bytes of the optimizer's memory could not be page-locked: "
-                    f"copies to and from "
-                    f"the accelerator are slower. {remedy}"
+                    f"copies to and from the accelerator are slower. {remedy}"
                 )
                 return
             self._locked[begin] = tensor
@@ -115,14 +114,13 @@ def remedy_for_refused(
         return f"DeepSpeed's accelerator {without!r} has no register_host_memory"
     if shares_memory:
         return (
-            f"The accelerator's memory is the host's ({error}), so offload frees nothing: "
-            f"{SHARED_MEMORY}"
+            f"The accelerator's memory is the host's ({error}), "
+            f"so offload frees nothing: {SHARED_MEMORY}"
         )
     if limit is not None:
         return (
             f"Raise the limit on locked memory, {limit:,} bytes (ulimit -l, --ulimit memlock=-1). "
-            f"The runtime said: "
-            f"{error}"
+            f"The runtime said: {error}"
         )
     return (
         f"The limit on locked memory is not the cause; this driver or runtime refuses it: {error}"

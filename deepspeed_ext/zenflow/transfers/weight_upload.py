@@ -83,7 +83,7 @@ class WeightUpload:
         accelerator = get_accelerator()
         if self._down is None:
             self._down = accelerator.Stream()
-        # which writes weights, and sends the buffer's older ones
+        # the current stream writes the weights, and sends the buffer's older ones
         self._down.wait_stream(accelerator.current_stream())
         with accelerator.stream(self._down):
             self._buffers[number % 2][: piece.end - piece.begin].copy_(

@@ -72,8 +72,8 @@ class Arena:
         """
         if not hasattr(os, "memfd_create"):
             raise UnsupportedError(
-                "ZenFlow shares memory between processes with memfd_create, which needs Linux: "
-                "turn zenflow off"
+                "ZenFlow shares memory between processes with memfd_create, "
+                "which needs Linux: turn zenflow off"
             )
         fileno = -1
         try:
@@ -89,9 +89,9 @@ class Arena:
                 else "memory (ulimit -v, -f)"
             )
             raise UnsupportedError(
-                f"the kernel refuses {layout.nbytes:,} bytes of shared memory for the optimizer "
-                f"process: {error}. "
-                f"Raise the limit on {limit}, use more ranks (each holds less), or turn zenflow off"
+                f"the kernel refuses {layout.nbytes:,} bytes of shared memory "
+                f"for the optimizer process: {error}. Raise the limit on {limit}, "
+                "use more ranks (each holds less), or turn zenflow off"
             ) from error
 
     @property

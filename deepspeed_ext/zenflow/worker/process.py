@@ -102,8 +102,8 @@ class OptimizerProcess:
             raise
 
     def _launch(self, arena: Arena, plan: WorkerPlan) -> tuple[subprocess.Popen[bytes], Channel]:
-        # PR_SET_PDEATHSIG refers to the thread that starts the process; only the main thread lives
-        # as long as we do.
+        # PR_SET_PDEATHSIG refers to the thread that starts the
+        # process; only the main thread lives as long as we do.
         by_main_thread = threading.current_thread() is threading.main_thread()
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(plan.threads)}
         try:
@@ -260,9 +260,9 @@ class OptimizerProcess:
         with self._lock:
             if self._is_inside:
                 raise WorkerError(
-                    f"rank {self._rank}: a signal handler called the optimizer process while the "
-                    f"interrupted code was "
-                    "using it. Let the handler only set a flag, and check the flag between steps"
+                    f"rank {self._rank}: a signal handler called the optimizer "
+                    "process while the interrupted code was using it. "
+                    "Let the handler only set a flag, and check the flag between steps"
                 )
             try:
                 self._is_inside = True
@@ -343,7 +343,7 @@ class OptimizerProcess:
         elif not isinstance(answer, Done) or answer.number > self._done + 1:
             raise GarbledError(f"{answer!r} after answer {self._done} of {self._submitted}")
         elif answer.number == self._done + 1:
-            # otherwise a signal handler interrupted us after it was recorded
+            # not recorded yet: a signal handler may have interrupted us after that
             self._done = answer.number
             self._seconds += answer.seconds
             if answer.failed_write is not None:
@@ -354,8 +354,8 @@ class OptimizerProcess:
             raise WorkerError(self._error)
         if not self._finalizer.alive:
             raise WorkerError(
-                f"rank {self._rank}: the optimizer process is closed; build a new engine to train "
-                f"on"
+                f"rank {self._rank}: the optimizer process is closed; "
+                "build a new engine to train on"
             )
 
     def _how_it_ended(self) -> str:
@@ -384,8 +384,7 @@ class OptimizerProcess:
                 + ("raise the timeout" if is_setting else "save to another one")
                 if self._done < self._newest_write
                 else "It may be stopped, starved of CPU or swapping: give it more cores "
-                "(core_binding), or raise the "
-                "timeout"
+                "(core_binding), or raise the timeout"
             )
         )
 
@@ -413,8 +412,7 @@ def within_group_timeout() -> str:
     """Why even a wait with progress is limited, and what to do."""
     return (
         "The other ranks do not wait longer for this one: the process group's timeout would end "
-        "the job. Raise it "
-        "(init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
+        "the job. Raise it (init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
     )
 
 

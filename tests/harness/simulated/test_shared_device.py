@@ -24,8 +24,8 @@ def losses(stage: int) -> tuple[int, list[float]]:
 def test_ranks_that_share_a_device_train_as_with_one_each(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # New processes on both sides: in used ones, earlier tests may have left settings of torch
-    # behind.
+    # New processes on both sides: in used ones, earlier
+    # tests may have left settings of torch behind.
     apart = run_ranks(2, losses, stage, device="sim", pool="a device each")
     monkeypatch.setenv("SIMULATED_DEVICES", "1")
     shared = run_ranks(2, losses, stage, device="sim", pool="one device")

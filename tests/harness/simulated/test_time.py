@@ -91,8 +91,8 @@ def test_an_overlapped_pass_is_hidden_as_far_as_there_is_a_step_to_hide_it() -> 
     assert short["exposed worker"] < 0.25 * short["worker"]
     long = steps_with(overlap=True, ns_per_element=1000)
     assert long["worker"] > long["compute"]
-    # The estimate, as torch operations of 20 us each, takes half as long as this small step, and
-    # hides nothing.
+    # The estimate, as torch operations of 20 us each, takes
+    # half as long as this small step, and hides nothing.
     assert long["exposed worker"] < long["worker"] - 0.35 * long["compute"]
 
 

@@ -15,8 +15,8 @@ LOWERED = (
     "linear matmul mm bmm addmm addbmm baddbmm conv1d conv2d conv3d scaled_dot_product_attention"
 )
 RAISED = (
-    "softmax log_softmax layer_norm nll_loss cross_entropy_loss mse_loss pow prod cumsum "
-    "norm exp log sum"
+    "softmax log_softmax layer_norm nll_loss cross_entropy_loss "
+    "mse_loss pow prod cumsum norm exp log sum"
 )
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 

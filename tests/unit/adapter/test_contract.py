@@ -156,8 +156,8 @@ def omissions() -> tuple[set[str], set[tuple[str, str]]]:
         theirs = [kind for kind in concrete.__mro__ if is_deepspeeds(kind)]
         assigned = assigned_by(theirs[0], names)
         defined = {name for name in names if any(name in vars(kind) for kind in theirs)}
-        # Methods of object and of torch's module are not DeepSpeed's; of a constructor we rely on
-        # what we pass.
+        # Methods of object and of torch's module are not
+        # DeepSpeed's; of a constructor we rely on what we pass.
         missing |= {
             f"{part.name}: {theirs[0].__name__}.{name}"
             for name in (assigned | defined) - {"__init__"}

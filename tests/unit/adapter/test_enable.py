@@ -153,8 +153,8 @@ def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> li
             2,
             {"stage3_allgather_single_param": True},
             {},
-            "stage3_allgather_single_param has no effect: this run uses ZeRO stage 2 with "
-            "ZeroOptimizer",
+            "stage3_allgather_single_param has no effect: "
+            "this run uses ZeRO stage 2 with ZeroOptimizer",
         ),
         (
             0,

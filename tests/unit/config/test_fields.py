@@ -315,8 +315,8 @@ def test_right_files_and_forms_are_read_as_before(tmp_path: Path) -> None:
     """JSON is YAML, comments are allowed, DeepSpeed's sections may be left to a trainer."""
     path = tmp_path / "ds.yaml"
     path.write_text(
-        '{"train_batch_size": 1, /* a comment */ "zero_optimization": {"stage": 2, "zenflow": '
-        '"auto"}}'
+        '{"train_batch_size": 1, /* a comment */ "zero_optimization": '
+        '{"stage": 2, "zenflow": "auto"}}'
     )
     assert int(deepspeed.DeepSpeedConfig(str(path)).zero_config.stage) == 2
     for zero in (

@@ -136,8 +136,8 @@ CANNOT_BE_AGREED_ON = {
         "adapter/step.py:StepDriver.norms",
         "zenflow/step/link.py:WorkerLink.start_copies",
     ),
-    "waits as DeepSpeed's own method does; only an error of the device fails there, and ends the "
-    "rank anyway": ("adapter/stand_ins.py:",),
+    "waits as DeepSpeed's own method does; "
+    "only an error of the device fails there, and ends the rank anyway": ("adapter/stand_ins.py:",),
     "only assigns values, unless a save was interrupted": (
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.begin_save",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.break_off",
@@ -338,8 +338,8 @@ class Phase:
         if not keep and self.engine is not None:
             self.engine.destroy()
             self.engine = None
-        # else an earlier engine ends at any time, and the functions that end it seem to belong to a
-        # phase
+        # else an earlier engine ends at any time, and the
+        # functions that end it seem to belong to a phase
         gc.collect()
         dist.barrier()
         if self.rank == 0 and self.folder:

@@ -37,8 +37,8 @@ def last_rank_dies(config: dict[str, Any], folder: str) -> None:
         traceback.print_exc()
         os._exit(
             FAILED
-            # as a script does: a rank that lived on would keep its connections, and the others
-            # would wait
+            # as a script does: a rank that lived on would
+            # keep its connections, and the others would wait
         )
 
 

@@ -283,8 +283,8 @@ def outcome(tier: str, fault: str, place: int) -> tuple[str, bool]:
     layout, expected = small_layout()
     with fault_at(place if dist.get_rank() == 1 else 1 << 30, fault) as seen:
         try:
-            # "distributed, refused": the flat buffer is refused to rank 0 too, so that the way goes
-            # through the host
+            # "distributed, refused": the flat buffer is refused
+            # to rank 0 too, so that the way goes through the host
             refused = (
                 failing([1])
                 if tier == "distributed, refused" and dist.get_rank() == 0

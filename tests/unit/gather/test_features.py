@@ -73,8 +73,8 @@ def test_equals_upstream_when_two_dtypes_travel() -> None:
     ],
 )
 def test_equals_upstream_with_hpz(world_size: int, dtype: str) -> None:
-    # in processes of their own: DeepSpeed keeps the groups of hpZ, and uses them for every later
-    # engine
+    # in processes of their own: DeepSpeed keeps the
+    # groups of hpZ, and uses them for every later engine
     for outcome in run_fresh_ranks(
         world_size, feature_body, {"zero_hpz_partition_size": 2}, {}, dtype
     ):

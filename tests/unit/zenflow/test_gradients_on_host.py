@@ -121,8 +121,8 @@ def test_it_equals_the_run_whose_gradients_stay_to_the_bit(
 ) -> None:
     config = zenflow_config(stage, dtype, accumulation=accumulation, lr=1e-2, **WAYS[way])
     config["gradient_clipping"] = clip
-    # DeepSpeed's stage 3 replaces torch's linear function for the rest of a process, and its
-    # rounding with it.
+    # DeepSpeed's stage 3 replaces torch's linear function
+    # for the rest of a process, and its rounding with it.
     pool = f"gradients on the host, stage {stage}"
     for difference in run_ranks(
         ranks, differs, config, device="sim", pool=pool, timeout_seconds=200

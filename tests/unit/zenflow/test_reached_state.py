@@ -35,8 +35,8 @@ FOUND = [
     "steps set_step base_round_trip exact steps write_kept keep steps read_inner",
     "steps offload read_inner keep base_round_trip steps swap_entries steps read",
     "steps read replace_entries rebind_data write_in_place safe_functions read_inner",
-    "steps base_round_trip offload safe_functions read base_round_trip safe_functions exact steps "
-    "read",
+    "steps base_round_trip offload safe_functions read "
+    "base_round_trip safe_functions exact steps read",
     "steps steps evaluate set_step steps offload read",
     "steps read replace_entries rebind_data offload rebind_data safe_functions keep read",
     "steps rebind_data offload safe_functions steps rebind_data offload safe_functions read",

@@ -152,8 +152,8 @@ def test_it_does_what_the_fields_say(name: str, stage: int, ranks: int) -> None:
             *found["exact"],
             *range(warm_up + interval, STEPS + 1, interval),
         ]
-        # "step" counts steps, in whole intervals; nobody says here how long an epoch is; "auto" is
-        # 16 steps or more
+        # "step" counts steps, in whole intervals; nobody says
+        # here how long an epoch is; "auto" is 16 steps or more
         asked = section.get("select_interval", "auto")
         steps = max(16, 4 * interval) if asked == "auto" else asked
         every = math.ceil(steps / interval) * interval

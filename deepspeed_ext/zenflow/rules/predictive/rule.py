@@ -188,9 +188,9 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             )
             if is_overloaded(worker, device, interval):
                 logger.warning(
-                    "even at this interval the optimizer process is slower than the accelerator, "
-                    "so steps will wait: "
-                    "give it more cores (lower zenflow.pt_reserved_cores), or do more work per step"
+                    "even at this interval the optimizer process is slower "
+                    "than the accelerator, so steps will wait: give it more cores "
+                    "(lower zenflow.pt_reserved_cores), or do more work per step"
                 )
         return interval
 
@@ -242,16 +242,14 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         if self._ranks.rank == 0 and guard.synchronous:
             logger.warning(
                 f"ZenFlow's prediction of the weights is too far off at step {step}: {told}. From "
-                f"now on every step "
-                "waits for its own update, until the error has fallen. If this happens again, use "
-                "a smaller "
-                "zenflow.block_size, zenflow.update_interval or learning rate, or turn "
-                "zenflow.overlap_step off"
+                "now on every step waits for its own update, until the error has fallen. If this "
+                "happens again, use a smaller zenflow.block_size, zenflow.update_interval or "
+                "learning rate, or turn zenflow.overlap_step off"
             )
         elif self._ranks.rank == 0:
             logger.info(
-                f"ZenFlow's prediction of the weights is good again at step {step}: {told}. Steps "
-                f"overlap"
+                "ZenFlow's prediction of the weights is good "
+                f"again at step {step}: {told}. Steps overlap"
             )
 
     def _worst(self) -> tuple[int, str]:

@@ -29,9 +29,8 @@ def library_path() -> str | None:
         return None
     if why := _why_unusable(BUILT):
         warn_once(
-            f"ZenFlow's optimizer step uses torch operations, several times slower than the "
-            f"native kernel: {why}. "
-            "Install the wheel, or a C++ compiler and deepspeed_ext once more; "
+            "ZenFlow's optimizer step uses torch operations, several times slower than the native "
+            f"kernel: {why}. Install the wheel, or a C++ compiler and deepspeed_ext once more; "
             "DSEXT_NATIVE_KERNEL=0 accepts this"
         )
         return None

@@ -101,8 +101,8 @@ def test_an_l2_term_that_cancels_the_gradient_is_estimated_within_bounds(
     make_kernel(kernel).run(AdamPass(*arrays, block, publish))
     far = lr * 2 * interval  # as far as Adam goes in the updates ahead
     assert float((published - p).abs().max()) < far + publish.l2_bound
-    # The rest of the estimate: the gradient that comes, the same once more, cancels the L2 term
-    # again.
+    # The rest of the estimate: the gradient that comes,
+    # the same once more, cancels the L2 term again.
     weights = torch.empty(n)
     estimator = Estimator(means, block, step.bias_correction2_sqrt, step.eps)
     drift = sum(

@@ -68,17 +68,15 @@ def test_the_largest_part_of_the_step_limits_it(measured: MeasuredStep, limit: L
             Cores(14, 16),
             0,
             "ZenFlow: 1.08x of a step without the optimizer; the optimizer process limits (14 of "
-            "16 "
-            "cores). state_dtype bfloat16 would make it 1.00x, but rounds.",
+            "16 cores). state_dtype bfloat16 would make it 1.00x, but rounds.",
         ),
         (
             step(1.00, 0.70, 0.68, 1.66, link=0.5),
             Cores(8, 16),
             0,
-            "ZenFlow: 1.70x of a step without the optimizer; the optimizer process limits (8 of 16 "
-            "cores). pt_reserved_cores 2 would give it 14. update_interval 2 would make it 1.02x, "
-            "but "
-            "differs.",
+            "ZenFlow: 1.70x of a step without the optimizer; "
+            "the optimizer process limits (8 of 16 cores). pt_reserved_cores 2 would give it 14. "
+            "update_interval 2 would make it 1.02x, but differs.",
         ),
         (
             step(1.00, 0.30, 0.28, 0.60),

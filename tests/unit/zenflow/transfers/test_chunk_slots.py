@@ -31,7 +31,7 @@ CHUNK = 512
 @contextmanager
 def small_chunks(*, whole: bool = False) -> Iterator[None]:
     """Partitions of many chunks, which pass through slots, or lie in `whole` gradients."""
-    # which would take more than whole gradients
+    # slots of chunks would take more than whole gradients
     without = patch.object(chunks, "SLOTS_OF_CHUNKS", 1 << 40)
     with patch.object(chunks, "CHUNK_NUMEL", CHUNK):
         if not whole:

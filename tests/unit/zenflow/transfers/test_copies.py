@@ -353,8 +353,8 @@ def test_weights_are_there_for_the_gathers_at_the_end_of_a_step(
     rule: dict[str, Any], hidden: bool
 ) -> None:
     config = zenflow_config(3, **{"overlap_step": True, "hide_transfers": hidden, **rule})
-    # Both wait for the device in every step: gathering persistent parameters, and DeepSpeed's
-    # timer.
+    # Both wait for the device in every step: gathering
+    # persistent parameters, and DeepSpeed's timer.
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     config["timers"] = {"throughput": {"enabled": False}}
     assert (

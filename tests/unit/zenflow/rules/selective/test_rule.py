@@ -207,7 +207,7 @@ def test_between_results_only_hot_blocks_change_and_travel(stage: int, lag: int)
         else:
             assert 0 < changed <= limit
             if stage != 3:
-                # fp32
+                # in fp32
                 assert (
                     32 * 4 * sum(second["hot"])
                     <= received

@@ -160,8 +160,8 @@ def test_native_equals_reference_to_rounding(grad_dtype: str, publish_dtype: str
         torch.testing.assert_close(
             getattr(native, name), getattr(reference, name), rtol=5e-6, atol=1e-8
         )
-    # One unit in the last place of the published type: the fp32 values may lie on either side of a
-    # tie.
+    # One unit in the last place of the published type:
+    # the fp32 values may lie on either side of a tie.
     ulp = {"float32": 5e-6, "bfloat16": 2**-7, "float16": 2**-10}[publish_dtype]
     torch.testing.assert_close(
         native.published.float(), reference.published.float(), rtol=ulp, atol=1e-6

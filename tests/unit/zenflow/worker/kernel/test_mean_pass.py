@@ -148,8 +148,8 @@ def test_native_equals_reference_to_rounding(grad_dtype: str, publish_dtype: str
             getattr(native, name), getattr(reference, name), rtol=5e-6, atol=1e-8
         )
     assert torch.equal(native.updates, reference.updates)
-    # One unit in the last place of the published type: the fp32 values may lie on either side of a
-    # tie.
+    # One unit in the last place of the published type:
+    # the fp32 values may lie on either side of a tie.
     ulp = {"float32": 5e-6, "bfloat16": 2**-7, "float16": 2**-10}[publish_dtype]
     torch.testing.assert_close(
         native.published.float(), reference.published.float(), rtol=ulp, atol=1e-6
@@ -238,7 +238,7 @@ def test_one_gradient_and_one_count_is_the_pass_of_one_step(t: int) -> None:
         grads = (array(plain.grads[0]),)
         make_kernel("native").run(AdamPass(p, m, v, grads, (step,), y, means, block, publish))
         for found, expected in zip(mean.state()[:4], plain.state()[:4], strict=True):
-            # A compiler may fuse other products and sums in the one loop than in the other: GCC 16
-            # does.
+            # A compiler may fuse other products and sums in
+            # the one loop than in the other: GCC 16 does.
             rounding = 2 * torch.finfo(found.dtype).eps
             torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding * 1e-3)
