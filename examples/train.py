@@ -183,10 +183,8 @@ def train_step(
 ) -> torch.Tensor:
     """One optimizer step; returns the mean loss of its micro-batches on this rank, in nats per
     byte."""
-    micro_steps, batch_size = (
-        engine.gradient_accumulation_steps(),
-        engine.train_micro_batch_size_per_gpu(),
-    )
+    micro_steps = engine.gradient_accumulation_steps()
+    batch_size = engine.train_micro_batch_size_per_gpu()
     losses = []
     for micro_step in range(step * micro_steps, (step + 1) * micro_steps):
         batch = text.batch(micro_step, dist.get_rank(), batch_size, args.seq_len, args.seed)

@@ -282,10 +282,8 @@ def _cell(stage: Stage, gpus: int, gpu_gib: int, host_gib: int) -> str:
     """Five numbers; ours, exact, is bold where it is the largest of the first three."""
     names = (ZERO_OFFLOAD, ZENFLOW, OURS, OURS + ROUNDED, OURS + CODED)
     found = [_best(name, stage, gpus, gpu_gib, host_gib) for name in names]
-    texts, sizes = (
-        [_billions(shape) for shape in found],
-        [shape.params if shape else 0 for shape in found],
-    )
+    texts = [_billions(shape) for shape in found]
+    sizes = [shape.params if shape else 0 for shape in found]
     if sizes[2] > max(sizes[:2]):
         texts[2] = f"**{texts[2]}**"
     return " / ".join(texts)

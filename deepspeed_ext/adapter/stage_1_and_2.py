@@ -131,10 +131,8 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
             self._flatten_ranks = [
                 RankGroup.of(group, keeps_scratch=True) for group in self.real_dp_process_group
             ]
-        ranks, layout = (
-            self._flatten_ranks[group_index],
-            GroupLayout.of(tensor_list, param_padding, alignment),
-        )
+        ranks = self._flatten_ranks[group_index]
+        layout = GroupLayout.of(tensor_list, param_padding, alignment)
         # Parameter groups of experts belong to other ranks than the rest.
         with self.startup.phase("flatten", layout.nbytes), within(self._construction_ranks, ranks):
             flat, plan = self._flattener.flatten(layout, ranks, group_index)

@@ -25,13 +25,11 @@ __all__ = [
 ]
 
 # Larger than any real value, but far too small to exhaust memory or overflow to infinity.
-MAX_RANKS, MAX_CORES, MAX_ELEMENTS, MAX_STEPS, MAX_MILLISECONDS = (
-    1024,
-    1 << 16,
-    1 << 48,
-    1 << 20,
-    1e9,
-)
+MAX_RANKS = 1024
+MAX_CORES = 1 << 16
+MAX_ELEMENTS = 1 << 48
+MAX_STEPS = 1 << 20
+MAX_MILLISECONDS = 1e9
 
 MAX_JOB_RANKS = 1 << 20
 MAX_TOKENS = 1 << 40

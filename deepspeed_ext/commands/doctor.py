@@ -383,10 +383,8 @@ def check_openmp() -> Check:
 
 
 def check_autoload() -> Check:
-    setting, of_torch = (
-        os.environ.get("DSEXT_AUTOLOAD", ""),
-        os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1"),
-    )
+    setting = os.environ.get("DSEXT_AUTOLOAD", "")
+    of_torch = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
     if setting in ("", "0"):
         return _ok("autoload", "off: scripts call enable(), or are started by deepspeed-ext run")
     if setting != "1":

@@ -72,10 +72,8 @@ class Flattener:
         failed: list[FlattenTier] = []
         while True:
             with together(ranks):
-                free, total = (
-                    allocation.free_accelerator_bytes(),
-                    allocation.total_accelerator_bytes(),
-                )
+                free = allocation.free_accelerator_bytes()
+                total = allocation.total_accelerator_bytes()
             free, total = ranks.minimum(free, total)
             facts = FlattenFacts(layout.nbytes, ranks.size, free, total)
             plan = choose_tier(facts, self._forced, self._reserve_fraction, failed)

@@ -43,10 +43,8 @@ def announced(operator: str) -> Iterator[None]:
 
 def _report(operator: str, is_new: bool, begin: float, done: threading.Event) -> None:
     """Log progress every few seconds until `done`."""
-    pause, doing = (
-        FIRST_SECONDS,
-        "still compiling" if is_new else "checking, and compiling again if it is out of date,",
-    )
+    pause = FIRST_SECONDS
+    doing = "still compiling" if is_new else "checking, and compiling again if it is out of date,"
     while not done.wait(pause):
         pause, took = EVERY_SECONDS, f"{time.monotonic() - begin:.0f} s"
         left = [lock for lock in build_locks.abandoned() if lock.parent.name == operator]

@@ -42,10 +42,8 @@ def require_own(folder: Path) -> None:
     elif found.st_uid not in (os.getuid(), 0):
         why, change = f"belongs to user {found.st_uid}", "name one of your own"
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        why, change = (
-            f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})",
-            "chmod go-w it",
-        )
+        why = f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+        change = "chmod go-w it"
     else:
         return
     raise ConfigError(

@@ -222,10 +222,8 @@ def _of_other_stages(stage: int) -> set[Keys]:
 
 def _make_consistent(config: dict[str, Any], ranks: int) -> None:
     """Batch sizes that multiply, and what DeepSpeed asks for."""
-    micro, steps = (
-        config["train_micro_batch_size_per_gpu"],
-        config.get("gradient_accumulation_steps", 1),
-    )
+    micro = config["train_micro_batch_size_per_gpu"]
+    steps = config.get("gradient_accumulation_steps", 1)
     if isinstance(config.get("train_batch_size"), int):
         config["train_batch_size"] = micro * ranks * (steps if isinstance(steps, int) else 1)
     if config[Z]["stage"] == 0:

@@ -78,11 +78,9 @@ def arguments(*words: str) -> Any:
 def test_a_crash_fails_after_the_rest_and_loses_no_result(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good, bad, last = (
-        measuring("good", "write({'a': 1})"),
-        measuring("bad", "1 / 0"),
-        measuring("last", "pass"),
-    )
+    good = measuring("good", "write({'a': 1})")
+    bad = measuring("bad", "1 / 0")
+    last = measuring("last", "pass")
     assert suite.measure([good, bad, last], arguments()) == 1
     assert "1.00 (0.500 to 1.50)  ours  theirs         s " in capsys.readouterr().out
     kept = json.loads(out.read_text())

@@ -136,10 +136,8 @@ def test_each_file_of_a_checkpoint_costs_the_same(tmp_path: Path) -> None:
 def test_a_message_stays_short() -> None:
     """Of 1,024 errors the first are told, and ranks are named as ranges."""
     with rehearsed_ranks(MANY) as (ranks, rehearsal):
-        rehearsal.others, rehearsal.sent = (
-            that_differ,
-            _Told("ConfigError", "ConfigError", "another", False),
-        )
+        rehearsal.others = that_differ
+        rehearsal.sent = _Told("ConfigError", "ConfigError", "another", False)
         with pytest.raises(
             ConfigError, match=rf"^rank 0: mine; ranks 1-{MOST_TOLD}: another; further"
         ):

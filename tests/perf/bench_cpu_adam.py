@@ -189,10 +189,8 @@ def contenders(numel: int, threads: int, deepspeed: bool = False) -> dict[str, C
         "pass, torch operations": Contender(pass_runner(reference, spread, 1), step),
     }
     for name, (dtype, nbytes) in ROUNDED_BYTES.items():
-        rounded, whole = (
-            pass_arena(numel, plan_layout, replace(ADAM_STATE, moment_dtype=dtype)),
-            nbytes + 2,
-        )
+        rounded = pass_arena(numel, plan_layout, replace(ADAM_STATE, moment_dtype=dtype))
+        whole = nbytes + 2
         title = f"pass, {native.name}, {name} moments"
         found[title] = Contender(pass_runner(native, rounded, 1), whole + 2)
         every = pass_runner(native, rounded, INTERVAL)

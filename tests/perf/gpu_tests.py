@@ -14,16 +14,12 @@ from tests.perf.part import Part, operators
 
 __all__ = ["GROUPS", "part_of", "parts"]
 
-COLLECTIVES, ACCELERATOR = (
-    "tests/unit/runtime/test_all_collectives.py",
-    "tests/unit/adapter/test_accelerator.py",
-)
+COLLECTIVES = "tests/unit/runtime/test_all_collectives.py"
+ACCELERATOR = "tests/unit/adapter/test_accelerator.py"
 DEATH, EXPERTS = "tests/unit/faults/test_rank_death.py", "tests/unit/zenflow/test_experts.py"
 TENSOR_PARALLEL = "tests/unit/zenflow/test_model_parallel.py"
-COPIES, OFFLOAD_STATES = (
-    "tests/unit/zenflow/transfers/test_copies.py",
-    "tests/unit/zenflow/test_offload_states.py",
-)
+COPIES = "tests/unit/zenflow/transfers/test_copies.py"
+OFFLOAD_STATES = "tests/unit/zenflow/test_offload_states.py"
 FLATTEN = "tests/unit/flatten/test_gpu.py"
 KERNELS = ("tests/unit/zenflow/kernels/test_gpu.py", "tests/unit/zenflow/kernels/test_alignment.py")
 

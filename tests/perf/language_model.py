@@ -76,10 +76,8 @@ class Block(nn.Module):
 
     def __init__(self, hidden: int, heads: int, intermediate: int) -> None:
         super().__init__()
-        self.attention_norm, self.feed_forward_norm = (
-            nn.RMSNorm(hidden, 1e-6),
-            nn.RMSNorm(hidden, 1e-6),
-        )
+        self.attention_norm = nn.RMSNorm(hidden, 1e-6)
+        self.feed_forward_norm = nn.RMSNorm(hidden, 1e-6)
         self.attention = Attention(hidden, heads)
         self.gate, self.up = (nn.Linear(hidden, intermediate, bias=False) for _ in range(2))
         self.down = nn.Linear(intermediate, hidden, bias=False)

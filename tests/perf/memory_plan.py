@@ -102,10 +102,8 @@ def comparisons_of(rows: list[dict[str, Any]]) -> list[report.Comparison]:
         values = [pair for row in rows if row["place"] == place.value for pair in row["values"]]
         if values:
             planned, measured = zip(*values, strict=True)
-            subject, rival = (
-                f"plan --memory, {place.value}, all runs and phases",
-                "what the simulated run held",
-            )
+            subject = f"plan --memory, {place.value}, all runs and phases"
+            rival = "what the simulated run held"
             what = (subject, rival, "bytes per parameter", planned, measured, ("none", "1"))
             found.append(report.compare(*what, SIMULATION))
     return found

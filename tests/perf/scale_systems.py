@@ -103,10 +103,8 @@ def one_error(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
 
 def other_errors(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     error = ConfigError("this rank's own reason in some words, " * 30)
-    rehearsal.others, rehearsal.sent = (
-        that_differ,
-        _Told("ConfigError", "ConfigError", str(error), False),
-    )
+    rehearsal.others = that_differ
+    rehearsal.sent = _Told("ConfigError", "ConfigError", str(error), False)
     return _raised(lambda: raise_together(ranks, error))
 
 

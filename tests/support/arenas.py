@@ -15,10 +15,8 @@ def arena_kinds(
     layout: StateLayout = ADAM_STATE,
 ) -> ArenaKinds:
     """Those of the predictive rule with blocks of 32 elements, all slots of the ring in use."""
-    dtypes, means = (
-        Dtypes("bfloat16", gradient, gradient, published),
-        PerBlock("block_means", "float32", True),
-    )
+    dtypes = Dtypes("bfloat16", gradient, gradient, published)
+    means = PerBlock("block_means", "float32", True)
     return ArenaKinds(layout, 32, dtypes, means, lifts_y=True, slots=slots, touched_slots=slots)
 
 

@@ -84,11 +84,9 @@ class Variant:
 
     def source(self) -> ASTSource:
         """What Triton compiles if nothing is specialized."""
-        function, dtypes, constants = (
-            getattr(device, self.kernel),
-            dict(self.dtypes),
-            dict(self.constants),
-        )
+        function = getattr(device, self.kernel)
+        dtypes = dict(self.dtypes)
+        constants = dict(self.constants)
         signature: dict[str, str] = {}
         for parameter in function.params:
             if parameter.name in constants:

@@ -176,10 +176,8 @@ def run_guarded(
         engine = make_engine(config)
         if load:
             engine.load_checkpoint(load, tag="t")
-        schedule, each = (
-            engine.optimizer.host_optimizer.rule.schedule,
-            engine.gradient_accumulation_steps(),
-        )
+        schedule = engine.optimizer.host_optimizer.rule.schedule
+        each = engine.gradient_accumulation_steps()
         data = batches(last * each, dist.get_rank())
         for step in range(first, last):
             times = float("inf") if step in overflowing and dist.get_rank() == owner else 1.0

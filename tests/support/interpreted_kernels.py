@@ -100,10 +100,8 @@ class Case:
         )
 
     def move(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        grad, inverse = (
-            self.array(self.random.choice(READ)),
-            self.array(torch.float32, -(-self.n // self.block), 10.0),
-        )
+        grad = self.array(self.random.choice(READ))
+        inverse = self.array(torch.float32, -(-self.n // self.block), 10.0)
         scale, by_weights, by_drift = (self.number() for _ in range(3))
         arrays = [self.array(self.random.choice(READ)) for _ in range(2)]
         return self.both(
@@ -118,11 +116,9 @@ class Case:
         updates = torch.tensor(
             [self.random.randint(1, 10**6) for _ in range(rows)], dtype=torch.int32
         )
-        beta1, beta2, decay = (
-            self.random.choice([0.0, 0.9]),
-            self.random.choice([0.0, 0.95, 0.999]),
-            self.number(),
-        )
+        beta1 = self.random.choice([0.0, 0.9])
+        beta2 = self.random.choice([0.0, 0.95, 0.999])
+        decay = self.number()
         l2, decay = self.random.choice([(0.0, 1.0), (decay, 1.0), (0.0, decay)])
         constants = definition.HotConstants(
             *(self.number(), 1e-3, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1e-8, l2, decay),
@@ -151,15 +147,11 @@ class Case:
 
     def norms(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Sums in another order: equal but for the last bits of fp64."""
-        dtype, sizes = (
-            self.random.choice(READ),
-            [self.n, 1, 1 << 15, (1 << 15) + self.random.randint(1, 99)],
-        )
+        dtype = self.random.choice(READ)
+        sizes = [self.n, 1, 1 << 15, (1 << 15) + self.random.randint(1, 99)]
         tensors = [self.array(dtype, size).nan_to_num_(1.0, 2.0, 3.0) for size in sizes]
-        found, wanted = (
-            launch.norms(tensors),
-            torch.stack([tensor.double().norm() for tensor in tensors]),
-        )
+        found = launch.norms(tensors)
+        wanted = torch.stack([tensor.double().norm() for tensor in tensors])
         assert torch.allclose(found, wanted, rtol=1e-13, atol=0), (found, wanted)
         tensors[-1][-1] = math.nan
         assert launch.norms(tensors).isfinite().tolist() == [True, True, True, False]

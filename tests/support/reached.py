@@ -198,10 +198,8 @@ class Pair:
         """How p, moments and steps differ, as the handles show them now."""
         for index in range(len(self.theirs.masters)):
             yield from self._difference(index, "fp32", *self.both(index, "fp32"))
-            expected, found = (
-                self.theirs.optimizer.state.get(self.theirs.masters[index]),
-                self.ours.entry(index),
-            )
+            expected = self.theirs.optimizer.state.get(self.theirs.masters[index])
+            found = self.ours.entry(index)
             if not expected:  # torch makes it in the next step
                 continue
             yield from (
@@ -330,10 +328,8 @@ def set_step(pair: Pair, draw: random.Random) -> None:
 
 def forget(pair: Pair, draw: random.Random) -> None:
     """All state, or that of one partition, in one of the ways that there are."""
-    way, index = (
-        draw.choice(("clear", "replace", "delete", "empty")),
-        draw.randrange(len(pair.theirs.masters)),
-    )
+    way = draw.choice(("clear", "replace", "delete", "empty"))
+    index = draw.randrange(len(pair.theirs.masters))
     for side in pair.sides():
         if way == "clear":
             side.optimizer.state.clear()
@@ -420,11 +416,9 @@ def _count_of(name: str) -> int:
 def safe_functions(pair: Pair, draw: random.Random) -> None:
     """Scale p or a moment of one parameter by DeepSpeed's functions; what they get is what was
     there."""
-    name, key, factor = (
-        draw.choice(list(_SHAPES)),
-        draw.choice((None, *MOMENTS)),
-        draw.choice((1.0, 0.5)),
-    )
+    name = draw.choice(list(_SHAPES))
+    key = draw.choice((None, *MOMENTS))
+    factor = draw.choice((1.0, 0.5))
     param, extra = getattr(pair.engine.module, name), () if key is None else (key,)
     if pair.stage == 3:
         get = safe_get_local_fp32_param if key is None else safe_get_local_optimizer_state

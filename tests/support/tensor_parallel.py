@@ -87,10 +87,8 @@ class TensorParallelBlock(torch.nn.Module):
 
     def __init__(self, mpu: Grid, width: int = 64, inner: int = 256) -> None:
         super().__init__()
-        self._group, share = (
-            mpu.get_model_parallel_group(),
-            inner // mpu.get_model_parallel_world_size(),
-        )
+        self._group = mpu.get_model_parallel_group()
+        share = inner // mpu.get_model_parallel_world_size()
         rank = mpu.get_model_parallel_rank()
         self.norm = torch.nn.LayerNorm(width)
         self.up = torch.nn.Linear(width, share)

@@ -42,12 +42,10 @@ def parse_numel(text: str) -> int:
         r"([0-9]{1,18})(?:\.([0-9]{1,12}))?(?:[eE]\+?([0-9]{1,2}))?([KMBGTkmbgt]?)", text, re.ASCII
     )
     if found is not None:
-        whole, part, exponent, suffix = (
-            found[1],
-            found[2] or "",
-            int(found[3] or 0),
-            found[4].upper(),
-        )
+        whole = found[1]
+        part = found[2] or ""
+        exponent = int(found[3] or 0)
+        suffix = found[4].upper()
         numel, rest = divmod(int(whole + part) * 10**exponent * _FACTORS[suffix], 10 ** len(part))
         if rest == 0 and 1 <= numel <= MOST_PARAMS:
             return numel
@@ -65,10 +63,8 @@ def run_from_cli(arguments: Any) -> str:
     """
     _require_one_model(arguments)
     written = None if arguments.write is None else OutputFile.check(arguments.write, "--write")
-    named, ranks = (
-        _model(arguments),
-        Ranks(arguments.ranks, arguments.ranks_per_host or arguments.ranks),
-    )
+    named = _model(arguments)
+    ranks = Ranks(arguments.ranks, arguments.ranks_per_host or arguments.ranks)
     if named.largest > named.params:
         raise ConfigError(
             f"--largest-param {named.largest:,} is more than --params {named.params:,}"

@@ -155,10 +155,8 @@ def _accumulation(config: Mapping[str, Any], ranks: int) -> int:
     steps = count_in(config, "gradient_accumulation_steps")
     if steps is not None:
         return steps
-    batch, micro = (
-        count_in(config, "train_batch_size"),
-        count_in(config, "train_micro_batch_size_per_gpu"),
-    )
+    batch = count_in(config, "train_batch_size")
+    micro = count_in(config, "train_micro_batch_size_per_gpu")
     return 1 if batch is None or micro is None else max(1, math.ceil(batch / (micro * ranks)))
 
 

@@ -105,12 +105,10 @@ def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]
 
 
 def _fit(question: Question, setup: Setup) -> Fit:
-    model, ranks, capacity, machine = (
-        question.model,
-        question.ranks,
-        question.capacity,
-        question.machine,
-    )
+    model = question.model
+    ranks = question.ranks
+    capacity = question.capacity
+    machine = question.machine
     plan = plan_memory(model, ranks, setup, capacity)
     time = step_time(model, ranks, plan.setup, machine)
     compute = machine.seconds(question.active, question.tokens)

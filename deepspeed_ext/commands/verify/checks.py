@@ -417,11 +417,9 @@ def check_resume(plan: Plan, found: Found, resumed: Found | None) -> Check:
         return Check(
             name, "FAIL", f"new processes could not continue from step {plan.save_after}: {reason}"
         )
-    losses, weights, masters = (
-        resumed.resumed.losses,
-        resumed.resumed.weights,
-        resumed.resumed.masters,
-    )
+    losses = resumed.resumed.losses
+    weights = resumed.resumed.weights
+    masters = resumed.resumed.masters
     figures = {"from_step": plan.save_after, "losses": {str(s + 1): p for s, p in losses.items()}}
     figures |= {"weights": weights, "masters": masters}
     what = f"from step {plan.save_after} in new processes"

@@ -38,13 +38,11 @@ from deepspeed_ext.runtime.child_process import end_with_parent
 
 __all__ = ["CHECKPOINT", "KILLED", "PARENT", "PLAN", "Rank", "main", "result_file", "step_file"]
 
-PLAN, CHECKPOINT, WEIGHTS, MASTERS, KILLED = (
-    "plan.json",
-    "checkpoint",
-    "weights.pt",
-    "masters.pt",
-    "killed",
-)
+PLAN = "plan.json"
+CHECKPOINT = "checkpoint"
+WEIGHTS = "weights.pt"
+MASTERS = "masters.pt"
+KILLED = "killed"
 """Files in the folder of the check. `KILLED` appears when the optimizer process is killed."""
 PARENT = "DSEXT_VERIFY_PARENT"
 """Variable with the id of the checking process; ranks end with that process."""

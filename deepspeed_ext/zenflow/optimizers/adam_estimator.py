@@ -100,10 +100,8 @@ def publish_ahead(last: AdamStep, interval: int) -> Publish:
         interval: S of the module docstring.
     """
     ahead = range(interval)
-    momentum, unit = (
-        sum(_momentum(last, last.step, interval + k) for k in ahead) / interval,
-        _worker_unit(last),
-    )
+    momentum = sum(_momentum(last, last.step, interval + k) for k in ahead) / interval
+    unit = _worker_unit(last)
     drift = 0.0
     if not last.decoupled and last.weight_decay:
         # The L2 term of the module docstring; the sum is A.

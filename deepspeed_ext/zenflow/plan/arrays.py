@@ -210,11 +210,9 @@ class ArenaKinds:
             before: elements before them, of the same partition of ZeRO, that step on the
                 accelerator.
         """
-        blocks, dtypes, replaces = (
-            -(-numel // self.block_size),
-            self.dtypes,
-            self.dtypes.y_replaces_gradient,
-        )
+        blocks = -(-numel // self.block_size)
+        dtypes = self.dtypes
+        replaces = self.dtypes.y_replaces_gradient
         shown = self.layout.shown if self.layout.is_coded else ()
         kind, dtype, exchanged = self.per_block
         entries = blocks * self.layout.per_block_width(self.block_size)

@@ -323,10 +323,8 @@ class Held:
         """State moves back from the accelerator before anything is written. What steps on the
         accelerator is shown during all of it. An export puts the predicted weights aside."""
         moved = Part("temporaries", self._of_rule(self._most).moved, Memory.PAGEABLE)
-        shown, counts = (
-            self._shown(),
-            Part("copy of the rule's state", self._copied_bytes(), Memory.PAGEABLE),
-        )
+        shown = self._shown()
+        counts = Part("copy of the rule's state", self._copied_bytes(), Memory.PAGEABLE)
         aside = [] if self.computes_there else [self._aside(Memory.PAGEABLE)]
         found: dict[str, list[Part]] = {"move": [moved], "export": [shown, *aside]}
         if self.saves_beside:  # what is not in the arena is copied, until it is written

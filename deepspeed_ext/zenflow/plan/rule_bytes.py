@@ -100,10 +100,8 @@ def _predictive(
     remembered = "signs and means" if rule.layout.with_signs else "derived denominators"
     kept = {remembered: FLOAT_BYTES * -(-numel // rule.block_size) * rule.per_block_width, **drift}
     chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, rule.block_size))
-    arrived, factor = (
-        0 if in_place else chunk * arrived_bytes,
-        FLOAT_BYTES * -(-chunk // rule.block_size),
-    )
+    arrived = 0 if in_place else chunk * arrived_bytes
+    factor = FLOAT_BYTES * -(-chunk // rule.block_size)
     if rule.layout.with_signs:
         step = chunk * (2 * FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else arrived_bytes))
         return RuleBytes(kept, saved=tuple(kept.values()), step=step)

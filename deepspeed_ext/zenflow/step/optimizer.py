@@ -157,11 +157,9 @@ class HostOptimizer:
         # Runs even if the worker has failed: weights that do
         # not depend on it stay correct until all ranks wait.
         with in_profile("zenflow.step_partition"), self.link.keeping():
-            plan, partition, transfers = (
-                self._current_plan,
-                self.partitions[index],
-                self.link.transfers,
-            )
+            plan = self._current_plan
+            partition = self.partitions[index]
+            transfers = self.link.transfers
             slot = self.coming_slot(index) if transfers.handed_over is Place.HOST else None
             step = self.kind.step(partition.group, self.counts[index] + 1, grad_scale)
             if self.share is not None:

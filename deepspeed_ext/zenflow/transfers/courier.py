@@ -185,10 +185,8 @@ class Courier:
         """
         self._calls.put(True)  # the handler may have interrupted `send`
         for shipment in tuple(self._shipments):
-            patience, seen = (
-                Patience(self._timeout_seconds + _LATER_SECONDS, within),
-                shipment.carried,
-            )
+            patience = Patience(self._timeout_seconds + _LATER_SECONDS, within)
+            seen = shipment.carried
             while not shipment.is_done:
                 if shipment.carried != seen:
                     patience.renew()

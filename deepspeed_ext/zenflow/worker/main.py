@@ -236,10 +236,8 @@ def _write_decoded(
     descriptor: int, part: CodedPart, arena: Arena, kernel: Kernel, block_size: int, crc: int
 ) -> int:
     """Write moments as fp32, which pass through one chunk; return the CRC that `crc` becomes."""
-    codes, scales = (
-        arena.array(part.kind, part.partition),
-        arena.array(f"{part.kind}_scales", part.partition),
-    )
+    codes = arena.array(part.kind, part.partition)
+    scales = arena.array(f"{part.kind}_scales", part.partition)
     step = chunk_of(CODED_CHUNK_NUMEL, block_size)
     chunk = (ctypes.c_float * min(step, part.span.numel))()
     for begin in range(part.span.begin, part.span.end, step):

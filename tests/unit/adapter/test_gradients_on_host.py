@@ -63,10 +63,8 @@ def shown_and_written(sums_apart: bool) -> dict[str, tuple[float, float]]:
     beside the norm that is due."""
     accelerator = get_accelerator()
     device = accelerator.current_device_name()
-    slots, sums = (
-        [torch.zeros(3 * NUMEL, dtype=torch.bfloat16)],
-        torch.zeros(3 * NUMEL) if sums_apart else None,
-    )
+    slots = [torch.zeros(3 * NUMEL, dtype=torch.bfloat16)]
+    sums = torch.zeros(3 * NUMEL) if sums_apart else None
     places = {
         number: Extent(0, number * NUMEL, (number + 1) * NUMEL, number * NUMEL)
         for number in range(3)

@@ -30,10 +30,8 @@ def recorded(optimizer: Any) -> Iterator[list[tuple[str, str]]]:
     """The calls of the documented methods from inside of DeepSpeed's step, each with the phase in
     which it came."""
     calls: list[tuple[str, str]] = []
-    kind, names = (
-        type(optimizer),
-        {name for parts in documented(kind_of(optimizer)).values() for name in parts},
-    )
+    kind = type(optimizer)
+    names = {name for parts in documented(kind_of(optimizer)).values() for name in parts}
     originals = {name: getattr(kind, name) for name in names}
 
     def recording(name: str) -> Any:

@@ -99,10 +99,8 @@ def test_callback_logs_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
         "deepspeed_ext.runtime.log.logger.log", lambda level, message: said.append(message)
     )
     history = [{"loss": 3.0, "step": 1}]
-    callback, state = (
-        MeasurementsCallback(),
-        SimpleNamespace(log_history=history, is_world_process_zero=True),
-    )
+    callback = MeasurementsCallback()
+    state = SimpleNamespace(log_history=history, is_world_process_zero=True)
     logs = {"loss": 3.0}
     callback.on_log(None, state, None, logs=logs, optimizer=wrapped)  # type: ignore[arg-type]
     assert logs == {"loss": 3.0, "dsext/startup_seconds": 2.0, "dsext/wait_seconds": 0.5}

@@ -169,10 +169,8 @@ def run_in(pool: str, ranks: int, *arguments: Any, **how: Any) -> list[Run]:
 def test_an_overflow_at_a_probe_changes_no_decision(stage: int, accumulation: int) -> None:
     """In fp16, on one of two ranks: before, between and after the two probes that trip the guard,
     while steps are synchronous, and when they overlap again. Both ranks decide alike."""
-    config, overflowing = (
-        guarded_config(stage, torch.float16, accumulation),
-        (1, 4, 6, 7, 10, 13, 17),
-    )
+    config = guarded_config(stage, torch.float16, accumulation)
+    overflowing = (1, 4, 6, 7, 10, 13, 17)
     calm = run_ranks(2, run_guarded, config, 0, OVER, large_until=6)
     disturbed = run_ranks(
         2, run_guarded, config, 0, OVER + len(overflowing), overflowing, large_until=6
@@ -205,11 +203,9 @@ def test_in_fp16_a_good_prediction_is_left_alone(stage: int) -> None:
 def test_a_run_that_is_interrupted_when_the_guard_has_tripped_goes_on_to_the_bit(
     stage: int, dtype: torch.dtype, accumulation: int, tmp_path: Path
 ) -> None:
-    config, folder, pool = (
-        guarded_config(stage, dtype, accumulation),
-        str(tmp_path),
-        f"guard {stage == 3}",
-    )
+    config = guarded_config(stage, dtype, accumulation)
+    folder = str(tmp_path)
+    pool = f"guard {stage == 3}"
     whole = run_in(pool, 2, config, 0, OVER, large_until=6)
     first = run_in(pool, 2, config, 0, TRIPPED, large_until=6, save=folder)
     second = run_in(pool, 2, config, TRIPPED, OVER, large_until=6, load=folder)
@@ -281,10 +277,8 @@ def with_and_without(config: dict[str, Any], steps: int) -> tuple[str, float, fl
             figures = engine.optimizer.host_optimizer.measurements()
             engine.destroy()
         if factor:
-            trips, error = (
-                figures["zenflow_guard_trips"],
-                figures.get("zenflow_prediction_error", math.nan),
-            )
+            trips = figures["zenflow_guard_trips"]
+            error = figures.get("zenflow_prediction_error", math.nan)
     return first_difference(found[0], found[1], "losses, weights"), trips, error
 
 

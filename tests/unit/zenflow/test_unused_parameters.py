@@ -104,10 +104,8 @@ def moved(
 ) -> float:
     """How far a branch's weight moves by a step, its decay left out; `step` gets the engine and a
     backward."""
-    weight, x = (
-        engine.module.branches[branch].weight,
-        on_device(torch.randn(4, WIDTH)).to(engine.module.stem.weight.dtype),
-    )
+    weight = engine.module.branches[branch].weight
+    x = on_device(torch.randn(4, WIDTH)).to(engine.module.stem.weight.dtype)
     before = safe_get_full_fp32_param(weight).clone()
     step(engine, lambda used: engine.backward(engine(x, used)))
     return float((safe_get_full_fp32_param(weight) - before * (1 - 1e-3)).abs().max())

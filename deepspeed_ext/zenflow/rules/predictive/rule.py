@@ -109,11 +109,9 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
     def step_partition(
         self, plan: PredictivePlan, partition: Partition, grad: torch.Tensor
     ) -> None:
-        state, weights, transfers = (
-            self.states[partition.index],
-            partition.weights(),
-            self._link.transfers,
-        )
+        state = self.states[partition.index]
+        weights = partition.weights()
+        transfers = self._link.transfers
         if plan.probes:
             assert state.last is not None, "the schedule begins with a synchronous step"
             blocks = blocks_per_sample(self.block_size, len(self._partitions))

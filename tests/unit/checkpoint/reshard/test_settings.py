@@ -165,10 +165,8 @@ class Alone:
     def get_model_parallel_world_size(self) -> int:
         return 1
 
-    get_data_parallel_rank, get_data_parallel_world_size = (
-        get_model_parallel_rank,
-        get_model_parallel_world_size,
-    )
+    get_data_parallel_rank = get_model_parallel_rank
+    get_data_parallel_world_size = get_model_parallel_world_size
 
 
 def load_on_one_rank(config: dict[str, Any], folder: str) -> bool:

@@ -339,10 +339,8 @@ def test_a_signal_at_any_line_cuts_no_clean_up_short(
     monkeypatch.setattr(
         command, "verify", lambda *args, **how: ours(*args, **{**how, "limit_seconds": 0.01})
     )
-    arguments, tracing = (
-        ["verify", "--config", str(tmp_path / "ds.json"), "--ranks", "2"],
-        sys.gettrace(),
-    )
+    arguments = ["verify", "--config", str(tmp_path / "ds.json"), "--ranks", "2"]
+    tracing = sys.gettrace()
     for n in itertools.count(first, every):
         signals = SignalAt(n)
         sys.settrace(signals)

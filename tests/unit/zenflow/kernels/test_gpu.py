@@ -23,10 +23,8 @@ def both_ways(numel: int, first: int) -> list[list[torch.Tensor]]:
         torch.manual_seed(0)
         w, y, d, g = (torch.randn(numel + first).bfloat16().to(device)[first:] for _ in range(4))
         inverse = torch.rand(-(-numel // 32)).to(device)
-        known, of_lion = (
-            torch.rand(-(-numel // 32) * 2).view(torch.int32).to(device),
-            torch.empty_like(w),
-        )
+        known = torch.rand(-(-numel // 32) * 2).view(torch.int32).to(device)
+        of_lion = torch.empty_like(w)
         p, m, v = torch.rand(3, numel // 32, 32).to(device)
         updates = torch.arange(1, numel // 32 + 1, dtype=torch.int32).to(device)
         with patch.object(launch, "serves", launch.serves if kernels else lambda *_: False):

@@ -52,11 +52,9 @@ def test_every_bit_is_the_definitions(
     drifts: bool,
     seed: int,
 ) -> None:
-    w, y, g = (
-        array(n, weights, seed, 1.0),
-        array(n, weights, seed + 1, 1.0),
-        array(n, grad, seed + 2, 0.1),
-    )
+    w = array(n, weights, seed, 1.0)
+    y = array(n, weights, seed + 1, 1.0)
+    g = array(n, grad, seed + 2, 0.1)
     d = array(n, weights, seed + 3, 0.01) if drifts else None
     inverse = torch.rand(-(-n // block), generator=torch.Generator().manual_seed(seed)) * 20
     before = torch.get_num_threads()

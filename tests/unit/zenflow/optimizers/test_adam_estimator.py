@@ -230,10 +230,8 @@ class Simulation:
             self._receive()
             self.weights.copy_(self.p)
         elif plan.source is WeightSource.DRIFTED:
-            move, drift = (
-                move_coefficient(step, position, interval),
-                drift_coefficient(step, position, interval),
-            )
+            move = move_coefficient(step, position, interval)
+            drift = drift_coefficient(step, position, interval)
             self.estimator.move(self.weights, self.drift, grad, 1.0, move, drift)
         else:
             self._receive()

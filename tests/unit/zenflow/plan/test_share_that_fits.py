@@ -112,10 +112,8 @@ def test_what_is_chosen_fits_by_our_plan_and_a_little_more_memory_never_means_le
 
 @pytest.mark.parametrize("short", ["later", "reserve"])
 def test_nothing_steps_on_an_accelerator_that_has_no_room(short: str) -> None:
-    model, setup = (
-        Model(GB, typical_largest(GB), "bfloat16"),
-        Setup(stage=2, zenflow=ZenFlowConfig()),
-    )
+    model = Model(GB, typical_largest(GB), "bfloat16")
+    setup = Setup(stage=2, zenflow=ZenFlowConfig())
     facts = facts_of(model, Ranks(1, 1), setup, 24 * GIB)
     assert units_that_fit(facts, setup) > 0
     if short == "reserve":

@@ -161,10 +161,8 @@ def test_blocks_of_all_ranks_are_put_as_those_of_each(numel: int, block_size: in
 def test_steps_are_torchs_with_an_update_count_for_each_block(decoupled: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     numel, block_size, before = 100, 8, [0, 3, 500]
-    start, gradients = (
-        torch.randn(numel, generator=generator),
-        torch.randn(505, numel, generator=generator),
-    )
+    start = torch.randn(numel, generator=generator)
+    gradients = torch.randn(505, numel, generator=generator)
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     settings = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     step = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, decoupled, 1, 0.25)

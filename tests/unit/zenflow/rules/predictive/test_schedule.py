@@ -161,11 +161,9 @@ def test_no_step_overlaps_unless_the_worker_has_published_ahead(
     """Whatever was before: an interval is measured, the guard trips and releases, p is replaced, or
     the run resumes with other settings. An open interval is chosen by as many steps of this process
     as are to be measured."""
-    schedule, is_ahead, since_start = (
-        PredictiveSchedule(interval, True, warm_up, guarded=True),
-        False,
-        0,
-    )
+    schedule = PredictiveSchedule(interval, True, warm_up, guarded=True)
+    is_ahead = False
+    since_start = 0
     overlaps = True
     for event, value in [*events, ("steps", (60, 0.1))]:
         if event == "restart":

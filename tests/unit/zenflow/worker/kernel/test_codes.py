@@ -337,10 +337,8 @@ def test_small_changes_of_v_are_not_lost(kernel: str) -> None:
     n, made = 4096, make_kernel(kernel)
     state = State(n, 32)
     _, scales, _ = coded(torch.full((n,), 4.0), torch.uint8, 32)
-    state.found["v"], state.found["v_scales"] = (
-        coded(torch.full((n,), 4.0), torch.uint8, 32)[0],
-        scales,
-    )
+    state.found["v"] = coded(torch.full((n,), 4.0), torch.uint8, 32)[0]
+    state.found["v_scales"] = scales
     for t in range(1, 1001):
         state.run(made, [torch.ones(n)], (replace(KEEPS, beta1=0.9, beta2=0.999, step=t),))
     expected, (_, v) = 1.0 + 3.0 * 0.999**1000, state.moments()

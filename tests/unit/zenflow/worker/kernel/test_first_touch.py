@@ -81,10 +81,8 @@ def test_without_chunks_each_thread_would_have_the_memory_of_others() -> None:
 
 @pytest.mark.parametrize("numel", [1, 31, 32, 1000, 4096])
 def test_bytes_of_a_block_are_those_of_each_array(numel: int) -> None:
-    dtypes, known = (
-        Dtypes("bfloat16", "float32", "float32", "bfloat16"),
-        PerBlock("known", "int32", True),
-    )
+    dtypes = Dtypes("bfloat16", "float32", "float32", "bfloat16")
+    known = PerBlock("known", "int32", True)
     layout = replace(ADAM_STATE, moment_dtype="int8", with_signs=True)
     kinds = ArenaKinds(layout, 32, dtypes, known, lifts_y=True, slots=1, touched_slots=1)
     specs = [spec for spec in kinds.of(0, numel) if not spec.kind.endswith("shown")]

@@ -191,11 +191,9 @@ def test_steps_that_a_load_takes_are_those_of_the_reference_pass(
     n, results = 300_000, []
     for in_pass in (True, False):
         g = torch.Generator().manual_seed(5)
-        p, m, v = (
-            torch.randn(n, generator=g),
-            torch.zeros(n, dtype=dtype),
-            torch.zeros(n, dtype=dtype),
-        )
+        p = torch.randn(n, generator=g)
+        m = torch.zeros(n, dtype=dtype)
+        v = torch.zeros(n, dtype=dtype)
         grads = [torch.randn(n, generator=g).bfloat16() for _ in range(2)]
         steps = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, t, 0.5) for t in (4, 5))
         if in_pass:
