@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from studies.numerics.rows import GROUPS, SEEDS, Group, Row, end_loss, stored
+from studies.numerics.rows import (
+    GROUPS,
+    SEEDS,
+    SHORTER_STARTS,
+    Group,
+    Row,
+    end_loss,
+    stored,
+)
 from studies.numerics.rules import reference_of, with_references
 from studies.numerics.student import quantile, upper_tail
 from studies.numerics.tasks import TASKS
@@ -24,7 +32,7 @@ LIMITS = {
         ("ours-1-bf16", "ours-1-bf16-from-40", "adamw-int8", "ours-1-int8-from-40"), 1.0
     ),
     **dict.fromkeys(("lion-bf16", "lion-delay", "lion-signs", "lion-means"), 1.0),
-    "ours-1-dithered": 1.0,
+    **dict.fromkeys(("ours-1-dithered", *SHORTER_STARTS), 1.0),
     "ours-2-dithered": 1.5,
     "ours-4-dithered": 1.5,
 }

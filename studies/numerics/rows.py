@@ -113,6 +113,8 @@ LATER_SEEDS = (10, 11, 12)
 of one seed have the same texts."""
 DELAYED = ("ours-1", "ours-4", "delay")
 """What every comparison holds, beside AdamW."""
+SHORTER_STARTS = ("ours-1-dithered-from-2", "ours-1-dithered-from-10", "ours-1-dithered-from-20")
+"""Interval 1 with fewer than the 40 synchronous steps of the default."""
 
 
 @dataclass(frozen=True)
@@ -316,6 +318,16 @@ GROUPS: tuple[Group, ...] = (
         "ahead-long",
         "NAdam and ours for 2,000 steps, an amendment",
         (("bytes-1m", "steps-2000", ("nadam", "ours-1-dithered")),),
+        seeds=LATER_SEEDS,
+    ),
+    Group(
+        "start-dithered",
+        "A shorter synchronous start with dithered estimates, an amendment",
+        (
+            ("reactions", "steps-100", SHORTER_STARTS),
+            ("bytes-1m", "base", SHORTER_STARTS),
+            ("bytes-5m", "base", ("ours-1-dithered-from-2", "ours-1-dithered-from-10")),
+        ),
         seeds=LATER_SEEDS,
     ),
     Group(
