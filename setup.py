@@ -102,7 +102,7 @@ setup(
     cmdclass={"build_ext": BuildKernel, "build_py": WithConfigs, "bdist_wheel": PlatformWheel},
     install_requires=[
         "torch>=2.6",
-        "deepspeed>=0.19.3,<0.20",
+        "deepspeed>=0.19,<0.20",
         "hjson",
         "psutil>=5.9",
         "pydantic>=2.5",

@@ -16,7 +16,7 @@ from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.parts import Parts, destroy_parts, fields_of, section_in_use
 from deepspeed_ext.adapter.reached_state import EVALUATES_PREDICTED, wrap_accelerate
 from deepspeed_ext.adapter.readiness import Readiness, Work
-from deepspeed_ext.adapter.releases import manages_accumulation
+from deepspeed_ext.adapter.releases import makes_experts, manages_accumulation
 from deepspeed_ext.adapter.resharding import LoadingRun, RunLayout, only_weights
 from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
 from deepspeed_ext.adapter.stand_ins import StreamThroughputTimer, WeakEngine, held_optimizers
@@ -100,8 +100,7 @@ class EngineSettings(DeepSpeedEngine):
         return {
             "tensor_ranks": max(self.autotp_size(), tensor_ranks(self.mpu)),
             "ties_stages": self._ties_stages,
-            "makes_experts": self._config.expert_parallel_config is not None
-            and self._config.expert_parallel_config.enabled,
+            "makes_experts": makes_experts(self._config),
         }
 
     @property

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.releases import partition_world_size
 from deepspeed_ext.adapter.upstream import (
     ParameterStatus,
     PartitionedParameter,
@@ -304,7 +305,7 @@ def _facts(param: PartitionedParameter, settings: ZeroFields) -> ParameterFacts:
     return ParameterFacts(
         parameter_id=param.ds_id,
         numel=param.ds_numel,
-        num_ranks=param.ds_zero_partition_world_size,
+        num_ranks=partition_world_size(param),
         dtype=str(param.ds_tensor.dtype),
         is_quantized=is_quantized(param, settings),
         is_on_nvme=is_on_nvme(param),

@@ -12,14 +12,17 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.contract import release
-from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.backend import dist, get_accelerator
 
 __all__ = [
     "group_paddings",
     "is_at_boundary",
+    "makes_experts",
     "manages_accumulation",
     "norm_dtype",
     "norm_shows_overflow",
+    "partition_rank",
+    "partition_world_size",
 ]
 
 
@@ -30,10 +33,31 @@ def is_at_boundary(optimizer: Any) -> bool:
     return bool(boundary() if callable(boundary) else boundary)
 
 
+def makes_experts(config: Any) -> bool:
+    """Whether a config replaces layers by parallel experts. Before 0.19.2 none does."""
+    experts = getattr(config, "expert_parallel_config", None)
+    return experts is not None and experts.enabled
+
+
 def manages_accumulation(engine: Any) -> bool:
     """Whether the engine counts micro-steps. Before 0.19.4 it always does."""
     manages = getattr(engine, "managed_gradient_accumulation", None)
     return True if manages is None else bool(manages())
+
+
+def partition_rank(optimizer: Any, param: Any) -> int:
+    """This rank's number among those that hold a stage 3 parameter. Before 0.19.3 they are all
+    data-parallel ranks."""
+    if hasattr(optimizer, "_get_param_partition_rank"):
+        return optimizer._get_param_partition_rank(param)
+    return dist.get_rank(group=optimizer.dp_process_group)
+
+
+def partition_world_size(param: Any) -> int:
+    """The number of ranks that hold a stage 3 parameter."""
+    if hasattr(param, "ds_zero_partition_world_size"):
+        return param.ds_zero_partition_world_size
+    return dist.get_world_size(group=param.ds_process_group)
 
 
 def group_paddings(optimizer: Any) -> list[Sequence[int]]:

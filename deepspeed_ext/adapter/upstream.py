@@ -129,7 +129,7 @@ comm_module = importlib.import_module("deepspeed.comm.comm")
 # as an attribute, it is torch itself
 torch_backend_module = importlib.import_module("deepspeed.comm.torch")
 
-SUPPORTED_FROM = (0, 19, 3)
+SUPPORTED_FROM = (0, 19, 0)
 SUPPORTED_BELOW = (0, 20, 0)
 
 

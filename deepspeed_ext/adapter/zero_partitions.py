@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_ext.adapter.gradients import Extent
-from deepspeed_ext.adapter.releases import group_paddings
+from deepspeed_ext.adapter.releases import group_paddings, partition_rank
 from deepspeed_ext.adapter.saved_checkpoint import Keys
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
@@ -256,7 +256,7 @@ class SubGroupPartitions:
         """Elements of `param` in this rank's partition of it; the rest of that partition is
         padding."""
         size = param.partition_numel()
-        begin = self._zero._get_param_partition_rank(param) * size
+        begin = partition_rank(self._zero, param) * size
         return min(max(param.ds_numel - begin, 0), size)
 
     def places(self) -> dict[int, Extent]:

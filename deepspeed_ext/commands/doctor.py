@@ -122,7 +122,7 @@ def check_deepspeed() -> Check:
 
         upstream.check()
     except ImportError as error:
-        install = "pip install 'deepspeed>=0.19.3,<0.20'"
+        install = "pip install 'deepspeed>=0.19,<0.20'"
         return _problem("deepspeed", f"cannot be imported: {error}", install)
     except UpstreamError as error:
         return _problem("deepspeed", str(error), "install the supported version")
