@@ -40,7 +40,6 @@ ENVIRONMENT = """
 |---|---|
 | `DSEXT_BIND` | `0`: bind no cores, whatever the config says |
 | `DSEXT_ALLOWED_CPUS` | CPUs that a plan may use, such as `0,4-11`. Not given: the mask before torch was imported |
-| `DSEXT_CACHE_DIR` | folder of tuning results. Not given: in the user's cache |
 | `DSEXT_LOG_LEVEL` | `DEBUG`, `INFO` (default), `WARNING` or `ERROR` |
 | `DSEXT_NATIVE_KERNEL` | `0`: ZenFlow's pass uses torch operations |
 | `CXX` | compiler of the native kernel when the package is installed, with arguments if you like |

@@ -15,14 +15,12 @@ from typing import Literal
 import psutil
 
 from deepspeed_ext.adapter import shared_buffers
-from deepspeed_ext.cores import tuning_results
 from deepspeed_ext.cores.allowed import find_allowed, omp_binding
 from deepspeed_ext.cores.fair_shares import usable_cores
 from deepspeed_ext.cores.topology import read_topology
 from deepspeed_ext.cores.worker_placement import can_set_memory_policy
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
 from deepspeed_ext.runtime import build_locks
-from deepspeed_ext.runtime.cache import cache_folder
 from deepspeed_ext.runtime.cgroup import read_cpu_quota_cores
 from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.device_queues import single_queue
@@ -427,15 +425,6 @@ def _extent_of_the_mask() -> str:
         return "the host's CPUs are unknown"
 
 
-def check_tuning() -> Check:
-    number = len(tuning_results.load_all())
-    if not number:
-        return _ok(
-            "tuning", "no result in the cache; deepspeed-ext plan shows the cores without one"
-        )
-    return _ok("tuning", f"{number} result(s) in {cache_folder()}")
-
-
 CHECKS: tuple[Callable[[], Check], ...] = (
     check_platform,
     check_torch,
@@ -459,5 +448,4 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_openmp,
     check_autoload,
     check_launcher,
-    check_tuning,
 )

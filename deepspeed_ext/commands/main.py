@@ -179,7 +179,7 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "--optimizer-cores",
         metavar="K",
         type=whole(1, MAX_CORES),
-        help="cores per rank for the optimizer [tuning result, or else the rest]",
+        help="cores per rank for the optimizer [the rest]",
     )
     plan.add_argument(
         "--on-cpu",
@@ -329,7 +329,7 @@ def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     tune.add_argument("--plot", metavar="FILE", help="draw bandwidth against cores (PNG, PDF, SVG)")
     tune.add_argument(
-        "--output", metavar="FILE", help="write the result into this file instead of the cache"
+        "--output", metavar="FILE", help="also write the result and its measurements into files"
     )
     tune.add_argument("--json", action="store_true", help="print the result as JSON")
     tune.set_defaults(command=_tune)
@@ -445,7 +445,6 @@ def _require_of_one_plan(arguments: argparse.Namespace) -> None:
 
 
 def _plan_cores(arguments: argparse.Namespace) -> int:
-    from deepspeed_ext.cores import tuning_results
     from deepspeed_ext.cores.host_facts import read_host
     from deepspeed_ext.cores.plan import PlanRequest, plan_host
     from deepspeed_ext.cores.report import plan_svg, plan_text
@@ -454,13 +453,8 @@ def _plan_cores(arguments: argparse.Namespace) -> int:
     picture = None if arguments.svg is None else OutputFile.check(arguments.svg, "--svg")
     root = "/" if arguments.root is None else arguments.root
     host = read_host(root, arguments.allowed, arguments.gpu_node)
-    optimizer_cores = arguments.optimizer_cores
-    if optimizer_cores is None and arguments.pt_reserved_cores is None and root == "/":
-        optimizer_cores = tuning_results.load_all().get(
-            tuning_results.Fingerprint.of(host.topology, host.ranks).key
-        )
     on_cpu = bool(arguments.on_cpu) or (root == "/" and os.environ.get("DS_ACCELERATOR") == "cpu")
-    request = PlanRequest(arguments.pt_reserved_cores, optimizer_cores, on_cpu=on_cpu)
+    request = PlanRequest(arguments.pt_reserved_cores, arguments.optimizer_cores, on_cpu=on_cpu)
     plan = host.with_warnings(plan_host(host.topology, host.ranks, request))
     print(json.dumps(plan.as_json()) if arguments.json else plan_text(host.topology, plan))
     if picture is not None:

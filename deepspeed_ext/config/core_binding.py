@@ -38,11 +38,8 @@ class CoreBindingConfig(ConfigSection):
     """
 
     optimizer_cores: Annotated[int, Field(ge=1, le=MOST_CORES)] | None = None
-    """Cores per rank for the optimizer process. Not given: the result of ``deepspeed-ext tune`` for
-    exactly this host and these ranks; otherwise what ``zenflow.pt_reserved_cores`` leaves."""
-
-    use_tuning_result: bool = True
-    """Use a result of ``deepspeed-ext tune`` from the cache of the user who runs the training."""
+    """Cores per rank for the optimizer process. Not given: what ``zenflow.pt_reserved_cores``
+    leaves."""
 
     dry_run: bool = False
     """Log the core plan without binding anything."""

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from deepspeed_ext.config import CoreBindingConfig
-from deepspeed_ext.cores import accelerators, process_threads, tuning_results
+from deepspeed_ext.cores import accelerators, process_threads
 from deepspeed_ext.cores.exchange import Agreement, agree, report_rank
 from deepspeed_ext.cores.plan import PlanRequest, RankPlan
 from deepspeed_ext.cores.report import plan_text
@@ -118,7 +118,6 @@ class CoreBinding:
                     on_cpu=get_accelerator().is_synchronized_device(),
                 ),
                 pci_address=None if off else accelerators.pci_address(),
-                tuned=tuning_results.load_all() if config.use_tuning_result and not off else {},
                 disabled=f"{DISABLE_VARIABLE}=0" if off else None,
             )
         binding = cls(agree(report, topology, ranks))

@@ -6,7 +6,7 @@ Every rank then computes its host's plan, and the hashes of the plans are compar
 cannot read its host, or must not be bound, still takes part in every collective.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from deepspeed_ext.cores.topology import (
     read_accelerator_node,
     read_topology,
 )
-from deepspeed_ext.cores.tuning_results import Fingerprint
 from deepspeed_ext.errors import PlanMismatchError, UnsupportedError
 from deepspeed_ext.runtime.cgroup import CpuQuota, read_cpu_quotas
 from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
@@ -44,8 +43,6 @@ class RankReport:
     request: PlanRequest
     accelerator_node: int | None = None
     quotas: tuple[CpuQuota, ...] = ()
-    tuned: Mapping[str, int] = field(default_factory=dict)
-    """Optimizer cores per rank, by `Fingerprint.key`."""
     warnings: tuple[str, ...] = ()
     disabled: str | None = None
     """Why this rank must not be bound; None if it may be."""
@@ -70,7 +67,7 @@ class Agreement:
     leads_host: bool = True
     """Whether this rank logs for its host."""
     request: PlanRequest = field(default_factory=PlanRequest)
-    """What the plan was asked for, completed by a tuning result."""
+    """What the plan was asked for."""
 
 
 def report_rank(
@@ -79,7 +76,6 @@ def report_rank(
     request: PlanRequest,
     *,
     pci_address: str | None = None,
-    tuned: Mapping[str, int] | None = None,
     disabled: str | None = None,
     root: Path | str = "/",
 ) -> tuple[RankReport, Topology | None]:
@@ -89,7 +85,7 @@ def report_rank(
     rank must not be bound, the host is not read.
 
     Args:
-        rank, local_rank, request, tuned, disabled: see `RankReport`.
+        rank, local_rank, request, disabled: see `RankReport`.
         pci_address: PCI address of the rank's accelerator; None if unknown.
         root: directory that holds ``sys`` and ``proc``.
 
@@ -118,7 +114,6 @@ def report_rank(
         request=request,
         accelerator_node=node,
         quotas=quotas,
-        tuned=tuned or {},
         warnings=warnings,
         disabled=disabled or (None if allowed else "this platform has no affinity interface"),
     )
@@ -167,16 +162,9 @@ def _plan_with(
             warnings=(*mine.warnings, f"no core binding on this host ({'; '.join(disabled)})"),
         )
     if len({peer.topology_digest for peer in peers}) == 1 and topology is not None:
-        request = _with_tuning(topology, facts, peers[0])
-        host = plan_host(topology, facts, request)
+        host = plan_host(topology, facts, mine.request)
         plan = next((rank for rank in host.ranks if rank.local_rank == position), None)
-        return replace(
-            unbound,
-            mine=plan,
-            host=host,
-            warnings=(*mine.warnings, *host.warnings),
-            request=request,
-        )
+        return replace(unbound, mine=plan, host=host, warnings=(*mine.warnings, *host.warnings))
     differ = "the ranks of this host see different CPUs (separate containers, or no sysfs)"
     masks = [rank.allowed for rank in facts]
     if sum(len(mask) for mask in masks) > len(frozenset().union(*masks)):
@@ -187,15 +175,6 @@ def _plan_with(
     return replace(
         unbound, mine=alone.ranks[0], host=alone, warnings=(*mine.warnings, text, *alone.warnings)
     )
-
-
-def _with_tuning(topology: Topology, facts: Sequence[RankFacts], leader: RankReport) -> PlanRequest:
-    """The request; if it leaves the split open, completed by the leader's tuning result for this
-    hardware and these ranks."""
-    request = leader.request
-    if request.is_split_given or not request.separate:
-        return request
-    return replace(request, optimizer_cores=leader.tuned.get(Fingerprint.of(topology, facts).key))
 
 
 def _require_same_host_plan(boot_id: str, digest: str, ranks: RankGroup) -> None:

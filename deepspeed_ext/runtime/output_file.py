@@ -29,28 +29,24 @@ class OutputFile:
     writable."""
 
     @classmethod
-    def check(cls, path: Path | str, name: str, *, makes_folder: bool = False) -> "OutputFile":
+    def check(cls, path: Path | str, name: str) -> "OutputFile":
         """Check that `path` can be written.
 
         Args:
             name: the user's name for it in messages, such as ``--output``.
-            makes_folder: make its folder if that does not exist: for a place that the user has not
-                named.
 
         Raises:
             ConfigError: `path` is a directory or cannot be written, or its folder does not exist.
         """
         try:
-            return cls._examine(os.fspath(path), makes_folder)
+            return cls._examine(os.fspath(path))
         except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
             raise ConfigError(f"{name} {os.fspath(path)!r} cannot be written: {error}") from None
 
     @classmethod
-    def _examine(cls, path: str, makes_folder: bool) -> "OutputFile":
+    def _examine(cls, path: str) -> "OutputFile":
         resolved = Path(os.path.realpath(path))
-        if makes_folder:
-            resolved.parent.mkdir(parents=True, exist_ok=True)
-        elif not os.path.lexists(resolved.parent):
+        if not os.path.lexists(resolved.parent):
             raise FileNotFoundError(
                 errno.ENOENT, "there is no folder of this name; make it first", str(resolved.parent)
             )

@@ -20,8 +20,7 @@ __all__ = ["host_id", "numbered", "parse_whole", "positive", "read_cpus", "read_
 
 Value = TypeVar("Value")
 
-# Kernel files have at most one page; a tuning result,
-# which lists the CPUs of many ranks, has a few.
+# Kernel files that list something for each of thousands of CPUs have a few pages.
 LIMIT_BYTES = 64 << 10
 _FLAGS = (
     os.O_RDONLY

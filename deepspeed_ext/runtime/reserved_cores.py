@@ -4,8 +4,8 @@ needs no library."""
 __all__ = ["DEFAULT_RESERVED_FRACTION", "check_reserved_cores"]
 
 DEFAULT_RESERVED_FRACTION = 0.5
-"""Fraction of a rank's cores kept for PyTorch if the CPU is the accelerator, and neither the user
-nor a tuning result gives a number. DeepSpeed's default for ``pt_reserved_cores_perc``."""
+"""Fraction of a rank's cores kept for PyTorch if the CPU is the accelerator and the user gives no
+number. DeepSpeed's default for ``pt_reserved_cores_perc``."""
 
 
 def check_reserved_cores(value: int | float) -> int | float:

@@ -79,7 +79,6 @@ FILES = (
     "x" * 300,
 )
 RESULT: dict[str, Any] = {
-    "schema": 1,
     "ranks": 1,
     "elements": 9,
     "opt_cores_per_rank": 1,
@@ -126,7 +125,6 @@ def _value(rng: random.Random, name: str) -> str:
 
 
 def run(parts: Parts, folder: Path) -> None:
-    os.environ["DSEXT_CACHE_DIR"] = str(folder / "cache")
     command = next((content for kind, content in parts if kind == "command"), "plan")
     options = [word for kind, content in parts if kind == "option" for word in content]
     trees.build(

@@ -10,7 +10,6 @@ from tests.fuzz import (
     sections,
     training,
     trees,
-    tuning,
 )
 from tests.fuzz.target import Target
 
@@ -20,7 +19,6 @@ TARGETS: tuple[Target, ...] = (
     files.TARGET,
     command_line.TARGET,
     trees.TARGET,
-    tuning.TARGET,
     model_file.TARGET,
     SECTIONS,
     launch.TARGET,

@@ -42,19 +42,17 @@ def toy_args(*words: str) -> argparse.Namespace:
 # -- real processes --------------------------------------------------------------------------------
 
 
-def facts_of(way: Way, tmp_path: Path) -> tuple[Facts, Turn, Place]:
+def facts_of(way: Way) -> tuple[Facts, Turn, Place]:
     """Of a process that trains without an engine, on one of this machine's plans."""
     place = places(1, "cpu")[0]
-    with contextlib.closing(
-        Team.start([Task("", "", way, "training", (place,), **TOY)], str(tmp_path))
-    ) as team:
+    with contextlib.closing(Team.start([Task("", "", way, "training", (place,), **TOY)])) as team:
         assert not team._log_end()
         return team.facts["training", 0], team.turn(3, 0.0)["training", 0], place
 
 
 @needs_two_cpus
-def test_upstreams_call_leaves_threads_behind_and_the_whole_pool(tmp_path: Path) -> None:
-    facts, turn, place = facts_of(BY_NAME["main thread (upstream's call)"], tmp_path)
+def test_upstreams_call_leaves_threads_behind_and_the_whole_pool() -> None:
+    facts, turn, place = facts_of(BY_NAME["main thread (upstream's call)"])
     assert facts.threads[place.training] == 1, "the main thread alone is moved"
     assert sum(facts.threads.values()) > 1
     assert facts.pool > place.training_cores
@@ -64,8 +62,8 @@ def test_upstreams_call_leaves_threads_behind_and_the_whole_pool(tmp_path: Path)
 
 @needs_two_cpus
 @pytest.mark.parametrize("name", ["all threads, pool resized", TASKSET.name])
-def test_the_last_steps_of_the_ladder_bind_every_thread(name: str, tmp_path: Path) -> None:
-    facts, _, place = facts_of(BY_NAME[name], tmp_path)
+def test_the_last_steps_of_the_ladder_bind_every_thread(name: str) -> None:
+    facts, _, place = facts_of(BY_NAME[name])
     assert list(facts.threads) == [place.training]
     assert facts.pool == place.training_cores
 
@@ -73,9 +71,9 @@ def test_the_last_steps_of_the_ladder_bind_every_thread(name: str, tmp_path: Pat
 @pytest.mark.full
 @needs_two_cpus
 @pytest.mark.parametrize("part", ["offload", "upstream", "ours"])
-def test_a_table_of_engines(part: str, tmp_path: Path) -> None:
+def test_a_table_of_engines(part: str) -> None:
     args = toy_args("--ways", UNBOUND.name, "upstream, in code", OURS.name)
-    rows = bench_binding.measure(part, 1, args, str(tmp_path))
+    rows = bench_binding.measure(part, 1, args, None)
     assert [row["way"] for row in rows] == [
         "plain ZeRO, taskset",
         "unbound",
@@ -91,10 +89,10 @@ def test_a_table_of_engines(part: str, tmp_path: Path) -> None:
     bench_binding.show(rows)
 
 
-def test_a_process_that_ends_is_named_with_its_words(tmp_path: Path) -> None:
+def test_a_process_that_ends_is_named_with_its_words() -> None:
     task = Task("", "", UNBOUND, "optimizer", (Place("0", 1, "0", 1, "nothing"),), **TOY)
     with pytest.raises(TeamError, match="nothing"):
-        Team.start([replace(task, way=BY_NAME["main thread (upstream's call)"])], str(tmp_path))
+        Team.start([replace(task, way=BY_NAME["main thread (upstream's call)"])])
 
 
 # -- labels and arithmetic -------------------------------------------------------------------------

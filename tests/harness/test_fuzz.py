@@ -21,7 +21,6 @@ SEED = 20261122
 CASES = {
     "config": 300,
     "files": 300,
-    "tuning": 100,
     "command-line": 60,
     "trees": 40,
     "launch": 500,

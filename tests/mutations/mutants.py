@@ -42,7 +42,7 @@ MODULES = tuple(
         "commands/memory": "config_file deepspeed plan report setup",
         "config": "core_binding section zenflow zero",
         "cores": "accelerators allowed core_split exchange fair_shares "
-        "host_facts placement plan topology tuning_results",
+        "host_facts placement plan topology",
         "cores/tune": "sweep",
         "flatten": "exchange layout plan staging tiers",
         "gather": "launch plan",

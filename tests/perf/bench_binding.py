@@ -26,12 +26,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,7 +96,13 @@ def places(ranks: int, device: str) -> tuple[Place, ...]:
     )
 
 
-def tasks(part: str, way: Way, where: Sequence[Place], args: argparse.Namespace) -> list[Task]:
+def tasks(
+    part: str,
+    way: Way,
+    where: Sequence[Place],
+    args: argparse.Namespace,
+    tuned_cores: int | None = None,
+) -> list[Task]:
     """The tasks of a team."""
     common = {
         "device": args.device,
@@ -114,7 +118,8 @@ def tasks(part: str, way: Way, where: Sequence[Place], args: argparse.Namespace)
     if load in ("zero", "offload"):
         where = [replace(p, training=p.rank, training_cores=p.cores, optimizer="") for p in where]
     warm_up = min(WARM_UP, args.warm_up) if load == "upstream" else min(4, args.warm_up)
-    return [Task("", "", way, load, tuple(where), warm_up=warm_up, **common)]
+    cores = tuned_cores if way.tuned else None
+    return [Task("", "", way, load, tuple(where), warm_up=warm_up, optimizer_cores=cores, **common)]
 
 
 def ways_of(part: str, names: Sequence[str] | None) -> list[Way]:
@@ -123,7 +128,7 @@ def ways_of(part: str, names: Sequence[str] | None) -> list[Way]:
     ways = {"offload": STUDY, "ladder": LADDER, "beside": LADDER}.get(part, ZENFLOW_STUDY)
     if part == "beside":
         ways = tuple(way for way in ways if way.launcher != "deepspeed")
-    if part in ("ours", "upstream"):  # ours finds a tuning result by itself; DeepSpeed's cannot
+    if part in ("ours", "upstream"):  # only ours takes a number of cores for its optimizer
         ways = tuple(way for way in ways if not way.tuned or part == "ours")
     chosen = [way for way in ways if not names or way.name in names]
     return chosen if part == "beside" else [ZERO, *chosen]
@@ -131,7 +136,7 @@ def ways_of(part: str, names: Sequence[str] | None) -> list[Way]:
 
 @contextlib.contextmanager
 def teams_of(
-    part: str, ways: Sequence[Way], ranks: int, args: argparse.Namespace, cache: str
+    part: str, ways: Sequence[Way], ranks: int, args: argparse.Namespace, tuned_cores: int | None
 ) -> Iterator[dict[str, Team]]:
     """One team a way, each complete and warm before the next starts; without DeepSpeed's launcher
     if it fails here."""
@@ -139,7 +144,7 @@ def teams_of(
     with contextlib.ExitStack() as stack:
         for way in ways:
             try:
-                team = Team.start(tasks(part, way, where, args), cache)
+                team = Team.start(tasks(part, way, where, args, tuned_cores))
             except TeamError as error:
                 if way.launcher != "deepspeed":
                     raise
@@ -167,7 +172,7 @@ def require_within(team: Team) -> None:
 
 
 def turns_of(
-    part: str, ranks: int, args: argparse.Namespace, cache: str
+    part: str, ranks: int, args: argparse.Namespace, tuned_cores: int | None
 ) -> Iterator[tuple[Team, dict[tuple[Load, int], Turn]]]:
     """The turns that count, A B C A B C..., each with its team; with ``--fresh`` every turn has a
     new one."""
@@ -176,11 +181,11 @@ def turns_of(
     if args.fresh:
         by_name = {way.name: way for way in ways}
         for _, name in report.alternate(list(by_name), args.rounds, warm_up=0):
-            with teams_of(part, [by_name[name]], ranks, args, cache) as teams:
+            with teams_of(part, [by_name[name]], ranks, args, tuned_cores) as teams:
                 for team in teams.values():
                     yield team, team.turn(*size)
         return
-    with teams_of(part, ways, ranks, args, cache) as teams:
+    with teams_of(part, ways, ranks, args, tuned_cores) as teams:
         if args.pause:
             input("everything is started and warm: Enter begins the turns\n")
         for turn, name in report.alternate(list(teams), args.rounds):
@@ -189,11 +194,13 @@ def turns_of(
                 yield teams[name], answers
 
 
-def measure(part: str, ranks: int, args: argparse.Namespace, cache: str) -> list[dict[str, Any]]:
+def measure(
+    part: str, ranks: int, args: argparse.Namespace, tuned_cores: int | None
+) -> list[dict[str, Any]]:
     """The rows of one table."""
     teams: dict[str, Team] = {}
     taken: dict[str, list[dict[tuple[Load, int], Turn]]] = {}
-    for team, answers in turns_of(part, ranks, args, cache):
+    for team, answers in turns_of(part, ranks, args, tuned_cores):
         teams[team.way.name] = team
         taken.setdefault(team.way.name, []).append(answers)
     return rows_of(part, ranks, teams, taken)
@@ -293,22 +300,14 @@ def tuner_rows(settings: TuneSettings) -> list[dict[str, Any]]:
     ]
 
 
-def tune(ranks: int, cache: str) -> str:
-    """Fill the cache with what ``deepspeed-ext tune`` finds; returns what it says."""
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed_ext.commands.main",
-        "tune",
-        "--quick",
-        "--ranks",
-        str(ranks),
-    ]
-    environment = os.environ | {"DSEXT_CACHE_DIR": cache}
+def tune(ranks: int) -> int:
+    """Print what ``deepspeed-ext tune`` says, and return the optimizer cores that it chose."""
+    words = [sys.executable, "-m", "deepspeed_ext.commands.main", "tune", "--quick", "--json"]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=120
+        [*words, "--ranks", str(ranks)], capture_output=True, text=True, check=False, timeout=120
     )
-    return (done.stdout + done.stderr).strip()
+    print((done.stdout + done.stderr).strip(), flush=True)
+    return int(json.loads(done.stdout)["opt_cores_per_rank"])
 
 
 def spread(value: dict[str, float]) -> str:
@@ -412,15 +411,12 @@ def main() -> None:
     for part in args.only:
         numbers = {"tuner": [1], "beside": [1], "ladder": [max(args.ranks)]}.get(part, args.ranks)
         for ranks in numbers:
-            with tempfile.TemporaryDirectory(prefix="dsext-cache-") as cache:
-                if part == "ours":
-                    print(tune(ranks, cache), flush=True)
-                is_tuner = part == "tuner"
-                found = (
-                    tuner_rows(TuneSettings.for_host(1, quick=False))
-                    if is_tuner
-                    else measure(part, ranks, args, cache)
-                )
+            is_tuner = part == "tuner"
+            found = (
+                tuner_rows(TuneSettings.for_host(1, quick=False))
+                if is_tuner
+                else measure(part, ranks, args, tune(ranks) if part == "ours" else None)
+            )
             show(found)
             report.merge(NAME, settings, found, "row", [] if is_tuner else beside_ours(found))
     print(f"\nkept in {report.path_of(NAME)}")

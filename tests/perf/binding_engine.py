@@ -51,7 +51,7 @@ def start(task: Task, rank: int) -> Subject:
     model, batch = workload.build(device), workload.batch(device)
     fields: dict[str, Any] = {"reduce_bucket_size": workload.bucket_numel}
     if side.extended:
-        fields["core_binding"] = {"enabled": way.package, "use_tuning_result": way.tuned}
+        fields["core_binding"] = {"enabled": way.package, "optimizer_cores": task.optimizer_cores}
     engine = sides.initialize(
         side, model, stage=task.stage, micro_batch=1, lr=1e-4, weight_decay=0.1, **fields
     )

@@ -54,12 +54,11 @@ class Team:
         return self.tasks[0].way
 
     @classmethod
-    def start(cls, tasks: Sequence[Task], cache: str) -> Team:
+    def start(cls, tasks: Sequence[Task]) -> Team:
         """Start a process for each task and rank, and wait until all are warm.
 
         Args:
             tasks: alike but for their loads; what is told of files is filled in here.
-            cache: folder with tuning results, for the way that uses them.
 
         Raises:
             TeamError: one of them ended, or took too long.
@@ -72,7 +71,7 @@ class Team:
                 listener.bind(files["address"])
                 listener.listen()
                 listener.settimeout(0.5)
-                team._launch(cache)
+                team._launch()
                 team._welcome(listener)
             team.facts = {key: team._answer(key) for key in team.connections}
         except BaseException:
@@ -80,7 +79,7 @@ class Team:
             raise
         return team
 
-    def _launch(self, cache: str) -> None:
+    def _launch(self) -> None:
         for task in self.tasks:
             path = self.folder / f"{task.load}.task"
             path.write_bytes(pickle.dumps(task))
@@ -91,8 +90,7 @@ class Team:
                 with open(self.folder / "log", "ab") as log:
                     process = subprocess.Popen(
                         words,
-                        env=environment(task, rank)
-                        | ({"DSEXT_CACHE_DIR": cache} if task.way.tuned else {}),
+                        env=environment(task, rank),
                         cwd=report.ROOT,
                         stdin=subprocess.DEVNULL,
                         stdout=log,

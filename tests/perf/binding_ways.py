@@ -87,6 +87,7 @@ class Task:
         model, millions, rows: of `tests.perf.stepping.Workload`.
         warm_up: steps before it says that it is ready.
         elements: that the load "optimizer" updates.
+        optimizer_cores: of the package's core binding; None: its own choice.
     """
 
     address: str
@@ -101,6 +102,7 @@ class Task:
     stage: int = 2
     warm_up: int = 3
     elements: int = 16 << 20
+    optimizer_cores: int | None = None
 
 
 @dataclass(frozen=True)

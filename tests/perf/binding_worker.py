@@ -72,7 +72,7 @@ def confine_by_package(rank: int, *, separate: bool) -> Callable[[], None]:
 
     device = torch.device(get_accelerator().current_device_name())
     ranks = RankGroup.of(None, device) if torch.distributed.is_initialized() else RankGroup.alone()
-    config = CoreBindingConfig(use_tuning_result=False)
+    config = CoreBindingConfig()
     binding = CoreBinding.start(config, ranks, local_rank=rank, separate=separate)
 
     def refresh() -> None:

@@ -151,9 +151,7 @@ def core_plans(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     """A host of two sockets and 128 cores with two threads each, no mask from a launcher."""
     topology = Topology(tuple(cores(128, 128, 64)))
     cpus = format_cpulist(topology.cpus)
-    report = RankReport(
-        ranks.rank, HOST, ranks.rank, cpus, topology.digest(), PlanRequest(), tuned={16 * "0": 6}
-    )
+    report = RankReport(ranks.rank, HOST, ranks.rank, cpus, topology.digest(), PlanRequest())
     rehearsal.others = on_hosts
     return lambda: agree(report, topology, ranks)
 

@@ -169,7 +169,7 @@ WIDE_RECORDS = {
         "commands.verify.config.Plan",
         "commands.verify.figures.Found",
     ),
-    *("cores.exchange.RankReport", "cores.plan.RankPlan", "cores.tuning_results.Fingerprint"),
+    *("cores.exchange.RankReport", "cores.plan.RankPlan"),
     *("zenflow.kernels.definition.HotConstants", "zenflow.plan.arrays.ArraySpec"),
     *("zenflow.plan.plan.ZenFlowPlan", "zenflow.plan.rule_bytes.RuleBytes"),
     "zenflow.step.partition.Partition",

@@ -41,7 +41,7 @@ ERRORS = {
 FIELDS = {
     "ZeroFields": "core_binding flatten_reserve_fraction flatten_tier stage3_allgather_single_param"
     " stage3_single_param_min_numel zenflow",
-    "CoreBindingConfig": "dry_run enabled optimizer_cores use_tuning_result",
+    "CoreBindingConfig": "dry_run enabled optimizer_cores",
     "ZenFlowConfig": "async_save auto_ratio block_size full_warm_up_rounds gradients_on_host "
     "hide_transfers offload offload_reserve_fraction overlap_lag "
     "overlap_step prediction_error_factor pt_reserved_cores "
@@ -64,10 +64,7 @@ COMMANDS = {
     "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick "
     "--ranks --update-interval",
 }
-VARIABLES = (
-    "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND "
-    "DSEXT_CACHE_DIR DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
-)
+VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
 VARIABLES += " DSEXT_VERIFY_MARK DSEXT_VERIFY_PARENT"
 
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from deepspeed_ext.cores import accelerators, tuning_results
+from deepspeed_ext.cores import accelerators
 from deepspeed_ext.cores.host_facts import HostFacts, read_host
 from deepspeed_ext.cores.plan import HostPlan, PlanRequest, plan_host
 from deepspeed_ext.cores.topology import read_accelerator_node, read_cache_bytes
@@ -163,13 +163,8 @@ class Tuner:
         """The most optimizer cores that every rank can have."""
         return min(len(rank.optimizer) for rank in self.plan(len(self.host.topology.cores)).ranks)
 
-    @property
-    def fingerprint(self) -> tuning_results.Fingerprint:
-        """Everything that the result depends on."""
-        return tuning_results.Fingerprint.of(self.host.topology, self.host.ranks)
-
     def run(self) -> dict[str, object]:
-        """Measure, choose, and return the result as it is stored.
+        """Measure, choose, and return the result, as ``--json`` prints it.
 
         Raises:
             WorkerError: no number of cores could be measured.
@@ -185,12 +180,8 @@ class Tuner:
         chosen = training_choice(
             {int(split["optimizer_cores"]): split["slowdown"] for split in training}
         )
-        fingerprint = self.fingerprint
         at = next(point for point in points if point.cores == chosen)
         return {
-            "schema": tuning_results.SCHEMA,
-            "fingerprint": asdict(fingerprint),
-            "key": fingerprint.key,
             "ranks": len(self.host.ranks),
             "opt_cores_per_rank": chosen,
             "pt_cores_per_rank": min(rank.pytorch_threads for rank in self.plan(chosen).ranks),
@@ -322,19 +313,19 @@ class Tuner:
 class _Outputs:
     """The output files, checked before anything is measured."""
 
-    result: OutputFile
+    result: OutputFile | None
     records: OutputFile | None
-    """A file beside `result`; None if `result` is not a regular file but, for instance, a
+    """A file beside `result`; None without one, or if it is not a regular file but, for instance, a
     device."""
     picture: OutputFile | None
     picture_format: str = ""
 
     @classmethod
-    def check(cls, output: str | None, plot: str | None, key: str) -> "_Outputs":
+    def check(cls, output: str | None, plot: str | None) -> "_Outputs":
         """Check that every file can be written.
 
         Args:
-            output: ``--output``; None: the cache.
+            output: ``--output``; None: the result is only printed.
             plot: ``--plot``; None: no picture.
 
         Raises:
@@ -342,15 +333,10 @@ class _Outputs:
             UnsupportedError: ``plot`` is given and matplotlib is not installed.
         """
         picture_format = plot_format(plot) if plot is not None else ""
-        if output is None:
-            result = OutputFile.check(
-                tuning_results.cached(key), "the cache for tuning results", makes_folder=True
-            )
-        else:
-            result = OutputFile.check(output, "--output")
+        result = OutputFile.check(output, "--output") if output is not None else None
         picture = OutputFile.check(plot, "--plot") if plot is not None else None
         records = None
-        if not result.in_place:
+        if result is not None and not result.in_place:
             beside = result.path.with_suffix(".jsonl")
             beside = beside if beside != result.path else result.path.with_suffix(".records.jsonl")
             records = OutputFile.check(beside, "the records beside --output")
@@ -362,7 +348,8 @@ class _Outputs:
         return cls(result, records, picture, picture_format)
 
     def write(self, result: dict[str, Any], records: Sequence[dict[str, object]]) -> None:
-        self.result.write(tuning_results.as_bytes(result))
+        if self.result is not None:
+            self.result.write(f"{json.dumps(result, indent=2)}\n".encode())
         if self.records is not None:
             self.records.write("".join(json.dumps(record) + "\n" for record in records).encode())
         if self.picture is not None:
@@ -370,16 +357,16 @@ class _Outputs:
 
 
 def run_from_cli(arguments: Any) -> Iterator[str]:
-    """Tune as the command line asks, and yield the text to print: the result, before it is written,
-    and its path.
+    """Tune as the command line asks, and yield the text to print: the result, before it is written
+    into a file, and that file's path.
 
     Raises:
         ConfigError: the arguments contradict each other or the host, or the result cannot be
             written.
         UnsupportedError: ``--plot`` is given and matplotlib is not installed.
         OutOfMemoryError: too little host memory is free.
-        WorkerError: no number of cores could be measured, or the result was disturbed and is not
-            kept.
+        WorkerError: no number of cores could be measured, or the result was disturbed and no file
+            was named for it.
     """
     if arguments.gpu_step_ms is not None and arguments.elements is None:
         raise ConfigError(
@@ -405,18 +392,17 @@ def run_from_cli(arguments: Any) -> Iterator[str]:
         logger.info(f"tune: measuring {text} ... {time.monotonic() - begin:.0f} s")
 
     with Tuner(host, settings, report) as tuner:
-        outputs = _Outputs.check(arguments.output, arguments.plot, tuner.fingerprint.key)
+        outputs = _Outputs.check(arguments.output, arguments.plot)
         result = tuner.run()
         records = tuner.records
-    is_kept = arguments.output is not None or not result["noisy"]
-    yield json.dumps(result) if arguments.json else as_text(result, is_kept=is_kept)
-    if not is_kept:
+    yield json.dumps(result) if arguments.json else as_text(result)
+    if result["noisy"] and outputs.result is None:
         raise WorkerError(
-            f"the result is not kept, because it was disturbed ({_doubt(result)}): end other work "
-            "on these cores and tune again, or keep it with --output FILE"
+            f"the measurement was disturbed ({_doubt(result)}): end other work on these cores and "
+            "tune again, or keep the result with --output FILE"
         )
     outputs.write(result, records)
-    if not arguments.json:
+    if outputs.result is not None and not arguments.json:
         yield f"written to {outputs.result.path}"
 
 
@@ -443,12 +429,9 @@ def _doubt(result: Any) -> str:
     )
 
 
-def as_text(result: Any, *, is_kept: bool = True) -> str:
-    """Describe the result for people, with the lines to paste into a config.
-
-    Args:
-        is_kept: whether training will find it.
-    """
+def as_text(result: Any) -> str:
+    """Describe the result for people; unless it was disturbed, with the line to put into a
+    config."""
     lines = [f"{result['ranks']} local rank(s) at once, {result['elements']:,} parameters each"]
     lines.append("cores GB/s per rank ms per step   spread")
     for point in result["points"]:
@@ -466,10 +449,7 @@ def as_text(result: Any, *, is_kept: bool = True) -> str:
         )
     if not result["saturated"]:
         lines.append("not saturated: the optimizer could use more cores than each rank has here")
-    if not is_kept:
-        return "\n".join(lines)
-    lines.append(
-        "Training on this host finds this result by itself. To set it in a config instead:"
-    )
-    lines.append(f'  "zenflow": {{ "pt_reserved_cores": {result["pt_cores_per_rank"]} }}')
+    if not result["noisy"]:
+        lines.append("For training on this host with as many ranks, under zero_optimization:")
+        lines.append(f'  "zenflow": {{ "pt_reserved_cores": {result["pt_cores_per_rank"]} }}')
     return "\n".join(lines)

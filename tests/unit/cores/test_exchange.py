@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed_ext.config import CoreBindingConfig
-from deepspeed_ext.cores import binding, initial_mask, tuning_results
+from deepspeed_ext.cores import binding, initial_mask
 from deepspeed_ext.cores.allowed import ALLOWED_VARIABLE
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.cores.exchange import Agreement, RankReport, agree, report_rank
-from deepspeed_ext.cores.plan import PlanRequest, RankFacts
+from deepspeed_ext.cores.plan import PlanRequest
 from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.errors import ConfigError, PlanMismatchError, RankError
 from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
@@ -143,27 +142,6 @@ def test_different_plans_are_an_error_on_all() -> None:
     assert all(
         isinstance(answer, PlanMismatchError) and "core plans" in str(answer) for answer in answers
     )
-
-
-def test_a_tuning_result_counts_for_exactly_its_situation() -> None:
-    topology = flat(16)
-    facts = [RankFacts(rank, parse_cpulist("0-15")) for rank in range(2)]
-    key = tuning_results.Fingerprint.of(topology, facts).key
-    leader, _ = member(0, "0-15", topology=topology, tuned={key: 3, "other": 1})
-    follower = member(1, "0-15", topology=topology, tuned={key: 5})
-    assert [sets(answer) for answer in meet([(leader, topology), follower])] == [
-        ("0-4", "5-7"),
-        ("8-12", "13-15"),
-    ]
-    for asked, cores_of_first in (
-        (PlanRequest(pt_reserved_cores=2), ("0-1", "2-7")),
-        (PlanRequest(optimizer_cores=2), ("0-5", "6-7")),
-    ):
-        members = [(replace(report, request=asked), topology) for report in (leader, follower[0])]
-        assert sets(meet(members)[0]) == cores_of_first, (
-            "what is asked for counts more than what was measured"
-        )
-    assert sets(agree(leader, topology, RankGroup.alone())) == ("0-1", "2-15")
 
 
 def test_a_report_is_made_of_what_the_host_shows(tmp_path: Path) -> None:
@@ -309,58 +287,3 @@ def test_real_ranks_agree_over_a_process_group() -> None:
     cpus = [parse_cpulist(pytorch) | parse_cpulist(optimizer) for pytorch, optimizer, _ in answers]
     assert not cpus[0] & cpus[1]
     assert [len(mine) for mine in cpus] == [3, 4]
-
-
-@pytest.mark.parametrize(
-    ("count", "more"), [(1, ""), (3, ""), (4, " and 1 more"), (6, " and 3 more")]
-)
-def test_tuning_results_that_cannot_be_read_are_named_three_and_counted(
-    count: int, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(tuning_results, "warn_once", said.append)
-    for number in range(count):
-        (tmp_path / f"tune-{number}.json").write_text("{")
-    monkeypatch.setattr(tuning_results, "cache_folder", lambda: tmp_path)
-    assert tuning_results.load_all() == {}
-    assert len(said) == 1
-    assert said[0].count("tune-") == min(count, 3)
-    assert f"{more}. Delete them" in said[0]
-    assert ("more" in said[0]) is bool(more)
-
-
-@pytest.mark.parametrize(
-    ("cores", "is_read"),
-    [(1, True), (8, True), (0, False), (-1, False), (True, False), (2.0, False)],
-)
-def test_a_tuning_result_is_a_whole_number_of_cores(
-    cores: Any, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuning_results, "warn_once", lambda text: None)
-    monkeypatch.setattr(tuning_results, "cache_folder", lambda: tmp_path)
-    result = {"schema": tuning_results.SCHEMA, "opt_cores_per_rank": cores}
-    (tmp_path / "tune-a.json").write_bytes(tuning_results.as_bytes(result))
-    assert tuning_results.load_all() == ({"a": cores} if is_read else {})
-
-
-@pytest.mark.parametrize(
-    ("cpuinfo", "name"),
-    [
-        ("processor : 0\nmodel name\t: Some CPU\nCPU part : 0xd0c\n", "Some CPU"),
-        ("processor : 0\ncpu\t\t: POWER9\n", "POWER9"),
-        ("processor : 0\nCPU part\t: 0xd0c\n", "0xd0c"),
-        ("", "unknown"),
-    ],
-)
-def test_a_cpu_is_named_as_its_kernel_names_it(
-    cpuinfo: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """x86, POWER and ARM have fields of their own. So much of the file is read that no CPU is
-    missing."""
-
-    def read(path: Path, limit: int) -> str:
-        assert limit >= 1 << 20
-        return cpuinfo
-
-    monkeypatch.setattr(tuning_results, "read_text", read)
-    assert tuning_results._cpu_model() == name

@@ -72,7 +72,6 @@ def test_without_compiler_and_caches(tmp_path: Path) -> None:
         "PATH": str(empty),
         "CXX": "",
         "TORCH_EXTENSIONS_DIR": str(empty),
-        "DSEXT_CACHE_DIR": str(empty),
     }
     found = train(tmp_path, **folders)
     assert found["kernel"] == "reference"

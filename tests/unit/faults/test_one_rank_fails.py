@@ -210,8 +210,7 @@ HARMLESS = {
     "called once after a step, so not in every save": (
         "zenflow/rules/predictive/probe.py:Sample.predicted",
     ),
-    "a tuning result that cannot be read is ignored, with a warning": (
-        "cores/tuning_results.py:_read",
+    "a file of the kernel that cannot be read counts as absent": (
         "runtime/procfs.py:read_text",
         "runtime/procfs.py:_read",
     ),

@@ -6,29 +6,25 @@ import json
 import os
 import stat
 import sys
-import tempfile
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepspeed_ext.cores import tuning_results
+from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.cores.tune.sweep import Point
 from deepspeed_ext.cores.tune.tuner import Tuner, as_text
-from deepspeed_ext.errors import ConfigError, WorkerError
+from deepspeed_ext.errors import WorkerError
 from tests.support.log import heard
 from tests.support.paths import ROOT
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """What `tune` finds, without measuring; the cache and the working folder are the test's own."""
+    """What `tune` finds, without measuring; the working folder is the test's own."""
     splits = [{"pytorch_cores": 1, "optimizer_cores": 1, "step_seconds": 0.1, "slowdown": 0.0}]
     result = {
-        "schema": tuning_results.SCHEMA,
-        "key": "measured",
         "ranks": 1,
         "elements": 9,
         "opt_cores_per_rank": 1,
@@ -44,7 +40,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         return result
 
     monkeypatch.setattr(Tuner, "run", run_without_measuring)
-    monkeypatch.setenv("DSEXT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return result
 
@@ -66,10 +61,9 @@ def test_the_result_of_a_jsonl_file_is_not_lost_to_its_records(
         "r.jsonl",
         "r.records.jsonl",
     ]
-    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
 
 
-def test_a_disturbed_result_is_shown_and_kept_only_where_it_is_asked_for(
+def test_a_disturbed_result_is_shown_without_a_config_line_and_kept_if_asked_for(
     measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured |= {
@@ -79,9 +73,8 @@ def test_a_disturbed_result_is_shown_and_kept_only_where_it_is_asked_for(
     assert tune() == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out) == measured
-    assert "is not kept, because it was disturbed (other processes used 70%)" in printed.err
-    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_file()]
-    assert "finds this result by itself" not in as_text(measured, is_kept=False)
+    assert "the measurement was disturbed (other processes used 70%)" in printed.err
+    assert "pt_reserved_cores" not in as_text(measured)
     assert tune("--output", "mine.json") == 0
     assert json.loads((tmp_path / "mine.json").read_text()) == measured
 
@@ -118,7 +111,7 @@ def test_a_folder_that_the_user_names_is_not_made(
     before = set(tmp_path.iterdir())
     assert tune(option, "new/folder/r.png") == 2
     assert "there is no folder of this name" in capsys.readouterr().err
-    assert set(tmp_path.iterdir()) - before <= {tmp_path / "cache"}
+    assert set(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("was_there", [True, False])
@@ -156,7 +149,7 @@ def test_a_fifo_is_written_to_and_stays(
     os.close(reader)
     assert fifo.is_fifo()
     assert content.startswith(b"\x89PNG") if option == "--plot" else json.loads(content) == measured
-    assert set(path.name for path in tmp_path.iterdir()) - set(before) <= {"cache"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 @pytest.mark.timeout(60)
@@ -189,118 +182,28 @@ def test_a_picture_never_replaces_the_result(measured: dict[str, Any], tmp_path:
     assert not list(tmp_path.glob("a.*"))
 
 
-def test_a_cache_that_cannot_be_written_is_found_before_measuring(
-    measured: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_the_result_ends_with_a_line_for_the_config(measured: dict[str, Any]) -> None:
+    line = as_text(measured).splitlines()[-1]
+    section = json.loads("{" + line + "}")
+    zenflow = ZeroFields(**section).zenflow
+    assert zenflow is not None
+    assert zenflow.pt_reserved_cores == measured["pt_cores_per_rank"]
+
+
+def test_a_plan_depends_on_no_file_that_tune_may_have_left(
+    measured: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Tuner, "run", lambda self: pytest.fail("it measured"))
-    (tmp_path / "cache").write_text("a file")
-    assert tune() == 2
-    assert str(tmp_path / "cache") in capsys.readouterr().err
+    from deepspeed_ext.commands import main as cli
 
+    def planned() -> str:
+        assert cli.main(["plan", "--json"]) == 0
+        return capsys.readouterr().out
 
-def json_of(cores: str) -> bytes:
-    return f'{{"schema": 1, "opt_cores_per_rank": {cores}}}'.encode()
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "content",
-    [
-        json_of("1e999"),
-        json_of("NaN"),
-        json_of("9" * 400),
-        json_of("9" * 5000),
-        json_of("true"),
-        json_of('"3"'),
-        json_of("2.0"),
-        json_of("3") + b" " * (64 << 10),
-        b"[" * 100_000,
-        b"{",
-        b"[]",
-        b"null",
-        b"\xff\xfe\x00",
-        b"",
-        None,
-    ],
-    ids=lambda content: "fifo" if content is None else content[-24:].decode(errors="replace"),
-)
-def test_a_tuning_file_that_is_none_is_ignored_with_one_warning(
-    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heard: list[str] = []
-    monkeypatch.setattr(tuning_results, "warn_once", heard.append)
-    monkeypatch.setenv("DSEXT_CACHE_DIR", str(tmp_path))
-    tuning_results.cached("good").write_bytes(
-        tuning_results.as_bytes({"schema": 1, "opt_cores_per_rank": 3})
-    )
-    for name in ("tune-bad.json", "tune-worse.json"):
-        os.mkfifo(tmp_path / name) if content is None else (tmp_path / name).write_bytes(content)
-    assert tuning_results.load_all() == {"good": 3}
-    assert len(heard) == 1
-    assert "tune-bad.json" in heard[0]
-    assert "tune-worse.json" in heard[0]
-
-
-def test_without_a_home_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[str] = []
-    monkeypatch.setattr(tuning_results, "warn_once", heard.append)
-    monkeypatch.delenv("DSEXT_CACHE_DIR", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    planted = tmp_path / f"deepspeed_ext-{os.getuid()}"
-    planted.mkdir(mode=0o700)
-    (planted / "tune-a.json").write_bytes(
-        tuning_results.as_bytes({"schema": 1, "opt_cores_per_rank": 3})
-    )
-    assert tuning_results.load_all() == {}
-    assert heard == []
-    with pytest.raises(
-        ConfigError,
-        match="no home, so no cache for the result: set DSEXT_CACHE_DIR, or give --output",
-    ):
-        tuning_results.cached("a")
-
-
-def made_writable(folder: Path) -> None:
-    folder.chmod(0o777)
-
-
-def made_group_writable(folder: Path) -> None:
-    folder.chmod(0o770)
-
-
-def given_away(folder: Path) -> None:
-    os.chown(folder, 12345, 12345)
-
-
-def made_a_link(folder: Path) -> None:
-    folder.rename(folder.with_name("elsewhere"))
-    folder.symlink_to("elsewhere")
-
-
-@pytest.mark.parametrize("change", [made_writable, made_group_writable, given_away, made_a_link])
-def test_a_cache_that_others_can_write_is_neither_read_nor_written(
-    change: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if change is given_away and os.getuid() != 0:
-        pytest.skip("only root gives folders away")
-    heard: list[str] = []
-    monkeypatch.setattr(tuning_results, "warn_once", heard.append)
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("DSEXT_CACHE_DIR", str(folder))
-    stored = tuning_results.cached("a")
-    assert folder.stat().st_mode & 0o777 == 0o700
-    stored.write_bytes(tuning_results.as_bytes({"schema": 1, "opt_cores_per_rank": 3}))
-    assert tuning_results.load_all() == {"a": 3}
-    change(folder)
-    assert tuning_results.load_all() == {}
-    assert "may be another user's" in heard[0]
-    with pytest.raises(ConfigError, match="may be another user's"):
-        tuning_results.cached("a")
+    before = planned()
+    assert tune() == 0
+    capsys.readouterr()
+    assert planned() == before
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -17,53 +17,20 @@ import psutil
 import pytest
 import torch
 
-from deepspeed_ext.cores import tuning_results
 from deepspeed_ext.cores.host_facts import read_host
-from deepspeed_ext.cores.plan import RankFacts
-from deepspeed_ext.cores.topology import Topology, read_cache_bytes
+from deepspeed_ext.cores.topology import read_cache_bytes
 from deepspeed_ext.cores.tune import measuring_process, processes, tuner
 from deepspeed_ext.cores.tune.measuring_process import Steps
 from deepspeed_ext.cores.tune.processes import ForeignLoad, MeasuringProcesses
 from deepspeed_ext.cores.tune.tuner import Tuner, TuneSettings
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import OutOfMemoryError, WorkerError
-from deepspeed_ext.runtime.cache import cache_folder
 from deepspeed_ext.zenflow.worker.kernel import load_kernel
 from tests.support.paths import ROOT
 from tests.support.sysfs import write_host
 from tests.support.topologies import cores
 
 CPUS = sorted(os.sched_getaffinity(0))
-
-
-def test_fingerprint_names_exactly_one_situation() -> None:
-    topology = Topology(tuple(cores(8)))
-    ranks = [RankFacts(rank, frozenset(range(8))) for rank in range(2)]
-    keys = {
-        tuning_results.Fingerprint.of(topology, ranks).key,
-        tuning_results.Fingerprint.of(topology, ranks[:1]).key,
-        tuning_results.Fingerprint.of(topology, [ranks[0], RankFacts(1, frozenset({1}))]).key,
-        tuning_results.Fingerprint.of(
-            topology, [ranks[0], RankFacts(1, frozenset(range(8)), 0)]
-        ).key,
-        tuning_results.Fingerprint.of(Topology(tuple(cores(9))), ranks).key,
-    }
-    assert len(keys) == 5
-    assert tuning_results.Fingerprint.of(topology, ranks).key in keys
-
-
-def test_results_are_found_in_the_cache_and_broken_ones_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tuning_results.load_all() == {}
-    for key, schema, number in (("good", 1, 3), ("old", 0, 3), ("none", 1, 0)):
-        result = {"schema": schema, "opt_cores_per_rank": number}
-        tuning_results.cached(key).write_bytes(tuning_results.as_bytes(result))
-    tuning_results.cached("broken").write_text("{")
-    assert tuning_results.load_all() == {"good": 3}
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache_folder() == Path.home() / ".cache/deepspeed_ext"
 
 
 def test_cache_bytes_count_each_last_level_cache_once(tmp_path: Path) -> None:
@@ -199,9 +166,10 @@ raise SystemExit(main())
 """The command on a machine that is quiet, whatever runs beside this test."""
 
 
-def test_quick_run_writes_a_result_that_training_finds(tmp_path: Path) -> None:
+def test_a_quick_run_prints_and_writes_its_result(tmp_path: Path) -> None:
     picture = tmp_path / "tune.png"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "MPLCONFIGDIR": str(tmp_path)}
+    output = tmp_path / "tune.json"
+    environment = {**os.environ, "MPLCONFIGDIR": str(tmp_path)}
     options = [
         "--quick",
         "--json",
@@ -211,6 +179,8 @@ def test_quick_run_writes_a_result_that_training_finds(tmp_path: Path) -> None:
         "1",
         "--plot",
         str(picture),
+        "--output",
+        str(output),
     ]
     command = [sys.executable, "-c", UNDISTURBED, "tune", *options]
     done = subprocess.run(
@@ -218,12 +188,9 @@ def test_quick_run_writes_a_result_that_training_finds(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    host = read_host("/", [",".join(map(str, CPUS))])
-    key = tuning_results.Fingerprint.of(host.topology, host.ranks).key
-    folder = tmp_path / "deepspeed_ext"
-    assert json.loads((folder / f"tune-{key}.json").read_text()) == result
+    assert json.loads(output.read_text()) == result
     assert 1 <= result["opt_cores_per_rank"] <= max(1, len(CPUS) - 1)
-    records = [json.loads(line) for line in (folder / f"tune-{key}.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in output.with_suffix(".jsonl").read_text().splitlines()]
     assert {record["optimizer_cores"] for record in records} == {
         number["cores"] for number in result["points"]
     }

@@ -290,7 +290,6 @@ def test_without_a_library_the_reference_runs(tmp_path) -> None:
     environment = {
         **os.environ,
         "PATH": str(tmp_path),
-        "DSEXT_CACHE_DIR": str(tmp_path / "cache"),
         "CXX": "",
     }
     done = subprocess.run(
