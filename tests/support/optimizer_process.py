@@ -37,7 +37,6 @@ def running(
     arena = Arena.create(plan.layout)
     with OptimizerProcess(arena, plan, rank=3, timeout_seconds=timeout_seconds) as process:
         yield arena, process
-    arena.close()
 
 
 def gone(pid: int) -> bool:

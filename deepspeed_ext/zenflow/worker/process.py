@@ -88,11 +88,13 @@ class OptimizerProcess:
         self._failed_writes: dict[int, str] = {}
         self._waiters = 0
         self._error = ""
-        self._process, self._channel = self._launch(arena, plan)
+        try:
+            self._process, self._channel = self._launch(arena, plan)
+        finally:
+            arena.close()
         # Runs at `close`, at garbage collection and at interpreter exit; never in a forked child.
         self._finalizer = weakref.finalize(self, _end, self._process, self._channel, os.getpid())
         try:
-            arena.close()
             self._channel.put(plan)
             self._await(
                 lambda: self._is_ready, timeout_seconds, f"start within {timeout_seconds:g} s"

@@ -14,9 +14,10 @@ import pytest
 from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import child_process
+from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-from tests.support.optimizer_process import PASS, running
+from tests.support.optimizer_process import PASS, make_plan, running
 from tests.support.paths import ROOT
 from tests.support.resident import resident_bytes
 
@@ -55,12 +56,15 @@ def test_an_exception_of_the_start_is_raised_in_the_trainer() -> None:
         pass
 
 
-def test_an_interpreter_that_cannot_be_executed_is_an_error(
+def test_an_interpreter_that_cannot_be_executed_is_an_error_and_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    with pytest.raises(WorkerError, match="could not be started"), running():
-        pass
+    plan = make_plan()
+    arena = Arena.create(plan.layout)
+    with pytest.raises(WorkerError, match="could not be started"):
+        OptimizerProcess(arena, plan, rank=0, timeout_seconds=60.0)
+    assert arena.fileno == -1
 
 
 def test_worker_killed_while_starting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +144,24 @@ def test_neighbours_of_the_package_do_not_hide_the_standard_library(
         assert str(package) in maps
 
 
+def _inode_mapped_at(address: int) -> int:
+    """The file that this process has mapped there; another arena has another number."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    (inode,) = [int(line[4]) for line in lines if int(line[0].split("-")[0], 16) == address]
+    assert inode
+    return inode
+
+
+def _open_inodes(pid: int) -> set[int]:
+    """Of the arenas of which a process has a descriptor."""
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    arenas = [link for link in links if os.path.lexists(link) and "arena" in os.readlink(link)]
+    return {link.stat().st_ino for link in arenas}
+
+
 def test_core_dumps_and_forked_processes_exclude_the_arena() -> None:
     with running() as (arena, process):
+        inode = _inode_mapped_at(arena.address)
         for pid in (os.getpid(), process.pid):
             areas = Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:")
             flags = [
@@ -151,12 +171,7 @@ def test_core_dumps_and_forked_processes_exclude_the_arena() -> None:
             ]
             assert flags
             assert all({"dd", "dc"} <= set(line.split()) for line in flags)
-            links = [
-                os.readlink(link)
-                for link in Path(f"/proc/{pid}/fd").iterdir()
-                if os.path.lexists(link)
-            ]
-            assert not [link for link in links if "arena" in link]
+            assert inode not in _open_inodes(pid)
         child = os.fork()
         if child == 0:
             inherited = "deepspeed_ext-arena" in Path("/proc/self/maps").read_text()
