@@ -331,6 +331,18 @@ GROUPS: tuple[Group, ...] = (
         seeds=LATER_SEEDS,
     ),
     Group(
+        "start-beta2",
+        "The same with beta2 of 0.999, an amendment",
+        (
+            (
+                "bytes-1m",
+                "beta2-0.999",
+                ("ours-1-dithered", "ours-1-dithered-from-2", "ours-1-dithered-from-10"),
+            ),
+        ),
+        seeds=LATER_SEEDS,
+    ),
+    Group(
         "beta1",
         "A delay at larger beta1, an amendment",
         (("bytes-1m", "base", ("delay-beta1-0.95", "delay-beta1-0.975")),),
