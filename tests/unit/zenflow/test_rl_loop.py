@@ -10,6 +10,8 @@ from tests.support.matrix import some
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, zenflow_config
 
+pytestmark = pytest.mark.sampled()
+
 ITERATIONS = 20
 
 
