@@ -92,10 +92,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= {item for item in items if _part_of(item) != part}
     if not config.getoption("--full"):
         left_out |= {item for item in items if item.get_closest_marker("full")}
-        left_out |= beyond_the_sample([item for item in items if item not in left_out])
         if config.getoption("--simulated"):
             on_gpu = [item for item in items if item.get_closest_marker("gpu")]
             left_out |= beyond_one_in(SIMULATED_GPU_TESTS_ONE_IN, on_gpu)
+        # last: a sample must hold each value among the cases that can still run
+        left_out |= beyond_the_sample([item for item in items if item not in left_out])
     chosen = [item for item in items if item not in left_out][:: config.getoption("--one-in")]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen

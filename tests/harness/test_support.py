@@ -3,10 +3,12 @@ their own."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,9 +136,11 @@ def test_tensors_of_an_accelerator_arrive_on_the_host() -> None:
 class Case:
     """What `beyond_the_sample` asks of a test."""
 
-    def __init__(self, nodeid: str, one_in: int | None) -> None:
+    def __init__(self, nodeid: str, one_in: int | None, **settings: Any) -> None:
         self.nodeid = nodeid
-        self._mark = None if one_in is None else pytest.mark.sampled(one_in).mark
+        self._mark = None if one_in is None else pytest.mark.sampled(*[one_in] * bool(one_in)).mark
+        if settings:
+            self.callspec = SimpleNamespace(params=settings)
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
         return self._mark if name == "sampled" else None
@@ -147,6 +151,24 @@ def test_one_in_n_is_chosen_by_name_and_not_by_place() -> None:
     left_out = beyond_one_in(12, cases)
     assert 30 <= len(cases) - len(left_out) <= 70
     assert beyond_one_in(12, [*reversed(cases[1:])]) == left_out - {cases[0]}
+
+
+def test_a_sample_without_a_number_has_each_value_of_each_setting_in_few_cases() -> None:
+    table = list(itertools.product((1, 2, 3), ("bf16", "int8"), ({"a": 1}, {"b": [2]})))
+    cases: list[Any] = [
+        *(
+            Case(f"a.py::resume[{number}]", 0, stage=stage, states=states, section=section)
+            for number, (stage, states, section) in enumerate(table)
+        ),
+        Case("a.py::alone", 0),
+    ]
+    left_out = beyond_the_sample(cases)
+    assert left_out == beyond_the_sample(reversed(cases)), "the order does not matter"
+    kept = [case.callspec.params for case in cases[:-1] if case not in left_out]
+    assert 3 <= len(kept) <= 4
+    for name, number in (("stage", 3), ("states", 2), ("section", 2)):
+        assert len({str(each[name]) for each in kept}) == number
+    assert cases[-1] not in left_out
 
 
 def test_a_sample_has_one_case_in_n_of_each_function() -> None:

@@ -21,6 +21,7 @@ SEVEN_B = Model(7 * 10**9, 10**8, "bfloat16")
 OCTET = Ranks(8, 8)
 
 
+@pytest.mark.full  # a minute and a half; a change of any size shows in README's part of it, too
 def test_the_page_is_current() -> None:
     assert fits.PAGE.read_text() == fits.markdown(), "run `make docs`"
 

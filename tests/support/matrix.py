@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,10 +44,11 @@ def some(cases: list[tuple], strength: int = 2) -> list[Any]:
 
 
 def beyond_the_sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Of each test function marked ``sampled(n)``, all but one case in n, rounded up.
+    """What `make test` leaves out of each test function marked ``sampled``.
 
-    The hash of its name chooses a case, so that no value of a setting is left out because of its
-    place in a list.
+    ``sampled(n)`` runs one case in n, rounded up; ``sampled()`` so few that each value of each
+    setting that occurs in `items` is in one of them. The hash of a case's name chooses, so that no
+    value of a setting is left out because of its place in a list.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -57,8 +59,32 @@ def beyond_the_sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         mark = same[0].get_closest_marker("sampled")
         assert mark is not None
         same.sort(key=_hash)
-        left_out.update(same[-(-len(same) // mark.args[0]) :])
+        chosen = same[: -(-len(same) // mark.args[0])] if mark.args else _each_value(same)
+        left_out.update(set(same) - set(chosen))
     return left_out
+
+
+_ALONE = SimpleNamespace(params={})
+"""The settings of a test that has none."""
+
+
+def _each_value(same: list[pytest.Item]) -> list[pytest.Item]:
+    """Cases of one function in which each value of each of its settings occurs (greedy)."""
+    settings = [getattr(item, "callspec", _ALONE).params for item in same]
+    rows = [tuple((name, _named(each[name])) for name in each) for each in settings]
+    if not rows[0]:
+        return same
+    chosen = cover(rows, strength=1)
+    return [item for item, row in zip(same, rows, strict=True) if row in chosen]
+
+
+def _named(value: Any) -> Any:
+    """A setting's value, or what tells it from others if it is or holds a table or a list."""
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
 
 
 def beyond_one_in(number: int, items: Iterable[pytest.Item]) -> set[pytest.Item]:

@@ -24,6 +24,8 @@ from tests.support.zenflow import (
     zenflow_config,
 )
 
+pytestmark = pytest.mark.sampled()
+
 PACKAGE = Path(deepspeed_ext.__file__).parent
 FACTORIES = {
     "arange",

@@ -17,6 +17,8 @@ from tests.support.linear import Bomb, LinearNet, Plain, drawn_loss, leaf
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import full_masters_of, make_engine, zenflow_config
 
+pytestmark = pytest.mark.sampled()
+
 LR, DECAY = 1e-2, 0.1
 
 

@@ -22,6 +22,8 @@ from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
 
+pytestmark = pytest.mark.sampled()
+
 DRAWS = 60
 """Damages per file."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from deepspeed_ext.runtime import garbage
 from deepspeed_ext.runtime.garbage import earlier_objects_left_out
 
 
@@ -24,7 +25,8 @@ def lost_cycle() -> weakref.ref[Cycle]:
 
 
 @pytest.fixture(autouse=True)
-def collects_only_when_asked() -> Iterator[None]:
+def collects_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(garbage, "_program_freezes", False)
     gc.collect()
     gc.disable()
     yield
@@ -57,3 +59,12 @@ def test_what_a_program_has_frozen_stays_frozen() -> None:
     with earlier_objects_left_out():
         pass
     assert gc.get_freeze_count() >= before - 10  # a few of them may be gone
+
+
+def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([1_000_000])  # a second call would raise
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: next(counts))
+    for _ in range(3):
+        with earlier_objects_left_out():
+            pass
+    assert next(counts, None) is None

@@ -28,7 +28,7 @@ from tests.support.zenflow import (
     zenflow_config,
 )
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled()
 
 STEPS = 6
 OVERFLOWS = (2,)

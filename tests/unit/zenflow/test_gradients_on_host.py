@@ -38,6 +38,8 @@ from tests.support.zenflow import (
     zenflow_config,
 )
 
+pytestmark = pytest.mark.sampled()
+
 STEPS = 8
 STAGES = (2, 3)
 SMALL = 96

@@ -26,6 +26,8 @@ from tests.support.state_access import looking_on
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
 from tests.support.zenflow_runs import difference, parked, with_and_without
 
+pytestmark = pytest.mark.sampled()
+
 STAGES = [1, 2, 3]
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 

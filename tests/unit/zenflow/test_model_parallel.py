@@ -24,6 +24,8 @@ from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.tensor_parallel import Grid, TensorParallelBlock, replicated
 from tests.support.zenflow import RULES, full_masters_of, make_engine, weights_of, zenflow_config
 
+pytestmark = pytest.mark.sampled()
+
 STEPS = 50
 POOL = "tensor parallel"
 """DeepSpeed keeps an ``mpu`` for the whole process."""

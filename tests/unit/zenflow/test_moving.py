@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled()
 
 WARM_UP, MOVED_AT, STEPS = 14, 9, 24
 SHARE = 0.4

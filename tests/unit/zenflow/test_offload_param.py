@@ -39,6 +39,8 @@ from tests.support.zenflow import (
     zenflow_config,
 )
 
+pytestmark = pytest.mark.sampled()
+
 STEPS = 8
 ON_DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 

@@ -16,6 +16,8 @@ from tests.support import reached
 from tests.support.ranks import run_ranks
 from tests.support.reached import DTYPES, RULES, Pair, config_of, sequences
 
+pytestmark = pytest.mark.sampled()
+
 DRAWN, LENGTH = 6, 10
 CASES = [
     (stage, rule, dtype, ranks)

@@ -20,6 +20,8 @@ from tests.support.models import on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, offload_config, zenflow_config
 
+pytestmark = pytest.mark.sampled()
+
 STEPS, WIDTH, BRANCHES = 8, 8, 3
 
 

@@ -21,6 +21,8 @@ from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 from tests.support.zenflow import RULES, make_engine, offload_config, train, zenflow_config
 
+pytestmark = pytest.mark.sampled()
+
 STEPS = 5
 SMALL = 3000
 """Bytes of a bucket: several parameters in some, and a larger parameter alone."""

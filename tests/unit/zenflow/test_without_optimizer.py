@@ -14,6 +14,8 @@ from tests.support.models import OddModel, batches, on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 
+pytestmark = pytest.mark.sampled()
+
 
 def reference_beside_training(stage: int, rule: str) -> tuple[list[float], list[float]]:
     """A trained model, and a reference model with its config as TRL makes it: no optimizer, and

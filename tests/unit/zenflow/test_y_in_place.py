@@ -25,6 +25,8 @@ from tests.support.zenflow import (
     zenflow_config,
 )
 
+pytestmark = pytest.mark.sampled()
+
 STEPS = 12
 BLOCK = 32
 PAGE = 4096

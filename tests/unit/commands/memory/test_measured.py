@@ -214,7 +214,7 @@ def measure_in_small_chunks(config: dict[str, Any]) -> Measured:
         return measure(config)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stage", "way"),
     [
@@ -238,7 +238,7 @@ def test_start_up_and_a_save_hold_what_the_host_holds_between_steps_and_no_more(
             assert extra <= most + NOTHING, f"{phase}: {extra:,} bytes more than {between:,}"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stage", "way", "most"),
     [

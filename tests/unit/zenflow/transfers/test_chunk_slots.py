@@ -25,6 +25,8 @@ from tests.support.same import assert_same, first_difference
 from tests.support.state_access import looking_on
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
 
+pytestmark = pytest.mark.sampled()
+
 CHUNK = 512
 
 

@@ -46,6 +46,8 @@ from tests.support.ranks import RankError, is_simulated, run_ranks
 from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import make_engine, masters_of, run, train, zenflow_config
 
+pytestmark = pytest.mark.sampled()
+
 STEPS = 14
 WAYS = {
     "late and poisoned": late_and_poisoned,

@@ -31,6 +31,8 @@ from tests.support.models import batches, on_device
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config
 
+pytestmark = pytest.mark.sampled()
+
 AT_ONCE_SECONDS = 30.0
 """Far below the group's timeout, and far above what anything here takes."""
 
