@@ -15,10 +15,9 @@ from typing import Literal
 import psutil
 
 from deepspeed_ext.adapter import shared_buffers
-from deepspeed_ext.cores.allowed import find_allowed, omp_binding
-from deepspeed_ext.cores.fair_shares import usable_cores
-from deepspeed_ext.cores.topology import read_topology
-from deepspeed_ext.cores.worker_placement import can_set_memory_policy
+from deepspeed_ext.cores.placement import usable_cores
+from deepspeed_ext.cores.threads import can_set_memory_policy
+from deepspeed_ext.cores.topology import find_allowed, omp_binding, read_topology
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
 from deepspeed_ext.runtime import build_locks
 from deepspeed_ext.runtime.cgroup import read_cpu_quota_cores

@@ -445,9 +445,8 @@ def _require_of_one_plan(arguments: argparse.Namespace) -> None:
 
 
 def _plan_cores(arguments: argparse.Namespace) -> int:
-    from deepspeed_ext.cores.host_facts import read_host
     from deepspeed_ext.cores.plan import PlanRequest, plan_host
-    from deepspeed_ext.cores.report import plan_svg, plan_text
+    from deepspeed_ext.cores.report import plan_svg, plan_text, read_host
     from deepspeed_ext.runtime.output_file import OutputFile
 
     picture = None if arguments.svg is None else OutputFile.check(arguments.svg, "--svg")

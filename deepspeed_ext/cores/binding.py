@@ -1,27 +1,212 @@
 """Core binding for an engine: one object, from the start of the process group to the end of
-training."""
+training.
 
+All engines of a process share its threads. The first binding records the threads' previous state,
+and the end of the last binding restores it. In between, the plan of the latest binding is in force.
+
+A process may hold two OpenMP runtimes: the one in torch's wheel, and the system's, which natively
+built operators such as DeepSpeed's CPU Adam link against. Each reads OMP_NUM_THREADS once, when it
+is loaded, so each must be set. The library threadpoolctl does not do the same; docs/results.md has
+the measurement.
+"""
+
+import ctypes
 import multiprocessing
 import os
+import re
 import weakref
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
 
 from deepspeed_ext.config import CoreBindingConfig
-from deepspeed_ext.cores import accelerators, process_threads
+from deepspeed_ext.cores import accelerators, initial_mask
 from deepspeed_ext.cores.exchange import Agreement, agree, report_rank
 from deepspeed_ext.cores.plan import PlanRequest, RankPlan
 from deepspeed_ext.cores.report import plan_text
-from deepspeed_ext.cores.thread_masks import outside
-from deepspeed_ext.cores.topology import read_online
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.cores.threads import (
+    Masks,
+    WorkerPlacement,
+    confine,
+    outside,
+    restore,
+    thread_masks,
+)
+from deepspeed_ext.cores.topology import omp_binding, read_online
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.cgroup import read_cpuset
 from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.runtime.log import logger, warn_once
+from deepspeed_ext.runtime.procfs import read_text
 from deepspeed_ext.runtime.ranks import RankGroup, together
 
 __all__ = ["CoreBinding", "Verification"]
+
+_RUNTIME = re.compile(r"/(?:libgomp|libiomp5|libomp)[^/]*\.so[^/]*$")
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+# torch splits elementwise work into pieces of at least this many elements.
+_GRAIN_ELEMENTS = 32768
+# A process may have 65530 mappings, each with a path.
+_MAPS_LIMIT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class ThreadCount:
+    """Thread counts to restore: torch's, each loaded runtime's, and the variables for later
+    runtimes and processes."""
+
+    torch_threads: int
+    runtimes: dict[str, int]
+    environment: dict[str, str | None]
+
+    @classmethod
+    def change(cls, threads: int) -> "ThreadCount":
+        """Use ``threads`` threads from now on, and return the counts from before.
+
+        torch applies the count in all threads; another OpenMP runtime applies it in the calling
+        thread only.
+        """
+        before = cls(
+            torch.get_num_threads(),
+            {path: library.omp_get_max_threads() for path, library in _loaded()},
+            {name: os.environ.get(name) for name in _VARIABLES},
+        )
+        torch.set_num_threads(threads)
+        for _, library in _loaded():
+            library.omp_set_num_threads(threads)
+        for name in _VARIABLES:
+            os.environ[name] = str(threads)
+        return before
+
+    def restore(self) -> None:
+        """Restore the counts and the environment variables."""
+        torch.set_num_threads(self.torch_threads)
+        for path, library in _loaded():
+            library.omp_set_num_threads(self.runtimes.get(path, self.torch_threads))
+        for name, value in self.environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def start_pool(threads: int) -> None:
+    """Make torch start its pool of ``threads`` threads now."""
+    torch.zeros(2 * threads * _GRAIN_ELEMENTS, dtype=torch.float32, device="cpu").add_(1)
+
+
+def _loaded() -> Iterator[tuple[str, ctypes.CDLL]]:
+    """Yield (path, library) of each OpenMP runtime mapped into this process; nothing if /proc
+    cannot be read."""
+    lines = (read_text(Path("/proc/self/maps"), _MAPS_LIMIT_BYTES) or "").splitlines()
+    for path in sorted({line.split(maxsplit=5)[-1] for line in lines if _RUNTIME.search(line)}):
+        try:
+            yield path, ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        except OSError:
+            continue
+
+
+@dataclass
+class _Before:
+    """State of the threads before any binding."""
+
+    masks: Masks
+    counts: ThreadCount | None = None
+    """None: not changed yet."""
+
+
+_plans: list[RankPlan] = []
+_before: _Before | None = None
+
+
+def _in_force() -> RankPlan | None:
+    """Return the plan that this process's threads follow; None if they are unbound."""
+    return _plans[-1] if _plans else None
+
+
+def _follow(plan: RankPlan, allowed: frozenset[int]) -> None:
+    """Confine every thread to the CPUs that `plan` has for PyTorch, until `_release_threads`, which
+    must be called even if this raises.
+
+    Args:
+        allowed: the CPUs from which it was made; while a binding is active, further plans are made
+            from them, too.
+
+    Raises:
+        OSError: the kernel refused, or does not tell the threads' masks.
+    """
+    global _before
+    previous = _in_force()
+    # First, because the garbage collector may call `_release_threads` for another engine at any
+    # point.
+    _plans.append(plan)
+    if _before is None:
+        _before = _Before(thread_masks())
+        initial_mask.keep(allowed)
+    elif previous != plan:
+        restore(_before.masks)
+    _apply(plan, _before)
+
+
+def _apply(plan: RankPlan, before: _Before) -> None:
+    setting = omp_binding(os.environ)
+    _confine(plan)
+    counts = ThreadCount.change(plan.pytorch_threads)
+    before.counts = before.counts or counts
+    if setting is not None:
+        warn_once(
+            f"core binding: {setting} makes OpenMP bind threads itself. "
+            "They are moved into the plan; unset it"
+        )
+        # The runtime binds each new thread to the places that it read when it was loaded. It has
+        # bound the main thread to the first of them, and other threads inherit that mask.
+        start_pool(plan.pytorch_threads)
+        os.sched_setaffinity(os.getpid(), plan.pytorch)
+    _confine(plan)
+
+
+def _confine(plan: RankPlan) -> None:
+    confine(plan.pytorch, one_each="isolated" in plan.flags)
+
+
+def _confine_again(plan: RankPlan) -> None:
+    """Confine the threads that have started outside the plan in force; `plan` if none is.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    _confine(_in_force() or plan)
+
+
+def _release_threads(plan: RankPlan) -> None:
+    """End a binding: the previous binding's plan applies again or, after the last one, the original
+    state. Never raises."""
+    global _before
+    if plan not in _plans:
+        return
+    ended = _in_force()
+    _plans.remove(plan)
+    left = _in_force()
+    if left == ended or _before is None:
+        return
+    restore(_before.masks)
+    if left is not None:
+        try:
+            _apply(left, _before)
+        except Exception as error:
+            logger.warning(
+                "core binding: cannot confine the threads "
+                f"to CPUs {list(left.pytorch)} again ({error})"
+            )
+        return
+    if _before.counts is not None:
+        _before.counts.restore()
+    initial_mask.keep(None)
+    _before = None
+
 
 DISABLE_VARIABLE = "DSEXT_BIND"
 
@@ -69,7 +254,7 @@ class CoreBinding:
     `worker_placement`, call `refresh` after the first optimizer step (backends and autograd start
     threads late), and `restore` at the end; a binding that is garbage-collected is restored too. If
     the kernel refuses to bind threads, training continues unbound, with one warning. Bindings of
-    one process share its threads: see `process_threads`.
+    one process share its threads.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -148,10 +333,10 @@ class CoreBinding:
         return None if plan is None else plan.pytorch_threads + len(plan.optimizer)
 
     def _bind_threads(self, plan: RankPlan, allowed: frozenset[int]) -> None:
-        self._release = weakref.finalize(self, process_threads.release, plan)
+        self._release = weakref.finalize(self, _release_threads, plan)
         self._release.atexit = False
         try:
-            process_threads.bind(plan, allowed)
+            _follow(plan, allowed)
         except Exception as error:
             # if one rank raised here, the others would wait in the next collective
             self._give_up(error)
@@ -169,7 +354,7 @@ class CoreBinding:
         what remains."""
         if self.plan is not None:
             try:
-                process_threads.confine_again(self.plan)
+                _confine_again(self.plan)
             except Exception as error:  # as in `_bind_threads`
                 self._give_up(error)
         found = self.verify(worker_pid)
@@ -203,7 +388,7 @@ class CoreBinding:
         """
         if self.plan is None:
             return Verification()
-        planned = frozenset((process_threads.in_force() or self.plan).pytorch)
+        planned = frozenset((_in_force() or self.plan).pytorch)
         lost = planned - ((read_cpuset() or planned) & (read_online() or planned))
         worker = outside(self.plan.optimizer, worker_pid) if worker_pid is not None else {}
         return Verification(outside(planned), worker, lost)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deepspeed_ext.cores import initial_mask
-from deepspeed_ext.cores.allowed import find_allowed
 from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, RankPlan, plan_host
 from deepspeed_ext.cores.topology import (
     Topology,
+    find_allowed,
     flat_topology,
     read_accelerator_node,
     read_topology,

@@ -1,21 +1,37 @@
 """Plans which CPUs of one host each rank's PyTorch threads and optimizer get: a pure function of
-plain facts."""
+plain facts. `split_cores` divides a rank's cores between the two, for bound and unbound runs
+alike."""
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from deepspeed_ext.cores.core_split import split_cores, within_quota
-from deepspeed_ext.cores.fair_shares import Pool, divide_cores, home_node, usable_cores
-from deepspeed_ext.cores.placement import CoreDemand, RoleCores, place_roles
+from deepspeed_ext.cores.placement import (
+    CoreDemand,
+    Pool,
+    RoleCores,
+    divide_cores,
+    home_node,
+    place_roles,
+    usable_cores,
+)
 from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.cgroup import CpuQuota
 from deepspeed_ext.runtime.cpulist import format_cpulist
-from deepspeed_ext.runtime.reserved_cores import check_reserved_cores
+from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION, check_reserved_cores
 
-__all__ = ["HostPlan", "PlanRequest", "RankFacts", "RankPlan", "plan_host"]
+__all__ = [
+    "HostPlan",
+    "PlanRequest",
+    "RankFacts",
+    "RankPlan",
+    "plan_host",
+    "split_cores",
+    "within_quota",
+]
 
 
 @dataclass(frozen=True)
@@ -343,3 +359,53 @@ def _node_major_part(pool: Pool, rank: int) -> Sequence[Core]:
 def _main_node(cores: Sequence[Core], default: int) -> int:
     nodes = Counter(core.node for core in cores)
     return min(nodes, key=lambda node: (-nodes[node], node), default=default)
+
+
+FEWEST_BESIDE, MOST_BESIDE, ONE_OF = 2, 4, 8
+"""Beside an accelerator PyTorch keeps one core of `ONE_OF`, within these bounds: it launches
+kernels, and runs autograd, the courier of copies and the threads of the communication library."""
+
+
+def split_cores(
+    total: int,
+    reserved: int | float | None = None,
+    optimizer: int | None = None,
+    *,
+    on_cpu: bool = False,
+) -> tuple[int, int]:
+    """Return (PyTorch's cores, the optimizer's cores): each at least 1; if ``total`` > 1, together
+    at most ``total``.
+
+    Args:
+        total: cores of the rank, at least 1. A single core serves both.
+        reserved: cores kept for PyTorch, a count or a fraction, rounded up. None: what
+            ``optimizer`` leaves; without that half if ``on_cpu``, else an eighth, at least 2 and at
+            most 4.
+        optimizer: maximum number of cores for the optimizer. If both do not fit, ``reserved`` is
+            reduced. None: the rest.
+        on_cpu: the CPU is the accelerator, so forward and backward need cores, too.
+    """
+    if total == 1:
+        return 1, 1
+    most = total - 1 if optimizer is None else max(1, total - optimizer)
+    if reserved is None:
+        reserved = _unless_given(total, on_cpu) if optimizer is None else most
+    if isinstance(reserved, float):
+        # Round first: in binary, 0.07 * 100 is slightly above 7, and the ceiling must still be 7.
+        reserved = math.ceil(round(reserved * total, 9))
+    training = max(1, min(reserved, most))
+    left = total - training
+    return training, left if optimizer is None else min(left, optimizer)
+
+
+def _unless_given(total: int, on_cpu: bool) -> int | float:
+    """PyTorch's cores if nobody has set or measured a number."""
+    if on_cpu:
+        return DEFAULT_RESERVED_FRACTION
+    return max(FEWEST_BESIDE, min(total // ONE_OF, MOST_BESIDE))
+
+
+def within_quota(total: int, quota_cores: float | None) -> int:
+    """Reduce a rank's ``total`` cores to what its share of a CPU quota can keep busy, but not below
+    two."""
+    return total if quota_cores is None else min(total, max(2, math.floor(quota_cores)))

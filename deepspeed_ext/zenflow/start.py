@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from deepspeed_ext.cores.worker_placement import WorkerPlacement, unbound_threads
+from deepspeed_ext.cores.threads import WorkerPlacement, unbound_threads
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.flatten.staging import Staging
 from deepspeed_ext.runtime import memory

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.cores.exchange import agree, report_rank
-from deepspeed_ext.cores.host_facts import HostFacts, read_host
 from deepspeed_ext.cores.plan import HostPlan, PlanRequest, plan_host
-from deepspeed_ext.cores.report import plan_svg, plan_text
+from deepspeed_ext.cores.report import HostFacts, plan_svg, plan_text, read_host
 from deepspeed_ext.cores.topology import Core, read_accelerator_node, read_cache_bytes
 from deepspeed_ext.errors import DeepSpeedExtError
 from deepspeed_ext.runtime.cgroup import read_memory_limit_bytes, read_throttled_count

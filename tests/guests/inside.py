@@ -25,10 +25,9 @@ from typing import Any
 import psutil
 
 from deepspeed_ext.commands import main as cli
-from deepspeed_ext.cores.host_facts import read_host
 from deepspeed_ext.cores.plan import plan_host
-from deepspeed_ext.cores.thread_masks import confine
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.cores.report import read_host
+from deepspeed_ext.cores.threads import WorkerPlacement, confine
 from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
 from tests.guests.hosts import GUESTS, Guest
 

@@ -41,8 +41,7 @@ MODULES = tuple(
         "checkpoint/reshard": "ends layout load",
         "commands/memory": "config_file deepspeed plan report setup",
         "config": "core_binding section zenflow zero",
-        "cores": "accelerators allowed core_split exchange fair_shares "
-        "host_facts placement plan topology",
+        "cores": "accelerators exchange placement plan report topology",
         "cores/tune": "sweep",
         "flatten": "exchange layout plan staging tiers",
         "gather": "launch plan",

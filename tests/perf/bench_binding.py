@@ -35,8 +35,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.cores.host_facts import read_host
 from deepspeed_ext.cores.plan import PlanRequest, plan_host
+from deepspeed_ext.cores.report import read_host
 from deepspeed_ext.cores.tune.tuner import Tuner, TuneSettings, local_host
 from deepspeed_ext.runtime.cpulist import format_cpulist
 from tests.perf import report

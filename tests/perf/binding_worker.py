@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 
 from deepspeed_ext.cores import initial_mask
+from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.cores.tune.measuring_process import training_step
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.runtime.cpulist import parse_cpulist
 from tests.perf import threads
 from tests.perf.binding_ways import Facts, Task, Turn, Way
@@ -48,8 +48,8 @@ def place(way: Way, cpus: str, cores: int) -> None:
     """Bind this process as `way` says, once torch's pool has started."""
     import torch
 
-    from deepspeed_ext.cores.openmp import ThreadCount, start_pool
-    from deepspeed_ext.cores.thread_masks import confine
+    from deepspeed_ext.cores.binding import ThreadCount, start_pool
+    from deepspeed_ext.cores.threads import confine
 
     start_pool(torch.get_num_threads())
     if way.masks == "main":  # as DeepSpeed 0.19.8 does it

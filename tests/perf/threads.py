@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from deepspeed_ext.cores.thread_masks import thread_masks
+from deepspeed_ext.cores.threads import thread_masks
 from deepspeed_ext.runtime.cpulist import format_cpulist
 
 

@@ -67,7 +67,7 @@ def _listen() -> list[str]:
 
 
 def _masks() -> dict[int, list[int]]:
-    from deepspeed_ext.cores.thread_masks import thread_masks
+    from deepspeed_ext.cores.threads import thread_masks
 
     return {tid: sorted(mask) for tid, mask in thread_masks().items()}
 
@@ -192,7 +192,7 @@ def different_bindings() -> dict[str, Any]:
 
 def confine_under_churn() -> dict[str, Any]:
     """Threads are born and die while the process is confined."""
-    from deepspeed_ext.cores.thread_masks import confine, outside, restore
+    from deepspeed_ext.cores.threads import confine, outside, restore
 
     running, rounds = True, 0
 
@@ -339,7 +339,7 @@ def stray_thread_is_seen() -> dict[str, Any]:
 
 def worker_process(place: str) -> dict[str, Any]:
     """A fresh process takes its place before torch is there."""
-    from deepspeed_ext.cores.worker_placement import WorkerPlacement
+    from deepspeed_ext.cores.threads import WorkerPlacement
 
     complaint = WorkerPlacement.parse(place).bind_process()
     import torch
@@ -365,7 +365,7 @@ def trainer_with_worker() -> dict[str, Any]:
     _torch_work()
     binding = _start()
     code = (
-        "import sys; from deepspeed_ext.cores.worker_placement import WorkerPlacement; "
+        "import sys; from deepspeed_ext.cores.threads import WorkerPlacement; "
         "WorkerPlacement.parse(sys.argv[1]).bind_process(); "
         "import torch; torch.zeros(1 << 20).add_(1); "
         "print(torch.get_num_threads(), flush=True); sys.stdin.read()"
@@ -396,7 +396,7 @@ def openmp_runtimes() -> dict[str, Any]:
 
     import torch
 
-    from deepspeed_ext.cores.openmp import ThreadCount, _loaded
+    from deepspeed_ext.cores.binding import ThreadCount, _loaded
 
     try:
         ctypes.CDLL("libgomp.so.1")

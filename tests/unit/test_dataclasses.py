@@ -21,7 +21,7 @@ PLANNERS = (
 SCHEDULES = ("schedule.py", "guard.py")
 FILLED_IN = {
     "cores/placement.py:RoleCores",
-    "cores/process_threads.py:_Before",
+    "cores/binding.py:_Before",
     "gather/launch.py:PendingParameter",
     "runtime/start_profile.py:Phase",
 }

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from deepspeed_ext.cores.thread_masks import thread_masks
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.cores.threads import WorkerPlacement, thread_masks
 from deepspeed_ext.runtime.child_process import end_with_parent
 
 __all__ = ["BYTES_PER_ELEMENT", "Move", "Steps", "training_step"]

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 
 from deepspeed_ext.cores.plan import HostPlan
+from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.cores.topology import read_online
 from deepspeed_ext.cores.tune.measuring_process import Move, Steps
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime.cgroup import read_throttled_count
 from deepspeed_ext.runtime.child_process import python_command

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from deepspeed_ext.cores import accelerators
-from deepspeed_ext.cores.host_facts import HostFacts, read_host
 from deepspeed_ext.cores.plan import HostPlan, PlanRequest, plan_host
+from deepspeed_ext.cores.report import HostFacts, read_host
+from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.cores.topology import read_accelerator_node, read_cache_bytes
 from deepspeed_ext.cores.tune.measuring_process import BYTES_PER_ELEMENT, Steps
 from deepspeed_ext.cores.tune.plot import plot_format, plot_result
@@ -29,7 +30,6 @@ from deepspeed_ext.cores.tune.sweep import (
     relative_spread,
     training_choice,
 )
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import ConfigError, OutOfMemoryError, WorkerError
 from deepspeed_ext.runtime.host_memory import available_host_bytes
 from deepspeed_ext.runtime.log import logger

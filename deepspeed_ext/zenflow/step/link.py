@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.errors import DeepSpeedExtError, StateError, WorkerError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.handlers import is_of_handler

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.child_process import end_with_parent
 from deepspeed_ext.runtime.page_nodes import nodes_of_pages, placement_warning, sampled_pages

@@ -35,7 +35,7 @@ class WorkerPlan:
     layout: ArenaLayout
     block_size: int
     placement: str | None
-    """Cores and memory node, as written by `deepspeed_ext.cores.worker_placement.WorkerPlacement`;
+    """Cores and memory node, as written by `deepspeed_ext.cores.threads.WorkerPlacement`;
     None: inherited."""
     threads: int
     library: str | None

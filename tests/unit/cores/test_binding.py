@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from deepspeed_ext.config import CoreBindingConfig
-from deepspeed_ext.cores import binding, process_threads, thread_masks
+from deepspeed_ext.cores import binding, threads
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.cores.exchange import Agreement
 from deepspeed_ext.cores.plan import PlanRequest, RankPlan
+from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.cores.topology import flat_topology
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.scenarios import run_scenario
@@ -243,7 +243,7 @@ def test_loaders_that_crowd_the_default_cores_of_pytorch_are_told_of(
     monkeypatch.setattr(binding, "warn_once", heard.append)
     monkeypatch.setattr(binding.multiprocessing, "active_children", lambda: children)
     monkeypatch.setattr(binding, "outside", lambda cpus, pid=None: {})
-    monkeypatch.setattr(process_threads, "confine_again", lambda plan: None)
+    monkeypatch.setattr(binding, "_confine_again", lambda plan: None)
     topology = flat_topology(frozenset(CPUS))
     plan = RankPlan(0, tuple(CPUS), tuple(CPUS[:1]), 2, 0, 0)
     assert CoreBinding(Agreement(plan, None, topology, request=request_)).refresh().ok
@@ -256,12 +256,12 @@ def test_an_error_while_binding_leaves_the_run_unbound(monkeypatch: pytest.Monke
     """Of any kind, because the other ranks go on to their next collective."""
     heard: list[str] = []
     monkeypatch.setattr(binding, "warn_once", heard.append)
-    monkeypatch.setattr(process_threads, "confine", lambda *_, **__: {})
+    monkeypatch.setattr(binding, "confine", lambda *_, **__: {})
 
     def fail(threads: int) -> None:
         raise AttributeError("no such symbol")
 
-    monkeypatch.setattr(process_threads.ThreadCount, "change", fail)
+    monkeypatch.setattr(binding.ThreadCount, "change", fail)
     answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
     assert answer.plan is None
     assert "no such symbol" in heard[-1]
@@ -272,7 +272,7 @@ def test_a_kernel_that_does_not_tell_masks_leaves_the_run_unbound(
 ) -> None:
     heard: list[str] = []
     monkeypatch.setattr(binding, "warn_once", heard.append)
-    monkeypatch.setattr(thread_masks, "status_mask", lambda path: None)
+    monkeypatch.setattr(threads, "status_mask", lambda path: None)
     answer = CoreBinding.start(CoreBindingConfig(), RankGroup.alone(), local_rank=0)
     assert answer.plan is None
     assert "cannot read the masks" in heard[-1]
@@ -286,8 +286,8 @@ import os, sys, threading
 stop = threading.Event()
 threading.Thread(target=stop.wait).start()
 sys.modules["torch"] = sys  # as where a start-up hook of this Python imports it
-from deepspeed_ext.cores.thread_masks import thread_masks
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.cores.threads import thread_masks
+from deepspeed_ext.cores.threads import WorkerPlacement
 is_bound = WorkerPlacement(frozenset({int(sys.argv[1])})).bind_process()
 print(is_bound, sorted(set(map(tuple, thread_masks().values()))))
 stop.set()

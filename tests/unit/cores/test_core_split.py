@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.cores import worker_placement
-from deepspeed_ext.cores.core_split import split_cores
-from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
+from deepspeed_ext.cores import threads
+from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host, split_cores
 from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.cgroup import CpuQuota
 from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION
@@ -38,10 +37,10 @@ def unbound_threads(
     on_cpu: bool = True,
 ) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_placement, "_count_cores", lambda: number)
-        patch.setattr(worker_placement, "read_cpu_quota_cores", lambda: quota)
+        patch.setattr(threads, "_count_cores", lambda: number)
+        patch.setattr(threads, "read_cpu_quota_cores", lambda: quota)
         reserved = ZenFlowConfig(**config).reserved_cores
-        return worker_placement.unbound_threads(reserved, ranks, on_cpu=on_cpu)
+        return threads.unbound_threads(reserved, ranks, on_cpu=on_cpu)
 
 
 @many
@@ -117,10 +116,10 @@ def test_a_worker_without_a_plan_counts_cores_and_not_their_hardware_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     topology = Topology(tuple(adjacent(8, 2)))
-    monkeypatch.setattr(worker_placement, "read_topology", lambda: topology)
-    monkeypatch.setattr(worker_placement, "read_cpu_quota_cores", lambda: None)
+    monkeypatch.setattr(threads, "read_topology", lambda: topology)
+    monkeypatch.setattr(threads, "read_cpu_quota_cores", lambda: None)
     monkeypatch.setattr("deepspeed_ext.cores.initial_mask._initial", topology.cpus)
-    assert worker_placement.unbound_threads(None, 1) == 6
+    assert threads.unbound_threads(None, 1) == 6
     assert bound_threads(topology, PlanRequest()) == 6
 
 

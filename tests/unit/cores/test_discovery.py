@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.cores import initial_mask
-from deepspeed_ext.cores.allowed import ALLOWED_VARIABLE, find_allowed
-from deepspeed_ext.cores.host_facts import read_host
 from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
+from deepspeed_ext.cores.report import read_host
 from deepspeed_ext.cores.topology import (
+    ALLOWED_VARIABLE,
     Core,
     Topology,
+    find_allowed,
     read_accelerator_node,
     read_cache_bytes,
     read_online,

@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from deepspeed_ext.config import CoreBindingConfig
 from deepspeed_ext.cores import binding, initial_mask
-from deepspeed_ext.cores.allowed import ALLOWED_VARIABLE
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.cores.exchange import Agreement, RankReport, agree, report_rank
 from deepspeed_ext.cores.plan import PlanRequest
-from deepspeed_ext.cores.topology import Core, Topology
+from deepspeed_ext.cores.topology import ALLOWED_VARIABLE, Core, Topology
 from deepspeed_ext.errors import ConfigError, PlanMismatchError, RankError
 from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup

@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from deepspeed_ext.config import CoreBindingConfig
 from deepspeed_ext.cores import initial_mask
 from deepspeed_ext.cores.binding import CoreBinding
-from deepspeed_ext.cores.thread_masks import thread_masks
+from deepspeed_ext.cores.threads import thread_masks
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.models import OddModel, batches, on_device, this_device
 from tests.support.ranks import run_fresh_ranks

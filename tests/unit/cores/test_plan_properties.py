@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.cores.fair_shares import CoreDivision, divide_cores, usable_cores
+from deepspeed_ext.cores.placement import CoreDivision, divide_cores, usable_cores
 from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, plan_host
 from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.cgroup import CpuQuota

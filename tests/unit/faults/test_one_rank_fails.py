@@ -216,12 +216,18 @@ HARMLESS = {
     ),
     "plans do without the accelerator's NUMA node, with a warning": ("cores/accelerators.py:",),
     "threads that cannot be bound stay unbound, with a warning": (
-        "cores/binding.py:CoreBinding._give_up",
-        "cores/process_threads.py:",
+        *(
+            f"cores/binding.py:{name}"
+            for name in ("CoreBinding._give_up", "_follow", "_apply", "_confine", "_in_force")
+        ),
+        *(f"cores/binding.py:{name}" for name in ("_release_threads", "ThreadCount", "_loaded")),
+        "cores/binding.py:start_pool",
+        *(
+            f"cores/threads.py:{name}"
+            for name in ("thread_masks", "outside", "confine", "_confine", "_set_mask", "restore")
+        ),
         "cores/initial_mask.py:keep",
-        "cores/thread_masks.py:",
-        "cores/openmp.py:",
-        "cores/allowed.py:omp_binding",
+        "cores/topology.py:omp_binding",
     ),
 }
 """Where an injected failure need not be an error, by reason."""

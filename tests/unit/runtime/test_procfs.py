@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.cores import openmp
-from deepspeed_ext.cores.host_facts import read_host
+from deepspeed_ext.cores import binding
 from deepspeed_ext.cores.plan import plan_host
+from deepspeed_ext.cores.report import read_host
 from deepspeed_ext.cores.topology import read_cache_bytes, read_topology
 from deepspeed_ext.runtime import host_memory as memory
 from deepspeed_ext.runtime.cgroup import own_groups, read_cpu_quota_cores
@@ -178,7 +178,7 @@ def test_a_mapped_file_whose_name_is_no_text_hides_no_runtime(tmp_path: Path) ->
         file.write(b"x")
         file.flush()
         with mmap.mmap(file.fileno(), 1):
-            assert list(openmp._loaded())
+            assert list(binding._loaded())
 
 
 def test_the_highest_cpu_that_a_mask_may_name_is_that_of_a_list() -> None:

@@ -17,13 +17,13 @@ import psutil
 import pytest
 import torch
 
-from deepspeed_ext.cores.host_facts import read_host
+from deepspeed_ext.cores.report import read_host
+from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.cores.topology import read_cache_bytes
 from deepspeed_ext.cores.tune import measuring_process, processes, tuner
 from deepspeed_ext.cores.tune.measuring_process import Steps
 from deepspeed_ext.cores.tune.processes import ForeignLoad, MeasuringProcesses
 from deepspeed_ext.cores.tune.tuner import Tuner, TuneSettings
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.errors import OutOfMemoryError, WorkerError
 from deepspeed_ext.zenflow.worker.kernel import load_kernel
 from tests.support.paths import ROOT

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
+from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import child_process
 from deepspeed_ext.zenflow.worker.arena import Arena

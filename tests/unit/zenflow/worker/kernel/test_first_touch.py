@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
+from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.cores.topology import Core, Topology
-from deepspeed_ext.cores.worker_placement import WorkerPlacement
 from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, ArrayKey, Dtypes, PerBlock, plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
