@@ -115,6 +115,12 @@ class ZenFlowConfig(ConfigSection):
     the share is chosen before the first step, gradients, their flat copy, buckets and landing
     buffers are counted beside it."""
 
+    autotune: bool = True
+    """Measure the first steps, and go on with the fastest plan that they allow: the share of the
+    optimizer on the accelerator (if ``offload_optimizer.ratio`` is "auto", or not given and steps
+    overlap), and the threads of the worker. Both are exact. False: keep the plan that was made
+    before the first step."""
+
     async_save: bool = False
     """Let ``save_checkpoint`` return while the checkpoint is still being written: p, m and v by the
     worker, copies of the rest by a thread. The next pass of the worker waits until p, m and v are

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime import memory
@@ -20,15 +19,12 @@ from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, pre
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.search import Measured, search_measured
 from deepspeed_ext.zenflow.plan.share import (
-    LEAST_GAINED,
     MEASURED_STEPS,
     UNITS,
     ChainTimes,
-    fitting_units,
-    hiding_units,
     is_worth_it,
-    step_seconds,
     with_copies_inside,
     with_heads,
     with_host_share,
@@ -40,25 +36,6 @@ from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.schedule import StepPlan
 
 __all__ = ["ShareChoice", "move_share"]
-
-_NEVER = 1 << 60
-
-
-@dataclass
-class _Found:
-    """A way to go on, and what all ranks have found about it.
-
-    Attributes:
-        hiding, fitting: of `UNITS`.
-        share: on the host.
-        nanoseconds: of a step on the slowest rank.
-    """
-
-    plan: ZenFlowPlan
-    hiding: int = UNITS
-    fitting: int = UNITS
-    share: float = 1.0
-    nanoseconds: int = _NEVER
 
 
 class ShareChoice:
@@ -113,37 +90,24 @@ class ShareChoice:
 
     def _choose(self, host: HostOptimizer) -> None:
         now = host.decided
-        found = [_Found(now)]
-        if self._may_expose and now.copies is Copies.BESIDE_STEP and now.rule.overlapped:
-            found.append(_Found(with_copies_inside(now)))
-        times = ChainTimes(0.0, 0.0)
+        mine = Measured.of(now, self._may_expose, ChainTimes(0.0, 0.0), 0)
         with host.link.keeping():
-            times = self._times(now)
             reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
             room = memory.unused_accelerator_bytes() - reserve
-            for each in found:
-                each.hiding = hiding_units(each.plan, times)
-                each.fitting = fitting_units(each.plan, room, now)
-        for each in found:
-            hiding, most = host.ranks.minimum(each.hiding, -each.fitting)
-            each.fitting = -most
-            each.share, mine = max(hiding, each.fitting) / UNITS, _NEVER
-            if times.link > 0.0:
-                mine = min(_NEVER, round(step_seconds(each.plan, each.share, times) * 1e9))
-            each.nanoseconds = -host.ranks.minimum(-mine)[0]
-        best = found[0]
-        for each in found[1:]:
-            if each.nanoseconds < (1.0 - LEAST_GAINED) * best.nanoseconds:
-                best = each
+            mine = Measured.of(now, self._may_expose, self._times(now), room)
+        of_all = host.ranks.gather_objects(mine)
+        found = search_measured(now, self._may_expose, of_all)
+        slowest = max((each.times for each in of_all), key=lambda times: times.worker)
+        least = max(each.least[0] for each in of_all) / UNITS
         why = (
-            f"a pass over all elements takes {times.worker * 1e3:.1f} ms, copies "
-            f"{times.link * 1e3:.1f} ms, the accelerator {times.device * 1e3:.1f} ms between two "
-            f"steps, and every rank has room for {1.0 - best.fitting / UNITS:.1%} of its optimizer"
+            f"a pass over all elements takes {slowest.worker * 1e3:.1f} ms, copies "
+            f"{slowest.link * 1e3:.1f} ms, the accelerator {slowest.device * 1e3:.1f} ms between "
+            f"two steps, and every rank has room for {1.0 - least:.1%} of its optimizer"
         )
         share = now.host_share
-        if is_worth_it(now, best.share):
-            if move_share(host, best.plan, best.share, why):
-                share = best.share
+        if is_worth_it(now, found.share):
+            if move_share(host, found.plan, found.share, why):
+                share = found.share
             else:
                 why = f"{why}; but a rank could not allocate it"
         if host.ranks.rank == 0:
