@@ -118,7 +118,7 @@ class ZenFlowConfig(ConfigSection):
     autotune: bool = True
     """Measure the first steps, and go on with the fastest plan that they allow: the share of the
     optimizer on the accelerator (if ``offload_optimizer.ratio`` is "auto", or not given and steps
-    overlap), and the threads of the worker. Both are exact. False: keep the plan that was made
+    overlap), and the threads of the worker. Moves are exact. False: keep the plan that was made
     before the first step."""
 
     async_save: bool = False

@@ -117,17 +117,27 @@ class Measured:
         times: while all elements step on the host.
         least: for each of `ways_on`, how much must step on the host, of `UNITS`, because its
             accelerator has no room for more.
+        changes_threads: whether its optimizer process goes on with other threads.
     """
 
     times: ChainTimes
     least: tuple[int, ...]
+    changes_threads: bool = False
 
     @classmethod
-    def of(cls, now: ZenFlowPlan, may_expose: bool, times: ChainTimes, room: int) -> Measured:
+    def of(
+        cls,
+        now: ZenFlowPlan,
+        may_expose: bool,
+        times: ChainTimes,
+        room: int,
+        changes_threads: bool = False,
+    ) -> Measured:
         """What follows from `room` bytes of the accelerator beside what a step has taken at
         most."""
         ways = ways_on(now, may_expose)
-        return cls(times, tuple(fitting_units(plan, room, now) for plan in ways))
+        least = tuple(fitting_units(plan, room, now) for plan in ways)
+        return cls(times, least, changes_threads)
 
 
 def ways_on(now: ZenFlowPlan, may_expose: bool) -> list[ZenFlowPlan]:

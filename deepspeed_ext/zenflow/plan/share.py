@@ -32,6 +32,7 @@ __all__ = [
     "with_copies_inside",
     "with_heads",
     "with_host_share",
+    "with_threads",
 ]
 
 UNITS = 1024
@@ -143,6 +144,11 @@ def with_heads(plan: ZenFlowPlan, heads: Sequence[int], host_share: float, why: 
         reasons=(*others, reason),
         measures_share=False,
     )
+
+
+def with_threads(plan: ZenFlowPlan, threads: int) -> ZenFlowPlan:
+    """`plan`, but with so many threads of the optimizer process."""
+    return plan if plan.cpus is None else replace(plan, cpus=plan.cpus._replace(threads=threads))
 
 
 def relaid(layout: ArenaLayout, plan: ZenFlowPlan) -> ArenaLayout:
