@@ -187,10 +187,10 @@ def _remedies(plan: ZenFlowPlan, is_settled: bool) -> Iterator[Remedy]:
         yield Remedy("hide_transfers true", price, hides=True, room=room)
     if not isinstance(rule, PredictiveSettings):
         return
-    is_exact = rule.layout.moment_dtype == "float32" and not plan.has_share
-    if is_exact and not (plan.measures_share or is_settled):
+    chooses = plan.has_share or plan.measures_share or is_settled
+    if not (chooses or rule.layout.is_coded):
         yield from _shares(plan)
-    if is_exact and rule.layout.counts_updates:
+    if rule.layout.moment_dtype == "float32" and rule.layout.counts_updates:
         layout = replace(rule.layout, moment_dtype="bfloat16")
         yield _with(plan, "state_dtype bfloat16", _BF16_PRICE, replace(rule, layout=layout))
     longest = rule.layout.longest_interval or LONGEST_MEASURED

@@ -284,7 +284,7 @@ class _Choice:
             and isinstance(rule, PredictiveSettings)
             and rule.overlapped
             and not config.gradients_on_host
-            and rule.layout.moment_dtype == "float32"
+            and not rule.layout.is_coded
             and len(facts.ranks) == facts.caller.ranks
             and not facts.is_on_cpu
             and facts.caller.weights is Place.ACCELERATOR

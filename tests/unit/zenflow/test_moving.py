@@ -128,6 +128,7 @@ def moved_and_begun(
         (torch.bfloat16, {"hide_transfers": False, "publish_dtype": "float32"}),
         (torch.bfloat16, {"overlap_step": False}),
         (torch.bfloat16, {"full_warm_up_rounds": 3}),
+        (torch.bfloat16, {"state_dtype": "bfloat16"}),
     ],
 )
 @pytest.mark.parametrize("looks", [False, True])
@@ -192,9 +193,12 @@ def chosen(config: dict[str, Any], worker: float, device: float, folder: str) ->
     return {**found, "shares": shares, "said": [text for _, text in said if "is" in text][:1]}
 
 
-def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(
+    states: str, tmp_path: Path
+) -> None:
     """The slower worker decides: 0.95 * 1.0 of 2 * 1.0 seconds, in units of 1/1024."""
-    config = config_of(2, "auto")
+    config = config_of(2, "auto", state_dtype=states)
     share = int(0.475 * 1024) / 1024
     found = run_ranks(2, chosen, config, 1.0, 1.0, str(tmp_path), device="sim")
     for each in found:
