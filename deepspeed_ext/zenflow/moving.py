@@ -90,7 +90,7 @@ class Tuner:
         self._probe: ThreadProbe | None = None
         self._moves = self._since = 0
         self._gap = STEPS_BETWEEN
-        self._device = self._fixed = 0.0
+        self.device_seconds = self._fixed = 0.0
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
         """Count a step that has ended; choose if enough of them have been measured."""
@@ -136,8 +136,8 @@ class Tuner:
         with host.link.keeping():
             step = self._metrics.typical_step()
             if step is not None:
-                waits = step.wait > WAITS * step.total
-                differs = abs(step.device - self._device) > CHANGED * self._device
+                waits, then = step.wait > WAITS * step.total, self.device_seconds
+                differs = abs(step.device - then) > CHANGED * then
                 changed = int(waits or differs)
         return host.ranks.minimum(-changed)[0] < 0
 
@@ -182,6 +182,20 @@ class Tuner:
             moved = _move(host, with_copies_inside(plan), hides=False)
         self._is_open = self._is_open and not moved
 
+    def resumed(
+        self, host: HostOptimizer, threads: int | None, device_seconds: float, *, is_elsewhere: bool
+    ) -> None:
+        """See `Mover.resumed`. Another machine makes all choices anew."""
+        if host.ranks.minimum(-int(is_elsewhere))[0] < 0:
+            self.device_seconds = 0.0
+            self._moves, self._since, self._gap = 0, STEPS_BETWEEN, STEPS_BETWEEN
+            return
+        self.device_seconds, self._since = device_seconds, 0
+        if threads is not None and threads in self._counts[1:]:
+            self._counts = (threads, *(each for each in self._counts if each != threads))
+            self._limit(host, threads)
+            host.decided = with_threads(host.decided, threads)
+
     # -- choosing ----------------------------------------------------------------------------------
 
     def _choose(self, host: HostOptimizer, probe: ThreadProbe, is_between: bool) -> None:
@@ -194,7 +208,7 @@ class Tuner:
             room = memory.unused_accelerator_bytes() - reserve
             times = self._times(now, probe, is_between)
             mine = Measured.of(now, self._may_expose, times, room, threads != self._counts[0])
-            self._device, self._fixed = times.device, times.fixed
+            self.device_seconds, self._fixed = times.device, times.fixed
         of_all = host.ranks.gather_objects(mine)
         moves = any(each.changes_threads for each in of_all)
         if threads != self._counts[0]:

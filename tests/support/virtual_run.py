@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from deepspeed_ext.zenflow.plan.share import with_host_share
 __all__ = ["Machine", "VirtualRun", "phases"]
 
 NUMEL, TOTAL, THREADS = 1 << 28, 80 << 30, 8
-WARM_UP = 40
+WARM_UP, REMEMBERED = 40, 64
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class VirtualRun:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.plans: list[tuple[float, int]] = []
+        self._passes: deque[float] = deque(maxlen=REMEMBERED)
         self._steps, self._threads, self._newest = 0, THREADS, math.nan
         rank = RankFacts((Run(NUMEL),), TOTAL, TOTAL, cpus=Cpus("0-1", "2-9", THREADS))
         facts = ZenFlowFacts((rank,), Caller("bfloat16", "bfloat16", takes_gradients=True))
@@ -121,8 +124,8 @@ class VirtualRun:
 
     def _typical_step(self) -> MeasuredStep:
         total = self.machine.step(self._threads, self.share)
-        wait = total - self.machine.device
-        return MeasuredStep(self.machine.device, wait, wait, self._newest, 0.1)
+        wait, worker = total - self.machine.device, statistics.median(self._passes)
+        return MeasuredStep(self.machine.device, wait, wait, worker, 0.1)
 
     @property
     def share(self) -> float:
@@ -147,10 +150,16 @@ class VirtualRun:
                 plan = self._plan()
                 self._newest = self.machine.passed(self._threads, self.share)
                 self._metrics.worker_seconds = self._newest
+                self._passes.append(self._newest)
                 self._metrics.wait_seconds = self._newest + 0.1
                 self._steps += 1
                 self._tuner.after_step(self._host, plan)
                 self.plans.append((self.share, self._host.decided.cpus.threads))
+
+    def resume(self, threads: int, device_seconds: float, *, is_elsewhere: bool) -> None:
+        """Go on from a checkpoint."""
+        host = self._host
+        self._tuner.resumed(host, threads, device_seconds, is_elsewhere=is_elsewhere)
 
     @contextlib.contextmanager
     def _moved(self) -> Iterator[None]:

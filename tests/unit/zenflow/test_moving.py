@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,16 +13,24 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.zenflow import start
 from deepspeed_ext.zenflow.moving import Tuner, move_share
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, ChainTimes, with_copies_inside
+from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
+from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
+from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.log import heard
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
+from tests.support.waiting import wait_until
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
 
 pytestmark = pytest.mark.sampled(3)
@@ -245,3 +256,74 @@ def exposed(config: dict[str, Any], folder: str) -> list[str]:
 def test_auto_gives_up_landing_buffers_where_a_larger_share_is_worth_more(tmp_path: Path) -> None:
     config = config_of(2, "auto", offload_reserve_fraction=0.0)
     assert run_ranks(2, exposed, config, str(tmp_path), device="sim") == [[], []]
+
+
+# -- kills ----------------------------------------------------------------------------------------
+
+PHASES = [
+    (HiddenTransfers, "release"),
+    (AcceleratorShare, "take"),
+    (WorkerLink, "relay"),
+    (PageLocks, "unlock"),
+    (Arena, "relay"),
+    (HostOptimizer, "move_to"),
+    (AcceleratorShare, "hide"),
+]
+"""What a move calls, in order."""
+
+
+def killing(original: Callable[..., Any], host: Any, called: list[str]) -> Callable[..., Any]:
+    """`original`, before whose first call on rank 1 the optimizer process is killed."""
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1 and not called:
+            process = host.link.process
+            os.kill(process.pid, signal.SIGKILL)
+            wait_until(lambda: process._process.poll() is not None, "the process's end")
+        called.append(original.__name__)
+        return original(*args, **kwargs)
+
+    return method
+
+
+def killed(folder: str) -> list[str]:
+    """What is wrong after the optimizer process of one rank has been killed in each phase of a
+    move, behind a save."""
+    config, data, found = config_of(2, 1.0), batches(STEPS, dist.get_rank()), []
+
+    def moved(losses: list[float] | None) -> dict[str, Any]:
+        """A run that moves, from the start or from the save."""
+        engine = make_engine(config, groups=two_groups)
+        host = engine.optimizer.host_optimizer
+        if losses is None:
+            losses = train(engine, data[:MOVED_AT])
+            engine.save_checkpoint(folder, tag="t")
+        else:
+            engine.load_checkpoint(folder, tag="t")
+        assert move_share(host, host.decided, SHARE, "")
+        result = result_of(engine, losses + train(engine, data[MOVED_AT:]))
+        engine.destroy()
+        return result
+
+    expected = moved(None)
+    for owner, name in PHASES:
+        engine = make_engine(config, groups=two_groups)
+        engine.load_checkpoint(folder, tag="t")
+        host, called = engine.optimizer.host_optimizer, list[str]()
+        try:
+            with patch.object(owner, name, killing(getattr(owner, name), host, called)):
+                move_share(host, host.decided, SHARE, "")
+                train(engine, data[MOVED_AT:])
+            found.append(f"{name}: nothing was raised")
+        except WorkerError as error:
+            found += [] if "rank 1" in str(error) else [f"{name}: {error}"]
+        found += [] if called else [f"{name} was not called"]
+        engine.destroy()
+    resumed = moved(expected["losses"][:MOVED_AT])
+    return [*found, *filter(None, [first_difference(expected, resumed)])]
+
+
+def test_a_kill_in_any_phase_of_a_move_is_one_error_and_the_last_save_goes_on(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(2, killed, str(tmp_path), device="sim") == [[], []]

@@ -44,3 +44,18 @@ def test_nothing_is_measured_again_within_two_hundred_steps() -> None:
     assert set(run.plans) == {(1.0, THREADS)}
     run.run(120)
     assert run.share < 1.0
+
+
+@pytest.mark.parametrize(("is_elsewhere", "share"), [(False, 1.0), (True, 0.46)])
+def test_a_load_on_another_machine_measures_again_and_one_on_the_same_does_not(
+    is_elsewhere: bool, share: float
+) -> None:
+    """Its steps do not wait before; the plan of the checkpoint was chosen there."""
+    run = VirtualRun(Machine())
+    run.run(60)
+    run.resume(THREADS * 3 // 4, 1.0, is_elsewhere=is_elsewhere)
+    assert run.plans[-1] == (1.0, THREADS)
+    run.machine = Machine(worker=2.0) if is_elsewhere else Machine()
+    run.run(400)
+    assert run.share == pytest.approx(share, abs=0.01)
+    assert run.plans[-1][1] == (THREADS if is_elsewhere else THREADS * 3 // 4)
