@@ -36,6 +36,7 @@ from deepspeed_ext.adapter.upstream import (
     ties_stages,
 )
 from deepspeed_ext.adapter.zenflow_parts import zenflow_of
+from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
@@ -235,7 +236,7 @@ class Engine(EngineSettings):
         ranks = parts.ranks
         parts.bind_cores(settings, zenflow, RankGroup.of(None), local_rank())
         with together(ranks, otherwise=None):
-            run = None if zenflow is None else self._zenflow_run(zenflow, settings.host_share)
+            run = None if zenflow is None else self._zenflow_run(zenflow, settings)
             swaps = parts.optimizer_classes(settings, run, self.is_sanity_checks_enabled())
         with swapped(*swaps):
             zero_optimizer = super()._configure_zero_optimizer(optimizer)
@@ -246,7 +247,7 @@ class Engine(EngineSettings):
             parts.attach_gather(self.module, settings, self.seq_data_parallel_group)
         return zero_optimizer
 
-    def _zenflow_run(self, zenflow: ZenFlowConfig, host_share: float | None) -> ZenFlowRun:
+    def _zenflow_run(self, zenflow: ZenFlowConfig, settings: ZeroConfig) -> ZenFlowRun:
         timeouts: list[float] = []
         if dist.get_world_size() > 1:
             groups = None, self.seq_data_parallel_group
@@ -254,7 +255,9 @@ class Engine(EngineSettings):
         loader, steps = self.training_dataloader, None
         if loader is not None:
             steps = max(1, len(loader) // self.gradient_accumulation_steps())
-        return ZenFlowRun.of(zenflow, timeouts, steps, host_share)
+        share, is_open = settings.host_share, settings.leaves_share_open
+        asks = share is None
+        return ZenFlowRun.of(zenflow, timeouts, steps, None if is_open else share, asks)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()

@@ -94,6 +94,15 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             else self.offload_optimizer.host_share
         )
 
+    @property
+    def leaves_share_open(self) -> bool:
+        """Whether the config says nothing of the share on the host, so that the plan may choose
+        it."""
+        offload, weights = self.offload_optimizer, self.offload_param
+        return (weights is None or weights.device != "cpu") and (
+            offload is None or "ratio" not in offload.model_fields_set
+        )
+
     def zenflow_with(self, bf16_optimizer_states: bool) -> ZenFlowSection | None:
         """The ``zenflow`` section, with DeepSpeed's ``bf16.bf16_optimizer_states`` as its
         ``state_dtype`` where that is not given and the run can have it."""
@@ -104,7 +113,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             or "state_dtype" in section.model_fields_set
         ):
             return section
-        can_have_it = section.rule == "predictive" and self.host_share == 1.0
+        can_have_it = section.rule == "predictive"
         return section.model_copy(update={"state_dtype": "bfloat16"}) if can_have_it else section
 
     def __init__(self, **data: Any) -> None:

@@ -18,13 +18,15 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.config.zenflow import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import raise_together
+from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.rules.predictive.saved import (
     PredictivePartitionValues,
     PredictiveSavedSchedule,
@@ -42,7 +44,7 @@ from deepspeed_ext.zenflow.rules.selective.saved import (
     SelectivePartitionValues,
     SelectiveSavedSchedule,
 )
-from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer, Mover
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
@@ -64,6 +66,20 @@ VERSION = 9
 _MISTAKES_TOLD = 3
 
 
+class SavedPlan(SavedValues):
+    """The plan that was in force: what it had chosen, and where."""
+
+    host_share: Annotated[FiniteFloat, Field(ge=0.0, le=1.0)]
+    hides_transfers: bool
+    gradients_on_host: bool
+    threads: Positive | None
+    """Of the optimizer process."""
+    device_seconds: Annotated[FiniteFloat, Field(ge=0.0)]
+    """Of the accelerator between two steps when it was chosen; 0: not measured."""
+    host: Annotated[str, Field(max_length=200)]
+    """The boot id of the machine."""
+
+
 class _SavedState(SavedValues):
     version: int
     """Always `VERSION`; `read_saved_state` has checked it."""
@@ -77,6 +93,8 @@ class _SavedState(SavedValues):
     updates: Count
     """Of the partition that has had most."""
     partitions: Sequence[PredictivePartitionValues | SelectivePartitionValues]
+    plan: SavedPlan | None = None
+    """None: nothing could be chosen, or an older release wrote it."""
     weights: list[torch.Tensor] | None = None
     """The partitions in the model's dtype, which stage 3 saves nowhere else."""
 
@@ -261,6 +279,7 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
         "updates": host.updates,
         **({} if layout.name == ADAM_STATE.name else {"optimizer": layout.name}),
         **({} if layout.moment_dtype == "float32" else {"moment_dtype": layout.moment_dtype}),
+        **({} if host.mover is None else {"plan": _plan_of(host, host.mover)}),
         "partitions": [
             {
                 "numel": state.master.numel(),
@@ -274,6 +293,19 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
                 host.partitions, host.states, host.counts, host.rule.saved(), strict=True
             )
         ],
+    }
+
+
+def _plan_of(host: HostOptimizer, mover: Mover) -> dict[str, Any]:
+    """The fields of `SavedPlan`."""
+    plan = host.decided
+    return {
+        "host_share": plan.host_share,
+        "hides_transfers": plan.copies is Copies.BESIDE_STEP,
+        "gradients_on_host": plan.places.gradient is Place.HOST,
+        "threads": None if plan.cpus is None else plan.cpus.threads,
+        "device_seconds": mover.device_seconds,
+        "host": host_id(),
     }
 
 
@@ -321,6 +353,10 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         return False
     if host.mover is not None:
         host.mover.adopt(host, [values.numel - values.on_host for values in saved.partitions])
+        plan = saved.plan
+        here = plan is not None and plan.host == host_id()
+        threads, seconds = (plan.threads, plan.device_seconds) if plan and here else (None, 0.0)
+        host.mover.resumed(host, threads, seconds, is_elsewhere=plan is not None and not here)
     rule = host.rule
     interval = saved.schedule.interval
     if changed := _changed_setting(host, saved) or _unaffordable_interval(host, interval):

@@ -93,8 +93,8 @@ class ZenFlowConfig(ConfigSection):
     28; ``int8`` takes 5.9 bytes less, and the pass moves 16. Neither is exact: every update rounds
     both moments up or down at random. ``int8`` keeps a scale for each block, of at most 256
     elements. A resume is still exact, and a checkpoint of another dtype is converted. DeepSpeed's
-    ``bf16.bf16_optimizer_states`` sets ``bfloat16``, unless this is given. Not with
-    ``offload_optimizer.ratio`` below 1."""
+    ``bf16.bf16_optimizer_states`` sets ``bfloat16``, unless this is given. ``int8``
+    not with ``offload_optimizer.ratio`` below 1."""
 
     hide_transfers: bool | None = None
     """Copy gradients and results beside the next step instead of inside the step. Takes 2 bytes of
@@ -114,6 +114,12 @@ class ZenFlowConfig(ConfigSection):
     stays free for activations and temporaries, beside the most that a measured step has taken. If
     the share is chosen before the first step, gradients, their flat copy, buckets and landing
     buffers are counted beside it."""
+
+    autotune: bool = True
+    """Measure the first steps, and go on with the fastest plan that they allow: the share of the
+    optimizer on the accelerator (if ``offload_optimizer.ratio`` is "auto", or not given and steps
+    overlap), and the threads of the worker. Moves are exact. False: keep the plan that was made
+    before the first step."""
 
     async_save: bool = False
     """Let ``save_checkpoint`` return while the checkpoint is still being written: p, m and v by the

@@ -67,10 +67,15 @@ def agreed_plan(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFl
     """
     fields = run.config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
     by_epoch = run.config.select_strategy == "epoch"  # otherwise ranks may load different data
-    settings = fields, run.steps_per_epoch if by_epoch else None, run.host_share
+    share = run.host_share, run.asks_for_share
+    settings = fields, run.steps_per_epoch if by_epoch else None, share
     with together(ranks, otherwise=None):
         plan = decide(
-            facts, run.config, host_share=run.host_share, steps_per_epoch=run.steps_per_epoch
+            facts,
+            run.config,
+            host_share=run.host_share,
+            is_asked=run.asks_for_share,
+            steps_per_epoch=run.steps_per_epoch,
         )
     require_same_plan("ZenFlow", (settings, facts.caller, plan.decisions), ranks)
     if ranks.rank == 0:

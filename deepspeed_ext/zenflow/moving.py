@@ -1,37 +1,46 @@
-"""Moves a share of the optimizer to the accelerator, once, between two synchronous steps.
+"""Moves a run to the fastest plan that its steps allow, between two steps, at most twice.
 
-Measured steps say how much the host can step while the accelerator runs forward and backward
-(`plan.share`). The rest moves without rounding: p and the moments are copied to the accelerator,
-and the host's arrays begin behind them. Later steps are those of a run that had this share from
-the start, and the same p and moments at this step.
+The first steps are synchronous and are measured, on different counts of threads: they say how much
+the host can step while the accelerator runs forward and backward (`plan.share`). The rest moves
+without rounding: p and the moments are copied to the accelerator, and the host's arrays begin
+behind them. Later steps are those of a run that had this share from the start, and the same p and
+moments at this step. Threads change no bit.
+
+Later a run is looked at every `STEPS_LOOKED_AT` steps, `STEPS_BETWEEN` after a choice. If steps
+wait, or the accelerator takes another time for one, everything is measured once more. An overlapped
+step may then move, too: the worker publishes y again, of what stays with it. At an interval above 1
+only threads change then, because the next step reads no y. Elements never move back: their memory
+on the host may have been given to others.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import agreed
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
+from deepspeed_ext.zenflow.plan.advice import remedies_of
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.printed import as_config
+from deepspeed_ext.zenflow.plan.probe import PROBED_STEPS, ThreadProbe
+from deepspeed_ext.zenflow.plan.search import Measured, search_measured
 from deepspeed_ext.zenflow.plan.share import (
-    LEAST_GAINED,
     MEASURED_STEPS,
     UNITS,
     ChainTimes,
-    fitting_units,
-    hiding_units,
     is_worth_it,
-    step_seconds,
     with_copies_inside,
     with_heads,
     with_host_share,
+    with_threads,
 )
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.link import UpdatePhase
@@ -39,68 +48,130 @@ from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.schedule import StepPlan
 
-__all__ = ["ShareChoice", "move_share"]
+__all__ = ["Tuner", "move_share"]
 
-_NEVER = 1 << 60
-
-
-@dataclass
-class _Found:
-    """A way to go on, and what all ranks have found about it.
-
-    Attributes:
-        hiding, fitting: of `UNITS`.
-        share: on the host.
-        nanoseconds: of a step on the slowest rank.
-    """
-
-    plan: ZenFlowPlan
-    hiding: int = UNITS
-    fitting: int = UNITS
-    share: float = 1.0
-    nanoseconds: int = _NEVER
+MOST_MOVES = 2
+STEPS_BETWEEN = 200
+"""Fewest steps from one choice to the next; after one that has changed nothing, twice as many."""
+STEPS_LOOKED_AT = 50
+WAITS = 0.05
+"""Of a step: a wait that is longer is worth another look."""
+CHANGED = 0.1
+"""Of the accelerator's time: a difference that is larger is another batch."""
 
 
-class ShareChoice:
-    """Chooses the share once enough synchronous steps in a row have been measured. All ranks of the
-    model choose the same.
+class Tuner:
+    """Chooses the share and the threads once enough synchronous steps in a row have been measured,
+    and looks again when a run has changed. All ranks of the model choose together.
 
     Args:
-        reserve_fraction: of the accelerator's memory, which stays free beside the most that a step
-            has taken (``zenflow.offload_reserve_fraction``).
-        may_expose: whether landing buffers may give way to a larger share; False if the config asks
-            for them.
+        config: ``offload_reserve_fraction`` of the accelerator's memory stays free beside the most
+            that a step has taken; landing buffers may give way to a larger share unless
+            ``hide_transfers`` is given.
+        chooses_share: whether the share may move; otherwise only threads do.
+        threads: counts of threads to try, the present one first.
     """
 
-    def __init__(self, metrics: Metrics, reserve_fraction: float, *, may_expose: bool) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        config: ZenFlowConfig,
+        *,
+        chooses_share: bool,
+        threads: Sequence[int],
+    ) -> None:
         self._metrics = metrics
-        self._may_expose = may_expose
-        self._reserve_fraction = reserve_fraction
-        self._measured = 0
+        self._may_expose = config.hide_transfers is None
+        self._reserve_fraction = config.offload_reserve_fraction
+        self._chooses_share = chooses_share
+        self._counts = threads
         self._is_open = True
+        self._measured = 0
+        self._probe: ThreadProbe | None = None
+        self._moves = self._since = 0
+        self._gap = STEPS_BETWEEN
+        self.device_seconds = self._fixed = 0.0
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
-        """Count a step that has ended, and choose after the last that is measured."""
+        """Count a step that has ended; choose if enough of them have been measured."""
+        self._since += 1
         is_between = plan.waits_last and host.rule.schedule.plan().waits_last
-        if self._is_open and self._measured and not is_between and host.ranks.rank == 0:
-            logger.info(
-                f'offload_optimizer.ratio = "auto" stays {host.decided.host_share:.4g}: only '
+        if self._is_open and not is_between:
+            self._give_up(host)
+        elif self._probe is not None:
+            self._probed(host, is_between)
+        elif self._is_open:
+            self._measured += 1
+            if self._measured == MEASURED_STEPS - PROBED_STEPS:
+                self._begin(host)
+        elif not is_between and self._is_due() and self._has_changed(host):
+            self._begin(host)
+
+    def _give_up(self, host: HostOptimizer) -> None:
+        """Too few synchronous steps were left; look again behind `STEPS_BETWEEN` others."""
+        self._is_open = False
+        if self._probe is not None:
+            self._probe = None
+            self._limit(host, self._counts[0])
+        if host.ranks.rank == 0 and self._chooses_share:
+            logger.debug(
+                f"offload_optimizer.ratio stays {host.decided.host_share:.4g} for now: only "
                 f"{self._measured} of {MEASURED_STEPS} synchronous steps were left to measure"
             )
-        self._measured = self._measured + 1 if is_between else 0
-        if not self._is_open or self._measured < MEASURED_STEPS:
-            return
-        self._is_open = False
-        self._choose(host)
+
+    # -- measuring ---------------------------------------------------------------------------------
+
+    def _is_due(self) -> bool:
+        """Whether to look for a change now; the same on all ranks."""
+        return (
+            self._moves < MOST_MOVES
+            and self._since >= self._gap
+            and self._since % STEPS_LOOKED_AT == 0
+        )
+
+    def _has_changed(self, host: HostOptimizer) -> bool:
+        """Whether steps of any rank wait, or take another time on the accelerator than when the
+        plan was chosen: another batch, accumulation or length. A collective."""
+        changed = 0
+        with host.link.keeping():
+            step = self._metrics.typical_step()
+            if step is not None:
+                waits, then = step.wait > WAITS * step.total, self.device_seconds
+                differs = abs(step.device - then) > CHANGED * then
+                changed = int(waits or differs)
+        return host.ranks.minimum(-changed)[0] < 0
+
+    def _begin(self, host: HostOptimizer) -> None:
+        self._probe = ThreadProbe(self._counts)
+        self._limit(host, self._probe.coming)
+
+    def _probed(self, host: HostOptimizer, is_between: bool) -> None:
+        """A step with the probe's threads has ended."""
+        probe = self._probe
+        assert probe is not None
+        if not probe.is_over:
+            probe.note(self._metrics.worker_seconds)
+            self._limit(host, probe.best if probe.is_over else probe.coming)
+        schedule = host.rule.schedule
+        if probe.is_over and (is_between or schedule.is_settled or schedule.interval != 1):
+            self._probe = None
+            self._choose(host, probe, is_between)
+
+    def _limit(self, host: HostOptimizer, threads: int) -> None:
+        if len(self._counts) > 1:
+            with host.link.keeping():
+                host.link.limit_threads(threads)
 
     def adopt(self, host: HostOptimizer, heads: Sequence[int]) -> None:
-        """See `Mover.adopt`. If it cannot, the choice stays open."""
+        """See `Mover.adopt`. A run whose share has moved keeps it."""
+        if not self._chooses_share:
+            return
         sizes = [state.master.numel() for state in host.states]
         blocks = host.rule.block_size
         fits = len(heads) == len(sizes) and all(
             head % blocks == 0 and head <= size for head, size in zip(heads, sizes, strict=False)
         )
-        wants = self._is_open and fits and any(heads)
+        wants = not host.decided.has_share and fits and any(heads)
         wanted, fits_all = host.ranks.minimum(-int(wants), int(fits))
         if not (wanted and fits_all):
             return
@@ -109,59 +180,102 @@ class ShareChoice:
         moved = _move(host, plan, hides=False)
         if not moved and self._may_expose and plan.copies is Copies.BESIDE_STEP:
             moved = _move(host, with_copies_inside(plan), hides=False)
-        self._is_open = not moved
+        self._is_open = self._is_open and not moved
 
-    def _choose(self, host: HostOptimizer) -> None:
-        now = host.decided
-        found = [_Found(now)]
-        if self._may_expose and now.copies is Copies.BESIDE_STEP and now.rule.overlapped:
-            found.append(_Found(with_copies_inside(now)))
-        times = ChainTimes(0.0, 0.0)
+    def resumed(
+        self, host: HostOptimizer, threads: int | None, device_seconds: float, *, is_elsewhere: bool
+    ) -> None:
+        """See `Mover.resumed`. Another machine makes all choices anew."""
+        if host.ranks.minimum(-int(is_elsewhere))[0] < 0:
+            self.device_seconds = 0.0
+            self._moves, self._since, self._gap = 0, STEPS_BETWEEN, STEPS_BETWEEN
+            return
+        self.device_seconds, self._since = device_seconds, 0
+        if threads is not None and threads in self._counts[1:]:
+            self._counts = (threads, *(each for each in self._counts if each != threads))
+            self._limit(host, threads)
+            host.decided = with_threads(host.decided, threads)
+
+    # -- choosing ----------------------------------------------------------------------------------
+
+    def _choose(self, host: HostOptimizer, probe: ThreadProbe, is_between: bool) -> None:
+        """Choose with all ranks, and move. A collective."""
+        now, threads = host.decided, self._counts[0]
+        mine = Measured.of(now, self._may_expose, ChainTimes(0.0, 0.0), 0)
         with host.link.keeping():
-            times = self._times(now)
+            threads = probe.best
             reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
             room = memory.unused_accelerator_bytes() - reserve
-            for each in found:
-                each.hiding = hiding_units(each.plan, times)
-                each.fitting = fitting_units(each.plan, room, now)
-        for each in found:
-            hiding, most = host.ranks.minimum(each.hiding, -each.fitting)
-            each.fitting = -most
-            each.share, mine = max(hiding, each.fitting) / UNITS, _NEVER
-            if times.link > 0.0:
-                mine = min(_NEVER, round(step_seconds(each.plan, each.share, times) * 1e9))
-            each.nanoseconds = -host.ranks.minimum(-mine)[0]
-        best = found[0]
-        for each in found[1:]:
-            if each.nanoseconds < (1.0 - LEAST_GAINED) * best.nanoseconds:
-                best = each
+            times = self._times(now, probe, is_between)
+            mine = Measured.of(now, self._may_expose, times, room, threads != self._counts[0])
+            self.device_seconds, self._fixed = times.device, times.fixed
+        of_all = host.ranks.gather_objects(mine)
+        moves = any(each.changes_threads for each in of_all)
+        if threads != self._counts[0]:
+            self._counts = (threads, *(each for each in self._counts if each != threads))
+            host.decided = with_threads(now, threads)
+        if self._chooses_share and (is_between or host.rule.schedule.interval == 1):
+            moves |= self._choose_share(host, of_all, is_between)
+        self._gap = STEPS_BETWEEN if moves or self._is_open else 2 * self._gap
+        self._since, self._moves, self._is_open = 0, self._moves + moves, False
+        if self._metrics.adviser is not None:
+            self._metrics.adviser.settle(remedies_of(host.decided, is_settled=True))
+        if host.ranks.rank == 0 and (moves or self._chooses_share):
+            logger.info(f"the plan as a config: {json.dumps(as_config(host.decided))}")
+
+    def _choose_share(
+        self, host: HostOptimizer, of_all: Sequence[Measured], is_between: bool
+    ) -> bool:
+        """Choose the share, and move to it; return whether it has moved. A collective."""
+        now = host.decided
+        found = search_measured(now, self._may_expose, of_all)
+        slowest = max((each.times for each in of_all), key=lambda times: times.worker)
+        least = max(each.least[0] for each in of_all) / UNITS
         why = (
-            f"a pass over all elements takes {times.worker * 1e3:.1f} ms, copies "
-            f"{times.link * 1e3:.1f} ms, the accelerator {times.device * 1e3:.1f} ms between two "
-            f"steps, and every rank has room for {1.0 - best.fitting / UNITS:.1%} of its optimizer"
+            f"a pass over all elements takes {slowest.worker * 1e3:.1f} ms, copies "
+            f"{slowest.link * 1e3:.1f} ms, the accelerator {slowest.device * 1e3:.1f} ms between "
+            f"two steps, and every rank has room for {1.0 - least:.1%} of its optimizer"
         )
-        share = now.host_share
-        if is_worth_it(now, best.share):
-            if move_share(host, best.plan, best.share, why):
-                share = best.share
-            else:
-                why = f"{why}; but a rank could not allocate it"
+        moved = False
+        if is_worth_it(now, found.share):
+            if not is_between:  # the next step publishes y again, without what moves
+                host.expose()
+            moved = move_share(host, found.plan, found.share, why)
+            why = why if moved else f"{why}; but a rank could not allocate it"
         if host.ranks.rank == 0:
-            logger.info(f'offload_optimizer.ratio = "auto" is {share:.4g}: {why}')
+            logger.info(f"offload_optimizer.ratio is {host.decided.host_share:.4g}: {why}")
             if host.decided.copies is not now.copies:
                 logger.info(str(host.decided.reasons[-2]))
+        return moved
 
-    def _times(self, plan: ZenFlowPlan) -> ChainTimes:
+    def _times(self, plan: ZenFlowPlan, probe: ThreadProbe, is_between: bool) -> ChainTimes:
+        """What this rank has measured, as of a step with all elements on the host."""
+        step = None if is_between else self._metrics.typical_step()
+        if step is not None:
+            scale = sum(each.numel for each in plan.partitions) / max(
+                1, sum(each.on_host for each in plan.partitions)
+            )
+            gain = probe.seconds(probe.best) / probe.seconds(self._counts[0])
+            link = self._slower_way(plan, step.link or step.exposed_copies)
+            return ChainTimes(step.device, scale * gain * step.worker, scale * link, self._fixed)
         worker, device = self._metrics.typical()
+        if len(self._counts) > 1:
+            worker = probe.seconds(probe.best)
         waited = self._metrics.wait_seconds
         chunks, size = 0, plan.chunks
         if size is not None:
             chunks = sum(-(-each.on_host // size.numel) for each in plan.partitions)
         # a synchronous step waits for all copies, an overlapped one for those of one chunk
         fixed = max(0.0, waited - worker) / chunks if chunks and math.isfinite(waited) else 0.0
-        moves, both = traffic_of(plan), self._metrics.link_seconds
-        slower = max(moves.down, moves.up) / (moves.down + moves.up)
-        return ChainTimes(device, worker, slower * both if math.isfinite(both) else 0.0, fixed)
+        both = self._metrics.link_seconds
+        link = self._slower_way(plan, both) if math.isfinite(both) else 0.0
+        return ChainTimes(device, worker, link, fixed)
+
+    @staticmethod
+    def _slower_way(plan: ZenFlowPlan, both: float) -> float:
+        """The part of the seconds of copies `both` ways that the slower direction takes."""
+        moves = traffic_of(plan)
+        return both * max(moves.down, moves.up) / (moves.down + moves.up)
 
 
 def move_share(host: HostOptimizer, plan: ZenFlowPlan, host_share: float, why: str) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.threads import WorkerPlacement, unbound_threads
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.flatten.staging import Staging
@@ -19,11 +20,13 @@ from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all, without_landing
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
-from deepspeed_ext.zenflow.moving import ShareChoice
+from deepspeed_ext.zenflow.moving import Tuner
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.advice import Cores, remedies_of
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.probe import thread_counts
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
@@ -123,12 +126,30 @@ def start_optimizer(
     )
     state_here = OptimizerState(partitions, states, share, coded)
     host = HostOptimizer(plan, rule, state_here, link, kind, ranks)
-    if plan.measures_share:
-        config = start.run.config
-        may_expose = config.hide_transfers is None
-        reserve_fraction = config.offload_reserve_fraction
-        host.mover = ShareChoice(metrics, reserve_fraction, may_expose=may_expose)
+    host.mover = _mover(start.run.config, plan, threads, metrics, is_on_cpu=facts.is_on_cpu)
     return host
+
+
+def _mover(
+    config: ZenFlowConfig,
+    plan: ZenFlowPlan,
+    threads: WorkerThreads,
+    metrics: Metrics,
+    *,
+    is_on_cpu: bool,
+) -> Tuner | None:
+    """Who measures steps and moves to a better plan; None: this one stays.
+
+    Under the selective rule the state of hot blocks moves by itself. On the CPU as accelerator
+    forward and backward would be measured against the same cores. A pass that decides the interval
+    runs on all threads, and so does one whose threads are pinned, each near its memory.
+    """
+    if not config.autotune or is_on_cpu or not isinstance(plan.rule, PredictiveSettings):
+        return None
+    pinned = threads.placement is not None and threads.placement.one_each
+    stays = pinned or plan.rule.update_interval is None
+    counts = (threads.count,) if stays else thread_counts(threads.count)
+    return Tuner(metrics, config, chooses_share=plan.measures_share, threads=counts)
 
 
 def _plan_with_buffers(

@@ -43,6 +43,14 @@ def valid(rule: str) -> dict[str, Any]:
         "schedule": {"steps": 5, "interval": 2}
         | ({"steps_in_flight": None, "since_selection": 1} if rule == "selective" else of_guard),
         "updates": 5,
+        "plan": {
+            "host_share": 0.75,
+            "hides_transfers": True,
+            "gradients_on_host": False,
+            "threads": 3,
+            "device_seconds": 0.5,
+            "host": "boot",
+        },
         "partitions": [
             _partition(rule, *each) for each in zip(NUMELS, ON_ACCELERATOR, strict=True)
         ],

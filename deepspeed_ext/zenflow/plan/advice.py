@@ -168,14 +168,18 @@ class Advice:
     line: str
 
 
-def remedies_of(plan: ZenFlowPlan) -> tuple[Remedy, ...]:
-    """What can be changed about a run with this plan; first what leaves the numerics."""
-    return tuple(_remedies(plan)) if plan.rule.overlapped else ()
+def remedies_of(plan: ZenFlowPlan, *, is_settled: bool = False) -> tuple[Remedy, ...]:
+    """What can be changed about a run with this plan; first what leaves the numerics.
+
+    Args:
+        is_settled: whether the share has been chosen, if it is measured.
+    """
+    return tuple(_remedies(plan, is_settled)) if plan.rule.overlapped else ()
 
 
-def _remedies(plan: ZenFlowPlan) -> Iterator[Remedy]:
+def _remedies(plan: ZenFlowPlan, is_settled: bool) -> Iterator[Remedy]:
     rule = plan.rule
-    if plan.copies is Copies.INSIDE_STEP and not plan.measures_share:
+    if plan.copies is Copies.INSIDE_STEP and (is_settled or not plan.measures_share):
         places = replace(plan.places, published=Place.ACCELERATOR)
         partitions = tuple(replace(each, places=places) for each in plan.partitions)
         room = replace(plan, partitions=partitions).held.landing_bytes
@@ -183,10 +187,10 @@ def _remedies(plan: ZenFlowPlan) -> Iterator[Remedy]:
         yield Remedy("hide_transfers true", price, hides=True, room=room)
     if not isinstance(rule, PredictiveSettings):
         return
-    is_whole = not (plan.has_share or plan.measures_share)
-    if is_whole and rule.layout.moment_dtype == "float32":
+    chooses = plan.has_share or plan.measures_share or is_settled
+    if not (chooses or rule.layout.is_coded):
         yield from _shares(plan)
-    if is_whole and rule.layout.moment_dtype == "float32" and rule.layout.counts_updates:
+    if rule.layout.moment_dtype == "float32" and rule.layout.counts_updates:
         layout = replace(rule.layout, moment_dtype="bfloat16")
         yield _with(plan, "state_dtype bfloat16", _BF16_PRICE, replace(rule, layout=layout))
     longest = rule.layout.longest_interval or LONGEST_MEASURED

@@ -12,6 +12,7 @@ __all__ = [
     "HOST_CHUNK_NUMEL",
     "LARGEST_KERNEL_BLOCK",
     "MOST_CHUNKS",
+    "ROUNDED_CHUNK_NUMEL",
     "SLOTS_OF_CHUNKS",
     "UPLOAD_NUMEL",
     "Chunks",
@@ -32,6 +33,9 @@ to blocks."""
 
 ACCELERATOR_CHUNK_NUMEL = 1 << 23
 """Elements computed at once on an accelerator without a kernel, before rounding to blocks."""
+
+ROUNDED_CHUNK_NUMEL = 1 << 22
+"""Elements on an accelerator whose moments are rounded at once: a random number takes 8 bytes."""
 
 HOST_CHUNK_NUMEL = 1 << 16
 """The same on the host."""

@@ -1,8 +1,9 @@
 """Decides everything about a run: one pure function from facts and config to the plan.
 
-The order of the decisions: where gradients wait, how much steps on the accelerator, whether copies
-run beside the next step, whether gradients and y pass through the host in chunks. Each one sees
-those before it, and the memory of all ranks.
+The order of the decisions: where gradients may wait, how much steps on the accelerator, whether
+copies may run beside the next step, whether gradients and y pass through the host in chunks. Each
+one sees those before it, and the memory of all ranks. Where several answers fit, `search` takes the
+fastest by prediction.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from deepspeed_ext.zenflow.plan.places import (
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
+from deepspeed_ext.zenflow.plan.search import Option, expected_times, search
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
@@ -61,17 +63,20 @@ def decide(
     config: ZenFlowConfig,
     *,
     host_share: float | None = 1.0,
+    is_asked: bool = True,
     steps_per_epoch: int | None = None,
 ) -> ZenFlowPlan:
-    """The plan of a run.
+    """The plan of a run: the fastest by prediction of those that fit.
 
     Args:
         config: the ``zenflow`` section.
         host_share: the share of each partition that steps on the host
             (``offload_optimizer.ratio``); None: all of it until steps are measured (`plan.share`),
-                or
-            as little as the accelerators' free memory allows if the rule has no steps to measure or
-            a host is too small.
+            or as little as the accelerators' free memory allows if the rule has no steps to
+            measure, `autotune` is off or a host is too small.
+        is_asked: whether the config asks for a share to be chosen (``"auto"``). Otherwise
+            `host_share` None means 1, unless a share is promised to be harmless
+            (`_Choice.may_share`).
         steps_per_epoch: optimizer steps per epoch; None: unknown.
 
     Raises:
@@ -80,7 +85,7 @@ def decide(
     caller = facts.caller
     dtypes = Dtypes.of(caller.weights_dtype, caller.summed_dtype, config.publish_dtype)
     choice = _Choice(facts, config, _settings_of(config, facts, steps_per_epoch), dtypes)
-    return choice.made(host_share)
+    return choice.made(host_share, is_asked=is_asked)
 
 
 def _settings_of(
@@ -102,14 +107,36 @@ class _Choice:
     rule: PredictiveSettings | SelectiveSettings
     dtypes: Dtypes
 
-    def made(self, wanted_share: float | None) -> ZenFlowPlan:
-        """All of them, in order."""
+    def made(self, wanted_share: float | None, *, is_asked: bool) -> ZenFlowPlan:
+        """All of them, in order: the fastest of the plans that fit."""
+        if wanted_share is None and not (is_asked or self.may_share()):
+            wanted_share = 1.0
         measures = self.measures_share(wanted_share)
-        places, of_gradients = self.gradients(1.0 if measures else wanted_share)
-        if measures and places.gradient is Place.HOST:
-            measures, wanted_share = False, 1.0
-        host_share, of_share = self.share(wanted_share)
-        places, of_copies = self.landing(places, host_share)
+        if wanted_share is None and not measures and not is_asked:
+            wanted_share = self.share_if_a_host_is_short()
+        plans = []
+        for places, of_gradients in self.gradients(1.0 if measures else wanted_share):
+            stays = measures and places.gradient is Place.HOST
+            host_share, of_share = self.share(1.0 if stays else wanted_share)
+            for landed, of_copies in self.landing(places, host_share):
+                reasons = of_gradients, of_share, of_copies
+                plans.append(
+                    self._plan(landed, host_share, reasons, measures and not stays, is_asked)
+                )
+        times = zip(plans, expected_times(plans), strict=True)
+        return search(
+            [Option(plan, plan.host_share, plan.host_share, (each,)) for plan, each in times]
+        ).plan
+
+    def _plan(
+        self,
+        places: Places,
+        host_share: float,
+        reasons: tuple[Reason, ...],
+        measures: bool,
+        is_asked: bool,
+    ) -> ZenFlowPlan:
+        """The plan with these decisions."""
         mine = self.facts.mine.partitions
         found, of_chunks = self.chunks(mine, places, host_share)
         shortage = self._host_shortage(places, host_share)
@@ -129,9 +156,13 @@ class _Choice:
                 f"the optimizer's state needs {shortage}: {instead}use more hosts, a smaller "
                 "zenflow.update_interval or more memory"
             )
-        reasons = (of_gradients, of_share, of_copies, of_chunks)
         rule = self.rule
-        if measures and isinstance(rule, PredictiveSettings) and rule.warm_up_steps is not None:
+        begins_longer = measures and is_asked
+        if (
+            begins_longer
+            and isinstance(rule, PredictiveSettings)
+            and rule.warm_up_steps is not None
+        ):
             rule = replace(rule, warm_up_steps=max(rule.warm_up_steps, MEASURED_STEPS + 2))
         return ZenFlowPlan(
             rule,
@@ -140,7 +171,7 @@ class _Choice:
             host_share,
             found,
             shortage,
-            reasons,
+            (*reasons, of_chunks),
             self.facts.caller,
             measures,
             self.facts.mine.cpus,
@@ -149,38 +180,38 @@ class _Choice:
 
     # -- where gradients wait ----------------------------------------------------------------------
 
-    def gradients(self, host_share: float | None) -> tuple[Places, Reason]:
-        """Where the weights are, and where gradients wait for their step."""
+    def gradients(self, host_share: float | None) -> list[tuple[Places, Reason]]:
+        """Where the weights are, and where gradients may wait for their step."""
         if self.facts.is_on_cpu and self.facts.caller.weights is Place.ACCELERATOR:
             why = "the CPU is the accelerator, so all memory is the host's"
-            return EVERYTHING_ON_HOST, Reason("gradients", why)
-        leave, why = self._leave(host_share)
-        if not leave:
-            return _ON_ACCELERATOR, Reason("zenflow.gradients_on_host = False", why)
-        weights = self.facts.caller.weights
-        return replace(_IN_BACKWARD, weights=weights), Reason(
-            "zenflow.gradients_on_host = True", why
-        )
+            return [(EVERYTHING_ON_HOST, Reason("gradients", why))]
+        there = replace(_IN_BACKWARD, weights=self.facts.caller.weights)
+        found = {True: there, False: _ON_ACCELERATOR}
+        name = "zenflow.gradients_on_host"
+        return [
+            (found[leave], Reason(f"{name} = {leave}", why))
+            for leave, why in self._leave(host_share)
+        ]
 
-    def _leave(self, host_share: float | None) -> tuple[bool, str]:
-        """Whether gradients go to the host during backward, and why."""
+    def _leave(self, host_share: float | None) -> list[tuple[bool, str]]:
+        """Whether gradients may go to the host during backward, and why: one answer, or both."""
         caller, wanted = self.facts.caller, self.config.gradients_on_host
         if caller.weights is Place.HOST:
-            return True, "offload_param keeps the weights on the host"
+            return [(True, "offload_param keeps the weights on the host")]
         if not caller.takes_gradients:
-            return False, "at this stage a rank keeps gradients of other partitions"
+            return [(False, "at this stage a rank keeps gradients of other partitions")]
         if wanted is not None:
-            return wanted, "the config says so"
+            return [(wanted, "the config says so")]
         if self.config.hide_transfers:
-            return False, "hide_transfers needs gradients on the accelerator"
+            return [(False, "hide_transfers needs gradients on the accelerator")]
         if host_share != 1.0:
-            return False, "what steps on the accelerator needs its gradients there"
+            return [(False, "what steps on the accelerator needs its gradients there")]
         return self._leave_by_memory()
 
-    def _leave_by_memory(self) -> tuple[bool, str]:
-        """Whether they would take too much of any accelerator, and every host has room for them.
+    def _leave_by_memory(self) -> list[tuple[bool, str]]:
+        """Where accelerators and hosts have room for them.
 
-        Landing buffers would not fit beside so many gradients, so the step exposes copies anyway.
+        Landing buffers would not fit beside gradients that take too much of an accelerator.
         """
         needs = self._by_shape(self._gradient_bytes)
         tight = [
@@ -196,11 +227,14 @@ class _Choice:
             f"where {free} are free, and should take at most "
             f"{MOST_FOR_GRADIENTS:.0%} of what is free on any rank"
         )
-        if not tight:
-            return False, why
         sums = DTYPE_BYTES[self.dtypes.summed] if self.dtypes.sums_apart else 0
         short = self._host_shortage(_IN_BACKWARD, 1.0, sums)
-        return short is None, why if short is None else f"{why}; but a host is short: {short}"
+        if short is not None:
+            return [(False, f"{why}; but a host is short: {short}" if tight else why)]
+        if tight:
+            return [(True, why)]
+        is_open = self.config.hide_transfers is None
+        return [(False, why), *([(True, why)] if is_open else [])]
 
     def _gradient_bytes(self, partitions: Partitions) -> int:
         """Bytes of accelerator memory that gradients take at once if they stay there until their
@@ -231,9 +265,35 @@ class _Choice:
     def measures_share(self, wanted: float | None) -> bool:
         """Whether the share on the accelerator is chosen by measured steps: the rule begins with
         synchronous ones, and the hosts have room for the whole optimizer until then."""
-        if wanted is not None or self.facts.is_on_cpu or isinstance(self.rule, SelectiveSettings):
+        if wanted is not None or self.facts.is_on_cpu or not self.config.autotune:
+            return False
+        if isinstance(self.rule, SelectiveSettings):
             return False
         return self._host_shortage(_ON_ACCELERATOR, 1.0) is None
+
+    def may_share(self) -> bool:
+        """Whether a share may be chosen although the config does not ask for one.
+
+        Steps overlap: otherwise a run is promised to be ZeRO-Offload's, and a share's last bit may
+        differ. The model is spread over data-parallel ranks alone: ranks that hold copies of a
+        parameter at different places would step them differently.
+        """
+        facts, rule, config = self.facts, self.rule, self.config
+        return (
+            config.autotune
+            and isinstance(rule, PredictiveSettings)
+            and rule.overlapped
+            and not config.gradients_on_host
+            and not rule.layout.is_coded
+            and len(facts.ranks) == facts.caller.ranks
+            and not facts.is_on_cpu
+            and facts.caller.weights is Place.ACCELERATOR
+        )
+
+    def share_if_a_host_is_short(self) -> float:
+        """The share by free memory if nobody asked for one, and it lets the optimizer fit."""
+        share, _ = self.share_that_fits()
+        return 1.0 if self._host_shortage(_ON_ACCELERATOR, share) is not None else share
 
     def share_that_fits(self) -> tuple[float, Reason]:
         """The smallest share on the host by the accelerators' free memory before the first step."""
@@ -287,18 +347,20 @@ class _Choice:
 
     # -- copies beside the step --------------------------------------------------------------------
 
-    def landing(self, places: Places, host_share: float) -> tuple[Places, Reason]:
-        """Whether y lands on the accelerator beside the next step."""
+    def landing(self, places: Places, host_share: float) -> list[tuple[Places, Reason]]:
+        """Whether y may land on the accelerator beside the next step: one answer, or both."""
         wanted, inside = self.config.hide_transfers, "copies inside of the step"
         if places.copies is not Copies.INSIDE_STEP:
-            return places, Reason("no copies of gradients and y", "the host computes the weights")
+            return [
+                (places, Reason("no copies of gradients and y", "the host computes the weights"))
+            ]
         beside = replace(places, published=Place.ACCELERATOR)
-        if wanted is False:
-            return places, Reason(inside, "zenflow.hide_transfers is false")
-        if wanted:
-            return beside, Reason(_BESIDE, "zenflow.hide_transfers is true")
+        if wanted is not None:
+            name = _BESIDE if wanted else inside
+            why = f"zenflow.hide_transfers is {str(wanted).lower()}"
+            return [(beside if wanted else places, Reason(name, why))]
         if self.facts.refuses_landing:
-            return places, Reason(inside, "a rank could not allocate the landing buffers")
+            return [(places, Reason(inside, "a rank could not allocate the landing buffers"))]
         needs = self._by_shape(partial(self._landing_bytes, places=places, host_share=host_share))
         missing = {
             needs[rank.partitions] - self._left(rank, host_share)
@@ -310,8 +372,8 @@ class _Choice:
             f"{LEAST_FREE:.0%} must stay free on any rank"
         )
         if (most := max(missing, default=0)) > 0:
-            return places, Reason(inside, f"{why}: {most:,} bytes are missing")
-        return beside, Reason(_BESIDE, why)
+            return [(places, Reason(inside, f"{why}: {most:,} bytes are missing"))]
+        return [(beside, Reason(_BESIDE, why)), (places, Reason(inside, why))]
 
     def _landing_bytes(self, partitions: Partitions, places: Places, host_share: float) -> int:
         kinds = kinds_of(self.rule, self.dtypes, places)

@@ -346,7 +346,7 @@ class Held:
     def _shown(self) -> Part:
         """What steps on the accelerator, shown on the host."""
         heads = sum(each.head * each.times for each in self.partitions)
-        size = len(self.rule.layout.kinds) * _FLOAT_BYTES * heads
+        size = sum(DTYPE_BYTES[dtype] for _, dtype in self.rule.layout.arrays) * heads
         return Part("shown state", size, Memory.ARENA)
 
     def _adopted(self) -> list[Part]:

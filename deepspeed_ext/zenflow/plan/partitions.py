@@ -74,10 +74,10 @@ def landing_bytes(kinds: ArenaKinds, numel: int) -> int:
 
 
 def share_bytes(rule: PredictiveSettings | SelectiveSettings, numel: int) -> int:
-    """Bytes of accelerator memory of `numel` elements that step there: p, the moments, and a count
-    for each block if the optimizer needs it."""
+    """Bytes of accelerator memory of `numel` elements that step there: p, the moments in their
+    own dtype, and a count for each block if the optimizer needs it."""
     counts = DTYPE_BYTES["int32"] * (numel // rule.block_size) if rule.layout.counts_updates else 0
-    return len(rule.layout.kinds) * DTYPE_BYTES["float32"] * numel + counts
+    return sum(DTYPE_BYTES[dtype] for _, dtype in rule.layout.arrays) * numel + counts
 
 
 def head_of(numel: int, host_share: float, block_size: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from deepspeed_ext.zenflow.plan.chunks import (
     ACCELERATOR_CHUNK_NUMEL,
     HOST_CHUNK_NUMEL,
+    ROUNDED_CHUNK_NUMEL,
     chunk_of,
 )
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
@@ -17,6 +18,8 @@ from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 __all__ = ["RuleBytes", "bytes_of", "share_step_bytes"]
 
 FLOAT_BYTES = DTYPE_BYTES["float32"]
+_RANDOM_BYTES = 5 * 8
+"""Temporaries of an element whose moments are rounded at random."""
 _STATE_BYTES = 3 * FLOAT_BYTES
 """Bytes per element of a hot block: p, m and v in fp32."""
 _COUNT_BYTES, _ID_BYTES, _SIGN_BYTES = 4, 8, 1
@@ -81,6 +84,9 @@ def share_step_bytes(
     chunk = min(numel, chunk_of(at_once, block_size))
     if not layout.counts_updates:
         return 3 * FLOAT_BYTES * chunk
+    if layout.moment_dtype != "float32":  # both moments in fp32, and random numbers of 8 bytes
+        chunk = min(chunk, chunk_of(ROUNDED_CHUNK_NUMEL, block_size))
+        return (4 * FLOAT_BYTES + _RANDOM_BYTES) * chunk + 3 * FLOAT_BYTES * (chunk // block_size)
     return 2 * FLOAT_BYTES * chunk + 3 * FLOAT_BYTES * (chunk // block_size)
 
 

@@ -20,7 +20,7 @@ from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = [
-    "LEAST_GAINED",
+    "HIDDEN",
     "MEASURED_STEPS",
     "UNITS",
     "ChainTimes",
@@ -32,6 +32,7 @@ __all__ = [
     "with_copies_inside",
     "with_heads",
     "with_host_share",
+    "with_threads",
 ]
 
 UNITS = 1024
@@ -44,9 +45,6 @@ warm caches."""
 HIDDEN = 0.95
 """The part of the accelerator's time that the optimizer's may take."""
 
-LEAST_GAINED = 0.03
-"""Landing buffers give way only for so much of a step."""
-
 LEAST_MOVED = 1 / 32
 """A smaller share on the accelerator is not worth a move."""
 
@@ -57,8 +55,9 @@ class ChainTimes:
 
     Attributes:
         device: of the accelerator, between two optimizer steps.
-        worker: of the pass, per step.
-        link: of the copies beside the step, in the slower direction.
+        worker: of the pass, per step; without landing buffers of all that runs beside the step.
+        link: of the copies beside the step, in the slower direction; without landing buffers of
+            what the step waits for.
         fixed: of the chain of copies and pass, however few elements it has.
     """
 
@@ -145,6 +144,11 @@ def with_heads(plan: ZenFlowPlan, heads: Sequence[int], host_share: float, why: 
         reasons=(*others, reason),
         measures_share=False,
     )
+
+
+def with_threads(plan: ZenFlowPlan, threads: int) -> ZenFlowPlan:
+    """`plan`, but with so many threads of the optimizer process."""
+    return plan if plan.cpus is None else replace(plan, cpus=plan.cpus._replace(threads=threads))
 
 
 def relaid(layout: ArenaLayout, plan: ZenFlowPlan) -> ArenaLayout:

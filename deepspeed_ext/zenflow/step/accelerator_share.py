@@ -2,9 +2,10 @@
 
 ``offload_optimizer.ratio`` is the share of the optimizer on the host. The first blocks of each
 partition, up to that share, have p and the moments in accelerator memory: with Adam 12 bytes per
-element there, and none on the host. They never wait for the worker, and the update rule does not
-see them. The host's arrays begin in front of the rule's part (see `Arena.whole`), so what DeepSpeed
-saves, loads and shows is the whole partition: `show` copies the share there, `take` copies it back.
+element there, or 8 with moments in bf16, and none on the host. They never wait for the worker, and
+the update rule does not see them. The host's arrays begin in front of the rule's part (see
+`Arena.whole`), so what DeepSpeed saves, loads and shows is the whole partition: `show` copies the
+share there, `take` copies it back.
 
 Source of the idea: ZeRO-Offload++ (DeepSpeed's "Twin-Flow"), which moves whole sub-groups.
 """
@@ -21,8 +22,10 @@ from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
+from deepspeed_ext.zenflow.plan.chunks import ROUNDED_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.arena import Arena
+from deepspeed_ext.zenflow.worker.kernel.codes import round_moments
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
 
 __all__ = ["AcceleratorShare"]
@@ -33,8 +36,8 @@ class _Part:
     """The share of one partition: d elements, whole blocks.
 
     Attributes:
-        state: p and the moments; fp32 [blocks, block_size], accelerator.
-        shown: the same on the host, fp32 [d], in the arena.
+        state: p, fp32, and the moments in their own dtype; [blocks, block_size], accelerator.
+        shown: the same on the host, [d], in the arena.
     """
 
     state: tuple[torch.Tensor, ...]
@@ -65,10 +68,11 @@ class AcceleratorShare:
         self._parts = []
         for index, (part, numel) in enumerate(zip(weights, numels, strict=True)):
             blocks = numel // block_size
-            like = partial(torch.zeros, blocks, block_size, dtype=torch.float32, device=device)
-            p = like().copy_(part[:numel].view(blocks, block_size))
+            like = partial(torch.zeros, blocks, block_size, device=device)
+            p = like(dtype=torch.float32).copy_(part[:numel].view(blocks, block_size))
             shown = tuple(arena.whole(each, index)[:numel] for each in kind.layout.kinds)
-            self._parts.append(_Part((p, *(like() for _ in kind.layout.moments)), shown))
+            moments = (like(dtype=each.dtype) for each in shown[1:])
+            self._parts.append(_Part((p, *moments), shown))
         counted = numels if kind.layout.counts_updates else ()
         most = max((numel // block_size for numel in counted), default=0)
         self._updates = torch.zeros(most, dtype=torch.int32, device=device)
@@ -131,8 +135,29 @@ class AcceleratorShare:
         state = self._parts[index].state
         p = state[0]
         if p.numel():
-            self._kind.step_rows(state, grad.view_as(p), self._updates[: len(p)], step)
+            self._step_rows(state, grad.view_as(p), step)
             weights.copy_(p.view(-1))
+
+    def _step_rows(
+        self, state: Sequence[torch.Tensor], grad: torch.Tensor, step: StepConstants
+    ) -> None:
+        """Step blocks, and round their moments as the worker does. The random numbers are those of
+        the elements' places among what steps here."""
+        p, *moments = state
+        if self._kind.layout.moment_dtype == "float32":
+            self._kind.step_rows(state, grad, self._updates[: len(p)], step)
+            return
+        rows = chunk_of(ROUNDED_CHUNK_NUMEL, p.shape[1]) // p.shape[1]
+        for begin in range(0, len(p), rows):
+            part = slice(begin, begin + rows)
+            exact = [each[part].float() for each in moments]
+            counts = self._updates[: len(p[part])]
+            self._kind.step_rows((p[part], *exact), grad[part], counts, step)
+            m, v = (each.view(-1) for each in exact)
+            dtype, first = self._kind.layout.moment_dtype, begin * p.shape[1]
+            round_moments(m, v, dtype, p.shape[1], step.step, first)
+            for target, values in zip(moments, exact, strict=True):
+                target[part].copy_(values)
 
     # -- outside of a step -------------------------------------------------------------------------
 

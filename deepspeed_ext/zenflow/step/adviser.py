@@ -45,6 +45,10 @@ class Adviser:
         self._newest: Advice | None = None
         self._said: Advice | None = None
 
+    def settle(self, remedies: Sequence[Remedy]) -> None:
+        """Suggest nothing but these from now on: the run has another plan."""
+        self._remedies = remedies
+
     def is_due(self, steps: int) -> bool:
         """Whether to judge now, if `steps` overlapped steps have been measured."""
         return steps >= FEWEST_STEPS and self._clock() >= self._due

@@ -31,7 +31,13 @@ from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.kernel import library_path
-from deepspeed_ext.zenflow.worker.messages import ArenaRelay, ArenaTouch, WorkerPlan, WorkerTask
+from deepspeed_ext.zenflow.worker.messages import (
+    ArenaRelay,
+    ArenaTouch,
+    ThreadLimit,
+    WorkerPlan,
+    WorkerTask,
+)
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
 __all__ = ["UpdatePhase", "WorkerLink", "WorkerThreads"]
@@ -170,6 +176,15 @@ class WorkerLink:
         self.process.wait_for(self.process.submit([ArenaRelay(layout)]))
         self.arena.relay(layout)
         self._carry(plan, buffers)
+
+    def limit_threads(self, threads: int) -> None:
+        """Let later passes run on the first `threads` threads of the worker; results are the same.
+        Waits for nothing.
+
+        Raises:
+            WorkerError: the worker has failed.
+        """
+        self.process.submit([ThreadLimit(threads)])
 
     def _transfers(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> Transfers:
         results, waiting = _results(self.arena, plan.rule.block_size), self.metrics.waiting

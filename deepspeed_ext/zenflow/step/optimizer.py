@@ -36,8 +36,14 @@ __all__ = ["Mover", "HostOptimizer"]
 
 
 class Mover(Protocol):
-    """Moves a share of the optimizer to the accelerator. Every rank of the model has one, or none
-    has."""
+    """Moves a run to a better plan. Every rank of the model has one, or none has.
+
+    Attributes:
+        device_seconds: of the accelerator between two steps when the plan was chosen; 0: it has not
+            been.
+    """
+
+    device_seconds: float
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
         """Look at a step that has ended. A collective if it chooses."""
@@ -48,6 +54,17 @@ class Mover(Protocol):
 
         Args:
             heads: elements of each partition that step on the accelerator.
+        """
+
+    def resumed(
+        self, host: HostOptimizer, threads: int | None, device_seconds: float, *, is_elsewhere: bool
+    ) -> None:
+        """Go on from a checkpoint's plan. A collective.
+
+        Args:
+            threads: of the optimizer process; None: not known.
+            device_seconds: see `Mover`.
+            is_elsewhere: whether another machine has saved it, so that steps are measured again.
         """
 
 

@@ -22,12 +22,14 @@ class ZenFlowRun:
             the data loader.
         host_share: the share of each partition that steps on the host
             (``offload_optimizer.ratio``); None: chosen (see `decide`).
+        asks_for_share: whether the config asks for that choice.
     """
 
     config: ZenFlowConfig
     worker_timeout_seconds: float
     steps_per_epoch: int | None = None
     host_share: float | None = 1.0
+    asks_for_share: bool = True
 
     @classmethod
     def of(
@@ -36,6 +38,7 @@ class ZenFlowRun:
         group_timeouts_seconds: Iterable[float] = (),
         steps_per_epoch: int | None = None,
         host_share: float | None = 1.0,
+        asks_for_share: bool = True,
     ) -> ZenFlowRun:
         """Add the run-time values to `config`.
 
@@ -45,7 +48,7 @@ class ZenFlowRun:
         Args:
             group_timeouts_seconds: timeouts of the process groups in which other ranks wait for
                 this one; empty if there are no other ranks.
-            steps_per_epoch, host_share: see the attributes.
+            steps_per_epoch, host_share, asks_for_share: see the attributes.
 
         Raises:
             ConfigError: the user's timeout is not below that of the collectives.
@@ -56,4 +59,4 @@ class ZenFlowRun:
             if "worker_timeout_seconds" in config.model_fields_set:
                 require_group_timeout(timeout, shortest)
             timeout = shortest / 2
-        return cls(config, timeout, steps_per_epoch, host_share)
+        return cls(config, timeout, steps_per_epoch, host_share, asks_for_share)

@@ -113,6 +113,12 @@ class Schedule(ABC, Generic[PlanT, StateT]):
         assert self.state.interval is None
         self.state = replace(self.state, interval=interval)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing that waits for a later step refers to elements of the arena, once the
+        update in flight has arrived: no gradient is collected."""
+        return self.state.position == 0
+
     def restart(self) -> None:
         """Start over with synchronous steps; a chosen interval is kept."""
         self.state = type(self.state)(interval=self.state.interval)

@@ -42,7 +42,7 @@ IDLE = {
         "ZenFlow keeps p in fp32, which takes 2 bytes a parameter more"
     ),
     "bf16.bf16_optimizer_states": (
-        "zenflow.state_dtype says float32, or this rule or ratio keeps m and v in fp32"
+        "zenflow.state_dtype says float32, or this rule keeps m and v in fp32"
     ),
 }
 """Settings that ZenFlow replaces by something that does at least as much, each with what that
@@ -101,8 +101,8 @@ def require_section(section: Any) -> None:
         ),
         Refusal(
             f"{state_dtype} with offload_optimizer.ratio below 1",
-            rounds and section.host_share != 1.0,
-            "what steps on the accelerator keeps fp32 moments, and would be rounded by every save",
+            zenflow.state_dtype == "int8" and section.host_share != 1.0,
+            'codes are made and shown on the host alone; "bfloat16" has it',
         ),
         *_of_gradients(section),
         Refusal(

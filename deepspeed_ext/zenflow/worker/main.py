@@ -54,6 +54,7 @@ from deepspeed_ext.zenflow.worker.messages import (
     PartitionPass,
     Ready,
     Submission,
+    ThreadLimit,
     WorkerPlan,
     WorkerTask,
 )
@@ -197,6 +198,10 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, plan: Worke
             continue
         if isinstance(work, ArenaRelay):
             arena.relay(work.layout)
+            continue
+        if isinstance(work, ThreadLimit):
+            if isinstance(kernel, NativeKernel):
+                kernel.limit(work.threads)
             continue
         if isinstance(work, PartitionPass):
             kernel.run(_adam_pass(work, arena, block_size))

@@ -23,6 +23,7 @@ __all__ = [
     "Ready",
     "Span",
     "Submission",
+    "ThreadLimit",
     "WorkerPlan",
     "WorkerTask",
 ]
@@ -163,11 +164,19 @@ class ArenaRelay:
 
 
 @dataclass(frozen=True)
+class ThreadLimit:
+    """Later passes of the native kernel run on the first so many threads of `WorkerPlan.threads`.
+    Their results are the same."""
+
+    threads: int
+
+
+@dataclass(frozen=True)
 class Submission:
     """Work for the worker, which answers with a `Done` of the same number."""
 
     number: int
-    tasks: tuple[WorkerTask | ArenaWrite | ArenaTouch | ArenaRelay, ...]
+    tasks: tuple[WorkerTask | ArenaWrite | ArenaTouch | ArenaRelay | ThreadLimit, ...]
 
 
 @dataclass(frozen=True)

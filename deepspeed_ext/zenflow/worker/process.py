@@ -29,6 +29,7 @@ from deepspeed_ext.zenflow.worker.messages import (
     Failed,
     Ready,
     Submission,
+    ThreadLimit,
     WorkerPlan,
     WorkerTask,
 )
@@ -149,7 +150,9 @@ class OptimizerProcess:
         """The worker's process id."""
         return self._process.pid
 
-    def submit(self, tasks: Sequence[WorkerTask | ArenaWrite | ArenaTouch | ArenaRelay]) -> int:
+    def submit(
+        self, tasks: Sequence[WorkerTask | ArenaWrite | ArenaTouch | ArenaRelay | ThreadLimit]
+    ) -> int:
         """Hand over work without waiting for it. The arrays it names belong to the worker until
         `wait`.
 

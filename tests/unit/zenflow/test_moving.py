@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,15 +13,24 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import memory
-from deepspeed_ext.zenflow.moving import ShareChoice, move_share
+from deepspeed_ext.zenflow import start
+from deepspeed_ext.zenflow.moving import Tuner, move_share
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, ChainTimes, with_copies_inside
+from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
+from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
+from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.log import heard
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
+from tests.support.waiting import wait_until
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
 
 pytestmark = pytest.mark.sampled()
@@ -44,9 +56,11 @@ def result_of(engine: Any, losses: list[float]) -> dict[str, Any]:
 
 
 def state_of(engine: Any) -> dict[str, Any]:
-    """What an engine holds between two synchronous steps. Nothing may be on the accelerator yet."""
+    """What an engine holds between two steps. Nothing may be on the accelerator yet."""
     adam = engine.optimizer.host_optimizer
+    adam.drain()
     return {
+        "last": [each.last for each in adam.rule.states],
         "arrays": [[each.clone() for each in state.arrays] for state in adam.states],
         "weights": [state.weights().clone() for state in adam.states],
         "parameters": [each.data.clone() for each in engine.module.parameters()],
@@ -64,6 +78,8 @@ def begin_with(engine: Any, state: dict[str, Any]) -> None:
             target.copy_(values)
     adam.masters_changed(state["counts"])
     adam.rule.schedule.state = state["schedule"]
+    for each, last in zip(adam.rule.states, state["last"], strict=True):
+        each.last = last
     with torch.no_grad():
         for whole, weights in zip(adam.states, state["weights"], strict=True):
             whole.weights().copy_(weights)
@@ -94,9 +110,11 @@ def moved_and_begun(
     state = state_of(engine)
     before = full_masters_of(engine) if looks else []
     plan = with_copies_inside(host.decided) if exposes else host.decided
+    if overlaps := not host.rule.schedule.plan().waits_last:
+        host.expose()
     found = [] if move_share(host, plan, SHARE, "a test") else ["there was no memory"]
     found += [] if any(host.share.numels) else ["nothing has moved"]
-    found += ["it is still on the host"] if host.share.is_shown != looks else []
+    found += ["it is still on the host"] if host.share.is_shown != (looks or overlaps) else []
     if looks:
         found.append(first_difference(before, full_masters_of(engine), "masters"))
     moved = result_of(engine, train(engine, data[MOVED_AT:]))
@@ -120,6 +138,8 @@ def moved_and_begun(
         (torch.float32, {"update_interval": 2}),
         (torch.bfloat16, {"hide_transfers": False, "publish_dtype": "float32"}),
         (torch.bfloat16, {"overlap_step": False}),
+        (torch.bfloat16, {"full_warm_up_rounds": 3}),
+        (torch.bfloat16, {"state_dtype": "bfloat16"}),
     ],
 )
 @pytest.mark.parametrize("looks", [False, True])
@@ -159,6 +179,7 @@ def chosen(config: dict[str, Any], worker: float, device: float, folder: str) ->
     with (
         patch.object(Metrics, "typical", lambda _: (worker * (1 + dist.get_rank()), device)),
         patch.object(memory, "unused_accelerator_bytes", lambda: 1 << 40),
+        patch.object(start, "thread_counts", lambda most: (most,)),
         heard("offload_optimizer.ratio") as said,
     ):
         engine = make_engine(config, groups=two_groups)
@@ -183,9 +204,12 @@ def chosen(config: dict[str, Any], worker: float, device: float, folder: str) ->
     return {**found, "shares": shares, "said": [text for _, text in said if "is" in text][:1]}
 
 
-def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(
+    states: str, tmp_path: Path
+) -> None:
     """The slower worker decides: 0.95 * 1.0 of 2 * 1.0 seconds, in units of 1/1024."""
-    config = config_of(2, "auto")
+    config = config_of(2, "auto", state_dtype=states)
     share = int(0.475 * 1024) / 1024
     found = run_ranks(2, chosen, config, 1.0, 1.0, str(tmp_path), device="sim")
     for each in found:
@@ -208,7 +232,7 @@ def exposed(config: dict[str, Any], folder: str) -> list[str]:
     data = batches(STEPS, dist.get_rank())
     times = ChainTimes(device=1.0, worker=4.0, link=0.1)
     with (
-        patch.object(ShareChoice, "_times", lambda *_: times),
+        patch.object(Tuner, "_times", lambda *_: times),
         patch.object(memory, "unused_accelerator_bytes", lambda: 0),
     ):
         engine = make_engine(config, groups=two_groups)
@@ -232,3 +256,74 @@ def exposed(config: dict[str, Any], folder: str) -> list[str]:
 def test_auto_gives_up_landing_buffers_where_a_larger_share_is_worth_more(tmp_path: Path) -> None:
     config = config_of(2, "auto", offload_reserve_fraction=0.0)
     assert run_ranks(2, exposed, config, str(tmp_path), device="sim") == [[], []]
+
+
+# -- kills ----------------------------------------------------------------------------------------
+
+PHASES = [
+    (HiddenTransfers, "release"),
+    (AcceleratorShare, "take"),
+    (WorkerLink, "relay"),
+    (PageLocks, "unlock"),
+    (Arena, "relay"),
+    (HostOptimizer, "move_to"),
+    (AcceleratorShare, "hide"),
+]
+"""What a move calls, in order."""
+
+
+def killing(original: Callable[..., Any], host: Any, called: list[str]) -> Callable[..., Any]:
+    """`original`, before whose first call on rank 1 the optimizer process is killed."""
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1 and not called:
+            process = host.link.process
+            os.kill(process.pid, signal.SIGKILL)
+            wait_until(lambda: process._process.poll() is not None, "the process's end")
+        called.append(original.__name__)
+        return original(*args, **kwargs)
+
+    return method
+
+
+def killed(folder: str) -> list[str]:
+    """What is wrong after the optimizer process of one rank has been killed in each phase of a
+    move, behind a save."""
+    config, data, found = config_of(2, 1.0), batches(STEPS, dist.get_rank()), []
+
+    def moved(losses: list[float] | None) -> dict[str, Any]:
+        """A run that moves, from the start or from the save."""
+        engine = make_engine(config, groups=two_groups)
+        host = engine.optimizer.host_optimizer
+        if losses is None:
+            losses = train(engine, data[:MOVED_AT])
+            engine.save_checkpoint(folder, tag="t")
+        else:
+            engine.load_checkpoint(folder, tag="t")
+        assert move_share(host, host.decided, SHARE, "")
+        result = result_of(engine, losses + train(engine, data[MOVED_AT:]))
+        engine.destroy()
+        return result
+
+    expected = moved(None)
+    for owner, name in PHASES:
+        engine = make_engine(config, groups=two_groups)
+        engine.load_checkpoint(folder, tag="t")
+        host, called = engine.optimizer.host_optimizer, list[str]()
+        try:
+            with patch.object(owner, name, killing(getattr(owner, name), host, called)):
+                move_share(host, host.decided, SHARE, "")
+                train(engine, data[MOVED_AT:])
+            found.append(f"{name}: nothing was raised")
+        except WorkerError as error:
+            found += [] if "rank 1" in str(error) else [f"{name}: {error}"]
+        found += [] if called else [f"{name} was not called"]
+        engine.destroy()
+    resumed = moved(expected["losses"][:MOVED_AT])
+    return [*found, *filter(None, [first_difference(expected, resumed)])]
+
+
+def test_a_kill_in_any_phase_of_a_move_is_one_error_and_the_last_save_goes_on(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(2, killed, str(tmp_path), device="sim") == [[], []]

@@ -34,13 +34,6 @@ SECTION: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"zenflow": {"topk_ratio": 0.1, "state_dtype": "bfloat16"}},
     ),
-    'state_dtype = "bfloat16" with offload_optimizer.ratio': (
-        3,
-        {
-            "zenflow": {"state_dtype": "bfloat16"},
-            "offload_optimizer": {"device": "cpu", "ratio": 0.5},
-        },
-    ),
     'state_dtype = "int8" with update_rule = "selective"': (
         2,
         {"zenflow": {"topk_ratio": 0.1, "state_dtype": "int8"}},

@@ -160,6 +160,11 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         one is planned."""
         return self._guarded and self.state.guard.probed
 
+    @property
+    def is_settled(self) -> bool:
+        """Nor is a probe waiting for its verdict."""
+        return super().is_settled and not self.wants_verdict
+
     def judge(self, excess: float) -> bool:
         """Give the guard the probe's result, and return whether this changes the coming steps.
 

@@ -1,6 +1,8 @@
 """Rounds moments with torch operations: to bfloat16, or to codes of 8 bits and back (`rounding` has
 the definition)."""
 
+from functools import partial
+
 import torch
 
 from deepspeed_ext.zenflow.worker.kernel.rounding import (
@@ -24,7 +26,7 @@ def round_moments(
     """Round m and v in place to what `dtype` can hold, as an update does.
 
     Args:
-        m, v: 1-D fp32 [n], host.
+        m, v: 1-D fp32 [n], on one device.
         dtype: ``float32``, ``bfloat16`` or ``int8``.
         block_size: elements per block with one scale, for ``int8``.
         step: number of the update.
@@ -33,29 +35,33 @@ def round_moments(
     if dtype == "float32":
         return
     for moment, up_by, code_dtype in zip(
-        (m, v), _random_halves(step, first, m.numel()), CODE_DTYPES, strict=True
+        (m, v), _random_halves(step, first, m.numel(), m.device), CODE_DTYPES, strict=True
     ):
         if dtype == "bfloat16":
             _round_to_bfloat16(moment, up_by)
         else:
-            codes = torch.empty(moment.numel(), dtype=getattr(torch, code_dtype), device="cpu")
-            scales = torch.empty(-(-moment.numel() // block_size), dtype=torch.uint8, device="cpu")
+            like = partial(torch.empty, device=moment.device)
+            codes = like(moment.numel(), dtype=getattr(torch, code_dtype))
+            scales = like(-(-moment.numel() // block_size), dtype=torch.uint8)
             encode(moment, codes, scales, block_size, up_by)
             decode(codes, scales, block_size, moment)
 
 
-def _random_halves(step: int, first: int, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _random_halves(
+    step: int, first: int, numel: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The random numbers below 2^16 with which an update rounds m and v.
 
     Args:
         step: number of the update.
         first: number of the first element in its partition.
         numel: n.
+        device: where they are needed.
 
     Returns:
-        Both for each element, int64 [n], host.
+        Both for each element, int64 [n].
     """
-    number = torch.arange(first, first + numel, dtype=torch.int64, device="cpu")
+    number = torch.arange(first, first + numel, dtype=torch.int64, device=device)
     random = number.add_(rounding_key(step)).bitwise_and_(WORD)
     for shift, factor in zip(HASH_SHIFTS, (*HASH_FACTORS, 1), strict=True):
         random.bitwise_xor_(random >> shift).mul_(factor).bitwise_and_(WORD)
@@ -66,7 +72,7 @@ def _round_to_bfloat16(moment: torch.Tensor, up_by: torch.Tensor) -> None:
     """Round a moment to values of bfloat16 in place.
 
     Args:
-        moment: 1-D fp32 [n], host.
+        moment: 1-D fp32 [n].
         up_by: random numbers below 2^16, int64 [n].
     """
     is_nan = moment.isnan()

@@ -213,8 +213,12 @@ class NativeKernel:
 
     def __init__(self, library: str, threads: int, vectors: bool = True) -> None:
         self._library = open_library(library)
-        self._threads = threads
+        self._threads = self._most = threads
         self._vectors = vectors
+
+    def limit(self, threads: int) -> None:
+        """Let later passes run on the first `threads` threads only; results are the same."""
+        self._threads = max(1, min(threads, self._most))
 
     def run(self, adam_pass: AdamPass) -> None:
         """See `Kernel.run`. The call releases the interpreter lock."""

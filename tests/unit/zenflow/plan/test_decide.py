@@ -102,6 +102,53 @@ def test_a_full_accelerator_sends_gradients_to_the_host_unless_something_needs_t
     assert (plan.arrival is Arrival.IN_BACKWARD) is in_backward
 
 
+@pytest.mark.parametrize(
+    ("config", "changes", "free"),
+    [
+        ({}, {}, True),
+        ({"update_interval": 2, "hide_transfers": False}, {}, True),
+        ({"autotune": False}, {}, False),
+        ({"overlap_step": False}, {}, False),
+        ({"topk_ratio": 0.1, "overlap_step": True}, {}, False),
+        ({"gradients_on_host": True}, {}, False),
+        ({}, {"weights": Place.HOST}, False),
+        ({}, {"is_on_cpu": True}, False),
+        ({}, {"ranks": 2}, False),
+    ],
+)
+def test_a_share_that_nobody_asked_for_is_measured_where_nothing_promises_the_last_bit(
+    config: dict[str, Any], changes: dict[str, Any], free: bool
+) -> None:
+    """Ranks that are not data-parallel may hold copies of a parameter at different places."""
+    facts = replace(
+        facts_of(one_rank(MIB), **{k: v for k, v in changes.items() if k != "ranks"}),
+        ranks=(one_rank(MIB),) * changes.get("ranks", 1),
+    )
+    plan = decide(facts, ZenFlowConfig(**config), host_share=None, is_asked=False)
+    assert (plan.measures_share, plan.host_share) == (free, 1.0)
+    given = decide(facts, ZenFlowConfig(**config), host_share=1.0)
+    assert replace(plan, measures_share=False, reasons=given.reasons) == given
+    frozen = ZenFlowConfig(**config | {"autotune": False})
+    assert not decide(facts, frozen, host_share=None).measures_share
+
+
+def test_a_short_warm_up_stays_short_unless_the_share_is_asked_for() -> None:
+    for is_asked, rounds in ((True, 10), (False, 2)):
+        config = ZenFlowConfig(full_warm_up_rounds=2)
+        facts = facts_of(one_rank(MIB))
+        plan = decide(facts, config, host_share=None, is_asked=is_asked)
+        assert plan.rule.warm_up_steps == rounds
+
+
+def test_a_host_that_is_short_gets_the_share_that_lets_the_optimizer_fit() -> None:
+    """14.1 bytes an element on the host."""
+    for free, fits in ((80 * GIB, True), (0, False)):
+        rank = RankFacts((Run(GIB),), free, 80 * GIB, host_free=(("machine", 10 * GIB),))
+        plan = decide(facts_of(rank), ZenFlowConfig(), host_share=None, is_asked=False)
+        assert not plan.measures_share
+        assert (plan.host_share < 0.8, plan.shortage is None) == (fits, fits)
+
+
 def test_gradients_stay_where_a_host_has_no_memory_for_them() -> None:
     """A second slot takes 2 bytes a parameter."""
     for room, expected in ((16.2, Place.HOST), (16.1, Place.ACCELERATOR)):

@@ -20,17 +20,8 @@ from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFact
 from deepspeed_ext.zenflow.plan.lanes import Speeds, lanes_of, traffic_of
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import (
-    LEAST_GAINED,
-    UNITS,
-    ChainTimes,
-    fitting_units,
-    hiding_units,
-    is_worth_it,
-    step_seconds,
-    with_copies_inside,
-    with_host_share,
-)
+from deepspeed_ext.zenflow.plan.search import LEAST_GAINED, Measured, search_measured
+from deepspeed_ext.zenflow.plan.share import ChainTimes, is_worth_it, with_host_share
 
 NUMEL, TOTAL = 1 << 28, 20 << 28
 DEVICE, RESERVE, SWEPT = 1.0, 0.15, 64
@@ -82,19 +73,16 @@ class Machine:
 
     @cached_property
     def automatic(self) -> ZenFlowPlan:
-        """What a run with `"ratio": "auto"` moves to."""
+        """What a run that measures moves to."""
         now = self.plan(None)
         assert now.measures_share
         lanes = [lanes_of(now, speeds) for speeds in self.speeds]
         times = [ChainTimes(DEVICE, each.host, max(each.down, each.up)) for each in lanes]
-        found = []
-        for plan in (now, with_copies_inside(now)):
-            hiding = min(hiding_units(plan, each) for each in times)
-            share = max(hiding, fitting_units(plan, self.unused(now), now)) / UNITS
-            found.append((max(step_seconds(plan, share, each) for each in times), share, plan))
-        (beside, *_), (inside, *_) = found
-        _, share, plan = found[inside < (1.0 - LEAST_GAINED) * beside]
-        return with_host_share(plan, share, "") if is_worth_it(now, share) else now
+        found = search_measured(
+            now, True, [Measured.of(now, True, each, self.unused(now)) for each in times]
+        )
+        moves = is_worth_it(now, found.share)
+        return with_host_share(found.plan, found.share, "") if moves else now
 
     def sweep(self, *begun: ZenFlowPlan) -> Iterator[ZenFlowPlan]:
         """Every share of these plans that fits."""

@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel, Patience
 from deepspeed_ext.zenflow.worker.kernel import library_path
-from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart, WorkerTask
+from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart, ThreadLimit, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.optimizer_process import NUMEL, PASS, STEP, gone, running
 from tests.support.paths import ROOT
@@ -58,6 +58,22 @@ def test_one_wait_covers_all_submissions() -> None:
         assert process.wait().number == 3
         assert torch.allclose(arena.tensor("m"), torch.tensor(0.9**3))
         assert torch.equal(arena.tensor("p"), zeros)
+
+
+@pytest.mark.parametrize("library", [library_path(), None])
+def test_a_limit_of_threads_in_between_changes_no_bit(library: str | None) -> None:
+    found = []
+    for limits in ((), (1, 3, 2, 99, 1)):
+        with running(numel=3 * NUMEL, library=library, threads=3) as (arena, process):
+            generator = torch.Generator().manual_seed(7)
+            for number in range(5):
+                if limits:
+                    process.submit([ThreadLimit(limits[number])])
+                arena.tensor("g").copy_(torch.randn(3 * NUMEL, generator=generator))
+                process.submit([PASS])
+                process.wait()
+            found.append([arena.tensor(kind).clone() for kind in ("p", "m", "v", "y")])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def written_part(arena: Arena, offset: int) -> FilePart:

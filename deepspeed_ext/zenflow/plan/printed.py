@@ -1,0 +1,35 @@
+"""Writes a plan as the config that reproduces it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+
+__all__ = ["as_config"]
+
+
+def as_config(plan: ZenFlowPlan) -> dict[str, Any]:
+    """The fields of ``zero_optimization`` that fix what `plan` has chosen; plain values. Beside the
+    other fields of the run's config they make the same plan, on any machine that has room."""
+    rule, places = plan.rule, plan.places
+    section: dict[str, Any] = {"autotune": False}
+    if isinstance(rule, PredictiveSettings):
+        section["update_rule"] = "predictive"
+        if rule.warm_up_steps is not None:
+            section["full_warm_up_rounds"] = rule.warm_up_steps
+    if rule.update_interval is not None:
+        section["update_interval"] = rule.update_interval
+    if places.weights is Place.ACCELERATOR:
+        leaves = places.gradient is Place.HOST
+        section["gradients_on_host"] = leaves
+        if not leaves:
+            section["hide_transfers"] = plan.copies is Copies.BESIDE_STEP
+    found: dict[str, Any] = {"zenflow": section}
+    if places.weights is Place.ACCELERATOR:
+        found["offload_optimizer"] = {"device": "cpu", "ratio": plan.host_share}
+    if plan.cpus is not None:
+        found["core_binding"] = {"optimizer_cores": plan.cpus.threads}
+    return found

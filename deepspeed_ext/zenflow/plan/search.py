@@ -1,0 +1,165 @@
+"""Searches the plans that have the same numerics for the fastest one that fits.
+
+One function serves twice. Before the first step, `decide` gives it the places where gradients and y
+may live, with times that are computed from bytes. Behind measured steps, `zenflow.moving` gives it
+what the run may still move to, with the times of every rank. It is pure, so all ranks find the
+same.
+
+What changes numerics is not searched: `advice` suggests it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepspeed_ext.zenflow.plan.lanes import Speeds, lanes_of
+from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.share import (
+    HIDDEN,
+    UNITS,
+    ChainTimes,
+    fitting_units,
+    hiding_units,
+    step_seconds,
+    with_copies_inside,
+)
+
+__all__ = [
+    "LEAST_GAINED",
+    "Found",
+    "Measured",
+    "Option",
+    "expected_times",
+    "search",
+    "search_measured",
+]
+
+LEAST_GAINED = 0.03
+"""A later option must make a step shorter by so much of it, because it gives something up."""
+
+TYPICAL = Speeds(link=20e9, host=100e9)
+"""Of a rank with an accelerator, as long as nothing is measured. Only their ratio matters."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Plans that differ in nothing but the share of the optimizer on the host.
+
+    Attributes:
+        plan: one of them.
+        least: the smallest share on the host for which every rank has room.
+        most: the largest share.
+        times: of each rank, while all elements step on the host.
+    """
+
+    plan: ZenFlowPlan
+    least: float
+    most: float
+    times: tuple[ChainTimes, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an option gives.
+
+    Attributes:
+        plan: the option's.
+        share: of each partition on the host.
+        seconds: of a step on the slowest rank, by prediction.
+    """
+
+    plan: ZenFlowPlan
+    share: float
+    seconds: float
+
+
+def search(options: Sequence[Option]) -> Found:
+    """The option with the shortest step. An earlier one is preferred unless a later one gains
+    `LEAST_GAINED`; of shares that hide equally well the largest, which moves least.
+
+    Args:
+        options: at least one, those that give up least first.
+    """
+    best, *others = map(_at_best, options)
+    for each in others:
+        if each.seconds < (1.0 - LEAST_GAINED) * best.seconds:
+            best = each
+    return best
+
+
+def _at_best(option: Option) -> Found:
+    plan, times = option.plan, option.times
+    hiding = min(hiding_units(plan, each) for each in times) / UNITS
+    share = min(option.most, max(option.least, hiding))
+    return Found(plan, share, max(step_seconds(plan, share, each) for each in times))
+
+
+def expected_times(plans: Sequence[ZenFlowPlan]) -> list[ChainTimes]:
+    """For each plan, times from the bytes that it moves, beside an accelerator whose step takes as
+    long as the slowest of them hides: how long it is, nobody knows before the first."""
+    found = [lanes_of(plan, TYPICAL) for plan in plans]
+    device = max((each.beside for each in found), default=0.0) / HIDDEN
+    return [
+        ChainTimes(device, lanes.host, max(lanes.down, lanes.up))
+        if plan.copies is Copies.BESIDE_STEP
+        else ChainTimes(device, lanes.beside, lanes.exposed)
+        for plan, lanes in zip(plans, found, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank has measured, from which all ranks of the model choose one plan.
+
+    Attributes:
+        times: while all elements step on the host.
+        least: for each of `ways_on`, how much must step on the host, of `UNITS`, because its
+            accelerator has no room for more.
+        changes_threads: whether its optimizer process goes on with other threads.
+    """
+
+    times: ChainTimes
+    least: tuple[int, ...]
+    changes_threads: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        now: ZenFlowPlan,
+        may_expose: bool,
+        times: ChainTimes,
+        room: int,
+        changes_threads: bool = False,
+    ) -> Measured:
+        """What follows from `room` bytes of the accelerator beside what a step has taken at
+        most."""
+        ways = ways_on(now, may_expose)
+        least = tuple(fitting_units(plan, room, now) for plan in ways)
+        return cls(times, least, changes_threads)
+
+
+def ways_on(now: ZenFlowPlan, may_expose: bool) -> list[ZenFlowPlan]:
+    """The plans that a run with the plan `now` may move to, each with any share on the host that is
+    no larger.
+
+    Args:
+        may_expose: whether landing buffers may give way to a larger share on the accelerator.
+    """
+    if may_expose and now.copies is Copies.BESIDE_STEP and now.rule.overlapped:
+        return [now, with_copies_inside(now)]
+    return [now]
+
+
+def search_measured(now: ZenFlowPlan, may_expose: bool, ranks: Sequence[Measured]) -> Found:
+    """The best plan to move to, from what every rank has measured."""
+    times = tuple(each.times for each in ranks)
+    ways = ways_on(now, may_expose)
+    if any(each.link <= 0.0 for each in times):  # what exposed copies would take is not known
+        ways = ways[:1]
+    options = []
+    for index, plan in enumerate(ways):
+        least = max(each.least[index] for each in ranks) / UNITS
+        options.append(Option(plan, min(least, now.host_share), now.host_share, times))
+    return search(options)

@@ -1,0 +1,187 @@
+"""Runs the choice of a plan on a machine of virtual time: real decisions, and steps that only count
+seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.runtime import memory
+from deepspeed_ext.zenflow import moving
+from deepspeed_ext.zenflow.plan.advice import MeasuredStep
+from deepspeed_ext.zenflow.plan.decide import decide
+from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.probe import thread_counts
+from deepspeed_ext.zenflow.plan.search import Measured
+from deepspeed_ext.zenflow.plan.share import with_host_share
+
+__all__ = ["Machine", "VirtualRun", "phases"]
+
+NUMEL, TOTAL, THREADS = 1 << 28, 80 << 30, 8
+WARM_UP, REMEMBERED = 40, 64
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides how long steps take, at some time.
+
+    Attributes:
+        device: seconds of forward and backward.
+        worker: of a pass over all elements with as many cores as threads.
+        cores: of the optimizer process, at most `THREADS`; others run on the rest.
+        slower: how many times as long the passes of the other ranks take.
+    """
+
+    device: float = 1.0
+    worker: float = 0.5
+    cores: int = THREADS
+    slower: tuple[float, ...] = ()
+
+    def passed(self, threads: int, share: float) -> float:
+        """Seconds of a pass on equal parts, of which each core takes one after the other."""
+        return self.worker * share * (THREADS / threads) * math.ceil(threads / self.cores)
+
+    def step(self, threads: int, share: float) -> float:
+        """Seconds of an overlapped step, in which the slowest rank decides."""
+        return max(self.device, max((1.0, *self.slower)) * self.passed(threads, share))
+
+    @property
+    def best(self) -> float:
+        """Seconds of the best step of an exhaustive sweep."""
+        counts = range(1, THREADS + 1)
+        return min(self.step(threads, share / 64) for threads in counts for share in range(65))
+
+
+class _Ranks:
+    """This rank, and others that measure the same but for slower passes."""
+
+    rank = 0
+
+    def __init__(self, run: VirtualRun) -> None:
+        self._run = run
+
+    def minimum(self, *values: int) -> tuple[int, ...]:
+        return values
+
+    def gather_objects(self, mine: Measured) -> list[Measured]:
+        times, slower = mine.times, self._run.machine.slower
+        others = [replace(mine, times=replace(times, worker=times.worker * by)) for by in slower]
+        return [mine, *others]
+
+
+class VirtualRun:
+    """One run: the real `Tuner` around steps of a `Machine`.
+
+    Attributes:
+        machine: as of the coming step.
+        plans: after each step, share on the host and threads, as decided.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.plans: list[tuple[float, int]] = []
+        self._passes: deque[float] = deque(maxlen=REMEMBERED)
+        self._steps, self._threads, self._newest = 0, THREADS, math.nan
+        rank = RankFacts((Run(NUMEL),), TOTAL, TOTAL, cpus=Cpus("0-1", "2-9", THREADS))
+        facts = ZenFlowFacts((rank,), Caller("bfloat16", "bfloat16", takes_gradients=True))
+        config = ZenFlowConfig()
+        decided = decide(facts, config, host_share=None, is_asked=False)
+        assert decided.measures_share
+        schedule = SimpleNamespace(plan=self._plan, is_settled=True, interval=1)
+        link = SimpleNamespace(keeping=contextlib.nullcontext, limit_threads=self._limit)
+        self._host: Any = SimpleNamespace(
+            decided=decided,
+            ranks=_Ranks(self),
+            link=link,
+            rule=SimpleNamespace(schedule=schedule),
+            expose=lambda: True,
+        )
+        metrics: Any = SimpleNamespace(
+            typical=lambda: (self._newest, self.machine.device),
+            typical_step=self._typical_step,
+            adviser=None,
+            link_seconds=0.1,
+        )
+        self._metrics = metrics
+        counts = thread_counts(THREADS)
+        self._tuner = moving.Tuner(metrics, config, chooses_share=True, threads=counts)
+
+    def _plan(self) -> Any:
+        return SimpleNamespace(waits_last=self._steps < WARM_UP)
+
+    def _limit(self, threads: int) -> None:
+        self._threads = threads
+
+    def _typical_step(self) -> MeasuredStep:
+        total = self.machine.step(self._threads, self.share)
+        wait, worker = total - self.machine.device, statistics.median(self._passes)
+        return MeasuredStep(self.machine.device, wait, wait, worker, 0.1)
+
+    @property
+    def share(self) -> float:
+        """Of the optimizer on the host."""
+        decided: ZenFlowPlan = self._host.decided
+        return decided.host_share
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as things are."""
+        return self.machine.step(self._threads, self.share)
+
+    @property
+    def moves(self) -> int:
+        """How often the plan has changed."""
+        return sum(one != other for one, other in itertools.pairwise(self.plans))
+
+    def run(self, steps: int) -> None:
+        """Take so many steps."""
+        with self._moved():
+            for _ in range(steps):
+                plan = self._plan()
+                self._newest = self.machine.passed(self._threads, self.share)
+                self._metrics.worker_seconds = self._newest
+                self._passes.append(self._newest)
+                self._metrics.wait_seconds = self._newest + 0.1
+                self._steps += 1
+                self._tuner.after_step(self._host, plan)
+                self.plans.append((self.share, self._host.decided.cpus.threads))
+
+    def resume(self, threads: int, device_seconds: float, *, is_elsewhere: bool) -> None:
+        """Go on from a checkpoint."""
+        host = self._host
+        self._tuner.resumed(host, threads, device_seconds, is_elsewhere=is_elsewhere)
+
+    @contextlib.contextmanager
+    def _moved(self) -> Iterator[None]:
+        """A share moves at once, and all memory is free."""
+
+        def move(host: Any, plan: ZenFlowPlan, share: float, why: str) -> bool:
+            host.decided = with_host_share(plan, share, why)
+            return True
+
+        with (
+            patch.object(moving, "move_share", move),
+            patch.object(memory, "total_accelerator_bytes", lambda: TOTAL),
+            patch.object(memory, "unused_accelerator_bytes", lambda: TOTAL // 2),
+        ):
+            yield
+
+
+def phases(run: VirtualRun, machines: Sequence[Machine], steps: int) -> list[float]:
+    """How many times as long as the best step of its machine the last one of each phase takes."""
+    found = []
+    for machine in machines:
+        run.machine = machine
+        run.run(steps)
+        found.append(run.seconds / machine.best)
+    return found

@@ -1,0 +1,61 @@
+"""What a run chooses while batches, cores and ranks change, in virtual time: near the best of a
+sweep, and no more than two moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.virtual_run import THREADS, Machine, VirtualRun, phases
+
+STEPS = 600
+
+
+@pytest.mark.parametrize(
+    ("machines", "moves"),
+    [
+        pytest.param([Machine()], 0, id="the worker keeps up"),
+        pytest.param([Machine(worker=2.0)], 1, id="a share hides it"),
+        pytest.param([Machine(), Machine(device=0.25)], 1, id="shorter batches"),
+        pytest.param([Machine(worker=2.0), Machine(2.0, 2.0)], 1, id="longer batches"),
+        pytest.param(
+            [Machine(worker=1.5), Machine(0.7, 1.5), Machine(1.0, 1.5)], 2, id="batches vary"
+        ),
+        pytest.param(
+            [Machine(worker=0.9), Machine(worker=0.9, cores=THREADS // 2), Machine(worker=0.9)],
+            1,
+            id="a second job takes half of the cores for a while",
+        ),
+        pytest.param([Machine(worker=0.6, slower=(2.0,))], 1, id="a rank is slower"),
+        pytest.param([Machine(worker=0.9, slower=(0.5, 4.0))], 1, id="three unequal ranks"),
+    ],
+)
+def test_a_run_settles_near_the_best(machines: list[Machine], moves: int) -> None:
+    run = VirtualRun(machines[0])
+    assert max(phases(run, machines, STEPS)) <= 1.03
+    assert run.moves <= 2
+    assert run.moves == moves
+
+
+def test_nothing_is_measured_again_within_two_hundred_steps() -> None:
+    run = VirtualRun(Machine())
+    run.run(45)
+    run.machine = Machine(device=0.25)
+    run.run(150)
+    assert set(run.plans) == {(1.0, THREADS)}
+    run.run(120)
+    assert run.share < 1.0
+
+
+@pytest.mark.parametrize(("is_elsewhere", "share"), [(False, 1.0), (True, 0.46)])
+def test_a_load_on_another_machine_measures_again_and_one_on_the_same_does_not(
+    is_elsewhere: bool, share: float
+) -> None:
+    """Its steps do not wait before; the plan of the checkpoint was chosen there."""
+    run = VirtualRun(Machine())
+    run.run(60)
+    run.resume(THREADS * 3 // 4, 1.0, is_elsewhere=is_elsewhere)
+    assert run.plans[-1] == (1.0, THREADS)
+    run.machine = Machine(worker=2.0) if is_elsewhere else Machine()
+    run.run(400)
+    assert run.share == pytest.approx(share, abs=0.01)
+    assert run.plans[-1][1] == (THREADS if is_elsewhere else THREADS * 3 // 4)
