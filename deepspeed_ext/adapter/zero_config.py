@@ -104,7 +104,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             or "state_dtype" in section.model_fields_set
         ):
             return section
-        can_have_it = section.rule == "predictive" and self.host_share == 1.0
+        can_have_it = section.rule != "selective" and self.host_share == 1.0
         return section.model_copy(update={"state_dtype": "bfloat16"}) if can_have_it else section
 
     def __init__(self, **data: Any) -> None:

@@ -27,7 +27,7 @@ from deepspeed_ext.runtime.stopwatch import Stopwatch, StreamStopwatch
 from deepspeed_ext.zenflow.plan.chunks import Chunks
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.transfers import streams
-from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
+from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Parcel
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
@@ -51,7 +51,7 @@ class LandingBuffer:
     Attributes:
         gradient: 1-D [n].
         results: `Results` on the accelerator.
-        landed: event on the stream of the copies up, recorded after the last copy.
+        landed: event on the stream of the copies up, recorded after the newest copy.
         is_full: whether it holds a gradient that has not been sent.
         slot: destination of that gradient; None: the chunks' own.
     """
@@ -138,11 +138,6 @@ class Chunk:
     buffer: LandingBuffer
     slot: ChunkSlot | None
 
-    @property
-    def is_last(self) -> bool:
-        """Whether no other chunk of the partition follows."""
-        return self.span.end == self.buffer.results.published.numel()
-
     def start_down(self) -> None:
         """Start copying the gradient to its place, on the current stream."""
         gradient = self.buffer.gradient[slice(*self.span)]
@@ -173,8 +168,7 @@ class Chunk:
                 results.block_means[blocks].copy_(host.block_means[blocks], non_blocking=True)
             if self.slot is not None:
                 self.slot.free.record(stream)
-            if self.is_last:
-                self.buffer.landed.record(stream)
+            self.buffer.landed.record(stream)
 
 
 class HiddenTransfers(Transfers):
@@ -201,7 +195,8 @@ class HiddenTransfers(Transfers):
     ) -> None:
         super().__init__(process, results, chunks.block_size, waiting, Copies.BESIDE_STEP)
         accelerator = get_accelerator()
-        self._chunk_numel = chunks.numel
+        self.chunk_numel = chunks.numel
+        self._here: dict[tuple[int, int], Latch] = {}  # of each chunk's newest y
         self._buffers = buffers
         self._chunk_slots = slots
         self._has_y = not slots  # the host has the newest y
@@ -249,7 +244,8 @@ class HiddenTransfers(Transfers):
         by_index = {task.partition: task for task in tasks}
         self._has_y = self._has_y or bool(tasks and not self._chunk_slots)
         for parcel in parcels:
-            if (task := by_index.get(parcel.index)) is not None:
+            if (task := by_index.get(parcel.index)) is not None and parcel.span is not None:
+                self._here[parcel.index, parcel.span.begin] = parcel.here
                 slot = parcel.number % len(self._chunk_slots) if self._chunk_slots else None
                 parcel.task = replace(task, span=parcel.span, chunk_slot=slot)
             if not publishes:
@@ -271,25 +267,13 @@ class HiddenTransfers(Transfers):
     ) -> list[Parcel]:
         """The parcels of partitions, behind `before` others of the same shipment."""
         found: list[Parcel] = []
-        for index in indices:
-            for span, blocks in self._spans(index):
-                number = before + len(found)
-                slot = (
-                    self._chunk_slots[number % len(self._chunk_slots)]
-                    if self._chunk_slots
-                    else None
-                )
-                chunk = Chunk(span, blocks, self._buffers[index], slot)
-                bring_up = partial(self._start_up, chunk, index)
-                found.append(
-                    Parcel(
-                        partial(send, chunk),
-                        bring_up=bring_up,
-                        index=index,
-                        span=span,
-                        number=number,
-                    )
-                )
+        for number, (index, span) in enumerate(self.in_order(indices), before):
+            slots, blocks = self._chunk_slots, self._blocks(span)
+            slot = slots[number % len(slots)] if slots else None
+            chunk = Chunk(span, blocks, self._buffers[index], slot)
+            bring_up = partial(self._start_up, chunk, index)
+            begins = partial(send, chunk)
+            found.append(Parcel(begins, bring_up=bring_up, index=index, span=span, number=number))
         return found
 
     def _send_down(self, chunk: Chunk) -> Any:
@@ -323,20 +307,26 @@ class HiddenTransfers(Transfers):
         with self._upwards.measured(self._up):
             chunk.start_up(self._host_results(index), self._up)
 
-    def _spans(self, index: int) -> Iterator[tuple[Span, Span]]:
-        """The elements and the blocks of each chunk of a partition."""
-        size, numel = self._block_size, self._buffers[index].results.published.numel()
-        for begin in range(0, numel, self._chunk_numel):
-            end = min(begin + self._chunk_numel, numel)
-            yield Span(begin, end), Span(begin // size, -(-end // size))
+    def _blocks(self, span: Span) -> Span:
+        size = self._block_size
+        return Span(span.begin // size, -(-span.end // size))
 
     def wait(self, within: Patience | None = None) -> float:
         self._courier.wait(within)
         return super().wait(within)
 
-    def published(self, index: int) -> Iterator[tuple[Span, torch.Tensor]]:
-        published = self._landed(index).published
-        yield Span(0, published.numel()), published
+    def published(
+        self, index: int, chunk: Span | None = None, within: Patience | None = None
+    ) -> Iterator[tuple[Span, torch.Tensor]]:
+        if chunk is None:
+            published = self._landed(index).published
+            yield Span(0, published.numel()), published
+            return
+        self._courier.wait_for(self._here[index, chunk.begin], within)
+        buffer = self._buffers[index]
+        # Perhaps later chunks have been started too: their copies take little time.
+        get_accelerator().current_stream().wait_event(buffer.landed)
+        yield chunk, buffer.results.published[slice(*chunk)]
 
     def block_means(self, index: int) -> torch.Tensor:
         means = self._landed(index).block_means
