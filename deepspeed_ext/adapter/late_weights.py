@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deepspeed_ext.adapter.gradients import Extent
-from deepspeed_ext.adapter.upstream import before_gathers
+from deepspeed_ext.adapter.upstream import Prefetches, before_gathers
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.messages import Span
 
@@ -32,11 +32,17 @@ class LateWeights:
 
     Args:
         places: where each parameter lies in the partitions, by ``ds_id``.
+        prefetches: those of that optimizer's model. With each fetch DeepSpeed prefetches a further
+            bucket, so it soon is far ahead of the forward, and a fetch waits for prefetches before
+            it. So there are none while weights are on their way.
     """
 
-    def __init__(self, host: HostOptimizer, places: Mapping[int, Extent]) -> None:
+    def __init__(
+        self, host: HostOptimizer, places: Mapping[int, Extent], prefetches: Prefetches
+    ) -> None:
         self._host = host
         self._places = places
+        self._prefetches = prefetches
         _join_gathers()
         for number in places:
             _owners[number] = self
@@ -44,11 +50,17 @@ class LateWeights:
     def complete(self, params: Iterable[Any]) -> None:
         """Let the weights of `params`, all of this optimizer, be those of the last step, for work
         on the current stream."""
-        if self._host.link.arrivals.are_due:
+        arrivals = self._host.link.arrivals
+        if arrivals.are_due:
             self._host.complete_weights(
                 (extent.partition, Span(extent.begin, extent.end))
                 for extent in (self._places[param.ds_id] for param in params)
             )
+        self.choose_prefetches()
+
+    def choose_prefetches(self) -> None:
+        """Prefetch nothing while weights are on their way; called after each step and gather."""
+        self._prefetches.allow(not self._host.link.arrivals.are_awaited)
 
 
 def complete_weights_of(params: Iterable[Any]) -> None:

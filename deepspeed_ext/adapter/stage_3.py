@@ -17,6 +17,7 @@ from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
+    Prefetches,
     Swap,
     host_offload_config,
     pins_offload_buffers,
@@ -77,7 +78,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             self.reset_cpu_buffers()
         self._late_weights: LateWeights | None = None
         if self.host_optimizer.decided.weights_arrive is WeightsArrival.IN_FORWARD:
-            self._late_weights = LateWeights(self.host_optimizer, self._partitions.places())
+            places, prefetches = self._partitions.places(), Prefetches(self)
+            self._late_weights = LateWeights(self.host_optimizer, places, prefetches)
 
     def _create_fp32_partitions(self) -> None:
         """Let DeepSpeed make masters without memory: p in the arena is made from the weights."""
@@ -257,6 +259,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             parts.driver.run(theirs, lambda: self.overflow)
         with self.host_optimizer.link.keeping():
             self._partitions.order_gathers()
+            if self._late_weights is not None:
+                self._late_weights.choose_prefetches()
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
         """As in DeepSpeed, but computed from each gradient's norm, which needs no fp64 copy of the

@@ -83,6 +83,7 @@ __all__ = [
     "ParameterStatus",
     "PartitionedParameter",
     "PipelineEngine",
+    "Prefetches",
     "Swap",
     "TensorFragment",
     "ThroughputTimer",
@@ -432,6 +433,20 @@ def before_gathers(notify: Callable[[Sequence[PartitionedParameter]], None]) -> 
         theirs(self, params)
 
     Init._ensure_availability_of_partitioned_params = ensured
+
+
+class Prefetches:
+    """The prefetches of stage 3, which DeepSpeed launches with each fetch."""
+
+    _BUCKET = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+
+    def __init__(self, optimizer: DeepSpeedZeroOptimizerStage3) -> None:
+        self._coordinator = optimizer.parameter_offload.get_param_coordinator()
+        self._numel = getattr(self._coordinator, self._BUCKET)
+
+    def allow(self, allowed: bool) -> None:
+        """Let fetches from now on prefetch what they may, or nothing."""
+        setattr(self._coordinator, self._BUCKET, self._numel if allowed else 0)
 
 
 def gather_stream(optimizer: DeepSpeedZeroOptimizerStage3) -> Any:

@@ -53,6 +53,11 @@ class WeightArrivals:
         """Whether any weights are on their way, or a stream may have to wait for their copies."""
         return bool(self._awaited or self._written)
 
+    @property
+    def are_awaited(self) -> bool:
+        """Whether any weights are on their way."""
+        return bool(self._awaited)
+
     def expect(self, transfers: Transfers, indices: Iterable[int]) -> None:
         """Note that y of these partitions, which is about to depart, becomes their weights."""
         for index, span in transfers.in_order(indices):

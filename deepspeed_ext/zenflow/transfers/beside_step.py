@@ -13,7 +13,8 @@ its slot has been sent back. Otherwise every partition keeps whole gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,10 +41,10 @@ class LandingBuffer:
     """Device memory of one partition of n elements, which holds its gradient and then its results.
 
     Note: [y follows its gradient]
-    The gradient lies at the end and y at the start. So even if their sizes differ, y of a chunk
-    overwrites only gradients of this and earlier chunks, which have been copied to the host. No
-    event orders the two copies: the worker has answered with y of a chunk, so its gradient has
-    arrived.
+    The gradient lies at the end and y at the start. If their sizes are equal, y of a chunk
+    overwrites its own gradient; otherwise that of this and earlier chunks, so chunks then travel in
+    the order of their elements. What is overwritten has been copied to the host. No event orders
+    the two copies: the worker has answered with y of a chunk, so its gradient has arrived.
 
     Args:
         host: what the worker writes; only dtypes and sizes are read.
@@ -79,6 +80,11 @@ class LandingBuffer:
                 host.block_means, dtype=host.block_means.dtype, device=self._device
             )
         self.results = Results(buffer[: numel * publish_dtype.itemsize].view(publish_dtype), means)
+
+    @property
+    def fits_any_order(self) -> bool:
+        """Whether chunks may travel in any order."""
+        return self._grad_dtype.itemsize == self._host.published.dtype.itemsize
 
     def release(self) -> None:
         """Free the memory. Until `allocate`, the buffer has neither gradient nor results."""
@@ -130,13 +136,18 @@ class ChunkSlot:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of blocks of a partition, and the place that it takes on the host; None: in the
-    partition's own arrays."""
+    """A run of blocks of a partition.
+
+    Attributes:
+        slot: the place that it takes on the host; None: in the partition's own arrays.
+        landed: event on the stream of the copies up, recorded after its own.
+    """
 
     span: Span
     blocks: Span
     buffer: LandingBuffer
     slot: ChunkSlot | None
+    landed: Any
 
     def start_down(self) -> None:
         """Start copying the gradient to its place, on the current stream."""
@@ -168,6 +179,7 @@ class Chunk:
                 results.block_means[blocks].copy_(host.block_means[blocks], non_blocking=True)
             if self.slot is not None:
                 self.slot.free.record(stream)
+            self.landed.record(stream)
             self.buffer.landed.record(stream)
 
 
@@ -196,8 +208,12 @@ class HiddenTransfers(Transfers):
         super().__init__(process, results, chunks.block_size, waiting, Copies.BESIDE_STEP)
         accelerator = get_accelerator()
         self.chunk_numel = chunks.numel
-        self._here: dict[tuple[int, int], Latch] = {}  # of each chunk's newest y
+        # of each chunk: its newest parcel's latch, and the event after the copy of its y
+        self._here: dict[tuple[int, int], Latch] = {}
+        self._landed_chunks: defaultdict[tuple[int, int], Any] = defaultdict(accelerator.Event)
         self._buffers = buffers
+        # see Note: [y follows its gradient]
+        self._fit_any_order = all(each.fits_any_order for each in buffers)
         self._chunk_slots = slots
         self._has_y = not slots  # the host has the newest y
         # in order: with a gradient, and not given to the courier yet
@@ -253,6 +269,10 @@ class HiddenTransfers(Transfers):
                 parcel.bring_up = None
         self._courier.send(parcels or [Parcel(lambda: departed)], self._process, self._at_once)
 
+    def in_order(self, indices: Iterable[int]) -> list[tuple[int, Span]]:
+        chunks = super().in_order(indices)
+        return chunks if self._fit_any_order else sorted(chunks)
+
     def _send(self, parcels: Sequence[Parcel]) -> None:
         for parcel in parcels:
             parcel.send()
@@ -270,7 +290,8 @@ class HiddenTransfers(Transfers):
         for number, (index, span) in enumerate(self.in_order(indices), before):
             slots, blocks = self._chunk_slots, self._blocks(span)
             slot = slots[number % len(slots)] if slots else None
-            chunk = Chunk(span, blocks, self._buffers[index], slot)
+            landed = self._landed_chunks[index, span.begin]
+            chunk = Chunk(span, blocks, self._buffers[index], slot, landed)
             bring_up = partial(self._start_up, chunk, index)
             begins = partial(send, chunk)
             found.append(Parcel(begins, bring_up=bring_up, index=index, span=span, number=number))
@@ -323,10 +344,9 @@ class HiddenTransfers(Transfers):
             yield Span(0, published.numel()), published
             return
         self._courier.wait_for(self._here[index, chunk.begin], within)
-        buffer = self._buffers[index]
-        # Perhaps later chunks have been started too: their copies take little time.
-        get_accelerator().current_stream().wait_event(buffer.landed)
-        yield chunk, buffer.results.published[slice(*chunk)]
+        landed = self._landed_chunks[index, chunk.begin]
+        get_accelerator().current_stream().wait_event(landed)
+        yield chunk, self._buffers[index].results.published[slice(*chunk)]
 
     def block_means(self, index: int) -> torch.Tensor:
         means = self._landed(index).block_means

@@ -373,12 +373,12 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
 
 def test_weights_arrive_when_forward_uses_them_and_before_backward() -> None:
     config = exact_config(3)
-    config["zero_optimization"] |= {"stage3_prefetch_bucket_size": 0, "sub_group_size": 250}
+    config["zero_optimization"] |= {"sub_group_size": 250}
     (found,) = run_ranks(1, arrivals, config, pool="exact True")
     total = found[1][0]
     assert total > 2
     assert found[:2] == [(0, 0, 0), (total, 0, 0)]
-    for before, during, after in found[2:]:  # one layer is not used
+    for before, during, after in found[2:]:  # one layer is not used, and not prefetched
         assert (before, after) == (total, 0)
         assert during > 0
 
