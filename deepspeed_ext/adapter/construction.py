@@ -39,7 +39,7 @@ from deepspeed_ext.runtime.garbage import earlier_objects_left_out
 from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.runtime.ranks import GridRanks, RankGroup, raise_together
 from deepspeed_ext.zenflow.plan.phases import Phase, nbytes_of
-from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place
+from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
@@ -193,7 +193,10 @@ def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
         )
         yield f"{steps} own update; updates of later steps overlap with the next step"
     else:
-        yield "every step waits for its own update (overlap_step is off)"
+        late = host.decided.weights_arrive is WeightsArrival.IN_FORWARD
+        why = "overlap_step is off" if settings.rule == "predictive" else "in the step, exactly"
+        waits = f"every step waits for its own update ({why})"
+        yield "exact weights arrive during the next forward" if late else waits
     if host.decided.arrival is Arrival.IN_BACKWARD:
         yield "gradients go to the host during backward, and the host computes the weights"
     elif host.decided.copies is not Copies.NONE:

@@ -294,7 +294,8 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "partition_numel": ASSIGNED,
     },
     "deepspeed.runtime.zero.partition_parameters:Init": {
-        "_convert_to_deepspeed_param": "(self, param)"
+        "_convert_to_deepspeed_param": "(self, param)",
+        "_ensure_availability_of_partitioned_params": "(self, params)",
     },
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus": {
         "AVAILABLE": EXISTS,

@@ -11,8 +11,11 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
+
 from deepspeed_ext.adapter.construction import built_together, log_start
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
+from deepspeed_ext.adapter.late_weights import complete_weights_of
 from deepspeed_ext.adapter.parts import Parts, destroy_parts, fields_of, section_in_use
 from deepspeed_ext.adapter.reached_state import EVALUATES_PREDICTED, wrap_accelerate
 from deepspeed_ext.adapter.readiness import Readiness, Work
@@ -137,7 +140,10 @@ class Engine(EngineSettings):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with ExitStack() as undo:
             self._parts = Parts(undo, kwargs.get("mpu"))
-            self._ties_stages = ties_stages(kwargs.get("model"))
+            model = kwargs.get("model")
+            self._ties_stages = ties_stages(model)
+            if isinstance(model, torch.nn.Module):  # which another engine may have trained
+                complete_weights_of(model.parameters())
             timer = throughput_timer(self._throughput_timer)
             with built_together(kwargs.get("mpu")), swapped(timer):
                 super().__init__(*args, **kwargs)
@@ -350,10 +356,10 @@ class Engine(EngineSettings):
             check(zenflow.readiness, *states)
 
     def eval(self) -> None:
-        """Evaluate as DeepSpeed does, with the weights that training uses; says so once, with
-        ZenFlow."""
+        """Evaluate as DeepSpeed does, with the weights that training uses; says so once, if ZenFlow
+        estimates some of them."""
         super().eval()
-        if self._parts.zenflow is not None and self.global_rank == 0:
+        if self._zenflow is not None and self._zenflow.overlapped and self.global_rank == 0:
             log_once(logging.INFO, EVALUATES_PREDICTED)
 
     # -- states on the host ------------------------------------------------------------------------

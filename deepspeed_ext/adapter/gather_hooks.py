@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.late_weights import complete_weights_of
 from deepspeed_ext.adapter.releases import partition_world_size
 from deepspeed_ext.adapter.upstream import (
     ParameterStatus,
@@ -163,6 +164,7 @@ class SingleParameterGather:
         by_us = [by_id[i] for i in fetch.singles] + [
             by_id[i] for bucket in fetch.buckets for i in bucket
         ]
+        complete_weights_of(by_us)
         _mark_in_flight(by_us)
         works: list[Work] = []
         pending: list[FetchedParameter] = []

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
+from deepspeed_ext.adapter.late_weights import LateWeights
 from deepspeed_ext.adapter.releases import is_at_boundary, norm_shows_overflow
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
+    Prefetches,
     Swap,
     host_offload_config,
     pins_offload_buffers,
@@ -27,7 +29,7 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.direct_buffers import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
-from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival
 from deepspeed_ext.zenflow.start import ZenFlowStart
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
@@ -74,6 +76,10 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
                 self._constant_buffered_norm2 if self.offload_param else gradient_norm,
             )
             self.reset_cpu_buffers()
+        self._late_weights: LateWeights | None = None
+        if self.host_optimizer.decided.weights_arrive is WeightsArrival.IN_FORWARD:
+            places, prefetches = self._partitions.places(), Prefetches(self)
+            self._late_weights = LateWeights(self.host_optimizer, places, prefetches)
 
     def _create_fp32_partitions(self) -> None:
         """Let DeepSpeed make masters without memory: p in the arena is made from the weights."""
@@ -246,10 +252,15 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
 
     def step(self, closure: Any = None) -> None:
         parts, theirs = self.zenflow_parts, partial(super().step, closure)
-        with parts.readiness.stepping():
+        kept: list[Swap] = []
+        if self._late_weights is not None:  # the forward gathers persistent parameters as others
+            kept = [Swap(self, "persistent_parameters", [])]
+        with parts.readiness.stepping(), swapped(*kept):
             parts.driver.run(theirs, lambda: self.overflow)
         with self.host_optimizer.link.keeping():
             self._partitions.order_gathers()
+            if self._late_weights is not None:
+                self._late_weights.choose_prefetches()
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
         """As in DeepSpeed, but computed from each gradient's norm, which needs no fp64 copy of the

@@ -48,6 +48,7 @@ from deepspeed.runtime.zero.offload_config import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
 )
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus as ParameterStatus
 from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype as communication_dtype
 from deepspeed.runtime.zero.stage3 import (
@@ -82,6 +83,7 @@ __all__ = [
     "ParameterStatus",
     "PartitionedParameter",
     "PipelineEngine",
+    "Prefetches",
     "Swap",
     "TensorFragment",
     "ThroughputTimer",
@@ -91,6 +93,7 @@ __all__ = [
     "lion_module",
     "all_gather_of_partitions",
     "announced_builds",
+    "before_gathers",
     "check",
     "communication_dtype",
     "counted_alike",
@@ -417,6 +420,33 @@ def _gather_or_exchange(groups_flat: Any, *args: Any, **kwargs: Any) -> None:
     (mine[0].exchange_partitions if mine else all_gather_of_partitions)(
         groups_flat, *args, **kwargs
     )
+
+
+def before_gathers(notify: Callable[[Sequence[PartitionedParameter]], None]) -> None:
+    """Call `notify` with the parameters of every gather, of any model, before DeepSpeed reads their
+    partitions. For good: closures of ``zero.Init``, made at any time, call the method."""
+    theirs = Init._ensure_availability_of_partitioned_params
+
+    @functools.wraps(theirs)
+    def ensured(self: Init, params: Any) -> None:
+        notify(params)
+        theirs(self, params)
+
+    Init._ensure_availability_of_partitioned_params = ensured
+
+
+class Prefetches:
+    """The prefetches of stage 3, which DeepSpeed launches with each fetch."""
+
+    _BUCKET = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+
+    def __init__(self, optimizer: DeepSpeedZeroOptimizerStage3) -> None:
+        self._coordinator = optimizer.parameter_offload.get_param_coordinator()
+        self._numel = getattr(self._coordinator, self._BUCKET)
+
+    def allow(self, allowed: bool) -> None:
+        """Let fetches from now on prefetch what they may, or nothing."""
+        setattr(self._coordinator, self._BUCKET, self._numel if allowed else 0)
 
 
 def gather_stream(optimizer: DeepSpeedZeroOptimizerStage3) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from deepspeed_ext.adapter.reached_state import ReachedState
@@ -61,7 +62,7 @@ class ZenFlowParts:
         scaler = zero.torch_autocast_gradscaler
         scale = None if scaler is None else AutocastScale(scaler)
         driver = StepDriver(host, partitions, scale)
-        backward_pass = BackwardPass(zero.clear_backward_seen_flag, partitions.trained)
+        backward_pass = BackwardPass(partial(_begin_backward, zero, host), partitions.trained)
         readiness = Readiness(
             host,
             start.run.config,
@@ -94,6 +95,7 @@ class ZenFlowParts:
         Returns:
             The states that are left to DeepSpeed.
         """
+        self.host.complete_weights()
         wanted = {state for state in OffloadStateTypeEnum if include is None or state in include}
         for receiver in self.driver.current.receivers:  # they keep the last step's weights
             receiver.release()
@@ -106,6 +108,13 @@ def zenflow_of(optimizer: Any) -> ZenFlowParts | None:
     """The parts of an engine's optimizer; None: it does not run in a process of its own."""
     parts = getattr(optimizer, "zenflow_parts", None)
     return parts if isinstance(parts, ZenFlowParts) else None
+
+
+def _begin_backward(zero: Any, host: HostOptimizer) -> None:
+    """Called before a backward pass. Weights arrive until then, those that forward has not used
+    among them: gradients go to slots where y of these may be."""
+    zero.clear_backward_seen_flag()
+    host.complete_weights()
 
 
 def _warn_of_mixed_blocks(partitions: ZeroPartitions, block_size: int) -> None:

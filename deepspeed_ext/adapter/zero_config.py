@@ -113,7 +113,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             or "state_dtype" in section.model_fields_set
         ):
             return section
-        can_have_it = section.rule == "predictive"
+        can_have_it = section.rule != "selective"
         return section.model_copy(update={"state_dtype": "bfloat16"}) if can_have_it else section
 
     def __init__(self, **data: Any) -> None:

@@ -12,7 +12,7 @@ __all__ = ["OF_ONE_RULE", "RuleName", "StateDtype", "ZenFlowConfig", "given_of_t
 
 DAY_SECONDS = 24 * 3600
 
-RuleName = Literal["predictive", "selective"]
+RuleName = Literal["predictive", "selective", "exact"]
 
 Steps = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """A number of optimizer steps or epochs. Large values cost nothing, but ranks exchange it as an
@@ -51,7 +51,9 @@ class ZenFlowConfig(ConfigSection):
     update_rule: RuleName | None = None
     """``predictive``: exact Adam, AdamW or Lion on the host for every step; the weights on the
     accelerator include an estimate of the update in flight. ``selective``: ZenFlow as published.
-    Not given: ``selective`` if ``topk_ratio`` or a ``select_*`` field is given, otherwise
+    ``exact``: the steps of ``predictive`` without an estimate, so weights are those of Adam, AdamW
+    or Lion to the bit; at stage 3 they arrive during the next forward, which waits for what has not
+    arrived. Not given: ``selective`` if ``topk_ratio`` or a ``select_*`` field is given, otherwise
     ``predictive``."""
 
     update_interval: Interval | Literal["measured"] | None = None
@@ -65,7 +67,8 @@ class ZenFlowConfig(ConfigSection):
 
     overlap_step: bool | None = None
     """Let the worker step while the accelerator runs the next step. False: wait for the worker in
-    every step. Not given: true for ``predictive``, false for ``selective``."""
+    every step. Not given: true for ``predictive`` and ``exact``, false for ``selective``. With
+    ``exact`` at stages 1 and 2 every step waits in any case."""
 
     full_warm_up_rounds: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Synchronous optimizer steps at the start; each is an exact step of all parameters. There is
@@ -197,7 +200,7 @@ class ZenFlowConfig(ConfigSection):
     def interval(self) -> int | None:
         """Optimizer steps per hand-over; None: the rule chooses it while it trains."""
         if self.update_interval is None:
-            return 1 if self.rule == "predictive" else None
+            return None if self.rule == "selective" else 1
         return None if isinstance(self.update_interval, str) else self.update_interval
 
     @property
@@ -209,8 +212,15 @@ class ZenFlowConfig(ConfigSection):
 
     @property
     def overlapped(self) -> bool:
-        """Whether steps after the warm-up are overlapped."""
+        """Whether the worker steps while the accelerator runs a whole step, after the warm-up."""
+        if self.rule == "exact":
+            return False
         return self.rule == "predictive" if self.overlap_step is None else self.overlap_step
+
+    @property
+    def arrives_late(self) -> bool:
+        """Whether exact weights may arrive after the step."""
+        return self.rule == "exact" and self.overlap_step is not False
 
     @property
     def warm_up_steps(self) -> int | None:
@@ -238,20 +248,19 @@ CHOOSES_SELECTIVE = frozenset(
 )
 """Fields that select the selective rule if ``update_rule`` is not given."""
 
+_EXACT = frozenset({"block_size", "state_dtype"})
+
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
-    "predictive": frozenset({"block_size", "prediction_error_factor", "state_dtype"}),
+    "predictive": _EXACT | {"prediction_error_factor"},
     "selective": CHOOSES_SELECTIVE | {"overlap_lag", "offload", "auto_ratio"},
+    "exact": _EXACT,
 }
-"""Fields that only one rule reads."""
+"""Fields that not every rule reads, by the rules that do."""
 
 
 def given_of_the_other_rule(zenflow: ZenFlowConfig | None) -> list[str]:
     """Names of the fields that the user set but the update rule in use does not read."""
     if zenflow is None:
         return []
-    other: RuleName = "selective" if zenflow.rule == "predictive" else "predictive"
-    return [
-        name
-        for name in type(zenflow).model_fields
-        if name in OF_ONE_RULE[other] & zenflow.model_fields_set
-    ]
+    idle = frozenset[str]().union(*OF_ONE_RULE.values()) - OF_ONE_RULE[zenflow.rule]
+    return [name for name in type(zenflow).model_fields if name in idle & zenflow.model_fields_set]

@@ -5,6 +5,7 @@ not a device.
     python -m tests.simulated.overlap --device-waits
     python -m tests.simulated.overlap --shares
     python -m tests.simulated.overlap --slots
+    python -m tests.simulated.overlap --rules
 
 Copies take `LINK` of a step each way and the worker's pass `WORKER` of one, for transfers inside of
 the step and beside the next. Then the link slows down from 0.1 to 2 of a step. A step is
@@ -46,10 +47,22 @@ HOST_SHARES = (1.0, 0.75, 0.5, 0.25)
 SLOW = (1.0, 1.8)
 """Of a step: the link each way and the worker, where only a share of the optimizer on the host is
 hidden."""
+PREFETCHES = 32
+"""A bucket of prefetches at stage 3 is such a part of the model: 50 million elements, DeepSpeed's
+default, are a 30th of 1.5 billion."""
 SLOTS = (2, 3, 4, 6, 8)
 """Places for chunks on the host."""
 NEARLY_FULL = ((0.4, 0.5), (0.9, 0.5), (0.5, 0.9), (0.9, 0.9))
 """Shares of a step that the link takes each way and the worker, up to what can just be hidden."""
+PASSES = (0.1, 0.2, 0.4, 0.8, 1.2)
+"""Shares of a step that the worker takes, where rules are compared; copies take half as long each
+way."""
+RULES: dict[str, tuple[tuple[str, Any], ...]] = {
+    "predictive": (),
+    "exact": (("update_rule", "exact"),),
+    "waits": (("overlap_step", False),),
+}
+OPERATOR_US = 10.0
 SLOWER = (0.1, 0.25, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0)
 
 
@@ -67,6 +80,8 @@ class Way:
     overlap_comm: bool = False
     host_share: float = 1.0
     slots: int = SLOTS_OF_CHUNKS
+    section: tuple[tuple[str, Any], ...] = ()
+    """More fields of the ``zenflow`` section."""
 
     def config(self) -> dict[str, Any]:
         config = zenflow_config(
@@ -74,6 +89,7 @@ class Way:
             accumulation=self.accumulation,
             update_interval=1,
             hide_transfers=self.hidden,
+            **dict(self.section),
         )
         # The simulated accelerator has no fused norm, so
         # the norm alone would take a tenth of a step.
@@ -84,7 +100,9 @@ class Way:
         if self.overlap_comm:
             zero["overlap_comm"] = True
         if self.stage == 3:
+            numel = self.layers * WIDTH * WIDTH
             zero |= {"sub_group_size": 10**9, "stage3_param_persistence_threshold": 0}
+            zero |= {"stage3_prefetch_bucket_size": numel // PREFETCHES}
         if self.hidden is None:
             del zero["zenflow"]
             # At stages 1 and 2 it is a dozen operators per
@@ -120,7 +138,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
 
     def run(link_gb_per_s: float, ns_per_element: float) -> tuple[list[Any], float]:
         speeds = {
-            "operator_us": 10.0,
+            "operator_us": OPERATOR_US,
             "memory_gb_per_s": 1e6,
             "collective_us": 0.0,
             "network_gb_per_s": 1e6,
@@ -285,6 +303,25 @@ def places(loads: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
     return rows
 
 
+def rules(passes: Sequence[float]) -> list[dict[str, Any]]:
+    """A row for each share of a step that the worker takes: the exposed share of a step at stage 3
+    under the predictive rule, the exact rule and if steps wait for their own update. The exact rule
+    is expected to expose the first chunk, and what its forward does not hide."""
+    loads, found = [(worker / 2, worker) for worker in passes], {}
+    for name, section in RULES.items():
+        way = Way(3, 1, 1, True, LONG_LAYERS, LONG_CHUNKS, section=section)
+        found[name] = figures(way, loads)
+    alone = found["exact"][0]["us"] / found["exact"][0]["step"]
+    forward = (LONG_LAYERS + LONG_CHUNKS) * OPERATOR_US / alone  # layers, and copies to weights
+    rows = []
+    for number, (link, worker) in enumerate(loads):
+        row = {"worker": worker, "forward": forward}
+        row |= {name: each[number]["step"] - 1.0 for name, each in found.items()}
+        first = (2 * link + worker) / LONG_CHUNKS
+        rows.append({**row, "exact, expected": max(0.0, worker - forward) + first})
+    return rows
+
+
 def comparisons_of(tables: Sequence[Sequence[dict[str, Any]]]) -> list[report.Comparison]:
     """Transfers beside the next step, against those inside of it and against plain ZeRO. Nothing
     varies in it."""
@@ -344,6 +381,9 @@ def main() -> None:
     parser.add_argument(
         "--slots", action="store_true", help="only how many places chunks need on the host"
     )
+    parser.add_argument(
+        "--rules", action="store_true", help="only what the predictive and the exact rule expose"
+    )
     arguments = parser.parse_args()
     print(f"link {LINK} of a step each way, worker {WORKER} of a step (a simulation)")
     if arguments.shares:
@@ -352,6 +392,10 @@ def main() -> None:
             f"link {SLOW[0]}, worker "
             f"{SLOW[1]}\n\n{report.table(rows, dict.fromkeys(rows[0], _cell))}"
         )
+        return
+    if arguments.rules:
+        rows = rules(PASSES)
+        print(f"\n{report.table(rows, dict.fromkeys(rows[0], _cell))}")
         return
     if arguments.slots:
         rows = places(NEARLY_FULL)

@@ -24,7 +24,6 @@ from deepspeed_ext.zenflow.rules.blocks import AdamBlocks
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
 from deepspeed_ext.zenflow.transfers.inside_step import Transfers
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -66,7 +65,7 @@ def late_and_poisoned() -> Iterator[dict[str, int]]:
     with ExitStack() as stack:
         _patch(stack, HostOptimizer, "step_partition", poison.step_partition)
         _patch(stack, Estimator, "predict", poison.predict)
-        _patch(stack, UpdateRule, "_take_published", poison.take_published)
+        _patch(stack, Partition, "take_published", poison.take_published)
         _patch(stack, PredictiveRule, "_read_results", poison.read_results)
         _patch(stack, OptimizerProcess, "submit", poison.submit)
         _patch(stack, AdamBlocks, "step", poison.step_hot)
@@ -106,11 +105,12 @@ class _Poison:
 
         return method
 
-    def take_published(self, original: Callable[..., None]) -> Callable[..., None]:
-        def method(rule: UpdateRule[Any], partition: Partition) -> None:
-            partition.weights().fill_(float("nan"))
+    def take_published(self, original: Callable[..., int]) -> Callable[..., int]:
+        def method(partition: Partition, transfers: Transfers, *chunk: Any) -> int:
+            part = slice(*chunk[0]) if chunk and chunk[0] is not None else slice(None)
+            partition.weights()[part].fill_(float("nan"))
             delay()
-            original(rule, partition)
+            return original(partition, transfers, *chunk)
 
         return method
 
@@ -180,7 +180,7 @@ def synchronous() -> Iterator[None]:
             (HiddenTransfers, "_landed"),
             (Estimator, "predict"),
             (Estimator, "move"),
-            (UpdateRule, "_take_published"),
+            (Partition, "take_published"),
             (PredictiveRule, "_read_results"),
             (AdamBlocks, "step"),
         ):

@@ -32,6 +32,7 @@ from deepspeed_ext.zenflow.plan.places import (
     Copies,
     Place,
     Places,
+    WeightsArrival,
 )
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
@@ -156,6 +157,7 @@ class _Choice:
                 f"the optimizer's state needs {shortage}: {instead}use more hosts, a smaller "
                 "zenflow.update_interval or more memory"
             )
+        weights_arrive, of_weights = self.weights(measures)
         rule = self.rule
         begins_longer = measures and is_asked
         if (
@@ -171,12 +173,30 @@ class _Choice:
             host_share,
             found,
             shortage,
-            (*reasons, of_chunks),
+            (*reasons, of_weights, of_chunks),
             self.facts.caller,
             measures,
             self.facts.mine.cpus,
             self.config.async_save,
+            weights_arrive,
         )
+
+    # -- when weights arrive -----------------------------------------------------------------------
+
+    def weights(self, measures_share: bool) -> tuple[WeightsArrival, Reason]:
+        """When the weights of exact steps arrive. At stages 1 and 2 anybody may read them between
+        the step and the forward without a call; at stage 3 they are gathered first."""
+        name, why = "weights arrive in the step", None
+        if not self.config.arrives_late:
+            why = "the config does not ask for the exact rule, or turns overlap_step off"
+        elif not self.facts.caller.partitions_weights:
+            why = "at stages 1 and 2 a parameter may be read without a call that could wait"
+        elif measures_share:
+            why = "a share on the accelerator is chosen between steps whose weights are complete"
+        if why is not None:
+            return WeightsArrival.IN_STEP, Reason(name, why)
+        why = "at stage 3 weights are gathered before they are read"
+        return WeightsArrival.IN_FORWARD, Reason("weights arrive in the next forward", why)
 
     # -- where gradients wait ----------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["EVERYTHING_ON_HOST", "Arrival", "Copies", "Place", "Places"]
+__all__ = ["EVERYTHING_ON_HOST", "Arrival", "Copies", "Place", "Places", "WeightsArrival"]
 
 
 class Place(enum.Enum):
@@ -27,6 +27,15 @@ class Arrival(enum.Enum):
     """In its step, perhaps before the step reads y: DeepSpeed's gradients are host memory, too."""
     AFTER_Y = "after y is read"
     """In its step, after that has read y in the same slot."""
+
+
+class WeightsArrival(enum.Enum):
+    """When the weights of an exact step come from the worker."""
+
+    IN_STEP = "in the step"
+    """They are complete when the step returns."""
+    IN_FORWARD = "in the next forward"
+    """Each chunk when it is first used after the step."""
 
 
 class Copies(enum.Enum):

@@ -21,7 +21,7 @@ from deepspeed_ext.zenflow.plan.facts import Caller, Cpus
 from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.partitions import PartitionPlan, kinds_of
 from deepspeed_ext.zenflow.plan.phases import Part, Phase, nbytes_of, parts_within
-from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, Places
+from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, Places, WeightsArrival
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
@@ -71,6 +71,7 @@ class ZenFlowPlan:
         caller: what the ZeRO optimizer around it does.
         cpus: those of both processes of this rank; None: not known.
         saves_beside: whether checkpoints are written beside training.
+        weights_arrive: when the weights of exact steps do.
     """
 
     rule: PredictiveSettings | SelectiveSettings
@@ -84,6 +85,7 @@ class ZenFlowPlan:
     measures_share: bool = False
     cpus: Cpus | None = None
     saves_beside: bool = False
+    weights_arrive: WeightsArrival = WeightsArrival.IN_STEP
 
     # -- places ------------------------------------------------------------------------------------
 
@@ -107,7 +109,7 @@ class ZenFlowPlan:
         """What all ranks must have decided alike: all but the sizes of this rank's arrays."""
         places = replace(self.places, handed_over=Place.HOST)  # in transit if partitions are large
         share = self.host_share, self.measures_share
-        return (self.rule, self.dtypes, places, share, self.shortage)
+        return (self.rule, self.dtypes, places, share, self.shortage, self.weights_arrive)
 
     # -- the arena ---------------------------------------------------------------------------------
 

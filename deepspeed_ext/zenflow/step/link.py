@@ -7,7 +7,7 @@ import enum
 import math
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, to
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import relaid
+from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.beside_step import ChunkSlot, HiddenTransfers, LandingBuffer
@@ -34,6 +35,7 @@ from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaRelay,
     ArenaTouch,
+    Span,
     ThreadLimit,
     WorkerPlan,
     WorkerTask,
@@ -103,6 +105,7 @@ class WorkerLink:
         home: the process that this belongs to.
         arena, process, transfers, page_locks, metrics: see their classes.
         phase: state of the newest update.
+        arrivals: the weights that are on their way.
         write_wait_seconds: total time spent waiting for the worker to write parts of the arena to
             files.
         longest_wait_seconds: longest wait even with progress; after it, the collective of other
@@ -131,6 +134,7 @@ class WorkerLink:
         self.write_wait_seconds = 0.0
         self._ranks = ranks
         self.metrics = metrics
+        self.arrivals = WeightArrivals(metrics)
         self._kept = KeptError()
         self._gradients_in_flight = 0
         self._touched = {spec.key for spec in plan.arena if spec.touched}
@@ -236,7 +240,14 @@ class WorkerLink:
         """Whether this rank has kept an error, which the next wait raises on every rank."""
         return self._kept.error is not None
 
-    def depart(self, tasks: Sequence[WorkerTask], *, gradients: int, publishes: bool) -> None:
+    def depart(
+        self,
+        tasks: Sequence[WorkerTask],
+        *,
+        gradients: int,
+        publishes: bool,
+        arriving: Iterable[int] = (),
+    ) -> None:
         """Send off the gradients that `transfers` has taken, and hand over work on them and earlier
         ones. Does nothing if this rank has failed.
 
@@ -244,7 +255,9 @@ class WorkerLink:
             tasks: at most one task per partition.
             gradients: number of gradients per task.
             publishes: whether the worker's results are read before the next gradients are taken.
+            arriving: partitions whose weights become what is published.
         """
+        self.arrivals.expect(self.transfers, arriving)
         if self.failed:
             return
         with self.keeping():
@@ -260,8 +273,8 @@ class WorkerLink:
                 self.transfers.start()
 
     def wait(self) -> Exception | None:
-        """Wait for everything in flight on this rank. Even with progress, the wait ends before the
-        collective of the ranks that wait for this one times out.
+        """Wait for everything in flight on this rank, and write the weights that were. Even with
+        progress, the wait ends before the collective of the ranks that wait for this one times out.
 
         Returns:
             The kept error, if any, which `wait_together` raises on all ranks.
@@ -270,11 +283,37 @@ class WorkerLink:
             with self.keeping():
                 within = Patience(self.longest_wait_seconds)
                 self.write_wait_seconds += self.process.wait_for_writes(within)
+                self.arrivals.complete(self.transfers, within)
                 seconds = self.transfers.wait(within)
                 if self.phase is UpdatePhase.IN_FLIGHT:
                     self.phase = UpdatePhase.ARRIVED
                     self.metrics.note_worker(seconds, self._gradients_in_flight)
+        self._lose_if_failed()
         return self._kept.error
+
+    def complete(self, parts: Iterable[tuple[int, Span]] | None = None) -> None:
+        """Let weights that are used now be those of the last step, on this rank alone; see Note:
+        [weights on their way]. If the worker has failed, they are NaN.
+
+        Args:
+            parts: partitions and elements of them; None: everything.
+
+        Raises:
+            StateError: this is a forked process, whose parent's weights are on their way.
+        """
+        if not self.arrivals.are_due:
+            return
+        self.home.require()
+        if not self.failed:
+            with self.keeping(), self.metrics.waiting.measured():
+                within = Patience(self.longest_wait_seconds)
+                self.arrivals.complete(self.transfers, within, parts)
+        self._lose_if_failed()
+
+    def _lose_if_failed(self) -> None:
+        if self.failed:
+            with self.keeping():
+                self.arrivals.lose()
 
     def wait_together(self) -> None:
         """Wait for everything in flight. A collective.

@@ -9,7 +9,7 @@ hands them to the worker and waits for it. An `UpdateRule` decides when, and com
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -30,7 +30,7 @@ from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.schedule import StepPlan
 from deepspeed_ext.zenflow.step.shown_state import ShownState, write
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
-from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
 __all__ = ["Mover", "HostOptimizer"]
 
@@ -104,8 +104,8 @@ class HostOptimizer:
     ) -> None:
         self.decided = decided
         self.rule = rule
-        self._hold(state)
         self.link = link
+        self._hold(state)
         self.kind = kind
         self.ranks = ranks
         self.counts = [0] * len(self.partitions)
@@ -128,6 +128,7 @@ class HostOptimizer:
         self._state = state
         self.partitions, self.states = state.partitions, state.wholes
         self.share, self.coded = state.share, state.coded
+        self.link.arrivals.partitions = state.partitions
 
     # -- one optimizer step ------------------------------------------------------------------------
 
@@ -191,7 +192,10 @@ class HostOptimizer:
             # the worker steps this partition while the next gradient is prepared
             if plan.waits_last:
                 task = self.rule.task(plan, partition)
-                self.link.depart([task], gradients=plan.handed_over, publishes=True)
+                arriving = [index] if plan.weights_arrive else ()
+                self.link.depart(
+                    [task], gradients=plan.handed_over, publishes=True, arriving=arriving
+                )
 
     def finish_weights(self, *, starts_copies: bool = True) -> None:
         """Write the new weights of all partitions, once all gradients have been taken. A
@@ -234,6 +238,7 @@ class HostOptimizer:
                         tasks,
                         gradients=plan.handed_over,
                         publishes=rule.schedule.plan().waits_first,
+                        arriving=range(len(self.partitions)) if plan.weights_arrive else (),
                     )
                 rule.end_step(plan)
             if (wanted := rule.measured_interval(plan)) is not None:
@@ -262,13 +267,33 @@ class HostOptimizer:
     def coming_slot(self, index: int) -> torch.Tensor:
         """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the
         arena. Not for gradients that pass through in chunks. After `begin_step` it is free, but on
-        an accelerator that is not the CPU the step may still read y there."""
+        an accelerator that is not the CPU the step may still read y there. Weights that are on
+        their way are complete when this returns: y of them may be in the slot."""
+        self.link.complete([(index, Span(0, self.partitions[index].master.numel()))])
         return self.partitions[index].ring[self.rule.schedule.coming]
 
     @property
     def _current_plan(self) -> StepPlan:
         assert self.plan is not None, "valid only inside a step"
         return self.plan
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def complete_weights(self, parts: Iterable[tuple[int, Span]] | None = None) -> None:
+        """Let weights that are used now be those of the last step, on this rank alone. Only if they
+        arrive during the forward (`ZenFlowPlan.weights_arrive`) may this have to wait.
+
+        Args:
+            parts: partitions of ZeRO and elements of them; None: everything.
+        """
+        if parts is None:
+            self.link.complete()
+            return
+        heads = [0] * len(self.partitions) if self.share is None else self.share.numels
+        self.link.complete(
+            (index, Span(max(0, span.begin - heads[index]), span.end - heads[index]))
+            for index, span in parts
+        )
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -454,6 +479,8 @@ class HostOptimizer:
         self.ring.lock()
 
     def close(self) -> None:
-        """Stop the worker. Masters and moments stay readable. Idempotent."""
+        """Stop the worker. Weights, masters and moments stay readable. Idempotent."""
+        if self.link.home.is_here:
+            self.link.complete()
         self.shown.close()
         self.link.close()

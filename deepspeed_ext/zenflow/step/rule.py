@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
@@ -79,10 +78,10 @@ class UpdateRule(ABC, Generic[PlanT]):
     def task(self, plan: PlanT, partition: Partition) -> WorkerTask:
         """Build the worker's task from a partition's collected gradients; this hands them over."""
 
-    @abstractmethod
     def write_weights(self, plan: PlanT) -> None:
-        """Write the weights that `step_partition` could not write. If the plan waits last, the
-        update handed over in this step has arrived. A collective."""
+        """Write the weights that `step_partition` could not write and that do not arrive from the
+        worker. If the plan waits last, the update handed over in this step has arrived. A
+        collective."""
 
     def end_step(self, plan: PlanT) -> None:
         """Finish the step: its weights are written and its gradients, if due, are handed over."""
@@ -173,12 +172,4 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     def _take_published(self, partition: Partition) -> None:
         """Copy a partition's published weights to its weights."""
-        weights = partition.weights()
-        for span, published in self._link.transfers.published(partition.index):
-            # A converting copy needs a temporary of the published
-            # dtype on the accelerator; copying in parts bounds it.
-            part_numel = published.numel() if published.dtype == weights.dtype else CONVERTED_NUMEL
-            parts = weights[slice(*span)].split(part_numel)
-            for part, arrived in zip(parts, published.split(part_numel), strict=True):
-                part.copy_(arrived, non_blocking=True)
-            self._metrics.bytes_up += published.nbytes
+        self._metrics.bytes_up += partition.take_published(self._link.transfers)

@@ -39,6 +39,12 @@ class StepPlan(ABC):
     def waits_last(self) -> bool:
         """Whether this step waits for the update that it hands over."""
 
+    @property
+    def weights_arrive(self) -> bool:
+        """Whether what the worker publishes for the gradients handed over in this step becomes the
+        weights (see `WeightArrivals`)."""
+        return False
+
 
 @dataclass(frozen=True)
 class State:

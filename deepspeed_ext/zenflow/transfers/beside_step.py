@@ -13,7 +13,8 @@ its slot has been sent back. Otherwise every partition keeps whole gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from deepspeed_ext.runtime.stopwatch import Stopwatch, StreamStopwatch
 from deepspeed_ext.zenflow.plan.chunks import Chunks
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.transfers import streams
-from deepspeed_ext.zenflow.transfers.courier import Courier, Parcel
+from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Parcel
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
@@ -40,10 +41,10 @@ class LandingBuffer:
     """Device memory of one partition of n elements, which holds its gradient and then its results.
 
     Note: [y follows its gradient]
-    The gradient lies at the end and y at the start. So even if their sizes differ, y of a chunk
-    overwrites only gradients of this and earlier chunks, which have been copied to the host. No
-    event orders the two copies: the worker has answered with y of a chunk, so its gradient has
-    arrived.
+    The gradient lies at the end and y at the start. If their sizes are equal, y of a chunk
+    overwrites its own gradient; otherwise that of this and earlier chunks, so chunks then travel in
+    the order of their elements. What is overwritten has been copied to the host. No event orders
+    the two copies: the worker has answered with y of a chunk, so its gradient has arrived.
 
     Args:
         host: what the worker writes; only dtypes and sizes are read.
@@ -51,7 +52,7 @@ class LandingBuffer:
     Attributes:
         gradient: 1-D [n].
         results: `Results` on the accelerator.
-        landed: event on the stream of the copies up, recorded after the last copy.
+        landed: event on the stream of the copies up, recorded after the newest copy.
         is_full: whether it holds a gradient that has not been sent.
         slot: destination of that gradient; None: the chunks' own.
     """
@@ -79,6 +80,11 @@ class LandingBuffer:
                 host.block_means, dtype=host.block_means.dtype, device=self._device
             )
         self.results = Results(buffer[: numel * publish_dtype.itemsize].view(publish_dtype), means)
+
+    @property
+    def fits_any_order(self) -> bool:
+        """Whether chunks may travel in any order."""
+        return self._grad_dtype.itemsize == self._host.published.dtype.itemsize
 
     def release(self) -> None:
         """Free the memory. Until `allocate`, the buffer has neither gradient nor results."""
@@ -130,18 +136,18 @@ class ChunkSlot:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of blocks of a partition, and the place that it takes on the host; None: in the
-    partition's own arrays."""
+    """A run of blocks of a partition.
+
+    Attributes:
+        slot: the place that it takes on the host; None: in the partition's own arrays.
+        landed: event on the stream of the copies up, recorded after its own.
+    """
 
     span: Span
     blocks: Span
     buffer: LandingBuffer
     slot: ChunkSlot | None
-
-    @property
-    def is_last(self) -> bool:
-        """Whether no other chunk of the partition follows."""
-        return self.span.end == self.buffer.results.published.numel()
+    landed: Any
 
     def start_down(self) -> None:
         """Start copying the gradient to its place, on the current stream."""
@@ -173,8 +179,8 @@ class Chunk:
                 results.block_means[blocks].copy_(host.block_means[blocks], non_blocking=True)
             if self.slot is not None:
                 self.slot.free.record(stream)
-            if self.is_last:
-                self.buffer.landed.record(stream)
+            self.landed.record(stream)
+            self.buffer.landed.record(stream)
 
 
 class HiddenTransfers(Transfers):
@@ -201,8 +207,13 @@ class HiddenTransfers(Transfers):
     ) -> None:
         super().__init__(process, results, chunks.block_size, waiting, Copies.BESIDE_STEP)
         accelerator = get_accelerator()
-        self._chunk_numel = chunks.numel
+        self.chunk_numel = chunks.numel
+        # of each chunk: its newest parcel's latch, and the event after the copy of its y
+        self._here: dict[tuple[int, int], Latch] = {}
+        self._landed_chunks: defaultdict[tuple[int, int], Any] = defaultdict(accelerator.Event)
         self._buffers = buffers
+        # see Note: [y follows its gradient]
+        self._fit_any_order = all(each.fits_any_order for each in buffers)
         self._chunk_slots = slots
         self._has_y = not slots  # the host has the newest y
         # in order: with a gradient, and not given to the courier yet
@@ -249,13 +260,18 @@ class HiddenTransfers(Transfers):
         by_index = {task.partition: task for task in tasks}
         self._has_y = self._has_y or bool(tasks and not self._chunk_slots)
         for parcel in parcels:
-            if (task := by_index.get(parcel.index)) is not None:
+            if (task := by_index.get(parcel.index)) is not None and parcel.span is not None:
+                self._here[parcel.index, parcel.span.begin] = parcel.here
                 slot = parcel.number % len(self._chunk_slots) if self._chunk_slots else None
                 parcel.task = replace(task, span=parcel.span, chunk_slot=slot)
             if not publishes:
                 assert not self._chunk_slots, "y must leave its slot"
                 parcel.bring_up = None
         self._courier.send(parcels or [Parcel(lambda: departed)], self._process, self._at_once)
+
+    def in_order(self, indices: Iterable[int]) -> list[tuple[int, Span]]:
+        chunks = super().in_order(indices)
+        return chunks if self._fit_any_order else sorted(chunks)
 
     def _send(self, parcels: Sequence[Parcel]) -> None:
         for parcel in parcels:
@@ -271,25 +287,14 @@ class HiddenTransfers(Transfers):
     ) -> list[Parcel]:
         """The parcels of partitions, behind `before` others of the same shipment."""
         found: list[Parcel] = []
-        for index in indices:
-            for span, blocks in self._spans(index):
-                number = before + len(found)
-                slot = (
-                    self._chunk_slots[number % len(self._chunk_slots)]
-                    if self._chunk_slots
-                    else None
-                )
-                chunk = Chunk(span, blocks, self._buffers[index], slot)
-                bring_up = partial(self._start_up, chunk, index)
-                found.append(
-                    Parcel(
-                        partial(send, chunk),
-                        bring_up=bring_up,
-                        index=index,
-                        span=span,
-                        number=number,
-                    )
-                )
+        for number, (index, span) in enumerate(self.in_order(indices), before):
+            slots, blocks = self._chunk_slots, self._blocks(span)
+            slot = slots[number % len(slots)] if slots else None
+            landed = self._landed_chunks[index, span.begin]
+            chunk = Chunk(span, blocks, self._buffers[index], slot, landed)
+            bring_up = partial(self._start_up, chunk, index)
+            begins = partial(send, chunk)
+            found.append(Parcel(begins, bring_up=bring_up, index=index, span=span, number=number))
         return found
 
     def _send_down(self, chunk: Chunk) -> Any:
@@ -323,20 +328,25 @@ class HiddenTransfers(Transfers):
         with self._upwards.measured(self._up):
             chunk.start_up(self._host_results(index), self._up)
 
-    def _spans(self, index: int) -> Iterator[tuple[Span, Span]]:
-        """The elements and the blocks of each chunk of a partition."""
-        size, numel = self._block_size, self._buffers[index].results.published.numel()
-        for begin in range(0, numel, self._chunk_numel):
-            end = min(begin + self._chunk_numel, numel)
-            yield Span(begin, end), Span(begin // size, -(-end // size))
+    def _blocks(self, span: Span) -> Span:
+        size = self._block_size
+        return Span(span.begin // size, -(-span.end // size))
 
     def wait(self, within: Patience | None = None) -> float:
         self._courier.wait(within)
         return super().wait(within)
 
-    def published(self, index: int) -> Iterator[tuple[Span, torch.Tensor]]:
-        published = self._landed(index).published
-        yield Span(0, published.numel()), published
+    def published(
+        self, index: int, chunk: Span | None = None, within: Patience | None = None
+    ) -> Iterator[tuple[Span, torch.Tensor]]:
+        if chunk is None:
+            published = self._landed(index).published
+            yield Span(0, published.numel()), published
+            return
+        self._courier.wait_for(self._here[index, chunk.begin], within)
+        landed = self._landed_chunks[index, chunk.begin]
+        get_accelerator().current_stream().wait_event(landed)
+        yield chunk, self._buffers[index].results.published[slice(*chunk)]
 
     def block_means(self, index: int) -> torch.Tensor:
         means = self._landed(index).block_means

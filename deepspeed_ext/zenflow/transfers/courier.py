@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -26,13 +26,39 @@ from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess, within_group_timeout
 
-__all__ = ["Courier", "Parcel", "Shipment"]
+__all__ = ["Courier", "Latch", "Parcel", "Shipment"]
 
 _PARCELS_AHEAD = 1
 _CLOSE_SECONDS = 2.0
 _LATER_SECONDS = 5.0
 """The trainer waits this much longer than the courier, so that the courier's more specific error
 comes first."""
+
+
+class Latch:
+    """Opens once, for everyone who waits.
+
+    Attributes:
+        is_open: whether it has been opened.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """Open it; idempotent, but only one thread may call this."""
+        if not self.is_open:
+            self.is_open = True
+            self._lock.release()
+
+    def wait_a_slice(self, patience: Patience) -> None:
+        """Block for one slice of `patience` at most, or until it is open. A signal handler that
+        interrupts this may call it as well."""
+        if not self.is_open and self._lock.acquire(timeout=max(0.0, patience.begin_slice())):
+            return  # the lock is no longer needed
+        patience.end_slice()
 
 
 @dataclass
@@ -49,6 +75,7 @@ class Parcel:
         index, span: the partition, and the run of its elements.
         number: its number in the shipment.
         arrived: the event; None before `send`.
+        here: opens once the copy of the result is started, or an error has ended the shipment.
     """
 
     start_down: Callable[[], Any]
@@ -58,6 +85,7 @@ class Parcel:
     span: Span | None = None
     number: int = 0
     arrived: Any = None
+    here: Latch = field(default_factory=Latch, init=False)
 
     def send(self) -> None:
         """Start its copy to the host, unless that is done."""
@@ -74,7 +102,7 @@ class Shipment:
 
     Attributes:
         carried: parcels delivered so far.
-        is_done: whether everything is delivered or an error has ended it. It then holds no more
+        done: opens once everything is delivered or an error has ended it. It then holds no more
             references.
     """
 
@@ -85,13 +113,12 @@ class Shipment:
             "a parcel waits behind the one that the worker has"
         )
         self.carried = 0
-        self.is_done = False
+        self.done = Latch()
+        self._latches = [parcel.here for parcel in parcels]
         self._parcels = deque(parcels)
         self._unsent = iter(tuple(parcels))
         self._at_once = at_once
         self._process: OptimizerProcess | None = process
-        self._latch = threading.Lock()
-        self._latch.acquire()
 
     def carry(self) -> None:
         """Deliver all parcels. Called by the courier's thread."""
@@ -110,6 +137,7 @@ class Shipment:
                     process.wait_for(number)
                     parcel.bring_up()
                 self.carried += 1
+                parcel.here.open()
                 self._send(1)  # its place is free
 
     def _send(self, count: int | None) -> None:
@@ -122,15 +150,10 @@ class Shipment:
         self._parcels.clear()
         self._unsent = iter(())
         self._process = None
-        self.is_done = True
-        self._latch.release()
-
-    def wait_a_slice(self, patience: Patience) -> None:
-        """Block for one slice of `patience` at most, or until it is done. A signal handler that
-        interrupts this may call it as well."""
-        if not self.is_done and self._latch.acquire(timeout=max(0.0, patience.begin_slice())):
-            return  # the latch is no longer needed
-        patience.end_slice()
+        for latch in self._latches:
+            latch.open()
+        self._latches.clear()
+        self.done.open()
 
 
 class Courier:
@@ -160,14 +183,14 @@ class Courier:
     @property
     def is_idle(self) -> bool:
         """Whether everything is delivered."""
-        return all(shipment.is_done for shipment in tuple(self._shipments))
+        return all(shipment.done.is_open for shipment in tuple(self._shipments))
 
     def send(
         self, parcels: Sequence[Parcel], process: OptimizerProcess, at_once: int | None = None
     ) -> None:
         """Queue `parcels` behind everything sent before, without waiting. `at_once` as for
         `Shipment`."""
-        while self._shipments and self._shipments[0].is_done:
+        while self._shipments and self._shipments[0].done.is_open:
             self._shipments.popleft()
         self._shipments.append(Shipment(parcels, process, at_once))
         self._calls.put(True)
@@ -185,27 +208,44 @@ class Courier:
         """
         self._calls.put(True)  # the handler may have interrupted `send`
         for shipment in tuple(self._shipments):
-            patience = Patience(self._timeout_seconds + _LATER_SECONDS, within)
-            seen = shipment.carried
-            while not shipment.is_done:
-                if shipment.carried != seen:
-                    patience.renew()
-                    seen = shipment.carried
-                if within is not None and within.is_over:
-                    raise WorkerError(
-                        "copies between accelerator and optimizer process, "
-                        "and its passes between them, have not ended within "
-                        f"{within.seconds:g} s. {within_group_timeout()}"
-                    )
-                if patience.is_over or not self._thread.is_alive():
-                    raise WorkerError(
-                        "copies between accelerator and optimizer process "
-                        f"have not moved for {self._timeout_seconds:g} s "
-                        "(zenflow.worker_timeout_seconds): is the accelerator stuck?"
-                    )
-                shipment.wait_a_slice(patience)
+            self._wait_until(shipment.done, within)
         if self._errors:
             raise self._errors[0]
+
+    def wait_for(self, parcel: Latch, within: Patience | None = None) -> None:
+        """Wait until a parcel that has been sent is delivered; arguments and errors as for `wait`.
+
+        Args:
+            parcel: its `Parcel.here`.
+        """
+        self._calls.put(True)
+        self._wait_until(parcel, within)
+        if self._errors:
+            raise self._errors[0]
+
+    def _wait_until(self, latch: Latch, within: Patience | None) -> None:
+        patience, seen = Patience(self._timeout_seconds + _LATER_SECONDS, within), self._carried
+        while not latch.is_open:
+            if (carried := self._carried) != seen:
+                patience.renew()
+                seen = carried
+            if within is not None and within.is_over:
+                raise WorkerError(
+                    "copies between accelerator and optimizer process, "
+                    "and its passes between them, have not ended within "
+                    f"{within.seconds:g} s. {within_group_timeout()}"
+                )
+            if patience.is_over or not self._thread.is_alive():
+                raise WorkerError(
+                    "copies between accelerator and optimizer process "
+                    f"have not moved for {self._timeout_seconds:g} s "
+                    "(zenflow.worker_timeout_seconds): is the accelerator stuck?"
+                )
+            latch.wait_a_slice(patience)
+
+    @property
+    def _carried(self) -> int:
+        return sum(shipment.carried for shipment in tuple(self._shipments))
 
     def close(self) -> bool:
         """End the thread. Close the worker first, because the thread may be waiting for it.
@@ -229,7 +269,7 @@ def _carry_all(
     get_accelerator().set_device(device)
     while calls.get():
         for shipment in tuple(shipments):
-            if shipment.is_done:
+            if shipment.done.is_open:
                 continue
             try:
                 if not errors:

@@ -3,17 +3,19 @@ next step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.stopwatch import Stopwatch
+from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.transfers import streams
+from deepspeed_ext.zenflow.transfers.order_of_use import OrderOfUse
 from deepspeed_ext.zenflow.transfers.weight_upload import WeightUpload
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
@@ -51,7 +53,8 @@ class Transfers:
     when the calls return.
 
     A step calls `ready` and `take` for each partition, then `start`, then `depart`. `wait` comes
-    before `published` and `block_means`, in this step or a later one.
+    before `block_means` and `published` of whole partitions, in this step or a later one.
+    `published` of a chunk waits for that chunk.
 
     Note: [y before the next gradient]
     y lies in a slot of the gradient ring, and the coming gradient may go to the same slot (Note:
@@ -64,6 +67,11 @@ class Transfers:
             each slot of its ring.
         waiting: runs while the accelerator waits for copies.
         copies: what crosses the link.
+
+    Attributes:
+        chunk_numel: elements of a chunk, whole blocks; the last chunk of a partition may be
+            shorter.
+        order: the order in which chunks depart.
     """
 
     def __init__(
@@ -79,6 +87,10 @@ class Transfers:
         self._block_size = block_size
         self._waiting = waiting
         self._slots = [0] * len(results)  # of each partition: where its newest y is
+        numel = sum(first.published.numel() for first, *_ in results)
+        self.chunk_numel = chunks.chunk_numel(numel, block_size)
+        self.order = OrderOfUse()
+        self._sent: dict[tuple[int, int], int] = {}  # submission of each chunk's newest task
         # by partition: parts of y, and events after their reading
         self._read: dict[int, list[tuple[Span, Any]]] = {}
         self._lifts = copies is not Copies.NONE
@@ -140,12 +152,24 @@ class Transfers:
         """
         self._finish()
         self._note_slots(tasks)
-        if tasks:
-            self._process.submit(tasks)
+        by_index = {task.partition: task for task in tasks}
+        for index, span in self.in_order(by_index):
+            task = replace(by_index[index], span=span)
+            self._sent[index, span.begin] = self._process.submit([task])
 
     def _note_slots(self, tasks: Sequence[WorkerTask]) -> None:
         for task in tasks:
             self._slots[task.partition] = task.y_slot
+            self._read.pop(task.partition, None)
+
+    def in_order(self, indices: Iterable[int]) -> list[tuple[int, Span]]:
+        """The chunks of partitions, in the order in which they depart."""
+        return self.order.sorted(
+            (index, Span(begin, min(begin + self.chunk_numel, numel)))
+            for index in indices
+            for numel in (self._results[index][0].published.numel(),)
+            for begin in range(0, numel, self.chunk_numel)
+        )
 
     def _host_results(self, index: int) -> Results:
         """The arrays of the arena with a partition's newest results."""
@@ -164,27 +188,36 @@ class Transfers:
         """
         return self._process.wait(within=within).seconds
 
-    def published(self, index: int) -> Iterator[tuple[Span, torch.Tensor]]:
+    def published(
+        self, index: int, chunk: Span | None = None, within: Patience | None = None
+    ) -> Iterator[tuple[Span, torch.Tensor]]:
         """A partition's y in parts of whole blocks, in order, for work on the current stream.
         Launch the work on a part before the next one is taken.
+
+        Args:
+            chunk: one that has departed and whose y has not been read; waits until the worker has
+                published it. None: the whole partition.
+            within: longest wait for the chunk in all; None: unlimited while there is progress.
 
         Yields:
             The part's elements, and y of them; on the host or on the accelerator.
         """
         published = self._host_results(index).published
-        numel, size = published.numel(), published.numel()
+        run, size = chunk or Span(0, published.numel()), published.numel()
+        if chunk is None:
+            self._read.pop(index, None)
+        else:
+            self._process.wait_for(self._sent[index, chunk.begin], within=within)
         if self._lifts:
             self._reader = get_accelerator().current_stream()
         # copies of the next gradient follow part by part, in the other direction
         if self._down is not None:
             size = chunk_of(ACCELERATOR_CHUNK_NUMEL, self._block_size)
-        read: list[tuple[Span, Any]] = []
-        for begin in range(0, numel, max(1, size)):
-            part = Span(begin, min(begin + size, numel))
+        for begin in range(run.begin, run.end, max(1, size)):
+            part = Span(begin, min(begin + size, run.end))
             yield part, published[slice(*part)]
             if self._down is not None:
-                read.append((part, self.ready()))
-        self._read[index] = read
+                self._read.setdefault(index, []).append((part, self.ready()))
 
     def computed(
         self, weights: torch.Tensor, span: Span, *, reads: bool

@@ -31,7 +31,7 @@ BY_DEFAULT = [
     (2, "predictive", "fp32", 1),
     (2, "selective", "fp32", 2),
 ]
-BY_DEFAULT += [(3, "predictive", "bf16", 2)]
+BY_DEFAULT += [(3, "predictive", "bf16", 2), (3, "exact", "fp32", 2)]
 
 FOUND = [
     "steps set_step base_round_trip exact steps write_kept keep steps read_inner",

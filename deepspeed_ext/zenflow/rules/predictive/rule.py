@@ -89,6 +89,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             settings.warm_up_steps,
             guarded=self._factor > 0.0,
             arrival=plan.arrival,
+            weights_arrive=plan.weights_arrive,
         )
         super().__init__(settings.block_size, schedule, partitions, link, metrics)
         self.states = [PredictionState() for _ in partitions]
@@ -158,12 +159,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         exact = plan.source is WeightSource.EXACT
         publish = self._kind.exact(last) if exact else self._kind.ahead(last, self._interval)
         return self._kind.task(partition.index, slots, steps, publish)
-
-    def write_weights(self, plan: PredictivePlan) -> None:
-        if plan.source is WeightSource.EXACT:
-            with self._link.keeping():
-                for partition in self._partitions:
-                    self._take_published(partition)
 
     def end_step(self, plan: PredictivePlan) -> None:
         if plan.source is WeightSource.EXACT and plan.publish_ahead:

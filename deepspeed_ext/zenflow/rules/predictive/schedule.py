@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival
 from deepspeed_ext.zenflow.plan.predictive import ring_of
 from deepspeed_ext.zenflow.rules.predictive.guard import GuardState
 from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS, Schedule, State, StepPlan
@@ -42,7 +42,8 @@ class WeightSource(enum.Enum):
     """How a step computes its weights."""
 
     EXACT = "exact"
-    """W = round(p): hand over the gradients up to this step's, wait for their update and copy p."""
+    """W = round(p): hand over the gradients up to this step's, wait for their update and copy p.
+    Under the exact rule it may arrive during the next forward instead."""
     DRIFTED = "drifted"
     """W moves by the estimated effect of this step's gradient, which is handed over at the end of
     its interval."""
@@ -62,6 +63,8 @@ class PredictivePlan(StepPlan):
     """Whether the next step is overlapped, so that the worker publishes the extrapolated y."""
     probes: bool = False
     """Whether the prediction for the gradients handed over in this step is measured."""
+    arrives_later: bool = False
+    """Whether exact weights arrive after the step."""
 
     @property
     def waits_first(self) -> bool:
@@ -69,6 +72,10 @@ class PredictivePlan(StepPlan):
 
     @property
     def waits_last(self) -> bool:
+        return self.weights_arrive and not self.arrives_later
+
+    @property
+    def weights_arrive(self) -> bool:
         return self.source is WeightSource.EXACT
 
 
@@ -92,6 +99,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         warm_up_steps: synchronous steps at the start, at least an interval; None: `WARM_UP_STEPS`.
         guarded: whether the guard judges probes.
         arrival: when gradients come to the ring.
+        weights_arrive: when exact weights do, if steps never overlap.
     """
 
     def __init__(
@@ -101,8 +109,10 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         warm_up_steps: int | None,
         guarded: bool = False,
         arrival: Arrival = Arrival.AFTER_Y,
+        weights_arrive: WeightsArrival = WeightsArrival.IN_STEP,
     ) -> None:
         super().__init__(PredictiveState(interval=interval))
+        self._arrives_later = weights_arrive is WeightsArrival.IN_FORWARD
         self._arrival = arrival
         self._overlap = overlap
         self._warm_up_steps = WARM_UP_STEPS if warm_up_steps is None else warm_up_steps
@@ -132,7 +142,12 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
             )
             probes = guard.synchronous and guard.is_due
             return PredictivePlan(
-                state.position + 1, WeightSource.EXACT, state.position, ahead, probes
+                state.position + 1,
+                WeightSource.EXACT,
+                state.position,
+                ahead,
+                probes,
+                self._arrives_later,
             )
         last = state.position == state.interval - 1
         source = WeightSource.PREDICTED if last else WeightSource.DRIFTED

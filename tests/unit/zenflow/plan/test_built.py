@@ -73,7 +73,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         said.append(
             ("landing", plan.held.landing_bytes if equal_items else y_and_means, y_and_means)
         )
-        said.append(("chunk", plan.chunks.numel, transfers._chunk_numel))
+        said.append(("chunk", plan.chunks.numel, transfers.chunk_numel))
         said.append(("slots", plan.chunks.slots, len(transfers._chunk_slots)))
     parts = [] if adam.share is None else adam.share._parts
     share = sum(tensor.nbytes for part in parts for tensor in part.state)

@@ -29,9 +29,8 @@ from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.rules.blocks import BlockSet
-from deepspeed_ext.zenflow.step import rule as rule_module
-from deepspeed_ext.zenflow.step.metrics import Metrics
-from deepspeed_ext.zenflow.step.rule import UpdateRule
+from deepspeed_ext.zenflow.step import partition as partition_module
+from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.transfers import inside_step as transfers_module
 from deepspeed_ext.zenflow.transfers import streams as streams_module
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers, allocated_on_all_ranks
@@ -285,7 +284,7 @@ def last_events(config: dict[str, Any], steps: int) -> list[tuple[str, int]]:
     found = []
     with ExitStack() as stack:
         for owner, method, name in (
-            (UpdateRule, "_take_published", "write"),
+            (Partition, "take_published", "write"),
             (Estimator, "predict", "write"),
             (Estimator, "move", "write"),
             (BlockSet, "put", "write"),
@@ -470,11 +469,10 @@ def test_what_is_converted_on_its_way_up_goes_in_parts(numel: int) -> None:
     """A copy that converts has a temporary of the whole on the accelerator."""
     published, weights = torch.randn(numel), torch.zeros(numel, dtype=torch.bfloat16)
     whole = [(Span(0, numel), published)] if numel else []
-    link = SimpleNamespace(transfers=SimpleNamespace(published=lambda index: whole))
-    rule = SimpleNamespace(_metrics=Metrics(), _link=link)
-    partition = SimpleNamespace(index=0, weights=lambda: weights)
-    with patch.object(rule_module, "CONVERTED_NUMEL", 16), LargestConversion() as largest:
-        UpdateRule._take_published(rule, partition)  # type: ignore[arg-type]
+    transfers: Any = SimpleNamespace(published=lambda index, chunk, within: whole)
+    partition: Any = SimpleNamespace(index=0, weights=lambda: weights)
+    with patch.object(partition_module, "CONVERTED_NUMEL", 16), LargestConversion() as largest:
+        nbytes = Partition.take_published(partition, transfers)
     assert torch.equal(weights, published.bfloat16())
     assert largest.numel == min(numel, 16)
-    assert rule._metrics.bytes_up == 4 * numel
+    assert nbytes == 4 * numel

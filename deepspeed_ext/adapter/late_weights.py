@@ -1,0 +1,79 @@
+"""Lets gathers of stage 3 wait for weights that are on their way from the optimizer process.
+
+At stage 3 a weight is read by gathering its parameter: in forward, backward and prefetch, in
+``GatheredParameters``, for external and for persistent parameters. DeepSpeed begins each of them
+with one method, which makes partitions available that are on NVMe. `LateWeights` joins it there,
+for parameters of any model in the same gather, and `gather_hooks` calls it for ours.
+
+``param.ds_tensor`` is DeepSpeed's own: who reads it between a step and the next backward pass does
+so inside of ``engine.optimizer.exact_weights()``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from deepspeed_ext.adapter.gradients import Extent
+from deepspeed_ext.adapter.upstream import Prefetches, before_gathers
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.worker.messages import Span
+
+__all__ = ["LateWeights", "complete_weights_of"]
+
+_owners: weakref.WeakValueDictionary[int, LateWeights] = weakref.WeakValueDictionary()
+
+
+class LateWeights:
+    """The weights of one optimizer that arrive during the forward, by their parameters. Works as
+    long as somebody refers to it.
+
+    Args:
+        places: where each parameter lies in the partitions, by ``ds_id``.
+        prefetches: those of that optimizer's model. With each fetch DeepSpeed prefetches a further
+            bucket, so it soon is far ahead of the forward, and a fetch waits for prefetches before
+            it. So there are none while weights are on their way.
+    """
+
+    def __init__(
+        self, host: HostOptimizer, places: Mapping[int, Extent], prefetches: Prefetches
+    ) -> None:
+        self._host = host
+        self._places = places
+        self._prefetches = prefetches
+        _join_gathers()
+        for number in places:
+            _owners[number] = self
+
+    def complete(self, params: Iterable[Any]) -> None:
+        """Let the weights of `params`, all of this optimizer, be those of the last step, for work
+        on the current stream."""
+        arrivals = self._host.link.arrivals
+        if arrivals.are_due:
+            self._host.complete_weights(
+                (extent.partition, Span(extent.begin, extent.end))
+                for extent in (self._places[param.ds_id] for param in params)
+            )
+        self.choose_prefetches()
+
+    def choose_prefetches(self) -> None:
+        """Prefetch nothing while weights are on their way; called after each step and gather."""
+        self._prefetches.allow(not self._host.link.arrivals.are_awaited)
+
+
+def complete_weights_of(params: Iterable[Any]) -> None:
+    """Let the weights of parameters, of any models, be those of the last steps of their
+    optimizers, for work on the current stream."""
+    by_owner: dict[int, tuple[LateWeights, list[Any]]] = {}
+    for param in params:
+        if (owner := _owners.get(getattr(param, "ds_id", -1))) is not None:
+            by_owner.setdefault(id(owner), (owner, []))[1].append(param)
+    for owner, mine in by_owner.values():
+        owner.complete(mine)
+
+
+@functools.cache
+def _join_gathers() -> None:
+    before_gathers(complete_weights_of)

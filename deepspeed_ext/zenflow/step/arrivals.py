@@ -1,0 +1,113 @@
+"""Writes exact weights as they arrive from the worker, chunk by chunk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.zenflow.step.metrics import Metrics
+from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.transfers.inside_step import Transfers
+from deepspeed_ext.zenflow.worker.channel import Patience
+from deepspeed_ext.zenflow.worker.messages import Span
+
+__all__ = ["WeightArrivals"]
+
+_Key = tuple[int, int]
+"""A partition and the first element of a chunk of it."""
+
+
+class WeightArrivals:
+    """The weights of one rank that are on their way: those of chunks that have departed with exact
+    steps and whose y has not been written to the weights yet.
+
+    Note: [weights on their way]
+    Until a chunk has arrived, its weights are those of the step before. So whatever reads or writes
+    weights calls `complete` first, by `WorkerLink`: the next step, saves, loads and whatever else
+    waits for the worker completes everything, a gather of parameters only their chunks. Each call
+    lets the current stream wait for the copies to the weights, which another one may have launched:
+    DeepSpeed gathers on a stream of its own.
+
+    Note: [lost weights]
+    A rank whose worker fails between two steps is alone, and its old weights look right. So weights
+    that cannot arrive any more become NaN, until all ranks raise the error together (see Note: [an
+    error of one rank]).
+
+    Attributes:
+        partitions: in order; set before the first step.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.partitions: Sequence[Partition] = ()
+        self._metrics = metrics
+        self._awaited: dict[_Key, Span] = {}
+        self._written: dict[_Key, Any] = {}  # events after the copies
+        self._has_streams = not get_accelerator().is_synchronized_device()
+
+    @property
+    def are_due(self) -> bool:
+        """Whether any weights are on their way, or a stream may have to wait for their copies."""
+        return bool(self._awaited or self._written)
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether any weights are on their way."""
+        return bool(self._awaited)
+
+    def expect(self, transfers: Transfers, indices: Iterable[int]) -> None:
+        """Note that y of these partitions, which is about to depart, becomes their weights."""
+        for index, span in transfers.in_order(indices):
+            self._awaited[index, span.begin] = span
+            self._written.pop((index, span.begin), None)
+
+    def complete(
+        self,
+        transfers: Transfers,
+        within: Patience,
+        parts: Iterable[tuple[int, Span]] | None = None,
+    ) -> None:
+        """Wait for weights, write them, and let work on the current stream see them.
+
+        Args:
+            within: longest wait in all.
+            parts: partitions and elements of them that are used now; None: everything.
+
+        Raises:
+            WorkerError: the worker has failed.
+        """
+        if parts is None:
+            wanted = [*self._awaited, *self._written]
+            transfers.order.turn()
+        else:
+            wanted = list(self._chunks_of(transfers, parts))
+        for key in wanted:
+            if (span := self._awaited.get(key)) is not None:
+                if parts is not None:
+                    transfers.order.note(*key)
+                partition = self.partitions[key[0]]
+                self._metrics.bytes_up += partition.take_published(transfers, span, within)
+                self._arrived(key)
+            elif (written := self._written.get(key)) is not None:
+                get_accelerator().current_stream().wait_event(written)
+
+    def _chunks_of(self, transfers: Transfers, parts: Iterable[tuple[int, Span]]) -> Iterator[_Key]:
+        size = transfers.chunk_numel
+        for index, span in parts:
+            for begin in range(span.begin // size * size, span.end, size):
+                yield index, begin
+
+    def _arrived(self, key: _Key) -> None:
+        if self._has_streams:
+            self._written[key] = get_accelerator().current_stream().record_event()
+        del self._awaited[key]
+
+    def lose(self) -> None:
+        """Let weights that are on their way be NaN; see Note: [lost weights]."""
+        for key, span in list(self._awaited.items()):
+            with torch.no_grad():
+                self.partitions[key[0]].weights()[slice(*span)].fill_(math.nan)
+            self._arrived(key)

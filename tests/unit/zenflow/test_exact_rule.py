@@ -1,0 +1,472 @@
+"""The exact rule: the bits of steps that wait for their own update, although weights arrive during
+the next forward."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+
+from deepspeed_ext.adapter import late_weights
+from deepspeed_ext.errors import WorkerError
+from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan.places import WeightsArrival
+from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
+from tests.support.compare import allow_fp16
+from tests.support.models import Branches, OddModel, batches, on_device, two_groups
+from tests.support.ranks import run_ranks
+from tests.support.same import first_difference
+from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
+
+CHUNK = 512
+
+
+class WithFrozen(OddModel):
+    """One parameter is tied, one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(37), requires_grad=False)
+
+
+def exact_config(stage: int, *args: Any, **section: Any) -> dict[str, Any]:
+    return zenflow_config(stage, *args, update_rule="exact", **section)
+
+
+def waiting(config: dict[str, Any]) -> dict[str, Any]:
+    """The same run, whose steps wait for their own update."""
+    config = copy.deepcopy(config)
+    section = config["zero_optimization"]["zenflow"]
+    section |= {"update_rule": "predictive", "overlap_step": False}
+    return config
+
+
+@contextmanager
+def small_chunks() -> Iterator[None]:
+    with patch.object(chunks, "CHUNK_NUMEL", CHUNK):
+        yield
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def outcome(config: dict[str, Any], model: Callable[[], Any] = WithFrozen) -> dict[str, Any]:
+    allow_fp16()
+    accumulation = config["gradient_accumulation_steps"]
+    with small_chunks():
+        engine = make_engine(config, model=model, groups=two_groups)
+        losses = train(engine, batches(5 * accumulation, dist.get_rank()))
+        found = {"losses": losses, "weights": weights_of(engine), "masters": masters_of(engine)}
+        engine.destroy()
+    return found
+
+
+def differs(config: dict[str, Any], model: Callable[[], Any] = WithFrozen) -> str:
+    return first_difference(outcome(waiting(config), model), outcome(config, model))
+
+
+def same(ranks: int, config: dict[str, Any], device: str, *model: Callable[[], Any]) -> None:
+    pool = f"exact {config['zero_optimization']['stage'] == 3}"
+    assert run_ranks(ranks, differs, config, *model, device=device, pool=pool) == [""] * ranks
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_has_the_bits_of_steps_that_wait(stage: int, device: str) -> None:
+    same(2, exact_config(stage), device)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16 moments": {"state_dtype": "bfloat16"},
+    "int8 moments": {"state_dtype": "int8"},
+    "fp32 y": {"publish_dtype": "float32"},
+    "copies inside the step": {"hide_transfers": False},
+    "gradients on the host": {"gradients_on_host": True},
+}
+
+
+@pytest.mark.parametrize("section", VARIANTS.values(), ids=VARIANTS)
+def test_so_it_has_at_stage_3_wherever_arrays_are(section: dict[str, Any]) -> None:
+    same(2, exact_config(3, **section), "sim")
+
+
+ZERO: dict[str, dict[str, Any]] = {
+    "weights on the host": {"offload_param": {"device": "cpu"}},
+    "a share on the accelerator": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    "single-parameter gather": {"stage3_allgather_single_param": True},
+    "no prefetch": {"stage3_prefetch_bucket_size": 0},
+    "secondary partitions": {"zero_hpz_partition_size": 2},
+    "all persistent": {"stage3_param_persistence_threshold": 10**6},
+}
+
+
+@pytest.mark.parametrize("zero", ZERO.values(), ids=ZERO)
+def test_and_with_other_settings_of_stage_3(zero: dict[str, Any]) -> None:
+    config = exact_config(3)
+    config["zero_optimization"] |= zero
+    same(2, config, "sim")
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_and_with_accumulation_overflows_and_branches(device: str) -> None:
+    half = exact_config(3, torch.float16, 3)
+    half["fp16"] |= {"initial_scale_power": 20}  # the first steps overflow
+    half["gradient_clipping"] = 0.05
+    same(1, half, device)
+    same(2, exact_config(3), device, Branches)
+
+
+def test_and_with_lion() -> None:
+    lion = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
+    same(1, exact_config(3) | {"optimizer": lion}, "sim")
+
+
+# -- readers ---------------------------------------------------------------------------------------
+# Each looks at an engine between two steps, and returns what it sees.
+
+
+def look(engine: Any, folder: str) -> Any:
+    return weights_of(engine)
+
+
+def look_at_one(engine: Any, folder: str) -> Any:
+    """The last trained one, in a gather that a frozen one begins."""
+    *_, param = (each for each in engine.module.parameters() if each.requires_grad)
+    both: list[Any] = [engine.module.scale, param]
+    with deepspeed.zero.GatheredParameters(both, enabled=hasattr(param, "ds_id")):
+        return param.detach().float().cpu().clone()
+
+
+def change(engine: Any, folder: str) -> Any:
+    param = engine.module.up.bias
+    enabled = hasattr(param, "ds_id")
+    with (
+        deepspeed.zero.GatheredParameters([param], modifier_rank=0, enabled=enabled),
+        torch.no_grad(),
+    ):
+        param.add_(0.25)
+    return weights_of(engine)
+
+
+def evaluate(engine: Any, folder: str) -> Any:
+    engine.eval()
+    with torch.no_grad():
+        loss = float(engine(on_device(batches(1, dist.get_rank(), 7)[0])))
+    engine.train()
+    return loss
+
+
+def use_the_module(engine: Any, folder: str) -> Any:
+    with torch.no_grad():
+        return float(engine.module(on_device(batches(1, dist.get_rank(), 8)[0])))
+
+
+def export(engine: Any, folder: str) -> Any:
+    with engine.exporting():
+        return weights_of(engine)
+
+
+def consolidate(engine: Any, folder: str) -> Any:
+    if engine.zero_optimization_stage() < 3:
+        return None
+    state = engine._zero3_consolidated_16bit_state_dict()
+    return {name: value.float() for name, value in (state or {}).items()}
+
+
+def save_and_load(engine: Any, folder: str) -> Any:
+    engine.save_checkpoint(folder, tag="kept")
+    found = weights_of(engine)
+    engine.load_checkpoint(folder, tag="kept")
+    return [found, weights_of(engine)]
+
+
+def load(engine: Any, folder: str) -> Any:
+    if Path(folder, "kept").exists():
+        engine.load_checkpoint(folder, tag="kept")
+    return weights_of(engine)
+
+
+def read_state(engine: Any, folder: str) -> Any:
+    return masters_of(engine)
+
+
+def write_state(engine: Any, folder: str) -> Any:
+    for param in engine.module.parameters():
+        if param.requires_grad:
+            safe_set_local_fp32_param(param, safe_get_local_fp32_param(param) * 0.5)
+    return [masters_of(engine), weights_of(engine)]
+
+
+def away(engine: Any, folder: str) -> Any:
+    engine.offload_states(pin_memory=False)
+    engine.reload_states()
+
+
+def weights_away(engine: Any, folder: str) -> Any:
+    engine.offload_states(include={OffloadStateTypeEnum.lp_params}, pin_memory=False)
+    engine.reload_states()
+    return weights_of(engine)
+
+
+READERS = [
+    look,
+    look_at_one,
+    change,
+    evaluate,
+    use_the_module,
+    export,
+    consolidate,
+    save_and_load,
+    load,
+    read_state,
+    write_state,
+    away,
+    weights_away,
+]
+
+
+def observed(config: dict[str, Any], seed: int, folder: str) -> list[Any]:
+    """What readers see in a drawn order, between steps."""
+    draw, found = random.Random(seed), []
+    shutil.rmtree(f"{folder}/{seed}", ignore_errors=True)
+    dist.barrier()
+    engine = make_engine(config, model=WithFrozen, groups=two_groups)
+    for number in range(8):
+        found.append(train(engine, batches(1, dist.get_rank(), 100 + number)))
+        for reader in draw.sample(READERS, draw.choice([0, 1, 1, 2])):
+            found.append((reader.__name__, reader(engine, f"{folder}/{seed}")))
+    found.append(weights_of(engine))
+    engine.destroy()
+    return found
+
+
+def unlike(config: dict[str, Any], seeds: list[int], folder: str) -> list[str]:
+    with small_chunks():
+        return [
+            f"seed {seed}: {difference}"
+            for seed in seeds
+            if (
+                difference := first_difference(
+                    observed(waiting(config), seed, folder), observed(config, seed, folder)
+                )
+            )
+        ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "seeds"), [(2, "cpu", [1, 2, 3]), (1, "sim", [4, 5]), (2, "sim", [6, 7])]
+)
+def test_every_reader_sees_the_weights_of_the_last_step(
+    ranks: int, device: str, seeds: list[int], tmp_path: Path
+) -> None:
+    found = run_ranks(
+        ranks, unlike, exact_config(3), seeds, str(tmp_path), device=device, pool="exact True"
+    )
+    assert found == [[]] * ranks
+
+
+def each_reader(config: dict[str, Any], folder: str) -> list[str]:
+    """Every reader, directly behind a step whose weights are on their way."""
+    found = []
+    for mine in (waiting(config), config):
+        with small_chunks():
+            engine = make_engine(mine, model=WithFrozen, groups=two_groups)
+            seen = []
+            for number, reader in enumerate(READERS):
+                train(engine, batches(1, dist.get_rank(), number))
+                seen.append((reader.__name__, reader(engine, f"{folder}/each")))
+            engine.destroy()
+        found.append(seen)
+    return [first_difference(*found)]
+
+
+def test_so_does_each_of_them_alone(tmp_path: Path) -> None:
+    found = run_ranks(
+        2, each_reader, exact_config(3), str(tmp_path), device="sim", pool="exact True"
+    )
+    assert found == [[""], [""]]
+
+
+def without_the_wait(config: dict[str, Any]) -> str:
+    with patch.object(late_weights.LateWeights, "complete", lambda self, params: None):
+        return differs(config)
+
+
+def test_without_the_wait_of_a_gather_weights_would_be_old() -> None:
+    (found,) = run_ranks(1, without_the_wait, exact_config(3), device="sim", pool="exact True")
+    assert "losses" in found
+
+
+def change_another_engines(config: dict[str, Any]) -> str:
+    """A new engine of a model whose old one is neither done nor destroyed."""
+    found = []
+    for mine in (waiting(config), config):
+        first = make_engine(mine, model=WithFrozen, groups=two_groups)
+        train(first, batches(2, dist.get_rank()))
+        plain = copy.deepcopy(mine)
+        del plain["zero_optimization"]["zenflow"]
+        second = make_engine(plain, model=lambda: first.module, groups=two_groups)  # noqa: B023
+        found.append(weights_of(second))
+        second.destroy()
+        first.destroy()
+    return first_difference(*found)
+
+
+def destroyed(config: dict[str, Any]) -> str:
+    """The weights that an engine leaves behind, destroyed directly behind a step."""
+    found = []
+    for mine in (waiting(config), config):
+        engine = make_engine(mine, model=WithFrozen, groups=two_groups)
+        train(engine, batches(2, dist.get_rank()))
+        engine.destroy()
+        found.append(weights_of(engine))
+    return first_difference(*found)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_destroyed_engine_leaves_complete_weights(device: str) -> None:
+    config = exact_config(3)
+    assert run_ranks(1, destroyed, config, device=device, pool="exact True") == [""]
+
+
+def test_a_second_engine_of_the_model_begins_with_complete_weights() -> None:
+    assert run_ranks(1, change_another_engines, exact_config(3), pool="exact True") == [""]
+
+
+# -- how weights arrive ----------------------------------------------------------------------------
+
+
+def arrivals(config: dict[str, Any]) -> list[Any]:
+    """Whether weights are on their way after steps and after forwards, and in which order chunks
+    departed."""
+    with small_chunks():
+        engine = make_engine(config, model=Branches)
+        host, found = engine.optimizer.host_optimizer, []
+        assert host.decided.weights_arrive is WeightsArrival.IN_FORWARD
+        for first_token in (1, 1, 0, 0):
+            batch = batches(1, dist.get_rank())[0]
+            batch[0, 0] = first_token
+            before = len(host.link.arrivals._awaited)
+            loss = engine(on_device(batch))
+            during = len(host.link.arrivals._awaited)
+            engine.backward(loss)
+            after = len(host.link.arrivals._awaited)
+            engine.step()
+            found.append((before, during, after))
+        engine.destroy()
+    return found
+
+
+def test_weights_arrive_when_forward_uses_them_and_before_backward() -> None:
+    config = exact_config(3)
+    config["zero_optimization"] |= {"sub_group_size": 250}
+    (found,) = run_ranks(1, arrivals, config, pool="exact True")
+    total = found[1][0]
+    assert total > 2
+    assert found[:2] == [(0, 0, 0), (total, 0, 0)]
+    for before, during, after in found[2:]:  # one layer is not used, and not prefetched
+        assert (before, after) == (total, 0)
+        assert during > 0
+
+
+def test_at_stages_1_and_2_they_arrive_in_the_step() -> None:
+    for stage in (1, 2):
+        assert run_ranks(1, left_behind, exact_config(stage), pool="exact False") == [0]
+    waits = exact_config(3, overlap_step=False)
+    assert run_ranks(1, left_behind, waits, pool="exact True") == [0]
+
+
+def left_behind(config: dict[str, Any]) -> int:
+    engine = make_engine(config)
+    train(engine, batches(2, dist.get_rank()))
+    left = len(engine.optimizer.host_optimizer.link.arrivals._awaited)
+    engine.destroy()
+    return left
+
+
+def departures(config: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    """The chunks of each step, in the order in which they depart."""
+    found: list[list[tuple[int, int]]] = []
+    expect = WeightArrivals.expect
+
+    def noting(self: WeightArrivals, transfers: Any, indices: Any) -> None:
+        indices = list(indices)
+        found.append([(index, span.begin) for index, span in transfers.in_order(indices)])
+        expect(self, transfers, indices)
+
+    with patch.object(WeightArrivals, "expect", noting):
+        engine = make_engine(config, model=Backwards)
+        train(engine, batches(3, dist.get_rank()))
+        engine.destroy()
+    return [step for step in found if step]
+
+
+class Backwards(torch.nn.Module):
+    """Registers its layers in another order than it uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.third = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.first = torch.nn.Embedding(64, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(tokens))).float().square().mean()
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_chunks_depart_in_the_order_in_which_the_last_forward_used_them(device: str) -> None:
+    config = exact_config(3)
+    config["zero_optimization"] |= {
+        "stage3_prefetch_bucket_size": 0,
+        "sub_group_size": 250,
+        "stage3_param_persistence_threshold": 0,
+    }
+    (found,) = run_ranks(1, departures, config, device=device, pool="exact True")
+    natural, *later = found
+    assert natural == sorted(natural)
+    assert len(natural) > 2
+    # after the first forward that waits; the embedding is registered last and used first
+    assert later == [[natural[-1], *natural[:-1]]] * 2
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def after_a_death(config: dict[str, Any]) -> list[Any]:
+    """One rank's worker dies while weights are on their way."""
+    engine = make_engine(config)
+    data = [on_device(batch) for batch in batches(2, dist.get_rank())]
+    worker, dies = engine.optimizer.host_optimizer.link.process, dist.get_rank() == 1
+    engine.backward(engine(data[0]))
+    if dies:
+        os.kill(worker.pid, signal.SIGSTOP)
+    engine.step()  # waits for nothing
+    if dies:
+        os.kill(worker.pid, signal.SIGKILL)
+    loss = engine(data[1])
+    found: list[Any] = [bool(loss.isnan()) or "old weights"]
+    engine.backward(loss)
+    try:
+        engine.step()
+    except WorkerError as error:
+        found.append("rank 1" in str(error))
+    engine.destroy()
+    return found
+
+
+def test_if_a_worker_dies_weights_are_nan_and_every_rank_gets_the_error() -> None:
+    assert run_ranks(2, after_a_death, exact_config(3), pool="exact True") == [[True, True]] * 2
