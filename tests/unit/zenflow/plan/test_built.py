@@ -107,8 +107,9 @@ def test_a_start_builds_the_plan_that_plan_memory_shows(case: str, stage: int, d
             params = sum(parameter.numel() for parameter in OddModel().parameters())
             model = Model(params, params, "bfloat16")
             shown = setup.zenflow_plan(model, Ranks(1, 1), RankFacts(numels))
-        given = zero.get("offload_optimizer")  # otherwise a share may move once steps are measured
-        assert plan.measures_share is (not given and plan.places.gradient is Place.ACCELERATOR)
+        # a share may move once steps are measured, if nothing of the case forbids it
+        may_move = not zero.get("offload_optimizer") and case not in ("int8", "selective")
+        assert plan.measures_share is (may_move and plan.places.gradient is Place.ACCELERATOR)
         measures = plan.measures_share
         shown = replace(shown, reasons=plan.reasons, cpus=plan.cpus, measures_share=measures)
         assert shown == plan
