@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
 from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint.file import reading, save_id_of, with_save_id, without_save_id
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
@@ -120,7 +121,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         what = f"checkpoint {info.tag!r} was not saved"
         with self._all(what):
             self.kept.raise_here()  # an error from creating the folder of all tags
-            folder = CheckpointFolder(info.save_dir, info.tag, self._save_id)
+            folder = CheckpointFolder(info.save_dir, info.tag, SAVED_NAMES, self._save_id)
             folder.require_savable()
         try:
             self._recover(folder)
@@ -269,7 +270,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         if tag is None:
             return None
         with together(self._ranks, CheckpointError):
-            folder = CheckpointFolder(load_dir, tag)
+            folder = CheckpointFolder(load_dir, tag, SAVED_NAMES)
         self._loaded_id = self._recover(folder) or None
         with together(self._ranks, CheckpointError):
             if self._leads:

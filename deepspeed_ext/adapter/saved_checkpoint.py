@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.checkpoint.file import reading, save_id_of
+from deepspeed_ext.checkpoint.folder import SavedNames
 from deepspeed_ext.checkpoint.reshard.ends import MASTER
 from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement
 from deepspeed_ext.checkpoint.sums import SMALL_BYTES, require_sound
@@ -23,7 +24,14 @@ from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, SavedState, read_s
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.cpulist import format_cpulist
 
-__all__ = ["ZERO_STAGE_WEIGHTS", "Keys", "SavedCheckpoint", "SavedPartitions", "holds_partitions"]
+__all__ = [
+    "SAVED_NAMES",
+    "ZERO_STAGE_WEIGHTS",
+    "Keys",
+    "SavedCheckpoint",
+    "SavedPartitions",
+    "holds_partitions",
+]
 
 
 class Keys:
@@ -50,6 +58,12 @@ class Keys:
 _OPTIMIZER_FILE = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _PARTITIONED_MODEL = "zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 _WHOLE_MODEL = "mp_rank_00_model_states.pt"
+SAVED_NAMES = SavedNames(
+    beside=("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py"),
+    end="_states.pt",
+    model_end="model_states.pt",
+)
+"""How DeepSpeed names the files of a save."""
 ZERO_STAGE_WEIGHTS = 3
 _SCALER = (Keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", Keys.CLIP_GRAD)
 

@@ -44,14 +44,31 @@ from deepspeed_ext.checkpoint.owner import Owner
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import files
 
-__all__ = ["UNKNOWN", "CheckpointFolder", "FolderState", "choose_save"]
+__all__ = ["UNKNOWN", "CheckpointFolder", "FolderState", "SavedNames", "choose_save"]
 
 _RESERVED = ".dsext-"
-_FILES_BESIDE = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
-"""What DeepSpeed writes into the folder of all tags."""
 
 
-def _why_unusable(tag: str) -> str | None:
+@dataclass(frozen=True)
+class SavedNames:
+    """How DeepSpeed names what it saves.
+
+    Attributes:
+        beside: files in the folder of all tags, which no tag may be named after.
+        end: of the name of every file with states in a tag's folder.
+        model_end: of the name of a file with a model's states.
+    """
+
+    beside: tuple[str, ...]
+    end: str
+    model_end: str
+
+    def hold_model(self, folder: str) -> bool:
+        """Whether a folder has a file with a model's states."""
+        return any(name.endswith(self.model_end) for name in os.listdir(folder))
+
+
+def _why_unusable(tag: str, taken: Sequence[str]) -> str | None:
     """What is wrong with a tag as a name; None: nothing."""
     parts = tag.split(os.sep)
     if tag != tag.strip() or any(character < " " or character == "\x7f" for character in tag):
@@ -60,7 +77,7 @@ def _why_unusable(tag: str) -> str | None:
         return "goes through '..'"
     if any(_RESERVED in part for part in parts):
         return f"contains {_RESERVED!r}, the mark of unfinished saves, which a later save removes"
-    if os.path.normpath(tag).split(os.sep)[0] in _FILES_BESIDE:
+    if os.path.normpath(tag).split(os.sep)[0] in taken:
         return "is the name of a file beside the tags"
     try:
         tag.encode()
@@ -78,7 +95,6 @@ _BESIDE = re.compile(
 )
 """Names beside a tag's folder. Names without a key come from an older version."""
 _KEY_LENGTH = 16
-_STATES = "_states.pt"
 _QUIET_SECONDS = 3600.0
 _in_use: set[str] = set()
 """Staging folders of saves in progress in this process. They are kept however old they are: a later
@@ -130,6 +146,7 @@ class CheckpointFolder:
 
     Args:
         save_dir: the folder of all tags.
+        names: of the files that a save has.
         save_id: unique id of the save that this object makes; None: it only reads.
 
     Attributes:
@@ -137,10 +154,13 @@ class CheckpointFolder:
         staging: where files are written; valid with a `save_id`.
     """
 
-    def __init__(self, save_dir: str, tag: str, save_id: str | None = None) -> None:
+    def __init__(
+        self, save_dir: str, tag: str, names: SavedNames, save_id: str | None = None
+    ) -> None:
         self.save_dir = os.path.abspath(save_dir)
         self.path = os.path.abspath(os.path.join(save_dir, tag))
         self._tag = tag
+        self._names = names
         self._save_id = save_id
         self._key = (save_id or "")[:_KEY_LENGTH]
         self.staging = self._beside(_STAGING, self._key)
@@ -173,7 +193,7 @@ class CheckpointFolder:
                 f"the tag names the folder {self.path}, which is not inside the checkpoint folder "
                 f"{self.save_dir}: use a tag without '..'"
             )
-        if (why := _why_unusable(self._tag)) is not None:
+        if (why := _why_unusable(self._tag, self._names.beside)) is not None:
             raise CheckpointError(f"the tag {self._tag!r} {why}: save under another tag")
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise CheckpointError(
@@ -186,7 +206,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the folder does not exist, or has no model file.
         """
-        if not os.path.isdir(self.path) or not any(map(_is_of_model, os.listdir(self.path))):
+        if not os.path.isdir(self.path) or not self._names.hold_model(self.path):
             raise CheckpointError(f"{self.path} holds no checkpoint: load another one by its tag")
 
     def aside(self, path: str) -> str:
@@ -259,7 +279,7 @@ class CheckpointFolder:
     def _require_unchanged(self) -> None:
         """Refuse to replace a save that another job has put in place since `begin`."""
         now = _save_id(self.path)
-        if now in (None, self._found) or (now == UNKNOWN and not _holds_save(self.path)):
+        if now in (None, self._found) or (now == UNKNOWN and not self._holds_save()):
             return
         raise CheckpointError(
             f"another job has saved under {self.path} since this save began (save id "
@@ -288,8 +308,14 @@ class CheckpointFolder:
                 files.rename(self._replaced, self.path)
             if os.path.lexists(self.path) or self._found is None:
                 self._discard(self.staging)
-            if _holds_save(self.path):
+            if self._holds_save():
                 self._drop_replaced(self._replaced)
+
+    def _holds_save(self) -> bool:
+        """Whether the tag's folder has a marker of ours, or a model."""
+        return os.path.isdir(self.path) and (
+            os.path.lexists(os.path.join(self.path, _MARKER)) or self._names.hold_model(self.path)
+        )
 
     def _drop_replaced(self, replaced: str) -> None:
         """Remove an older save; move files that others have added to it to the newer one."""
@@ -297,7 +323,7 @@ class CheckpointFolder:
             return
         for name in os.listdir(replaced) if not os.path.islink(replaced) else ():
             source, target = os.path.join(replaced, name), os.path.join(self.path, name)
-            if name == _MARKER or name.endswith(_STATES) or os.path.lexists(target):
+            if name == _MARKER or name.endswith(self._names.end) or os.path.lexists(target):
                 continue
             try:
                 os.rename(source, target)
@@ -352,9 +378,8 @@ class CheckpointFolder:
             return
         assert save_id is not None, "choose_save chooses a save that every node has"
         if save_id in state.staged:
-            chosen = CheckpointFolder(
-                self.save_dir, os.path.relpath(self.path, self.save_dir), save_id
-            )
+            tag = os.path.relpath(self.path, self.save_dir)
+            chosen = CheckpointFolder(self.save_dir, tag, self._names, save_id)
             chosen._found = state.saved
             chosen.swap()
         else:
@@ -377,7 +402,7 @@ class CheckpointFolder:
                 if os.stat(path := os.path.join(parent, name)).st_mtime < now - _QUIET_SECONDS:
                     os.unlink(path)
         for found in filter(None, map(_BESIDE.fullmatch, names)):
-            other = CheckpointFolder(parent, found["tag"])
+            other = CheckpointFolder(parent, found["tag"], self._names)
             # its job has just changed it, or it is another user's
             with contextlib.suppress(OSError, CheckpointError):
                 if found["role"] == _REMOVING:
@@ -404,7 +429,7 @@ class CheckpointFolder:
         it instead."""
         self.finish_swap()
         self._discard(self._beside(_STAGING, key))
-        if _holds_save(self.path):
+        if self._holds_save():
             self._drop_replaced(self._beside(_REPLACED, key))
 
 
@@ -417,16 +442,6 @@ def _last_written(folders: Sequence[str]) -> float:
             paths = [folder, *(os.path.join(folder, name) for name in os.listdir(folder))]
             times += [os.stat(path).st_mtime for path in paths]
     return max(times)
-
-
-def _holds_save(folder: str) -> bool:
-    return os.path.isdir(folder) and any(
-        name == _MARKER or _is_of_model(name) for name in os.listdir(folder)
-    )
-
-
-def _is_of_model(name: str) -> bool:
-    return name.endswith(f"model{_STATES}")
 
 
 def _marker(folder: str) -> dict[str, Any]:

@@ -123,6 +123,18 @@ def test_the_table_is_current_and_says_what_each_folder_holds() -> None:
     )
 
 
+def test_only_the_planner_makes_plans_and_places() -> None:
+    """Whoever steps reads the plan's values; nobody else decides where an array lives."""
+    made = {
+        str(path.relative_to(architecture.PACKAGE)): node.func.id
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id in ("Places", "ZenFlowPlan")
+    }
+    assert made == {"zenflow/plan/decide.py": "ZenFlowPlan", "zenflow/plan/places.py": "Places"}
+
+
 def test_walks_are_short_and_enter_real_folders_once() -> None:
     folders = architecture.folders()
     walks = [

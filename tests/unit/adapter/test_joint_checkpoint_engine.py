@@ -19,6 +19,7 @@ import torch
 from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
 from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
+from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
 from deepspeed_ext.checkpoint import folder as checkpoint_folder
 from deepspeed_ext.checkpoint.folder import CheckpointFolder, FolderState, choose_save
 from deepspeed_ext.errors import CheckpointError
@@ -130,7 +131,7 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
 def test_tags_that_name_no_folder_of_their_own(tag: str, tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     with pytest.raises(CheckpointError, match="not inside the checkpoint folder"):
-        CheckpointFolder(str(tmp_path / "saves"), tag).require_savable()
+        CheckpointFolder(str(tmp_path / "saves"), tag, SAVED_NAMES).require_savable()
 
 
 @pytest.mark.parametrize(
@@ -281,7 +282,7 @@ def test_a_damaged_marker_is_a_checkpoint_error(text: str, tmp_path: Path) -> No
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / checkpoint_folder._MARKER).write_text(text)
     with pytest.raises(CheckpointError, match="damaged"):
-        CheckpointFolder(str(tmp_path), "t").state()
+        CheckpointFolder(str(tmp_path), "t", SAVED_NAMES).state()
 
 
 def test_a_damaged_marker_under_the_saves_own_tag_is_an_error_of_the_save(tmp_path: Path) -> None:

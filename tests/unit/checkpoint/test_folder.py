@@ -11,6 +11,7 @@ import torch
 
 from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
 from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
+from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
 from deepspeed_ext.checkpoint import folder as checkpoint_folder
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
 from deepspeed_ext.errors import CheckpointError
@@ -37,7 +38,7 @@ def of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begun(folder: Path, tag: str, save_id: str) -> CheckpointFolder:
     """A save that goes on: its files are written."""
-    found = CheckpointFolder(str(folder), tag, save_id)
+    found = CheckpointFolder(str(folder), tag, SAVED_NAMES, save_id)
     found.begin()
     Path(found.staging, "mp_rank_00_model_states.pt").write_text(save_id)
     found.mark()
@@ -137,7 +138,7 @@ def test_a_swap_that_a_reader_completes_has_succeeded(
         if source == ours.staging:
             with monkeypatch.context() as patched:
                 patched.setattr(os, "rename", rename)
-                CheckpointFolder(str(tmp_path), "t").finish_swap()
+                CheckpointFolder(str(tmp_path), "t", SAVED_NAMES).finish_swap()
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", after_a_reader)
@@ -170,7 +171,7 @@ def test_a_first_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model_file_is_no_checkpoint(tmp_path: Path) -> None:
-    folder = CheckpointFolder(str(tmp_path), "tag")
+    folder = CheckpointFolder(str(tmp_path), "tag", SAVED_NAMES)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         folder.require_loadable()
     (tmp_path / "tag").mkdir()
@@ -214,7 +215,7 @@ def test_a_swap_that_cannot_be_finished_is_an_error_unless_another_job_finished_
         raise OSError(5, "Input/output error", source)
 
     monkeypatch.setattr(_files, "rename", fail)
-    ours = CheckpointFolder(str(tmp_path), "t")
+    ours = CheckpointFolder(str(tmp_path), "t", SAVED_NAMES)
     if is_completed:
         ours.finish_swap()
         assert ours.state().saved == "new"
