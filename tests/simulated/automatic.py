@@ -34,7 +34,7 @@ STAGES = (2, 3)
 WITHIN = 0.03
 STEPS = 600
 SHOWN_LINK = 0.3
-LAYERS, CHUNKS = 96, 32
+LAYERS, CHUNKS = 64, 32
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 SIMULATED = [(0.4, 0.5), (0.4, 1.9), (0.1, 4.0), (1.5, 1.0)]
 """Link and worker, in steps, on the simulated accelerator."""
