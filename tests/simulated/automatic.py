@@ -1,7 +1,7 @@
 """Compare the plan that a run chooses with the best of an exhaustive sweep, on a grid of machines.
 
     python -m tests.simulated.automatic [--write]
-    python -m tests.simulated.automatic --simulated     # its rows are copied to the page by hand
+    python -m tests.simulated.automatic --simulated     # replaces the page's last section
 
 The grid: copies of all elements take 0.1 to 2 steps of the accelerator, the pass 0.25 to 4, between
 nothing and all of the optimizer fits into the accelerator, stages 2 and 3, 1 to 4 ranks of which
@@ -153,6 +153,17 @@ at the start. A pass waits for the thread on the busiest core.
 """
 
 
+SIMULATED_TITLE = "\n## On the simulated accelerator\n"
+_SIMULATED = """
+`python -m tests.simulated.automatic --simulated`, 26 November 2026. Steps of an engine in the
+accelerator's model of time, one rank, {layers} layers, {chunks} chunks, room for all, over a step
+without link and worker. The choice is told link, worker and what a chunk adds; the sweep takes five
+shares.
+
+{table}
+"""
+
+
 def draw(path: Path) -> None:
     """Steps over the worker's time, with all and with a tenth of the optimizer's memory free."""
     import matplotlib as mpl
@@ -229,11 +240,16 @@ def main() -> None:
         "--simulated", action="store_true", help="steps of an engine on the simulated accelerator"
     )
     arguments = parser.parse_args()
+    kept = PAGE.read_text().partition(SIMULATED_TITLE)[2] if PAGE.exists() else ""
     if arguments.simulated:
+        lines = []
         for line in simulated_table():
             print(line, flush=True)
+            lines.append(line)
+        kept = _SIMULATED.format(layers=LAYERS, chunks=CHUNKS, table="\n".join(lines))
+        PAGE.write_text(PAGE.read_text().partition(SIMULATED_TITLE)[0] + SIMULATED_TITLE + kept)
         return
-    page = page_of(losses())
+    page = page_of(losses()) + SIMULATED_TITLE + kept
     print(page)
     if arguments.write:
         PAGE.write_text(page)
