@@ -33,7 +33,7 @@ class Staging:
         """Allocate the chunks for transfers of `numel` elements, so that a lack of memory shows
         here and not later."""
         if not self._chunks:
-            size = min(self.numel, numel)
+            size = min(self.numel, max(1, numel))  # of nothing, too: a later transfer has elements
             self._chunks = [allocation.host_empty(size, self._dtype, pin=True) for _ in range(2)]
 
     def _parts(self, numel: int) -> list[tuple[int, int, torch.Tensor]]:

@@ -296,7 +296,7 @@ def refused_page_locking() -> Seen:
 def weights_and_next_gather() -> Seen:
     """Stage 3, exact steps: the next all-gather read weights that were still on their way from the
     host."""
-    config = zenflow_config(3, lr=1e-2, full_warm_up_rounds=10, update_interval=1)
+    config = zenflow_config(3, lr=1e-2, full_warm_up_rounds=10, update_interval=1, autotune=False)
     config["zero_optimization"] |= {
         "stage3_param_persistence_threshold": 0,
         "sub_group_size": 10000,
@@ -360,7 +360,11 @@ def converted_weights() -> tuple[int, int]:
                 small_parts.enter_context(patch.object(module, "CONVERTED_NUMEL", WIDTH * WIDTH))
         for dtype in ("bfloat16", "float32"):
             config = zenflow_config(
-                2, update_interval=1, full_warm_up_rounds=10, publish_dtype=dtype
+                2,
+                update_interval=1,
+                full_warm_up_rounds=10,
+                publish_dtype=dtype,
+                autotune=False,
             )
             peaks.append(peak_of_steps(config, layers))
     return peaks[1] - peaks[0], layers * WIDTH * WIDTH * 4

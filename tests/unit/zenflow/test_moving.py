@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from deepspeed import comm as dist
+from torch import nn
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import memory
@@ -327,3 +328,43 @@ def test_a_kill_in_any_phase_of_a_move_is_one_error_and_the_last_save_goes_on(
     tmp_path: Path,
 ) -> None:
     assert run_ranks(2, killed, str(tmp_path), device="sim") == [[], []]
+
+
+# -- nothing left ---------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """A model that is whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layers(rows).float().square().mean()
+
+
+def without_host(stage: int) -> list[list[float]]:
+    """Losses of a run that begins with everything on the accelerator, and of one that moves it
+    there before its last overlapped steps."""
+    found = []
+    data = [torch.randn(4, 64, generator=torch.Generator().manual_seed(7)).bfloat16()] * 8
+    for ratio in (0.0, 1.0):
+        config = config_of(stage, ratio, full_warm_up_rounds=3)
+        engine = make_engine(config, model=Blocks)
+        host = engine.optimizer.host_optimizer
+        losses = train(engine, data[:2])
+        if ratio:
+            assert move_share(host, host.decided, 0.0, "")
+        assert all(partition.master.numel() == 0 for partition in host.partitions)
+        found.append(losses + train(engine, data[2:]))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_everything_may_step_on_the_accelerator(stage: int) -> None:
+    """Without a last, shorter block nothing stays with the worker."""
+    ((begun, moved),) = run_ranks(1, without_host, stage, device="sim")
+    assert moved == pytest.approx(begun, rel=1e-2)
+    assert begun[-1] < begun[0]

@@ -1,0 +1,260 @@
+"""Compare the plan that a run chooses with the best of an exhaustive sweep, on a grid of machines.
+
+    python -m tests.simulated.automatic [--write]
+    python -m tests.simulated.automatic --simulated     # replaces the page's last section
+
+The grid: copies of all elements take 0.1 to 2 steps of the accelerator, the pass 0.25 to 4, between
+nothing and all of the optimizer fits into the accelerator, stages 2 and 3, 1 to 4 ranks of which
+some are slower. A step is as long as a model of lanes says: it is virtual time, not a device. The
+sweep takes 65 shares, with copies beside and inside of the step, as far as they fit. Then runs
+whose batches, cores or ranks change, in virtual time. `--write` writes the page and its picture,
+which needs matplotlib (the extra `plots`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.plan.search import Measured, search_measured
+from deepspeed_ext.zenflow.plan.share import ChainTimes, is_worth_it
+from tests.simulated.overlap import UP_OVER_DOWN, Way, figures
+from tests.support.lanes_grid import FREE, LINKS, NUMEL, RANKS, WORKERS, Machine
+from tests.support.paths import ROOT
+from tests.support.virtual_run import THREADS, VirtualRun, phases
+from tests.support.virtual_run import Machine as Moment
+
+PAGE = ROOT / "docs" / "lab" / "archive" / "automatic_plan.md"
+PICTURE = PAGE.with_suffix(".svg")
+STAGES = (2, 3)
+WITHIN = 0.03
+STEPS = 600
+SHOWN_LINK = 0.3
+LAYERS, CHUNKS = 64, 32
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
+SIMULATED = [(0.4, 0.5), (0.4, 1.9), (0.1, 4.0), (1.5, 1.0)]
+"""Link and worker, in steps, on the simulated accelerator."""
+CHANGES = {
+    "constant, the worker takes 2 steps": [Moment(worker=2.0)],
+    "batches become a quarter": [Moment(), Moment(device=0.25)],
+    "batches become twice as long": [Moment(worker=2.0), Moment(2.0, 2.0)],
+    "batches vary: 1, 0.7, 1": [Moment(worker=1.5), Moment(0.7, 1.5), Moment(1.0, 1.5)],
+    "a second job takes half of the cores for 600 steps": [
+        Moment(worker=0.9),
+        Moment(worker=0.9, cores=THREADS // 2),
+        Moment(worker=0.9),
+    ],
+    "one of two ranks takes twice as long": [Moment(worker=0.6, slower=(2.0,))],
+    "three ranks take 1, 0.5 and 4 times as long": [Moment(worker=0.9, slower=(0.5, 4.0))],
+}
+"""The phases of a run, of `STEPS` steps each."""
+
+
+def losses() -> dict[Machine, float]:
+    """For each machine, how many times as long as the best of the sweep the chosen step takes."""
+    found = {}
+    for values in itertools.product(LINKS, WORKERS, FREE, RANKS, STAGES):
+        machine = Machine(*values)
+        plans = [machine.plan(1.0, hide_transfers=hides) for hides in (True, False)]
+        found[machine] = machine.loss(*plans)
+    return found
+
+
+def table_of(found: dict[Machine, float]) -> list[str]:
+    """The worst ratio for each link and worker, over memory, ranks and stages."""
+    lines = [
+        "| link / worker | " + " | ".join(f"{worker:g}" for worker in WORKERS) + " |",
+        "|---|" + "---|" * len(WORKERS),
+    ]
+    for link in LINKS:
+        cells = []
+        for worker in WORKERS:
+            here = [
+                loss for each, loss in found.items() if (each.link, each.worker) == (link, worker)
+            ]
+            cells.append(f"{max(here):.3f}")
+        lines.append(f"| {link:g} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def changes_table() -> list[str]:
+    """A row for each run that changes."""
+    lines = ["| what changes | step over the best, by phase | share, threads at the end | moves |"]
+    lines.append("|---|---|---|---|")
+    for name, machines in CHANGES.items():
+        run = VirtualRun(machines[0])
+        ratios = ", ".join(f"{ratio:.3f}" for ratio in phases(run, machines, STEPS))
+        share, threads = run.plans[-1]
+        lines.append(f"| {name} | {ratios} | {share:.2f}, {threads} of {THREADS} | {run.moves} |")
+    return lines
+
+
+def page_of(found: dict[Machine, float]) -> str:
+    """The whole page."""
+    ratios = list(found.values())
+    beyond = [each for each, loss in found.items() if loss > 1.0 + WITHIN]
+    exposed = sum(each.automatic.copies is Copies.INSIDE_STEP for each in found)
+    rows = len(found)
+    told = "All rows are" if not beyond else f"{rows - len(beyond)} rows are"
+    missed = [f"- Not within: {each}, {found[each]:.3f}." for each in beyond]
+    return _PAGE.format(
+        rows=rows,
+        first_link=LINKS[0],
+        last_link=LINKS[-1],
+        first_worker=WORKERS[0],
+        last_worker=WORKERS[-1],
+        groups=len(RANKS),
+        told="\n".join([f"{told} within {WITHIN:.0%} of it", *missed]),
+        worst=max(ratios),
+        median=statistics.median(ratios),
+        exposed=exposed,
+        table="\n".join(table_of(found)),
+        link=SHOWN_LINK,
+        picture=PICTURE.name,
+        steps=STEPS,
+        changes="\n".join(changes_table()),
+    )
+
+
+_PAGE = """# The plan that a run chooses
+
+You want to know how near a run comes to the best plan by itself. **Virtual time: a model of lanes,
+no device.**
+
+`python -m tests.simulated.automatic --write`, 26 November 2026.
+
+## {rows:,} machines
+
+Copies of all elements take {first_link:g} to {last_link:g} steps one way, a pass {first_worker:g}
+to {last_worker:g}; nothing to all of the optimizer fits into the accelerator; {groups} groups of
+1 to 4 ranks, whose passes take 0.5 to 2 times as long; stages 2 and 3. The sweep takes 65 shares,
+with copies beside and inside of the step, as far as they fit.
+
+{told}: worst {worst:.3f}, median {median:.3f}. In {exposed} rows landing buffers gave way to a
+larger share. The worst step over the best, by link (rows) and worker (columns):
+
+{table}
+
+![Steps on the host alone, as chosen, and the best of the sweep, link of {link:g} steps]({picture})
+
+The model leaves out fixed costs of a chain of chunks, launches and the gather. The choice knows the
+lanes as exactly as the model; a run measures them.
+
+## Runs that change
+
+The real choice around steps that only count seconds: {steps} steps a phase, 40 of them synchronous
+at the start. A pass waits for the thread on the busiest core.
+
+{changes}
+"""
+
+
+SIMULATED_TITLE = "\n## On the simulated accelerator\n"
+_SIMULATED = """
+`python -m tests.simulated.automatic --simulated`, 26 November 2026. Steps of an engine in the
+accelerator's model of time, one rank, {layers} layers, {chunks} chunks, room for all, over a step
+without link and worker. The choice is told link, worker and what a chunk adds; the sweep takes five
+shares.
+
+{table}
+"""
+
+
+def draw(path: Path) -> None:
+    """Steps over the worker's time, with all and with a tenth of the optimizer's memory free."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "automatic"  # the same picture has the same bytes
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    for axis, free in zip(axes, (1.0, 0.1), strict=True):
+        machines = [Machine(SHOWN_LINK, worker, free, (1.0,)) for worker in WORKERS]
+        axis.plot(WORKERS, _host(machines), marker="o", label="everything on the host")
+        axis.plot(WORKERS, [m.seconds(m.automatic) for m in machines], marker="o", label="chosen")
+        best = [m.seconds(m.automatic) / _loss(m) for m in machines]
+        axis.plot(WORKERS, best, linestyle="--", color="black", label="best of the sweep")
+        axis.set(xlabel="pass, in steps", ylim=(0, None))
+        axis.set_title(f"room for {free:.0%} of the optimizer", fontsize=9, loc="left")
+    axes[0].set(ylabel="step, in steps without it")
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _host(machines: Sequence[Machine]) -> list[float]:
+    return [each.seconds(each.plan(1.0)) for each in machines]
+
+
+def _loss(machine: Machine) -> float:
+    return machine.loss(*(machine.plan(1.0, hide_transfers=hides) for hides in (True, False)))
+
+
+def chosen(link: float, worker: float) -> tuple[float, bool]:
+    """Share on the host, and whether copies run beside the step, if there is room for all."""
+    now = Machine(link, worker, 1.0, (1.0,)).plan(None)
+    times = ChainTimes(1.0, worker, link * UP_OVER_DOWN, (link + worker) / CHUNKS)
+    found = search_measured(now, True, [Measured.of(now, True, times, 2 * NUMEL * 12)])
+    share = found.share if is_worth_it(now, found.share) else 1.0
+    return share, found.plan.copies is Copies.BESIDE_STEP
+
+
+def simulated_table() -> Iterator[str]:
+    """A row for each stage and machine: an engine's steps in the model of time of the simulated
+    accelerator, as chosen and over a sweep of five shares, copies beside and inside of them."""
+    yield "| stage | link | worker | chosen | step | best of the sweep | its plan | ratio |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for stage in STAGES:
+        swept: dict[tuple[float, float], dict[str, float]] = {each: {} for each in SIMULATED}
+        for share, hidden in itertools.product(SHARES, (True, False)):
+            way = Way(stage, 1, 1, hidden, LAYERS, CHUNKS, host_share=share)
+            for machine, found in zip(SIMULATED, figures(way, SIMULATED), strict=True):
+                swept[machine][_named(share, hidden)] = found["step"]
+        for machine in SIMULATED:
+            share, hidden = chosen(*machine)
+            way = Way(stage, 1, 1, hidden, LAYERS, CHUNKS, host_share=share)
+            step = figures(way, [machine])[0]["step"]
+            best = min(swept[machine], key=swept[machine].__getitem__)
+            least = swept[machine][best]
+            yield (
+                f"| {stage} | {machine[0]:g} | {machine[1]:g} | {_named(share, hidden)} | "
+                f"{step:.3f} | {least:.3f} | {best} | {step / least:.3f} |"
+            )
+
+
+def _named(share: float, hidden: bool) -> str:
+    return f"{share:.3g}, copies {'beside' if hidden else 'inside'}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="write the page and its picture")
+    parser.add_argument(
+        "--simulated", action="store_true", help="steps of an engine on the simulated accelerator"
+    )
+    arguments = parser.parse_args()
+    kept = PAGE.read_text().partition(SIMULATED_TITLE)[2] if PAGE.exists() else ""
+    if arguments.simulated:
+        lines = []
+        for line in simulated_table():
+            print(line, flush=True)
+            lines.append(line)
+        kept = _SIMULATED.format(layers=LAYERS, chunks=CHUNKS, table="\n".join(lines))
+        PAGE.write_text(PAGE.read_text().partition(SIMULATED_TITLE)[0] + SIMULATED_TITLE + kept)
+        return
+    page = page_of(losses()) + SIMULATED_TITLE + kept
+    print(page)
+    if arguments.write:
+        PAGE.write_text(page)
+        draw(PICTURE)
+
+
+if __name__ == "__main__":
+    main()
