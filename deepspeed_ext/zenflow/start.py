@@ -24,6 +24,7 @@ from deepspeed_ext.zenflow.moving import Tuner
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.advice import Cores, remedies_of
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.probe import thread_counts
@@ -142,8 +143,11 @@ def _mover(
 
     Under the selective rule the state of hot blocks moves by itself. On the CPU as accelerator
     forward and backward would be measured against the same cores. A pass that decides the interval
-    runs on all threads, and so does one whose threads are pinned, each near its memory.
+    runs on all threads, and so does one whose threads are pinned, each near its memory. Weights
+    that arrive in the forward leave no synchronous step to measure.
     """
+    if plan.weights_arrive is WeightsArrival.IN_FORWARD:
+        return None
     if not config.autotune or is_on_cpu or not isinstance(plan.rule, PredictiveSettings):
         return None
     pinned = threads.placement is not None and threads.placement.one_each

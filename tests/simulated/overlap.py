@@ -54,7 +54,7 @@ SLOTS = (2, 3, 4, 6, 8)
 """Places for chunks on the host."""
 NEARLY_FULL = ((0.4, 0.5), (0.9, 0.5), (0.5, 0.9), (0.9, 0.9))
 """Shares of a step that the link takes each way and the worker, up to what can just be hidden."""
-PASSES = (0.1, 0.2, 0.4, 0.8, 1.2)
+PASSES = (0.1, 0.2, 0.4, 0.8)
 """Shares of a step that the worker takes, where rules are compared; copies take half as long each
 way."""
 RULES: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -310,7 +310,7 @@ def rules(passes: Sequence[float]) -> list[dict[str, Any]]:
     loads, found = [(worker / 2, worker) for worker in passes], {}
     for name, section in RULES.items():
         way = Way(3, 1, 1, True, LONG_LAYERS, LONG_CHUNKS, section=section)
-        found[name] = figures(way, loads)
+        found[name] = [figures(way, [load])[0] for load in loads]
     alone = found["exact"][0]["us"] / found["exact"][0]["step"]
     forward = (LONG_LAYERS + LONG_CHUNKS) * OPERATOR_US / alone  # layers, and copies to weights
     rows = []

@@ -364,6 +364,16 @@ def test_fields_of_one_rule_say_so_and_are_noticed_under_the_other() -> None:
         "offload",
     ]
     assert given_of_the_other_rule(ZenFlowConfig(topk_ratio=0.1, block_size=64)) == ["block_size"]
+    every = ZenFlowConfig(**given, update_rule="exact", block_size=64, prediction_error_factor=2.0)
+    idle = given_of_the_other_rule(every)
+    assert sorted(idle) == sorted([*SELECTING, "offload", "prediction_error_factor"])
+
+
+def test_the_exact_rule_overlaps_nothing_and_lets_weights_arrive_late_unless_told_not_to() -> None:
+    exact = ZenFlowConfig(update_rule="exact")
+    assert (exact.interval, exact.overlapped, exact.arrives_late) == (1, False, True)
+    assert not ZenFlowConfig(update_rule="exact", overlap_step=False).arrives_late
+    assert not ZenFlowConfig(overlap_step=False).arrives_late
 
 
 # -- tools that only read configs ------------------------------------------------------------------
