@@ -136,8 +136,8 @@ def lanes_of(records: Sequence[dict[str, float]]) -> Lanes:
             timed.append(last)
     if not timed:
         raise ConfigError(
-            f"none of {len(records)} logged steps has overlapped with its update. The first 40 "
-            "never do; log more steps, and look at zenflow_guard_synchronous"
+            f"none of {len(records)} logged steps has overlapped with its update. Those of the "
+            "warm-up never do; log more steps, and look at zenflow_guard_synchronous"
         )
 
     def median(name: str) -> float:

@@ -72,8 +72,8 @@ class ZenFlowConfig(ConfigSection):
 
     full_warm_up_rounds: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Synchronous optimizer steps at the start; each is an exact step of all parameters. There is
-    at least one, and with ``predictive`` at least one interval. Not given: 40 (``predictive``) or 1
-    (``selective``)."""
+    at least one, and with ``predictive`` at least one interval. Not given: with ``predictive`` 10
+    at interval 1 and 40 at others; 1 with ``selective``."""
 
     block_size: BlockSize = 32
     """``predictive``: elements over which the second moment is averaged. Costs 4/block_size bytes

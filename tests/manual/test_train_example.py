@@ -84,7 +84,7 @@ def test_resumed_run_equals_uninterrupted_and_upstream(mode: str, tmp_path: Path
 
 def train_overlapped(folder: str, *flags: str) -> float | None:
     """As `train`, whose six steps would all be synchronous by default."""
-    with patch.object(schedule, "WARM_UP_STEPS", 1):
+    with patch.object(schedule, "_WARM_UP_STEPS", 1):
         return train(folder, *flags)
 
 

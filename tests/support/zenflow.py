@@ -39,7 +39,7 @@ def zenflow_config(
 ) -> dict[str, Any]:
     """A config with the predictive rule; `zenflow` are fields of its section.
 
-    Steps overlap as soon as they can. By default that is after 40 steps, which is more than most
+    Steps overlap as soon as they can. By default that is after 10 steps, which is more than most
     tests take.
     """
     config = base_config(stage, dtype, accumulation=accumulation)

@@ -14,7 +14,7 @@ from deepspeed_ext.config.file import section_of
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.predictive import LONGEST_MEASURED
 from deepspeed_ext.zenflow.plan.selective import LONGEST_CHOSEN
-from deepspeed_ext.zenflow.rules.predictive.schedule import WARM_UP_STEPS
+from deepspeed_ext.zenflow.rules.predictive.schedule import default_warm_up_steps
 from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS
 
 __all__ = ["Plan", "Rule", "plan_check"]
@@ -260,7 +260,9 @@ def _zenflow(zero: Mapping[str, Any], upstream: bool) -> tuple[Rule, int | None,
         return "deferred", zenflow.interval, True, warm_up or 1
     if not zenflow.overlapped:
         return "exact", 1, True, 0
-    return "predicted", zenflow.interval, True, WARM_UP_STEPS if warm_up is None else warm_up
+    if warm_up is None:
+        warm_up = default_warm_up_steps(zenflow.interval)
+    return "predicted", zenflow.interval, True, warm_up
 
 
 def _shorten_warm_up(

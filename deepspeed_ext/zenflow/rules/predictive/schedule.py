@@ -25,17 +25,21 @@ from deepspeed_ext.zenflow.rules.predictive.guard import GuardState
 from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS, Schedule, State, StepPlan
 
 __all__ = [
-    "WARM_UP_STEPS",
     "PredictivePlan",
     "PredictiveSchedule",
     "PredictiveState",
     "WeightSource",
+    "default_warm_up_steps",
 ]
 
-WARM_UP_STEPS = 40
-"""Predictions are poor while moments have seen few gradients: with one warm-up step instead of 40,
-the loss of a model of five million parameters was 1.6 percentage points further from AdamW's, mean
-of three seeds (docs/results.md)."""
+_WARM_UP_STEPS, _LONGER_WARM_UP_STEPS = 10, 40
+
+
+def default_warm_up_steps(interval: int | None) -> int:
+    """Synchronous steps at the start, while moments have seen too few gradients to predict from: as
+    many as the study of losses needed at interval 1 (docs/results.md), and more at the intervals
+    that it leaves out; None: measured."""
+    return _WARM_UP_STEPS if interval == 1 else _LONGER_WARM_UP_STEPS
 
 
 class WeightSource(enum.Enum):
@@ -96,7 +100,8 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         interval: optimizer steps handed over together; None: the caller measures during warm-up and
             then calls `choose_interval`.
         overlap: False makes every step synchronous.
-        warm_up_steps: synchronous steps at the start, at least an interval; None: `WARM_UP_STEPS`.
+        warm_up_steps: synchronous steps at the start, at least an interval; None:
+            `default_warm_up_steps`.
         guarded: whether the guard judges probes.
         arrival: when gradients come to the ring.
         weights_arrive: when exact weights do, if steps never overlap.
@@ -115,7 +120,9 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         self._arrives_later = weights_arrive is WeightsArrival.IN_FORWARD
         self._arrival = arrival
         self._overlap = overlap
-        self._warm_up_steps = WARM_UP_STEPS if warm_up_steps is None else warm_up_steps
+        if warm_up_steps is None:
+            warm_up_steps = default_warm_up_steps(interval)
+        self._warm_up_steps = warm_up_steps
         self._guarded = guarded and overlap
         self._measured_from = 0
 
