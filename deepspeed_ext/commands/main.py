@@ -197,6 +197,13 @@ def _add_memory(plan: _Parser) -> None:
     plan.add_argument(
         "--memory", action="store_true", help="plan the memory of a run instead of its cores"
     )
+    _add_model_and_ranks(plan)
+    _add_machine(plan)
+    _add_answer(plan)
+
+
+def _add_model_and_ranks(plan: _Parser) -> None:
+    """What is trained, how, and on how many ranks."""
     plan.add_argument(
         "--params",
         metavar="P",
@@ -236,6 +243,10 @@ def _add_memory(plan: _Parser) -> None:
         type=read_by("parse_numel"),
         help="with --memory: elements of the largest parameter [estimated]",
     )
+
+
+def _add_machine(plan: _Parser) -> None:
+    """Sizes and speeds of the machine, and the work of a step on it."""
     for place, short in (("accelerator", "gpu"), ("host", "host")):
         plan.add_argument(
             *(f"--{place}-gib", f"--{short}-gb"),
@@ -261,6 +272,10 @@ def _add_memory(plan: _Parser) -> None:
         type=whole(1, MAX_TOKENS),
         help="with --memory: tokens per GPU and optimizer step, by which ways are compared [8192]",
     )
+
+
+def _add_answer(plan: _Parser) -> None:
+    """How much is shown, and what is written."""
     plan.add_argument(
         "--all",
         action="store_const",

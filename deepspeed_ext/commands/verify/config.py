@@ -156,12 +156,7 @@ def plan_check(
     config |= QUIET
     dtype = _dtype(config, changes)
     batches = plan_batches(config, ranks, changes)
-    for name in (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-    ):
-        config.pop(name, None)
+    config.pop("train_batch_size", None)
     config |= {
         "train_micro_batch_size_per_gpu": batches.micro,
         "gradient_accumulation_steps": batches.accumulation,
@@ -171,15 +166,7 @@ def plan_check(
     if not upstream and rule != "exact":
         warm_up = _shorten_warm_up(zero["zenflow"], interval, warm_up, steps, changes)
     steps = steps or _enough_steps(rule, interval, warm_up)
-    save_after = min(steps - 1, steps // 2 | 1)
-    # resumed before that, a run would measure again and choose later
-    if rule == "predicted" and interval is None:
-        save_after = max(save_after, MEASURED_STEPS + 1)
-        if steps <= save_after:
-            raise ConfigError(
-                f"--steps: expected more than {save_after} where "
-                f"zenflow.update_interval is measured, got {steps}"
-            )
+    save_after = _save_after(steps, is_measured=rule == "predicted" and interval is None)
     _fill_optimizer(config, steps, changes)
     _keep_inside(config, scratch, changes)
     _drop_auto(config, "", changes)
@@ -207,6 +194,20 @@ def plan_check(
         summary=_summary(config, dtype, rule, interval, upstream),
         changes=tuple(changes),
     )
+
+
+def _save_after(steps: int, *, is_measured: bool) -> int:
+    """The step after which the run is saved. While the interval is being measured it is too early:
+    a resumed run would measure again and choose later."""
+    middle = min(steps - 1, steps // 2 | 1)
+    if not is_measured:
+        return middle
+    if steps <= (first := max(middle, MEASURED_STEPS + 1)):
+        raise ConfigError(
+            f"--steps: expected more than {first} where zenflow.update_interval is measured, "
+            f"got {steps}"
+        )
+    return first
 
 
 def _dtype(config: dict[str, Any], changes: list[str]) -> str:
