@@ -120,8 +120,6 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         self._arrives_later = weights_arrive is WeightsArrival.IN_FORWARD
         self._arrival = arrival
         self._overlap = overlap
-        if warm_up_steps is None:
-            warm_up_steps = default_warm_up_steps(interval)
         self._warm_up_steps = warm_up_steps
         self._guarded = guarded and overlap
         self._measured_from = 0
@@ -130,7 +128,9 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
     def warm_up_steps(self) -> int:
         """Synchronous steps at the start; at least one interval, because the estimate needs second
         moments."""
-        return max(self._warm_up_steps, self.state.interval or MEASURED_STEPS + 1)
+        interval, wanted = self.state.interval, self._warm_up_steps
+        wanted = default_warm_up_steps(interval) if wanted is None else wanted
+        return max(wanted, interval or MEASURED_STEPS + 1)
 
     def ring_at(self, interval: int | None) -> int:
         return ring_of(interval or 1, self._arrival) if self._overlap else 1
