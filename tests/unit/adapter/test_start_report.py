@@ -41,7 +41,7 @@ def test_a_start_is_one_block_on_rank_0(stage: int) -> None:
     assert lines[0].split()[0] == "ZenFlow"
     assert "update_interval 1, predictive rule" in lines[0]
     assert (
-        "the first 10 steps wait for their own update; updates of later steps overlap" in lines[1]
+        "the first 40 steps wait for their own update; updates of later steps overlap" in lines[1]
     )
     assert any(line.split()[0] == "flattening" for line in lines) == (stage == 2)
     assert len(lines) <= 8

@@ -36,9 +36,9 @@ def test_slots_of_the_ring(interval: int, arrival: Arrival, slots: int) -> None:
 
 
 @pytest.mark.parametrize("interval", [1, 4, 64])
-def test_by_default_forty_steps_or_an_interval_are_synchronous(interval: int) -> None:
+def test_by_default_ten_steps_are_synchronous_or_forty_at_longer_intervals(interval: int) -> None:
     plans = walk(PredictiveSchedule(interval, overlap=True, warm_up_steps=None), 80)
-    synchronous = max(40, interval)
+    synchronous = 10 if interval == 1 else max(40, interval)
     assert [p.source is WeightSource.EXACT for p in plans] == [True] * synchronous + [False] * (
         80 - synchronous
     )
