@@ -111,7 +111,9 @@ def test_what_a_part_had_measured_when_it_died_is_kept(tmp_path: Path) -> None:
     assert record.results["half"]["rows"] == [{"ms": 1}, {"ms": 2}]
 
 
-def test_a_part_that_is_ended_leaves_no_process_in_another_group(tmp_path: Path) -> None:
+def test_a_part_that_is_ended_leaves_neither_a_process_in_another_group_nor_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ninja gives each compiler a group of its own; one that went on would write into what the next
     part loads."""
     statement = (
@@ -122,7 +124,12 @@ def test_a_part_that_is_ended_leaves_no_process_in_another_group(tmp_path: Path)
     running = Running(fake("builds", statement), "cpu", True, limit=600)
     wait_until((tmp_path / "pid").exists, "the start of the child")
     wait_until(lambda: bool((tmp_path / "pid").read_text()), "its id")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
     running.end()
+    assert not lock.exists()  # later parts would wait for it
     child = int((tmp_path / "pid").read_text())
     wait_until(
         lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie",

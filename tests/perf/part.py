@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 
 from deepspeed_ext.runtime.progress import Progress
 from tests.perf import report
+from tools.stale_locks import remove_stale_locks
 
 SHOWN_LINES, SHOWN_OF_BAD_LINES = 40, 200
 LOOK_SECONDS = 0.2
@@ -63,7 +65,7 @@ class Part:
 def operators(name: str) -> Part:
     """The part that compiles what later ones load; it takes no time if that is done."""
     covers = "compiles DeepSpeed's Adam, once"
-    return Part(name, "tools.build_operators", (), (), 300, usual=40, covers=covers, timed=False)
+    return Part(name, "tools.build_operators", (), (), 500, usual=40, covers=covers, timed=False)
 
 
 @dataclass
@@ -133,9 +135,12 @@ class Running:
 
     def end(self) -> None:
         """End it and all that it has started: its ranks and their workers end with their parents,
-        and this makes sure of it."""
+        and this makes sure of it. A build that was killed leaves a lock, for which every later part
+        would wait."""
         _end_group(self._process.pid)
         self._process.wait()
+        if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
+            remove_stale_locks(Path(folder))
 
 
 def _end_group(leader: int) -> None:
