@@ -19,8 +19,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -475,13 +475,15 @@ class KeptError:
         """Keep `error`, unless one is kept already."""
         self.error = self.error or error
 
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Keep an error that the block raises, and continue after the block."""
-        try:
-            yield
-        except Exception as caught:
-            self.note(caught)
+    def keeping(
+        self, told: Callable[[Exception], Exception] = lambda error: error
+    ) -> AbstractContextManager[None]:
+        """Keep an error that the block raises, and continue after the block.
+
+        Args:
+            told: what to keep in its place.
+        """
+        return _Keeping(self, told)
 
     def take(self) -> Exception | None:
         """Return the error and clear it; for `raise_together`."""
@@ -492,6 +494,21 @@ class KeptError:
         """Raise the error, if there is one, and clear it; for use inside `together`."""
         if (error := self.take()) is not None:
             raise error
+
+
+class _Keeping(AbstractContextManager[None]):
+    """The block of `KeptError.keeping`. A class, because a signal handler may raise at any line: in
+    front of a generator's ``yield`` that would be kept, and the block would not run."""
+
+    def __init__(self, kept: KeptError, told: Callable[[Exception], Exception]) -> None:
+        self._kept = kept
+        self._told = told
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._kept.note(self._told(error))
+        return True
 
 
 def _number(value: Any) -> int:

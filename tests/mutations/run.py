@@ -32,6 +32,7 @@ TESTS = (
     "tests/unit/zenflow/transfers/test_chunk_slots.py",
     "tests/unit/zenflow/transfers/test_weight_upload.py",
     "tests/unit/zenflow/test_offload_states.py",
+    "tests/unit/zenflow/test_exact_rule.py",
     "tests/unit/adapter/test_gradients_on_host.py",
     "tests/unit/adapter/test_throughput_timer.py",
     "tests/unit/gather/test_features.py::test_a_fetch_left_to_upstream_is_waited_for",

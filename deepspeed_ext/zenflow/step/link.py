@@ -7,8 +7,8 @@ import enum
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +89,19 @@ class WorkerThreads:
             rank=dist.get_rank(),
             timeout_seconds=self.timeout_seconds,
         )
+
+
+def _told(error: Exception) -> Exception:
+    """What to keep of an error within a step."""
+    if not is_of_handler(error):
+        return error
+    told = StateError(
+        f"{type(error).__name__} ({error}), raised by a signal handler, has broken off "
+        "an optimizer step or a wait for it: build a new engine, and load the last "
+        "checkpoint. Let the handler only set a flag, and check the flag between steps"
+    )
+    told.__cause__ = error
+    return told
 
 
 class WorkerLink:
@@ -218,22 +231,11 @@ class WorkerLink:
     # must be unable to fail alone; tests/unit/faults/test_one_rank_fails.py lists those calls with
     # the reason.
 
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def keeping(self) -> AbstractContextManager[None]:
         """Wrap this rank's own part of a step; see Note: [an error of one rank]. Until all ranks
         wait together, `failed` is true and work may be skipped."""
         self.home.require()  # not kept: it would be raised after a collective of the parent's group
-        with self._kept.keeping():
-            try:
-                yield
-            except Exception as error:
-                if not is_of_handler(error):
-                    raise
-                raise StateError(
-                    f"{type(error).__name__} ({error}), raised by a signal handler, has broken off "
-                    "an optimizer step or a wait for it: build a new engine, and load the last "
-                    "checkpoint. Let the handler only set a flag, and check the flag between steps"
-                ) from error
+        return self._kept.keeping(_told)
 
     @property
     def failed(self) -> bool:

@@ -13,6 +13,7 @@ from deepspeed import comm as dist
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep
 from deepspeed_ext.zenflow.rules.predictive import rule
+from deepspeed_ext.zenflow.rules.predictive.schedule import default_warm_up_steps
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.step import ring
 from deepspeed_ext.zenflow.step.metrics import Metrics
@@ -70,7 +71,8 @@ def test_an_open_interval_is_the_same_run_as_a_given_one(
 ) -> None:
     """Overlap begins once the worker has published ahead: one step after the measured ones, or
     after the warm-up."""
-    warm_up = BY_DEFAULT if given == "auto" else MEASURED_STEPS + 1
+    by_default = default_warm_up_steps(measured)
+    warm_up = by_default if given == "auto" else MEASURED_STEPS + 1
     settled = {"update_interval": measured, "full_warm_up_rounds": warm_up}
     config = zenflow_config(
         stage, torch.bfloat16, full_warm_up_rounds=given, update_interval="measured"

@@ -139,10 +139,11 @@ def test_an_answer_begins_the_timeout_anew(monkeypatch: pytest.MonkeyPatch) -> N
 
     with running() as (_, process):
         process._timeout_seconds = 1.0  # of what follows, not of the start
+        # before the first answer can come, which a submission may read
+        monkeypatch.setattr(Channel, "first", first_that_arrived)
         for _ in range(4):
             process.submit([])
         monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: clock.now))
-        monkeypatch.setattr(Channel, "first", first_that_arrived)
         monkeypatch.setattr(Channel, "idle", pass_time)
         process.wait()
         assert clock.now == pytest.approx(4 * 0.9)
