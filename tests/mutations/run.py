@@ -32,7 +32,9 @@ TESTS = (
     "tests/unit/zenflow/transfers/test_chunk_slots.py",
     "tests/unit/zenflow/transfers/test_weight_upload.py",
     "tests/unit/zenflow/test_offload_states.py",
-    "tests/unit/zenflow/test_exact_rule.py",
+    "tests/unit/zenflow/test_exact_rule.py::test_training_has_the_bits_of_steps_that_wait",
+    "tests/unit/zenflow/test_exact_rule.py::"
+    "test_weights_that_one_stream_has_brought_may_be_read_on_another",
     "tests/unit/adapter/test_gradients_on_host.py",
     "tests/unit/adapter/test_throughput_timer.py",
     "tests/unit/gather/test_features.py::test_a_fetch_left_to_upstream_is_waited_for",

@@ -123,8 +123,8 @@ def waiting_orders_the_current_stream(wait: bool) -> tuple[bool, list[float], in
         work.wait()  # orders the main stream only
     with sim.stream(other):
         doubled = value * 2
+    sim.synchronize()  # a race is found when its operation runs
     found = len(simulation.found_races())
-    sim.synchronize()
     dist.barrier()
     return late, doubled.tolist(), found
 

@@ -311,6 +311,32 @@ def test_without_the_wait_of_a_gather_weights_would_be_old() -> None:
     assert "losses" in found
 
 
+def races_of_two_readers(config: dict[str, Any]) -> int:
+    """Weights that one stream has brought are read on another one."""
+    from tests.support.simulated_accelerator import device as sim
+    from tests.support.simulated_accelerator import simulation
+
+    with small_chunks():
+        engine = make_engine(config, model=WithFrozen, groups=two_groups)
+        train(engine, batches(2, dist.get_rank()))
+        params = [param for param in engine.module.parameters() if param.requires_grad]
+        assert engine.optimizer.host_optimizer.link.arrivals.are_awaited
+        with sim.stream(sim.Stream()):
+            late_weights.complete_weights_of(params)
+        late_weights.complete_weights_of(params)
+        read = [param.ds_tensor.clone() for param in params]
+        sim.synchronize()
+        del read
+        found = len(simulation.found_races())
+        engine.destroy()
+    return found
+
+
+def test_weights_that_one_stream_has_brought_may_be_read_on_another() -> None:
+    races = run_ranks(2, races_of_two_readers, exact_config(3), device="sim", pool="exact True")
+    assert races == [0, 0]
+
+
 def change_another_engines(config: dict[str, Any]) -> str:
     """A new engine of a model whose old one is neither done nor destroyed."""
     found = []
