@@ -270,9 +270,12 @@ class OptimizerProcess:
                     "Let the handler only set a flag, and check the flag between steps"
                 )
             try:
-                self._is_inside = True
-                yield
-            finally:
+                try:
+                    self._is_inside = True
+                    yield
+                finally:
+                    self._is_inside = False
+            finally:  # again, because a signal handler may have raised in front of that line
                 self._is_inside = False
 
     def _await(

@@ -262,7 +262,7 @@ def what_happens_with(free: int) -> str:
 
 def test_any_number_of_free_descriptors_works_or_is_an_error() -> None:
     before = open_files()
-    outcomes = [what_happens_with(free) for free in range(10)]
+    outcomes = [what_happens_with(free) for free in range(14)]
     assert "ulimit -n" in outcomes[0]
     assert outcomes[-1] == "works"
     assert all(outcome == "works" or "Too many open files" in outcome for outcome in outcomes)
