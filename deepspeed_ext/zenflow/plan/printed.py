@@ -16,10 +16,8 @@ def as_config(plan: ZenFlowPlan) -> dict[str, Any]:
     other fields of the run's config they make the same plan, on any machine that has room."""
     rule, places = plan.rule, plan.places
     section: dict[str, Any] = {"autotune": False}
-    if isinstance(rule, PredictiveSettings):
-        section["update_rule"] = "predictive"
-        if rule.warm_up_steps is not None:
-            section["full_warm_up_rounds"] = rule.warm_up_steps
+    if isinstance(rule, PredictiveSettings) and rule.warm_up_steps is not None:
+        section["full_warm_up_rounds"] = rule.warm_up_steps
     if rule.update_interval is not None:
         section["update_interval"] = rule.update_interval
     if places.weights is Place.ACCELERATOR:

@@ -386,7 +386,7 @@ def test_a_signal_ends_everything(number: signal.Signals, seconds: float, tmp_pa
         arguments, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
     ) as run:
         wait_until(lambda: bool(list(temporary.glob("*/plan.json"))), "the check's start")
-        time.sleep(seconds)
+        time.sleep(seconds)  # at any moment of the check
         run.send_signal(number)
         _, said = run.communicate(timeout=60)
     assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
