@@ -202,7 +202,9 @@ def test_names_pick_a_part_and_all_below_it() -> None:
     names = [part.name for part in gpu_parts.parts()]
     assert len(names) == len(set(names))
     below = [part.name for part in gpu_parts.parts() if part.is_in(["step/1.5b"])]
-    assert below == ["step/1.5b/ours", "step/1.5b/zero", "step/1.5b/compiled"]
+    ours = [f"step/1.5b/{batch}" for batch in ("1x8192", "1x2048", "4x8192")]
+    others = [f"step/1.5b/{name}" for name in ("exact", "zero", "compiled", "1x4096")]
+    assert below == [*ours, *others]
     assert not any(part.is_in(["step/1.5"]) for part in gpu_parts.parts())
 
 

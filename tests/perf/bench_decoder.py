@@ -60,15 +60,21 @@ class Runner:
         self.seconds: dict[Batch, list[float]] = {batch: [] for batch in self.batches}
         self.measured: dict[Batch, list[dict[str, float]]] = {batch: [] for batch in self.batches}
         self.memory: dict[Batch, dict[str, Any]] = {}
+        self.plans: dict[Batch, dict[str, Any]] = {}
         self.warm_up: list[float] = []
         self.error = ""
         self._processes: Processes | None = None
 
     def start(self) -> None:
-        """Build the loop, and make the steps that do not count."""
+        """Build the loop."""
         with self._noted():
             self._processes = Processes(self.way.name, 1, self.args.device)
             self.facts = self._call(decoder_rank.open_bench, self.way.name, self.args.model)
+
+    def make_warm(self) -> None:
+        """Make the steps that do not count, while nothing else runs: ours chooses its plan from
+        them."""
+        with self._noted():
             warm_up = self.args.warm_up if self.args.warm_up is not None else self.way.warm_up
             self.warm_up = self._call(decoder_rank.stretch, warm_up, self.batches[0]).seconds
 
@@ -85,6 +91,7 @@ class Runner:
         with self._noted():
             use = self._call(decoder_rank.use_of_device, SETTLING_STEPS, batch)
             self.memory[batch] = self._call(decoder_rank.memory) | {"idle": use.get("compute_idle")}
+            self.plans[batch] = self._call(decoder_rank.plan)
 
     def _call(self, body: Any, *args: Any) -> Any:
         assert self._processes is not None, "it was started, and has not failed"
@@ -129,6 +136,8 @@ class Runner:
                 f"{name} GiB": found[name] and found[name] / GIB
                 for name in ("device", "host", "page-locked")
             }
+        if plan := self.plans.get(batch):
+            row["plan"] = plan
         return row
 
     def close(self) -> None:
@@ -243,6 +252,8 @@ def measure_together(
     with ExitStack() as stack:
         runners = [stack.enter_context(closing(Runner(way, args))) for way in ways]
         list(starters.map(Runner.start, runners))
+        for runner in (each for each in runners if not each.error):
+            runner.make_warm()
         take_turns(runners, args)
         keep(runners, args)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_ext.zenflow.plan.printed import as_config
 from tests.perf import host_peak, processes
 from tests.perf.decoder_ways import WAYS, Way
 from tests.perf.idle import profiled
@@ -139,6 +140,17 @@ def threads() -> str:
         if process is None
         else f"{own} + {len(os.sched_getaffinity(process.pid))} in its process"
     )
+
+
+def plan() -> dict[str, Any]:
+    """Body of a rank: what ours has chosen, as a config, and why; empty where it is not ours."""
+    assert _bench is not None
+    optimizer = getattr(getattr(_bench.loop, "engine", None), "optimizer", None)
+    host = getattr(optimizer, "host_optimizer", None)
+    if host is None:
+        return {}
+    reasons = [str(reason) for reason in host.decided.reasons]
+    return {"config": as_config(host.decided), "reasons": reasons}
 
 
 def memory() -> dict[str, float | None]:

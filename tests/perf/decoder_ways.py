@@ -201,6 +201,7 @@ OURS_14_BF16 = _ours(
     {"pt_reserved_cores": 2, "update_interval": 1, "state_dtype": "bfloat16"},
 )
 OURS_INTERVAL_1 = _ours("ours, interval 1", {"update_interval": 1})
+OURS_EXACT = _ours("ours, exact", {"update_rule": "exact"})
 ZERO_OFFLOAD = Way("ZeRO-Offload", _engine, zero={"offload_optimizer": OFFLOAD})
 SHARES = ("auto", 0.9, 0.75, 0.5)
 OURS_SHARED = tuple(
@@ -273,7 +274,7 @@ WAYS: dict[str, Way] = {
         OURS_INTERVAL_1,
         *OURS_SHARED,
         ZERO_OFFLOAD,
-        *(way.at(3) for way in (OURS_14, OURS_14_BF16, ZERO_OFFLOAD)),
+        *(way.at(3) for way in (OURS, OURS_14, OURS_14_BF16, OURS_EXACT, ZERO_OFFLOAD)),
         *RIVALS,
     )
 }

@@ -39,12 +39,13 @@ def parts() -> list[Part]:
         operators("operators"),
         _core_sets(),
         _link(),
+        *(_beside_zero(batch) for batch in (USUAL, SHORT, LONGER)),
         _decoder(
-            "step/1.5b/ours",
+            "step/1.5b/exact",
             "1.5b",
-            _STEP_WAYS,
-            (USUAL, SHORT, MIDDLE, LONGER),
-            "ours beside ZeRO-2",
+            (ways.OURS.at(3), ways.OURS_EXACT.at(3), ways.ZERO_OFFLOAD.at(3)),
+            (USUAL, LONGER),
+            "the exact rule beside the predictive one and ZeRO-Offload, stage 3",
         ),
         _decoder(
             "step/1.5b/zero",
@@ -53,7 +54,7 @@ def parts() -> list[Part]:
             (USUAL, SHORT),
             "ZeRO-2 with and without its overflow check, and ZeRO-Offload",
         ),
-        _alone(ways.OURS_14.at(3), (USUAL, LONG)),
+        _alone(ways.OURS.at(3), (USUAL, LONG)),
         _alone(ways.ZERO_OFFLOAD.at(3), (USUAL,)),
         _alone(ways.OURS_14_BF16.at(3), (USUAL,)),
         _decoder(
@@ -99,10 +100,19 @@ def parts() -> list[Part]:
             (USUAL,),
             "layers compiled by torch.compile",
         ),
+        _beside_zero(MIDDLE),
     ]
 
 
-_STEP_WAYS = (ways.ZERO_UNCHECKED, ways.OURS, ways.OURS_14, ways.OURS_14_BF16)
+def _beside_zero(batch: str) -> Part:
+    """Ours chooses its plan on this batch alone, as a user's run does."""
+    return _decoder(
+        f"step/1.5b/{batch}",
+        "1.5b",
+        (ways.ZERO_UNCHECKED, ways.OURS, ways.OURS_14),
+        (batch,),
+        "ours beside ZeRO-2",
+    )
 
 
 def _core_sets() -> Part:

@@ -35,14 +35,15 @@ def startup(parameters: float, repeats: int, variants: int = 4) -> float:
 
 def decoder(parameters: float, tokens: Sequence[int], steps: int, chosen: Sequence[Way]) -> float:
     """Seconds of `steps` steps of each way on batches of each number of tokens, and of what comes
-    before: the ways are started beside each other, and warm up so, too."""
+    before: the ways are started beside each other, and then warm up one after the other."""
     starts, stretches = [0.0], 0.0
     for way in chosen:
         offloads = "offload_optimizer" in way.zero or way.extended or not way.is_engine
         host = 28 * parameters / HOST_MEMORY + 4 * parameters / LINK if offloads else 0.0
         made = 16 * parameters / NEW_HOST_MEMORY if offloads else 2 * parameters / PAGEABLE
         device = [8 * parameters * count / FLOPS + 0.05 for count in tokens]
-        starts.append(START_SECONDS + made + way.warm_up * (device[0] + host))
+        starts.append(START_SECONDS + made)
+        stretches += way.warm_up * (device[0] + host)
         stretches += steps * sum(
             max(each, host) if way.extended else each + host for each in device
         )
