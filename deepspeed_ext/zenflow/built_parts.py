@@ -56,8 +56,11 @@ def prepare_kernels(
     if Kernel.NORM in plan.kernels:
         calls.append(prepare.norms(device, {of_weights, gradient}))
     if Kernel.STEP in plan.kernels:
-        steps = alignments if plan.has_share else {True}
-        calls.append(kind.step_kernels(device, block_size, gradient, steps))
+        if plan.has_share:
+            names_of_step = gradient, of_weights, alignments
+            calls.append(kind.step_kernels(device, block_size, *names_of_step))
+        if plan.rule.steps_beside_worker:
+            calls.append(prepare.hot_steps(device, block_size, gradient, {True}))
     if Kernel.ESTIMATE in plan.kernels and isinstance(plan.rule, PredictiveSettings):
         estimated = of_weights, published, gradient
         calls.append(

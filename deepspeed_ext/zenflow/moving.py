@@ -1,8 +1,9 @@
 """Moves a run to the fastest plan that its steps allow, between two steps, at most twice.
 
-The first steps are synchronous and are measured, on different counts of threads: they say how much
-the host can step while the accelerator runs forward and backward (`plan.share`). The rest moves
-without rounding: p and the moments are copied to the accelerator, and the host's arrays begin
+The first steps are synchronous and are measured, on different counts of threads: they say how long
+a pass takes, and forward and backward without one beside them. The first overlapped steps say how
+much they delay each other. From that follows how much the host should step (`plan.share`). The rest
+moves without rounding: p and the moments are copied to the accelerator, and the host's arrays begin
 behind them. Later steps are those of a run that had this share from the start, and the same p and
 moments at this step. Threads change no bit.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import OutOfMemoryError
@@ -25,7 +27,7 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import agreed
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
-from deepspeed_ext.zenflow.plan.advice import remedies_of
+from deepspeed_ext.zenflow.plan.advice import MeasuredStep, remedies_of
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
@@ -35,6 +37,7 @@ from deepspeed_ext.zenflow.plan.search import Measured, search_measured
 from deepspeed_ext.zenflow.plan.share import (
     MEASURED_STEPS,
     UNITS,
+    WATCHED_STEPS,
     ChainTimes,
     is_worth_it,
     with_copies_inside,
@@ -58,6 +61,12 @@ WAITS = 0.05
 """Of a step: a wait that is longer is worth another look."""
 CHANGED = 0.1
 """Of the accelerator's time: a difference that is larger is another batch."""
+MOST_SYNCHRONOUS = 32
+"""Further synchronous steps for which a choice waits for overlapped ones."""
+MOST_CONTENTION = 0.9
+THERE_OVER_ESTIMATE = 3.5
+"""How many times as many bytes as the estimate and the norms an exact step on the accelerator
+moves: 28 an element, not 8."""
 
 
 class Tuner:
@@ -88,6 +97,9 @@ class Tuner:
         self._is_open = True
         self._measured = 0
         self._probe: ThreadProbe | None = None
+        self._alone: ChainTimes | None = None
+        self._waited = self._watched = 0
+        self._contention = self._there = 0.0
         self._moves = self._since = 0
         self._gap = STEPS_BETWEEN
         self.device_seconds = self._fixed = 0.0
@@ -96,7 +108,9 @@ class Tuner:
         """Count a step that has ended; choose if enough of them have been measured."""
         self._since += 1
         is_between = plan.waits_last and host.rule.schedule.plan().waits_last
-        if self._is_open and not is_between:
+        if self._alone is not None:
+            self._watch(host, plan, is_between)
+        elif self._is_open and not is_between:
             self._give_up(host)
         elif self._probe is not None:
             self._probed(host, is_between)
@@ -104,7 +118,7 @@ class Tuner:
             self._measured += 1
             if self._measured == MEASURED_STEPS - PROBED_STEPS:
                 self._begin(host)
-        elif not is_between and self._is_due() and self._has_changed(host):
+        elif not is_between and self._is_due(host) and self._has_changed(host):
             self._begin(host)
 
     def _give_up(self, host: HostOptimizer) -> None:
@@ -121,10 +135,11 @@ class Tuner:
 
     # -- measuring ---------------------------------------------------------------------------------
 
-    def _is_due(self) -> bool:
+    def _is_due(self, host: HostOptimizer) -> bool:
         """Whether to look for a change now; the same on all ranks."""
         return (
             self._moves < MOST_MOVES
+            and host.decided.host_share > 0.0
             and self._since >= self._gap
             and self._since % STEPS_LOOKED_AT == 0
         )
@@ -153,9 +168,33 @@ class Tuner:
             probe.note(self._metrics.worker_seconds)
             self._limit(host, probe.best if probe.is_over else probe.coming)
         schedule = host.rule.schedule
-        if probe.is_over and (is_between or schedule.is_settled or schedule.interval != 1):
-            self._probe = None
-            self._choose(host, probe, is_between)
+        if not (probe.is_over and (is_between or schedule.is_settled or schedule.interval != 1)):
+            return
+        self._probe = None
+        times = ChainTimes(0.0, 0.0)
+        with host.link.keeping():
+            times = self._times(host.decided, probe, is_between)
+        overlaps = host.decided.rule.overlapped and schedule.interval == 1
+        if is_between and overlaps and self._chooses_share:
+            self._alone, self._waited, self._watched = times, 0, 0
+            self._counts = _first(self._counts, probe.best)
+        else:
+            self._choose(host, times, probe.best, is_between)
+
+    def _watch(self, host: HostOptimizer, plan: StepPlan, is_between: bool) -> None:
+        """A step has ended while the choice waits for overlapped ones."""
+        self._waited += 1
+        self._watched = 0 if plan.waits_last else self._watched + 1
+        is_late = is_between and self._waited >= MOST_SYNCHRONOUS
+        if self._watched < WATCHED_STEPS and not is_late:
+            return
+        times, self._alone = self._alone, None
+        assert times is not None
+        with host.link.keeping():
+            step = None if is_between else self._metrics.typical_step()
+            times = times if step is None else _contended(times, step, host.decided)
+        self._contention, self._there = times.contention, times.there
+        self._choose(host, times, self._counts[0], is_between)
 
     def _limit(self, host: HostOptimizer, threads: int) -> None:
         if len(self._counts) > 1:
@@ -186,36 +225,38 @@ class Tuner:
         self, host: HostOptimizer, threads: int | None, device_seconds: float, *, is_elsewhere: bool
     ) -> None:
         """See `Mover.resumed`. Another machine makes all choices anew."""
+        self._alone = None
         if host.ranks.minimum(-int(is_elsewhere))[0] < 0:
             self.device_seconds = 0.0
             self._moves, self._since, self._gap = 0, STEPS_BETWEEN, STEPS_BETWEEN
             return
         self.device_seconds, self._since = device_seconds, 0
         if threads is not None and threads in self._counts[1:]:
-            self._counts = (threads, *(each for each in self._counts if each != threads))
+            self._counts = _first(self._counts, threads)
             self._limit(host, threads)
             host.decided = with_threads(host.decided, threads)
 
     # -- choosing ----------------------------------------------------------------------------------
 
-    def _choose(self, host: HostOptimizer, probe: ThreadProbe, is_between: bool) -> None:
+    def _choose(
+        self, host: HostOptimizer, times: ChainTimes, threads: int, is_between: bool
+    ) -> None:
         """Choose with all ranks, and move. A collective."""
-        now, threads = host.decided, self._counts[0]
-        mine = Measured.of(now, self._may_expose, ChainTimes(0.0, 0.0), 0)
+        now = host.decided
+        changes = now.cpus is not None and threads != now.cpus.threads
+        mine = Measured.of(now, self._may_expose, times, 0, changes)
         with host.link.keeping():
-            threads = probe.best
             reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
             room = memory.unused_accelerator_bytes() - reserve
-            times = self._times(now, probe, is_between)
-            mine = Measured.of(now, self._may_expose, times, room, threads != self._counts[0])
-            self.device_seconds, self._fixed = times.device, times.fixed
+            mine = Measured.of(now, self._may_expose, times, room, changes)
         of_all = host.ranks.gather_objects(mine)
         moves = any(each.changes_threads for each in of_all)
-        if threads != self._counts[0]:
-            self._counts = (threads, *(each for each in self._counts if each != threads))
+        self._fixed, self._counts = times.fixed, _first(self._counts, threads)
+        if changes:
             host.decided = with_threads(now, threads)
         if self._chooses_share and (is_between or host.rule.schedule.interval == 1):
             moves |= self._choose_share(host, of_all, is_between)
+        self.device_seconds = times.beside(host.decided.host_share)
         self._gap = STEPS_BETWEEN if moves or self._is_open else 2 * self._gap
         self._since, self._moves, self._is_open = 0, self._moves + moves, False
         if self._metrics.adviser is not None:
@@ -236,6 +277,8 @@ class Tuner:
             f"{slowest.link * 1e3:.1f} ms, the accelerator {slowest.device * 1e3:.1f} ms between "
             f"two steps, and every rank has room for {1.0 - least:.1%} of its optimizer"
         )
+        if slowest.contention:
+            why = f"{why}; a second of a pass delays the accelerator by {slowest.contention:.2f} s"
         moved = False
         if is_worth_it(now, found.share):
             if not is_between:  # the next step publishes y again, without what moves
@@ -255,9 +298,13 @@ class Tuner:
             scale = sum(each.numel for each in plan.partitions) / max(
                 1, sum(each.on_host for each in plan.partitions)
             )
-            gain = probe.seconds(probe.best) / probe.seconds(self._counts[0])
-            link = self._slower_way(plan, step.link or step.exposed_copies)
-            return ChainTimes(step.device, scale * gain * step.worker, scale * link, self._fixed)
+            before = probe.seconds(self._counts[0])
+            gain = probe.seconds(probe.best) / before if before > 0.0 else 1.0
+            link = _slower_way(plan, step.link or step.exposed_copies)
+            delay = self._contention * min(step.worker, step.device)
+            times = ChainTimes(step.device - delay, scale * gain * step.worker, scale * link)
+            known = {"contention": self._contention, "there": self._there, "fixed": self._fixed}
+            return replace(times, **known)
         worker, device = self._metrics.typical()
         if len(self._counts) > 1:
             worker = probe.seconds(probe.best)
@@ -268,14 +315,33 @@ class Tuner:
         # a synchronous step waits for all copies, an overlapped one for those of one chunk
         fixed = max(0.0, waited - worker) / chunks if chunks and math.isfinite(waited) else 0.0
         both = self._metrics.link_seconds
-        link = self._slower_way(plan, both) if math.isfinite(both) else 0.0
+        link = _slower_way(plan, both) if math.isfinite(both) else 0.0
         return ChainTimes(device, worker, link, fixed)
 
-    @staticmethod
-    def _slower_way(plan: ZenFlowPlan, both: float) -> float:
-        """The part of the seconds of copies `both` ways that the slower direction takes."""
-        moves = traffic_of(plan)
-        return both * max(moves.down, moves.up) / (moves.down + moves.up)
+
+def _first(counts: Sequence[int], count: int) -> tuple[int, ...]:
+    """`counts` with `count` in front."""
+    return (count, *(each for each in counts if each != count))
+
+
+def _slower_way(plan: ZenFlowPlan, both: float) -> float:
+    """The part of the seconds of copies `both` ways that the slower direction takes."""
+    moves = traffic_of(plan)
+    return both * max(moves.down, moves.up) / (moves.down + moves.up)
+
+
+def _contended(alone: ChainTimes, step: MeasuredStep, plan: ZenFlowPlan) -> ChainTimes:
+    """What an overlapped `step`, with all elements on the host, adds to times that were measured
+    without overlap."""
+    beside = min(step.worker, step.device)
+    contention = max(0.0, step.device - alone.device) / beside if beside > 0.0 else 0.0
+    return replace(
+        alone,
+        worker=step.worker,
+        link=_slower_way(plan, step.link) if step.link else alone.link,
+        contention=min(MOST_CONTENTION, contention),
+        there=THERE_OVER_ESTIMATE * max(0.0, step.inside - step.wait - step.gather),
+    )
 
 
 def move_share(host: HostOptimizer, plan: ZenFlowPlan, host_share: float, why: str) -> bool:

@@ -62,6 +62,7 @@ def works(numel: int, first: int) -> list[Work]:
     p, m, v = torch.rand(3, hot, BLOCK, device=device)
     hot_grad = g[: hot * BLOCK].view(hot, BLOCK)
     updates = torch.arange(1, hot + 1, dtype=torch.int32, device=device)
+    of_share = torch.empty_like(hot_grad)
     blocks = inverse.nbytes
     return [
         Work(
@@ -87,6 +88,12 @@ def works(numel: int, first: int) -> list[Work]:
             lambda: launch.hot_step(p, m, v, hot_grad, updates, HOT_CONSTANTS),
             [p, m, v],
             26 * hot * BLOCK + 12 * hot,
+        ),
+        Work(
+            "share step, an eighth of the elements",
+            lambda: launch.share_step(p, m, v, hot_grad, of_share, 9, HOT_CONSTANTS),
+            [p, m, v, of_share],
+            28 * hot * BLOCK,
         ),
     ]
 

@@ -169,7 +169,7 @@ def _flash(model: nn.Module, way: Way) -> Loop:
 
 
 def _ours(name: str, zenflow: dict[str, Any], **more: Any) -> Way:
-    settled = {"warm_up": 15 if not zenflow else 10}  # 10 steps are synchronous by default
+    settled = {"warm_up": 20 if not zenflow else 10}  # `{}` chooses behind 10 synchronous steps
     zenflow = zenflow and {"full_warm_up_rounds": 5, **zenflow}
     zero = {"zenflow": zenflow, **more.pop("zero", {})}
     return Way(name, _engine, zero=zero, extended=True, **(settled | more))

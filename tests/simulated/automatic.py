@@ -50,6 +50,12 @@ CHANGES = {
     ],
     "one of two ranks takes twice as long": [Moment(worker=0.6, slower=(2.0,))],
     "three ranks take 1, 0.5 and 4 times as long": [Moment(worker=0.9, slower=(0.5, 4.0))],
+    "a pass delays forward and backward by a third of its time": [
+        Moment(worker=1.9, contention=0.33, there=0.1),
+    ],
+    "a pass delays them by a tenth, the accelerator's own step as much": [
+        Moment(worker=0.9, contention=0.1, there=0.09),
+    ],
 }
 """The phases of a run, of `STEPS` steps each."""
 
@@ -146,7 +152,7 @@ lanes as exactly as the model; a run measures them.
 
 ## Runs that change
 
-The real choice around steps that only count seconds: {steps} steps a phase, 40 of them synchronous
+The real choice around steps that only count seconds: {steps} steps a phase, 10 of them synchronous
 at the start. A pass waits for the thread on the busiest core.
 
 {changes}

@@ -128,6 +128,24 @@ class Case:
             lambda p, m, v: launch.hot_step(p, m, v, grad, updates, constants), [p, m, v.abs_()]
         )
 
+    def share_step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rows = max(1, self.n // self.block)
+        p, m, v, grad, weights = (
+            self.array(dtype, rows * self.block).view(rows, -1)
+            for dtype in (*[torch.float32] * 3, *self.random.choices(STORED, k=2))
+        )
+        beta1, beta2 = self.random.choice([(0.0, 0.0), (0.9, 0.95), (0.9, 0.999)])
+        l2, decay = self.random.choice([(0.0, 1.0), (self.number(), 1.0), (0.0, self.number())])
+        constants = definition.HotConstants(
+            *(self.number(), 1e-3, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1e-8, l2, decay),
+            *self.random.choice([(beta1, beta2), (0.0, 0.0)]),
+        )
+        updates = self.random.choice([1, 2, 3, self.random.randint(1, 10**6)])
+        return self.both(
+            lambda p, m, v, w: launch.share_step(p, m, v, grad, w, updates, constants),
+            [p, m, v.abs_(), weights],
+        )
+
     def predict_lion(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         published, grad = (self.array(self.random.choice(READ)) for _ in range(2))
         rows, width = -(-self.n // self.block), LION_STATE.per_block_width(self.block)
@@ -176,6 +194,7 @@ def main(cases: int, seed: int) -> None:
             case.predict,
             case.move,
             case.hot_step,
+            case.share_step,
             case.predict_lion,
             *([case.norms] if number % 8 == 0 else []),
         ):

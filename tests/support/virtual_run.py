@@ -28,7 +28,7 @@ from deepspeed_ext.zenflow.plan.share import with_host_share
 __all__ = ["Machine", "VirtualRun", "phases"]
 
 NUMEL, TOTAL, THREADS = 1 << 28, 80 << 30, 8
-WARM_UP, REMEMBERED = 40, 64
+WARM_UP, REMEMBERED = 10, 64
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,30 @@ class Machine:
         worker: of a pass over all elements with as many cores as threads.
         cores: of the optimizer process, at most `THREADS`; others run on the rest.
         slower: how many times as long the passes of the other ranks take.
+        contention: by how much a second of a pass delays forward and backward.
+        there: seconds of a step of all elements on the accelerator.
     """
 
     device: float = 1.0
     worker: float = 0.5
     cores: int = THREADS
     slower: tuple[float, ...] = ()
+    contention: float = 0.0
+    there: float = 0.0
 
     def passed(self, threads: int, share: float) -> float:
         """Seconds of a pass on equal parts, of which each core takes one after the other."""
         return self.worker * share * (THREADS / threads) * math.ceil(threads / self.cores)
 
+    def beside(self, threads: int, share: float) -> float:
+        """Seconds of forward and backward while a pass runs."""
+        delayed = self.device + self.contention * self.passed(threads, share)
+        return min(delayed, self.device / (1.0 - self.contention))
+
     def step(self, threads: int, share: float) -> float:
         """Seconds of an overlapped step, in which the slowest rank decides."""
-        return max(self.device, max((1.0, *self.slower)) * self.passed(threads, share))
+        slowest = max((1.0, *self.slower)) * self.passed(threads, share)
+        return max(self.beside(threads, share), slowest) + self.there * (1.0 - share)
 
     @property
     def best(self) -> float:
@@ -91,6 +101,7 @@ class VirtualRun:
         self.machine = machine
         self.plans: list[tuple[float, int]] = []
         self._passes: deque[float] = deque(maxlen=REMEMBERED)
+        self._is_overlapped = False
         self._steps, self._threads, self._newest = 0, THREADS, math.nan
         rank = RankFacts((Run(NUMEL),), TOTAL, TOTAL, cpus=Cpus("0-1", "2-9", THREADS))
         facts = ZenFlowFacts((rank,), Caller("bfloat16", "bfloat16", takes_gradients=True))
@@ -123,9 +134,12 @@ class VirtualRun:
         self._threads = threads
 
     def _typical_step(self) -> MeasuredStep:
-        total = self.machine.step(self._threads, self.share)
-        wait, worker = total - self.machine.device, statistics.median(self._passes)
-        return MeasuredStep(self.machine.device, wait, wait, worker, 0.1)
+        here = self.machine, self._threads, self.share
+        device, total = Machine.beside(*here), Machine.step(*here)
+        there = self.machine.there * (1.0 - self.share)
+        wait, worker = total - there - device, statistics.median(self._passes)
+        estimate = self.machine.there / moving.THERE_OVER_ESTIMATE
+        return MeasuredStep(device, wait + there + estimate, wait, worker, 0.1)
 
     @property
     def share(self) -> float:
@@ -148,6 +162,9 @@ class VirtualRun:
         with self._moved():
             for _ in range(steps):
                 plan = self._plan()
+                if plan.waits_last is self._is_overlapped:  # `Metrics` forgets its steps, too
+                    self._is_overlapped = not self._is_overlapped
+                    self._passes.clear()
                 self._newest = self.machine.passed(self._threads, self.share)
                 self._metrics.worker_seconds = self._newest
                 self._passes.append(self._newest)

@@ -8,6 +8,24 @@ Triton is installed. `host` is one pass of the native library on the CPU. `launc
 """
 
 from deepspeed_ext.zenflow.kernels.definition import CLAMP, HotConstants
-from deepspeed_ext.zenflow.kernels.launch import hot_step, missing, move, norms, predict, serves
+from deepspeed_ext.zenflow.kernels.launch import (
+    hot_step,
+    missing,
+    move,
+    norms,
+    predict,
+    serves,
+    share_step,
+)
 
-__all__ = ["CLAMP", "HotConstants", "hot_step", "missing", "move", "norms", "predict", "serves"]
+__all__ = [
+    "CLAMP",
+    "HotConstants",
+    "hot_step",
+    "missing",
+    "move",
+    "norms",
+    "predict",
+    "serves",
+    "share_step",
+]

@@ -252,6 +252,19 @@ def bias_corrections(
     return first, second.sqrt_()
 
 
+def bias_correction(updates: int, constants: HotConstants) -> tuple[float, float]:
+    """`bias_corrections` of one number of updates, as values of fp32."""
+    cpu = torch.device("cpu")
+    first, second = (
+        float(table[min(updates, table.numel() - 1)])
+        for table in (
+            _bias_correction(beta, cpu)
+            for beta in (constants.correction_beta1, constants.correction_beta2)
+        )
+    )
+    return first, float(torch.tensor(math.sqrt(second), dtype=torch.float32, device="cpu"))
+
+
 @functools.lru_cache(maxsize=16)
 def _bias_correction(beta: float, device: torch.device) -> torch.Tensor:
     """``1 - beta ** t`` by t, up to the first that is 1 in fp32. By expm1: for small exponents, the
@@ -295,6 +308,25 @@ def hot_step(
         )
         rows = (part.of(p), part.of(m), part.of(v), part.of(grad))
         _step_rows(*rows, first, second, constants, part.temporary(0), part.temporary(1))
+
+
+def share_step(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    weights: torch.Tensor,
+    updates: int,
+    constants: HotConstants,
+) -> None:
+    """See `kernels.share_step`."""
+    first, second = (
+        torch.full((1,), value, dtype=torch.float32, device=p.device).expand(len(p))
+        for value in bias_correction(updates, constants)
+    )
+    flat = p.view(-1), m.view(-1), v.view(-1), grad.view(-1)
+    hot_step(*flat, first, second, constants, p.shape[1])
+    weights.copy_(p)
 
 
 def _step_rows(

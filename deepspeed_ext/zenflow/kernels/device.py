@@ -21,7 +21,15 @@ import triton.language as tl
 from deepspeed_ext.zenflow.kernels.definition import CLAMP
 from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS
 
-__all__ = ["hot_step", "move", "norms", "predict", "predict_lion", "sums_of_squares"]
+__all__ = [
+    "hot_step",
+    "move",
+    "norms",
+    "predict",
+    "predict_lion",
+    "share_step",
+    "sums_of_squares",
+]
 
 _CLAMP = tl.constexpr(CLAMP)
 _FACTOR_1, _FACTOR_2 = map(tl.constexpr, HASH_FACTORS)
@@ -272,6 +280,24 @@ def predict_lion(
         )
 
 
+@triton.jit
+def _adam(p, m, v, grad, offsets, inside, steps, ALIGNED: tl.constexpr):
+    """Steps p, m and v in place; the new p."""
+    grad_scale, first, second, lr, beta1, weight1, beta2, weight2, eps, l2, decay = steps
+    old_p = tl.load(_at(p, offsets, ALIGNED), mask=inside, other=0.0)
+    g = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32) * grad_scale
+    g = tl.where(l2 != 0.0, g + old_p * l2, g)
+    new_m = tl.load(_at(m, offsets, ALIGNED), mask=inside, other=0.0) * beta1 + g * weight1
+    new_v = tl.load(_at(v, offsets, ALIGNED), mask=inside, other=0.0) * beta2 + g * weight2 * g
+    denominator = tl.div_rn(tl.sqrt_rn(new_v), tl.broadcast_to(second, new_v.shape)) + eps
+    update = tl.div_rn(new_m, tl.broadcast_to(first, new_m.shape)) * -lr
+    new_p = old_p * decay + tl.div_rn(update, denominator)
+    tl.store(_at(m, offsets, ALIGNED), new_m, mask=inside)
+    tl.store(_at(v, offsets, ALIGNED), new_v, mask=inside)
+    tl.store(_at(p, offsets, ALIGNED), new_p, mask=inside)
+    return new_p
+
+
 @triton.jit(
     do_not_specialize=[
         *("p", "m", "v", "grad", "correction1", "correction2_sqrt", "n", "grad_scale", "lr"),
@@ -311,17 +337,63 @@ def hot_step(
     offsets = rows[:, None] * BLOCK + columns
     first = tl.load(correction1 + rows, mask=in_rows, other=1.0)[:, None]
     second = tl.load(correction2_sqrt + rows, mask=in_rows, other=1.0)[:, None]
-    old_p = tl.load(_at(p, offsets, ALIGNED), mask=inside, other=0.0)
-    g = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32) * grad_scale
-    g = tl.where(l2 != 0.0, g + old_p * l2, g)
-    new_m = tl.load(_at(m, offsets, ALIGNED), mask=inside, other=0.0) * beta1 + g * weight1
-    new_v = tl.load(_at(v, offsets, ALIGNED), mask=inside, other=0.0) * beta2 + g * weight2 * g
-    denominator = tl.div_rn(tl.sqrt_rn(new_v), tl.broadcast_to(second, new_v.shape)) + eps
-    update = tl.div_rn(new_m, tl.broadcast_to(first, new_m.shape)) * -lr
-    new_p = old_p * decay + tl.div_rn(update, denominator)
-    tl.store(_at(m, offsets, ALIGNED), new_m, mask=inside)
-    tl.store(_at(v, offsets, ALIGNED), new_v, mask=inside)
-    tl.store(_at(p, offsets, ALIGNED), new_p, mask=inside)
+    steps = (grad_scale, first, second, lr, beta1, weight1, beta2, weight2, eps, l2, decay)
+    _adam(p, m, v, grad, offsets, inside, steps, ALIGNED)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("p", "m", "v", "grad", "weights", "n", "grad_scale", "first", "second", "lr"),
+        *("beta1", "weight1", "beta2", "weight2", "eps", "l2", "decay"),
+    ]
+)
+def share_step(
+    p,
+    m,
+    v,
+    grad,
+    weights,
+    n: tl.int64,
+    first: tl.float32,
+    second: tl.float32,
+    grad_scale: tl.float32,
+    lr: tl.float32,
+    beta1: tl.float32,
+    weight1: tl.float32,
+    beta2: tl.float32,
+    weight2: tl.float32,
+    eps: tl.float32,
+    l2: tl.float32,
+    decay: tl.float32,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """`hot_step` of blocks that have all seen equally many updates, with the weights, 1-D [n],
+    rounded from p. `first` and `second` are the bias corrections."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    inside = (rows < n // BLOCK)[:, None]
+    if COLUMNS != BLOCK:
+        inside = inside & (columns < BLOCK)
+    offsets = rows[:, None] * BLOCK + columns
+    one = tl.full((1, 1), 1.0, tl.float32)
+    steps = (
+        grad_scale,
+        one * first,
+        one * second,
+        lr,
+        beta1,
+        weight1,
+        beta2,
+        weight2,
+        eps,
+        l2,
+        decay,
+    )
+    new_p = _adam(p, m, v, grad, offsets, inside, steps, ALIGNED)
+    tl.store(_at(weights, offsets, ALIGNED), new_p.to(weights.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["sums", "addresses", "lengths", "firsts", "like", "tensors"])

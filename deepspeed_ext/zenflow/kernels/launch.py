@@ -37,6 +37,7 @@ __all__ = [
     "predict",
     "run_on_blocks",
     "serves",
+    "share_step",
     "shape_constants",
     "variants",
 ]
@@ -50,7 +51,10 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNMENT = 16
-_TILE_NUMEL = {"predict": 2048, "predict_lion": 2048, "move": 2048, "hot_step": 1024}
+_TILE_NUMEL = {
+    **dict.fromkeys(("predict", "predict_lion", "move"), 2048),
+    **dict.fromkeys(("hot_step", "share_step"), 1024),
+}
 _UNALIGNED_TILE_NUMEL = 512
 """A thread loads its elements of an unaligned tile one by one: more of them only take registers and
 time to compile."""
@@ -240,6 +244,33 @@ def hot_step(
         else:
             p1, m1, v1, g1 = arrays
             definition.hot_step(p1, m1, v1, g1, *corrections, constants, block_size)
+
+
+def share_step(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    weights: torch.Tensor,
+    updates: int,
+    constants: HotConstants,
+) -> None:
+    """Take one Adam step of p, m, v in place, all of whose blocks have seen `updates` updates, this
+    one included, and round p to `weights`. One launch.
+
+    Args:
+        p, m, v: fp32 [k, block_size], one row per block.
+        grad, weights: [k, block_size], any float dtype, on their device.
+        constants: the step's numbers.
+    """
+    block_size = p.shape[1]
+    if not serves(block_size, grad, p, m, v, weights):
+        definition.share_step(p, m, v, grad, weights, updates, constants)
+        return
+    arrays = [array.view(-1) for array in (p, m, v, grad, weights)]
+    numbers = [*definition.bias_correction(updates, constants), *constants.of_kernel()]
+    written = [*arrays[:3], arrays[-1]]
+    run_on_blocks("share_step", arrays, [], numbers, block_size, {}, written)
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

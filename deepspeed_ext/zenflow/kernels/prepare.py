@@ -13,7 +13,15 @@ from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.kernels.definition import HotConstants
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
 
-__all__ = ["PREPARED_NUMEL", "estimates", "first_elements", "hot_steps", "norms", "prepare"]
+__all__ = [
+    "PREPARED_NUMEL",
+    "estimates",
+    "first_elements",
+    "hot_steps",
+    "norms",
+    "prepare",
+    "share_steps",
+]
 
 PREPARED_NUMEL = 1 << 16
 """Elements of the arrays on which kernels are compiled."""
@@ -111,6 +119,28 @@ def hot_steps(
             p
         )
         yield lambda grads=grads: launch.hot_step(p, m, v, grads, updates, _CONSTANTS)  # type: ignore[misc]
+
+
+def share_steps(
+    device: torch.device,
+    block_size: int,
+    grad: torch.dtype,
+    weights: torch.dtype,
+    alignments: Iterable[bool],
+) -> Iterator[Callable[[], None]]:
+    """Calls of `share_step`; the arguments are those of `hot_steps`.
+
+    Args:
+        weights: dtype of the weights, which are aligned as the gradients are.
+    """
+    blocks = max(1, PREPARED_NUMEL // block_size)
+    p, m, v = torch.zeros(3, blocks, block_size, dtype=torch.float32, device=device)
+    for first in first_elements(alignments):
+        g, w = (
+            torch.zeros(p.numel() + first, dtype=dtype, device=device)[first:].view_as(p)
+            for dtype in (grad, weights)
+        )
+        yield lambda g=g, w=w: launch.share_step(p, m, v, g, w, 1, _CONSTANTS)  # type: ignore[misc]
 
 
 def first_elements(alignments: Iterable[bool]) -> list[int]:

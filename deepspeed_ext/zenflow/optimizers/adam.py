@@ -156,16 +156,22 @@ class AdamKind(OptimizerKind):
         self,
         state: Sequence[torch.Tensor],
         grad: torch.Tensor,
-        counts: torch.Tensor,
+        weights: torch.Tensor,
         step: AdamStep,
     ) -> None:
+        constants = kernels.HotConstants.of(step)
         p, m, v = state
-        kernels.hot_step(p, m, v, grad, counts.fill_(step.step), kernels.HotConstants.of(step))
+        kernels.share_step(p, m, v, grad, weights, step.step, constants)
 
     def step_kernels(
-        self, device: torch.device, block_size: int, grad: torch.dtype, alignments: Iterable[bool]
+        self,
+        device: torch.device,
+        block_size: int,
+        grad: torch.dtype,
+        weights: torch.dtype,
+        alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
-        return prepare.hot_steps(device, block_size, grad, alignments)
+        return prepare.share_steps(device, block_size, grad, weights, alignments)
 
 
 def _is_adam(optimizer: torch.optim.Optimizer) -> bool:

@@ -193,20 +193,24 @@ class OptimizerKind(ABC):
 
     @abstractmethod
     def step_rows(
-        self, state: Sequence[torch.Tensor], grad: torch.Tensor, counts: torch.Tensor, step: Any
+        self, state: Sequence[torch.Tensor], grad: torch.Tensor, weights: torch.Tensor, step: Any
     ) -> None:
-        """Take one exact step of whole blocks, in place.
+        """Take one exact step of whole blocks, in place, and round p to the weights.
 
         Args:
             state: p and the moments; fp32 [k, block_size], one row per block.
-            grad: [k, block_size], any float dtype, on their device.
-            counts: int32 [k], on their device, to be overwritten; empty unless
-                ``layout.counts_updates``.
+            grad, weights: [k, block_size], any float dtype, on their device.
             step: the update's constants.
         """
 
     def step_kernels(
-        self, device: torch.device, block_size: int, grad: torch.dtype, alignments: Iterable[bool]
+        self,
+        device: torch.device,
+        block_size: int,
+        grad: torch.dtype,
+        weights: torch.dtype,
+        alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
-        """Calls that compile the device kernels of `step_rows`; see `kernels.prepare.hot_steps`."""
+        """Calls that compile the device kernels of `step_rows`; see
+        `kernels.prepare.share_steps`."""
         return ()

@@ -131,8 +131,9 @@ class LionKind(OptimizerKind):
         self,
         state: Sequence[torch.Tensor],
         grad: torch.Tensor,
-        counts: torch.Tensor,
+        weights: torch.Tensor,
         step: LionStep,
     ) -> None:
         p, m = state
         kernels.step_lion(p, m, grad, step)
+        weights.copy_(p)

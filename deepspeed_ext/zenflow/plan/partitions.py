@@ -74,10 +74,9 @@ def landing_bytes(kinds: ArenaKinds, numel: int) -> int:
 
 
 def share_bytes(rule: PredictiveSettings | SelectiveSettings, numel: int) -> int:
-    """Bytes of accelerator memory of `numel` elements that step there: p, the moments in their
-    own dtype, and a count for each block if the optimizer needs it."""
-    counts = DTYPE_BYTES["int32"] * (numel // rule.block_size) if rule.layout.counts_updates else 0
-    return sum(DTYPE_BYTES[dtype] for _, dtype in rule.layout.arrays) * numel + counts
+    """Bytes of accelerator memory of `numel` elements that step there: p, and the moments in their
+    own dtype."""
+    return sum(DTYPE_BYTES[dtype] for _, dtype in rule.layout.arrays) * numel
 
 
 def head_of(numel: int, host_share: float, block_size: int) -> int:

@@ -10,7 +10,7 @@ What changes numerics is not searched: `advice` suggests it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from deepspeed_ext.zenflow.plan.lanes import Speeds, lanes_of
@@ -77,23 +77,24 @@ class Found:
 
 def search(options: Sequence[Option]) -> Found:
     """The option with the shortest step. An earlier one is preferred unless a later one gains
-    `LEAST_GAINED`; of shares that hide equally well the largest, which moves least.
+    `LEAST_GAINED`. Of an option, the largest share that hides comes first, because it moves least,
+    and the smallest one last: a pass that delays the accelerator costs by every element.
 
     Args:
         options: at least one, those that give up least first.
     """
-    best, *others = map(_at_best, options)
+    best, *others = (found for option in options for found in _ends_of(option))
     for each in others:
         if each.seconds < (1.0 - LEAST_GAINED) * best.seconds:
             best = each
     return best
 
 
-def _at_best(option: Option) -> Found:
+def _ends_of(option: Option) -> Iterator[Found]:
     plan, times = option.plan, option.times
     hiding = min(hiding_units(plan, each) for each in times) / UNITS
-    share = min(option.most, max(option.least, hiding))
-    return Found(plan, share, max(step_seconds(plan, share, each) for each in times))
+    for share in dict.fromkeys((min(option.most, max(option.least, hiding)), option.least)):
+        yield Found(plan, share, max(step_seconds(plan, share, each) for each in times))
 
 
 def expected_times(plans: Sequence[ZenFlowPlan]) -> list[ChainTimes]:

@@ -23,6 +23,7 @@ __all__ = [
     "HIDDEN",
     "MEASURED_STEPS",
     "UNITS",
+    "WATCHED_STEPS",
     "ChainTimes",
     "fitting_units",
     "hiding_units",
@@ -42,6 +43,10 @@ MEASURED_STEPS = 8
 """Synchronous steps in a row that are measured before a share moves; the first two touch memory and
 warm caches."""
 
+WATCHED_STEPS = 6
+"""Overlapped steps that are measured before a share moves, if the first of them is near: they show
+what the pass takes from forward and backward."""
+
 HIDDEN = 0.95
 """The part of the accelerator's time that the optimizer's may take."""
 
@@ -54,17 +59,27 @@ class ChainTimes:
     """What is measured of one rank, in seconds, while all elements step on the host.
 
     Attributes:
-        device: of the accelerator, between two optimizer steps.
+        device: of the accelerator, between two optimizer steps, with no pass beside it.
         worker: of the pass, per step; without landing buffers of all that runs beside the step.
         link: of the copies beside the step, in the slower direction; without landing buffers of
             what the step waits for.
         fixed: of the chain of copies and pass, however few elements it has.
+        contention: by how much a second of the pass delays the accelerator's work beside it,
+            because both need the host's cores and memory; at least 0, below 1.
+        there: of a step of all elements on the accelerator.
     """
 
     device: float
     worker: float
     link: float = 0.0
     fixed: float = 0.0
+    contention: float = 0.0
+    there: float = 0.0
+
+    def beside(self, host_share: float) -> float:
+        """`device` beside the pass of this share."""
+        delayed = self.device + self.contention * self.worker * host_share
+        return min(delayed, self.device / (1.0 - self.contention))
 
 
 def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
@@ -72,10 +87,11 @@ def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
     it waits for all of it."""
     if not plan.rule.overlapped or plan.copies is not Copies.BESIDE_STEP:
         return 0
-    slowest = max(times.worker, times.link)
-    if slowest <= 0.0:
+    delayed = HIDDEN * times.contention * times.worker
+    lanes = [lane for lane in (times.worker - delayed, times.link - delayed) if lane > 0.0]
+    if not lanes:
         return UNITS
-    share = (HIDDEN * times.device - times.fixed) / slowest
+    share = (HIDDEN * times.device - times.fixed) / max(lanes)
     return max(0, min(UNITS, math.floor(share * UNITS)))
 
 
@@ -113,9 +129,10 @@ def with_copies_inside(plan: ZenFlowPlan) -> ZenFlowPlan:
 def step_seconds(plan: ZenFlowPlan, host_share: float, times: ChainTimes) -> float:
     """What a step takes on one rank with this share, if `plan` is one whose steps overlap."""
     worker, link = times.worker * host_share, times.link * host_share
+    device, there = times.beside(host_share), times.there * (1.0 - host_share)
     if plan.copies is Copies.BESIDE_STEP:
-        return max(times.device, max(worker, link) + times.fixed)
-    return times.device + link + max(0.0, worker - times.device)
+        return max(device, max(worker, link) + times.fixed) + there
+    return device + link + max(0.0, worker - device) + there
 
 
 def is_worth_it(plan: ZenFlowPlan, host_share: float) -> bool:

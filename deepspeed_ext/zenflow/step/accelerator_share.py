@@ -73,9 +73,6 @@ class AcceleratorShare:
             shown = tuple(arena.whole(each, index)[:numel] for each in kind.layout.kinds)
             moments = (like(dtype=each.dtype) for each in shown[1:])
             self._parts.append(_Part((p, *moments), shown))
-        counted = numels if kind.layout.counts_updates else ()
-        most = max((numel // block_size for numel in counted), default=0)
-        self._updates = torch.zeros(most, dtype=torch.int32, device=device)
 
     @classmethod
     def if_all_have_room(
@@ -135,24 +132,26 @@ class AcceleratorShare:
         state = self._parts[index].state
         p = state[0]
         if p.numel():
-            self._step_rows(state, grad.view_as(p), step)
-            weights.copy_(p.view(-1))
+            self._step_rows(state, grad.view_as(p), weights.view_as(p), step)
 
     def _step_rows(
-        self, state: Sequence[torch.Tensor], grad: torch.Tensor, step: StepConstants
+        self,
+        state: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        weights: torch.Tensor,
+        step: StepConstants,
     ) -> None:
         """Step blocks, and round their moments as the worker does. The random numbers are those of
         the elements' places among what steps here."""
         p, *moments = state
         if self._kind.layout.moment_dtype == "float32":
-            self._kind.step_rows(state, grad, self._updates[: len(p)], step)
+            self._kind.step_rows(state, grad, weights, step)
             return
         rows = chunk_of(ROUNDED_CHUNK_NUMEL, p.shape[1]) // p.shape[1]
         for begin in range(0, len(p), rows):
             part = slice(begin, begin + rows)
             exact = [each[part].float() for each in moments]
-            counts = self._updates[: len(p[part])]
-            self._kind.step_rows((p[part], *exact), grad[part], counts, step)
+            self._kind.step_rows((p[part], *exact), grad[part], weights[part], step)
             m, v = (each.view(-1) for each in exact)
             dtype, first = self._kind.layout.moment_dtype, begin * p.shape[1]
             round_moments(m, v, dtype, p.shape[1], step.step, first)
@@ -193,4 +192,4 @@ class AcceleratorShare:
 
     def tensors(self, index: int) -> list[torch.Tensor]:
         """What a partition's share keeps on the accelerator between steps."""
-        return [*self._parts[index].state, *([self._updates] if index == 0 else [])]
+        return list(self._parts[index].state)

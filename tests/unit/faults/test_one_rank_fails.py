@@ -209,7 +209,7 @@ HARMLESS = {
         "zenflow/kernels/launch.py:_found",
         *(
             f"zenflow/kernels/prepare.py:{name}"
-            for name in ("norms", "estimates", "hot_steps", "first_elements")
+            for name in ("norms", "estimates", "hot_steps", "share_steps", "first_elements")
         ),
     ),
     "called once after a step, so not in every save": (

@@ -16,10 +16,11 @@ from torch import nn
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import memory
-from deepspeed_ext.zenflow import start
+from deepspeed_ext.zenflow import moving, start
 from deepspeed_ext.zenflow.moving import Tuner, move_share
+from deepspeed_ext.zenflow.plan.advice import MeasuredStep
 from deepspeed_ext.zenflow.plan.places import Copies
-from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, ChainTimes, with_copies_inside
+from deepspeed_ext.zenflow.plan.share import WATCHED_STEPS, ChainTimes, with_copies_inside
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
@@ -37,6 +38,8 @@ from tests.support.zenflow import full_masters_of, make_engine, train, weights_o
 pytestmark = pytest.mark.sampled()
 
 WARM_UP, MOVED_AT, STEPS = 14, 9, 24
+CHOSEN_AT = WARM_UP + WATCHED_STEPS
+"""The step behind which a run moves by itself."""
 SHARE = 0.4
 DEVICES = ["cpu", "sim"]
 
@@ -175,10 +178,14 @@ def test_a_run_whose_landing_buffers_give_way_is_one_that_never_had_any(
 def chosen(config: dict[str, Any], worker: float, device: float, folder: str) -> dict[str, Any]:
     """What a run chooses if these are its seconds, and how it differs after saves before and behind
     the move."""
-    data = batches(STEPS, dist.get_rank())
+    data = batches(CHOSEN_AT + 6, dist.get_rank())
     found: dict[str, Any] = {}
+    mine = worker * (1 + dist.get_rank())
+    step = MeasuredStep(device, max(0.0, mine - device), max(0.0, mine - device), mine)
+    saved = (4, MOVED_AT, WARM_UP + 4, CHOSEN_AT + 2)
     with (
-        patch.object(Metrics, "typical", lambda _: (worker * (1 + dist.get_rank()), device)),
+        patch.object(Metrics, "typical", lambda _: (mine, device)),
+        patch.object(Metrics, "typical_step", lambda _: step),
         patch.object(memory, "unused_accelerator_bytes", lambda: 1 << 40),
         patch.object(start, "thread_counts", lambda most: (most,)),
         heard("offload_optimizer.ratio") as said,
@@ -187,19 +194,19 @@ def chosen(config: dict[str, Any], worker: float, device: float, folder: str) ->
         adam = engine.optimizer.host_optimizer
         losses, shares = [], []
         for number, batch in enumerate(data):
-            if number in (4, MOVED_AT, WARM_UP + 4):
+            if number in saved:
                 engine.save_checkpoint(folder, tag=str(number))
             losses += train(engine, [batch])
             shares.append(adam.decided.host_share)
         expected = result_of(engine, losses)
         engine.destroy()
-        for number in (4, MOVED_AT, WARM_UP + 4):
+        for number in saved:
             engine = make_engine(config, groups=two_groups)
             engine.load_checkpoint(folder, tag=str(number))
             rest = result_of(engine, losses[:number] + train(engine, data[number:]))
             found[f"resumed at {number}"] = (
                 engine.optimizer.host_optimizer.decided.host_share,
-                first_difference(expected, rest) if number > 4 else "",
+                first_difference(expected, rest) if number > CHOSEN_AT else "",
             )
             engine.destroy()
     return {**found, "shares": shares, "said": [text for _, text in said if "is" in text][:1]}
@@ -214,13 +221,12 @@ def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(
     share = int(0.475 * 1024) / 1024
     found = run_ranks(2, chosen, config, 1.0, 1.0, str(tmp_path), device="sim")
     for each in found:
-        moved_at = MEASURED_STEPS - 1
-        assert each["shares"] == [1.0] * moved_at + [share] * (STEPS - moved_at)
+        moved_at = CHOSEN_AT - 1
+        assert each["shares"] == [1.0] * moved_at + [share] * 7
         assert each["resumed at 4"] == (share, "")
-        for number in (MOVED_AT, WARM_UP + 4):
-            resumed, difference = each[f"resumed at {number}"]
-            assert difference == ""
-            assert resumed == pytest.approx(share, abs=0.01)
+        resumed, difference = each[f"resumed at {CHOSEN_AT + 2}"]
+        assert difference == ""
+        assert resumed == pytest.approx(share, abs=0.01)
 
 
 def test_auto_stays_where_the_worker_keeps_up(tmp_path: Path) -> None:
@@ -230,10 +236,11 @@ def test_auto_stays_where_the_worker_keeps_up(tmp_path: Path) -> None:
 
 def exposed(config: dict[str, Any], folder: str) -> list[str]:
     """What is wrong if a pass takes four steps, copies a tenth, and nothing is free."""
-    data = batches(STEPS, dist.get_rank())
+    data = batches(CHOSEN_AT + 6, dist.get_rank())
     times = ChainTimes(device=1.0, worker=4.0, link=0.1)
     with (
         patch.object(Tuner, "_times", lambda *_: times),
+        patch.object(moving, "_contended", lambda *_: times),
         patch.object(memory, "unused_accelerator_bytes", lambda: 0),
     ):
         engine = make_engine(config, groups=two_groups)

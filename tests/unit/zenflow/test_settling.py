@@ -27,6 +27,17 @@ STEPS = 600
         ),
         pytest.param([Machine(worker=0.6, slower=(2.0,))], 1, id="a rank is slower"),
         pytest.param([Machine(worker=0.9, slower=(0.5, 4.0))], 1, id="three unequal ranks"),
+        pytest.param(
+            [Machine(worker=1.9, contention=0.33, there=0.1)], 1, id="a pass delays the accelerator"
+        ),
+        pytest.param(
+            [Machine(worker=0.9, contention=0.1, there=0.09)], 0, id="its own step costs as much"
+        ),
+        pytest.param(
+            [Machine(worker=0.9, contention=0.2), Machine(0.5, 0.9, contention=0.2)],
+            1,
+            id="it delays shorter batches as much",
+        ),
     ],
 )
 def test_a_run_settles_near_the_best(machines: list[Machine], moves: int) -> None:
@@ -38,7 +49,7 @@ def test_a_run_settles_near_the_best(machines: list[Machine], moves: int) -> Non
 
 def test_nothing_is_measured_again_within_two_hundred_steps() -> None:
     run = VirtualRun(Machine())
-    run.run(45)
+    run.run(20)
     run.machine = Machine(device=0.25)
     run.run(150)
     assert set(run.plans) == {(1.0, THREADS)}

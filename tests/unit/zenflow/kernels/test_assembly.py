@@ -10,6 +10,7 @@ ARRAYS = {
     "predict": ("weights", "published", "drift", "grad"),
     "move": ("weights", "drift", "grad"),
     "hot_step": ("grad",),
+    "share_step": ("grad", "weights"),
     "predict_lion": ("weights", "published", "grad"),
     "sums_of_squares": ("like",),
     "norms": (),
@@ -17,7 +18,9 @@ ARRAYS = {
 
 BY_DEFAULT = {
     *itertools.product(("predict", "hot_step"), ("sm_80", "sm_120", "gfx942")),
-    *itertools.product(("move", "predict_lion", "sums_of_squares", "norms"), ("sm_90",)),
+    *itertools.product(
+        ("move", "predict_lion", "share_step", "sums_of_squares", "norms"), ("sm_90",)
+    ),
 }
 
 
@@ -47,12 +50,14 @@ def test_a_kernel_reads_16_bytes_at_once_and_rounds_each_operation(
     assert made.fused == []
     if kernel != "norms":
         assert made.loads.count(16) >= len(ARRAYS[kernel]) - (
-            kernel in ("predict", "predict_lion")
+            kernel in ("predict", "predict_lion", "share_step")
         ), made.loads
-    if kernel in ("predict", "predict_lion", "move", "hot_step"):
+    if kernel not in ("sums_of_squares", "norms"):
         assert max(made.stores) == 16
     narrow = [width for width in made.stores if width < 16]
-    assert len(narrow) <= {"predict": 1, "move": 2, "hot_step": 0}.get(kernel, 1), "one short block"
+    assert len(narrow) <= {"move": 2, "hot_step": 0, "share_step": 0}.get(kernel, 1), (
+        "one short block"
+    )
 
 
 def test_16_bit_results_are_rounded_to_nearest() -> None:
@@ -80,7 +85,7 @@ def test_an_unaligned_array_is_read_an_element_at_a_time() -> None:
 def test_no_dtypes_and_blocks_spill(
     target: str, block: int, aligned: bool, array: str, dtype: str
 ) -> None:
-    for kernel in ("predict", "predict_lion", "move", "hot_step"):
+    for kernel in ("predict", "predict_lion", "move", "hot_step", "share_step"):
         if array in ARRAYS[kernel]:
             made = compiled(variant(kernel, block, aligned, **{array: dtype}), target)
             assert (made.spilled, made.fused) == (0, [])

@@ -32,8 +32,13 @@ def both_ways(numel: int, first: int) -> list[list[torch.Tensor]]:
             moved = w.clone()
             launch.predict(w, y, d, g, inverse, 0.7, 2e-3, 32)
             lion.predict_lion(of_lion, y, g, known, 0.07, 0.9, 1e-3, 32)
-            launch.hot_step(p, m, v, g[: numel // 32 * 32].view(-1, 32), updates, CONSTANTS)
-        found.append([array.cpu() for array in (moved, d, w, p, m, v, of_lion)])
+            rows = g[: numel // 32 * 32].view(-1, 32)
+            launch.hot_step(p, m, v, rows, updates, CONSTANTS)
+            share = p1, m1, v1 = p.clone(), m.clone(), v.clone()
+            of_share = y[: rows.numel()].view(-1, 32)
+            launch.share_step(p1, m1, v1, rows, of_share, 9, CONSTANTS)
+        results = (moved, d, w, p, m, v, of_lion, *share, of_share)
+        found.append([array.cpu() for array in results])
     return found
 
 
@@ -41,6 +46,5 @@ def both_ways(numel: int, first: int) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("first", [0, 1])
 def test_kernels_on_an_accelerator_equal_torch_operations_to_the_bit(first: int) -> None:
     kernels, operations = run_ranks(1, both_ways, (1 << 18) + 45, first, device="accelerator")[0]
-    assert_same(
-        kernels, operations, "moved weights, D, predicted weights, p, m, v, weights of Lion"
-    )
+    names = "moved weights, D, predicted weights, p, m, v, weights of Lion, p, m, v, weights"
+    assert_same(kernels, operations, names)

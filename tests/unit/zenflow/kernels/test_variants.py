@@ -83,13 +83,14 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
         *prepare.norms(cpu, [bf16]),
         *prepare.estimates(cpu, 32, bf16, bf16, bf16, [True], [True, False]),
         *prepare.hot_steps(cpu, 32, bf16, [True]),
+        *prepare.share_steps(cpu, 32, bf16, bf16, [True, False]),
     ]
     prepare.prepare(cpu, 32, prepared, warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
-    assert [len(keys) for keys in expected.values()] == [7, 7], (
-        "predict and move twice, hot step, two of the norms"
+    assert [len(keys) for keys in expected.values()] == [9, 9], (
+        "predict, move and share step twice, hot step, two of the norms"
     )
-    assert len(launch.variants()) == 7
+    assert len(launch.variants()) == 9
 
     before = recorded.launches
     sizes = [(1, 0), (16, 1), (5003, 3), (4096, 8), (70_001, 64)]
@@ -113,9 +114,12 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
         launch.hot_step(
             p, m, v, torch.zeros(5, 32, dtype=bf16), torch.ones(5, dtype=torch.int32), constants
         )
-    assert recorded.launches - before == 50 * (2 + 5 + 1)
+        for first in (0, 5):
+            grad, weights = (flat(160, first).view(5, 32) for _ in range(2))
+            launch.share_step(p, m, v, grad, weights, step, constants)
+    assert recorded.launches - before == 50 * (2 + 5 + 1 + 2)
     assert recorded.keys == expected
-    assert len(launch.variants()) == 7
+    assert len(launch.variants()) == 9
 
 
 def test_steps_of_lion_compile_nothing_that_was_not_prepared(recorded: Recorded) -> None:

@@ -142,3 +142,18 @@ def test_a_hot_step_ignores_chunks() -> None:
             hot.step(grad, STEP)
             found.append(state)
     assert_same(found[0], found[1], "p, m, v")
+
+
+@pytest.mark.parametrize("updates", [1, 7, 10**6])
+def test_a_share_steps_as_blocks_that_have_all_seen_so_many_updates(updates: int) -> None:
+    constants, generator = definition.HotConstants.of(STEP), torch.Generator().manual_seed(0)
+    state = torch.rand(3, 20, 8, generator=generator)
+    grad = torch.randn(20, 8, generator=generator).bfloat16()
+    weights, expected = torch.empty(20, 8, dtype=torch.bfloat16), state.clone()
+    p, m, v = state
+    launch.share_step(p, m, v, grad, weights, updates, constants)
+    counts = torch.full((20,), updates, dtype=torch.int32)
+    p, m, v = expected
+    launch.hot_step(p, m, v, grad, counts, constants)
+    assert_same(expected, state, "p, m, v")
+    assert_same(expected[0].bfloat16(), weights, "weights")
