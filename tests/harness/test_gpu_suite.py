@@ -269,7 +269,6 @@ def test_half_an_hour_has_room_for_the_programme_in_its_order() -> None:
             "step",
             "7b",
             "rivals",
-            "ratio",
             "startup",
             "gather",
             "losses",

@@ -56,7 +56,6 @@ def parts() -> list[Part]:
         ),
         _alone(ways.OURS.at(3), (USUAL, LONG)),
         _alone(ways.ZERO_OFFLOAD.at(3), (USUAL,)),
-        _alone(ways.OURS_14_BF16.at(3), (USUAL,)),
         _decoder(
             "rivals/offload",
             "1.5b",
@@ -78,6 +77,10 @@ def parts() -> list[Part]:
             (USUAL,),
             "ours beside DeepSpeed's ZenFlow",
         ),
+        _startup(7000),
+        _gather(),
+        _convergence(),
+        _alone(ways.OURS_14_BF16.at(3), (USUAL,)),
         _decoder(
             "ratio",
             "1.5b",
@@ -88,9 +91,6 @@ def parts() -> list[Part]:
         _decoder(
             "ratio/auto", "1.5b", ways.OURS_SHARED[:1], (SHORT,), "the part that ratio auto takes"
         ),
-        _startup(7000),
-        _gather(),
-        _convergence(),
         _alone(ways.OURS_14, (USUAL,)),
         _alone(ways.ZERO_OFFLOAD, (USUAL,)),
         _decoder(
