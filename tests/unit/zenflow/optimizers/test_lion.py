@@ -77,7 +77,9 @@ def test_what_steps_on_the_accelerator_is_lion() -> None:
     direction = 0.9 * m.double() + 0.1 * 0.5 * grad.double()
     expected_p = (1 - 1e-4) * p.double() - torch.full_like(direction, 1e-3).copysign(direction)
     expected_m = 0.99 * m.double() + 0.01 * 0.5 * grad.double()
-    lion().step_rows((p, m), grad, torch.empty(0, dtype=torch.int32), STEP)
+    weights = torch.empty(40, 32, dtype=torch.bfloat16)
+    lion().step_rows((p, m), grad, weights, STEP)
+    assert torch.equal(weights, p.bfloat16())
     torch.testing.assert_close(p.double(), expected_p, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(m.double(), expected_m, rtol=1e-6, atol=1e-9)
 
