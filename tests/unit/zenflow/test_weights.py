@@ -144,7 +144,7 @@ def stops_early(rank_that_stops: int) -> str:
 def test_a_rank_that_stops_to_read_lets_no_other_one_wait(rank: int) -> None:
     found = run_ranks(2, stops_early, rank)
     assert found[rank] == ""
-    assert "another rank has stopped to read the weights" in found[1 - rank]
+    assert "another rank has stopped reading the weights" in found[1 - rank]
 
 
 def steps_meanwhile() -> None:
