@@ -193,7 +193,7 @@ class CheckpointFolder:
         if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
             raise CheckpointError(
                 f"the tag names the folder {self.path}, which is not inside the checkpoint folder "
-                f"{self.save_dir}: use a tag without '..'"
+                f"{self.save_dir}: name a folder inside it, without '..' or a leading '/'"
             )
         if (why := _why_unusable(self._tag, self._names.beside)) is not None:
             raise CheckpointError(f"the tag {self._tag!r} {why}: save under another tag")
