@@ -92,6 +92,7 @@ def weights(engine: Any, bucket_bytes: int = 1 << 28, on_rank: int | None = None
         parameter share one tensor. Yielded tensors stay valid.
 
     Raises:
+        PlanMismatchError: on every rank, if the ranks give different arguments.
         StateError: the engine stepped during the iteration, or a rank stopped it early; raised on
             all ranks.
         UnsupportedError: the engine has no ZenFlow, or has experts, tensor-parallel ranks, pipeline

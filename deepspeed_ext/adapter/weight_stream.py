@@ -18,7 +18,7 @@ from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts, zenflow_of
 from deepspeed_ext.adapter.zero_partitions import target_of
 from deepspeed_ext.checkpoint.reshard.layout import Fragment, Placement
 from deepspeed_ext.errors import StateError, UnsupportedError
-from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
 
 __all__ = ["WeightPart", "weight_parts", "weights"]
 
@@ -47,9 +47,10 @@ def weights(
     engine: Any, bucket_bytes: int, on_rank: int | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """See `deepspeed_ext.weights`."""
+    stream = _Stream(engine)
+    require_same_plan("streaming weights", (bucket_bytes, on_rank), stream.ranks)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes is {bucket_bytes}, expected a positive number of bytes")
-    stream = _Stream(engine)
     if on_rank is not None and not 0 <= on_rank < stream.ranks.size:
         raise ValueError(
             f"on_rank is {on_rank}, expected None or a number from 0 to {stream.ranks.size - 1}"
