@@ -76,8 +76,9 @@ class ZenFlowConfig(ConfigSection):
     at interval 1 and 40 at others; 1 with ``selective``."""
 
     block_size: BlockSize = 32
-    """``predictive``: elements over which the second moment is averaged. Costs 4/block_size bytes
-    per parameter."""
+    """``predictive`` and ``exact``: elements per block. ``predictive`` averages the second moment
+    over each block, for 4/block_size bytes per parameter; ``int8`` moments have one scale per
+    block."""
 
     prediction_error_factor: ErrorFactor = 3.0
     """``predictive``: allowed error of predicted weights, as a multiple of the error of rounding
@@ -91,13 +92,13 @@ class ZenFlowConfig(ConfigSection):
     dtype or float32."""
 
     state_dtype: StateDtype = "float32"
-    """``predictive`` with Adam or AdamW: dtype of the moments on the host. ``bfloat16`` takes 4
-    bytes of host memory per parameter less, and the pass moves 20 bytes per parameter instead of
-    28; ``int8`` takes 5.9 bytes less, and the pass moves 16. Neither is exact: every update rounds
-    both moments stochastically. ``int8`` keeps one scale per block, of at most 256 elements. A
-    resume is still exact, and a checkpoint of another dtype is converted. DeepSpeed's
-    ``bf16.bf16_optimizer_states`` sets ``bfloat16``, unless this is given. ``int8`` cannot be
-    combined with ``offload_optimizer.ratio`` below 1."""
+    """``predictive`` and ``exact`` with Adam or AdamW: dtype of the moments on the host.
+    ``bfloat16`` takes 4 bytes of host memory per parameter less, and the pass moves 20 bytes per
+    parameter instead of 28; ``int8`` takes 5.9 bytes less, and the pass moves 16. Neither is exact:
+    every update rounds both moments stochastically. A resume is still exact, and a checkpoint of
+    another dtype is converted. DeepSpeed's ``bf16.bf16_optimizer_states`` sets ``bfloat16``, unless
+    this is given. ``int8`` needs a ``block_size`` of at most 256, and ``offload_optimizer.ratio``
+    1."""
 
     hide_transfers: bool | None = None
     """Copy gradients and results beside the next step instead of inside the step. Takes 2 bytes of
