@@ -79,16 +79,21 @@ class ExactWeights:
         May be nested.
 
         Raises:
+            RankError: on every rank, if any rank has no memory for the copy of its partitions; the
+                weights are unchanged.
             WorkerError: on every rank, if any rank's optimizer process has failed.
         """
         if self._is_inside:
             yield
             return
         self._drain()
-        predicted = [self._aside(self._weights(index)) for index in range(len(self._host.states))]
+        with together(self._host.ranks):
+            indices = range(len(self._host.states))
+            predicted = [self._aside(self._weights(index)) for index in indices]
         self._is_inside = True
         try:
-            self._round()
+            with together(self._host.ranks):
+                self._round()
             self._spread(None)
             yield
         finally:
