@@ -1,5 +1,5 @@
-"""Saves checkpoints beside training: the optimizer process writes p, m and v, a thread copies of
-the rest."""
+"""Saves checkpoints while training continues: the optimizer process writes p, m and v, a thread
+writes copies of the rest."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _WRITTEN = "written-by-rank-"
 _POLL_SECONDS = 0.05
 _SILENCE_SECONDS = 30.0
 _WRITE_SECONDS = 3600.0
-"""Timeout for one part of a file that is written beside training: a file system may stall for
-minutes while it fails over. The worker's timeout applies instead if it is longer, or once something
-waits for the file."""
+"""Timeout for one part of a file while training continues: a file system may stall for minutes
+while it fails over. The worker's timeout applies instead if it is longer, or once something waits
+for the file."""
 
 
 class AsyncCheckpointEngine(JointCheckpointEngine):

@@ -114,8 +114,8 @@ def _require_descriptor(descriptor: bytes, member: zipfile.ZipInfo, path: str) -
 
 @contextmanager
 def checking(path: str) -> Iterator[None]:
-    """Wrap a block that reads a whole file: small records are verified before it, the others beside
-    it.
+    """Wrap a block that reads a whole file: small records are verified before it, the others at the
+    same time.
 
     Raises:
         CheckpointError: the file is damaged; it replaces any error of the block.

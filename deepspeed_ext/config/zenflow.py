@@ -101,7 +101,7 @@ class ZenFlowConfig(ConfigSection):
     1."""
 
     hide_transfers: bool | None = None
-    """Copy gradients and results beside the next step instead of inside the step. Takes 2 bytes of
+    """Overlap the copies of gradients and results with the next step. Takes 2 bytes of
     device memory per parameter of the partition. Not given: true if that leaves a tenth of every
     rank's memory free. No effect if the accelerator is the CPU."""
 

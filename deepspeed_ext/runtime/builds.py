@@ -51,7 +51,7 @@ def _report(operator: str, is_new: bool, begin: float, done: threading.Event) ->
         if left:
             logger.warning(
                 f"waiting for the lock {left[0]} for {took}: a killed build left it behind. "
-                "Delete it to go on"
+                "Delete it to continue"
             )
         else:
             logger.info(f"{doing} DeepSpeed's operator {operator}: {took}")

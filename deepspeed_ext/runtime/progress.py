@@ -1,4 +1,4 @@
-"""Reports during a long wait that it goes on, and what is being compiled."""
+"""Reports during a long wait that it continues, and what is being compiled."""
 
 from __future__ import annotations
 

@@ -474,14 +474,14 @@ class KeptError:
         self.error = self.error or error
 
     def keeping(
-        self, told: Callable[[Exception], Exception] = lambda error: error
+        self, convert: Callable[[Exception], Exception] = lambda error: error
     ) -> AbstractContextManager[None]:
         """Keep an error that the block raises, and continue after the block.
 
         Args:
-            told: returns the error to keep in its place.
+            convert: returns the error to keep in its place.
         """
-        return _Keeping(self, told)
+        return _Keeping(self, convert)
 
     def take(self) -> Exception | None:
         """Return the error and clear it; for `raise_together`."""
@@ -498,14 +498,14 @@ class _Keeping(AbstractContextManager[None]):
     """The block of `KeptError.keeping`. A class, because a signal handler may raise at any line:
     before a generator's ``yield``, that error would be kept and the block skipped."""
 
-    def __init__(self, kept: KeptError, told: Callable[[Exception], Exception]) -> None:
+    def __init__(self, kept: KeptError, convert: Callable[[Exception], Exception]) -> None:
         self._kept = kept
-        self._told = told
+        self._convert = convert
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if not isinstance(error, Exception):
             return False
-        self._kept.note(self._told(error))
+        self._kept.note(self._convert(error))
         return True
 
 
