@@ -387,8 +387,8 @@ class Parts:
             return True
         if async_save:
             logger.warning(
-                "zenflow.async_save has no effect on pipelines, "
-                "nor beside checkpoint.writer or datastates"
+                "zenflow.async_save has no effect on pipelines, or with checkpoint.writer or "
+                "datastates: saves wait"
             )
         return False
 

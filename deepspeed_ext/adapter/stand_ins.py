@@ -19,7 +19,7 @@ __all__ = ["STAND_INS", "StandIn", "StreamThroughputTimer", "WeakEngine", "held_
 
 class WeakEngine:
     """Stands in for the engine in hooks on the module and on gradients, which only `destroy`
-    removes, so that they do not keep the engine alive. Afterwards calls do nothing."""
+    removes: they do not keep the engine alive. Once it is gone, calls do nothing."""
 
     def __init__(self, engine: Any) -> None:
         self.module = engine.module

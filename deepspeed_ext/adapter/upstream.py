@@ -256,8 +256,8 @@ def zero_section_class(zero_config: type[DeepSpeedZeroConfig]) -> Swap:
 
 
 def _optional(build_shm_op: Callable[[], Any]) -> Callable[[], Any]:
-    """Let DeepSpeed's communication start if this operator, needed on hosts without an accelerator,
-    cannot be compiled. Only all-reduce for inference uses it, and falls back to torch's."""
+    """Let DeepSpeed's communication start even if the operator that it compiles on hosts without an
+    accelerator fails to build. Only all-reduce for inference uses it, or else torch's."""
 
     @functools.wraps(build_shm_op)
     def build_if_possible() -> Any:
