@@ -6,17 +6,14 @@
 
 Glossary. For one parameter group of P elements on N data-parallel ranks:
 
-    flat buffer        1-D, 16-bit or fp32, accelerator; all parameters of the group in order, zeros
-    as padding; the
-                       module's parameters are views of it. Owned by the optimizer, lives as long as
-                       it does.
+    flat buffer        1-D, 16-bit or fp32, accelerator: all parameters of the group in order, with
+                       zeros as padding. The module's parameters are views of it. Owned by the
+                       optimizer and as long-lived.
     partition          1-D view of the flat buffer, P/N elements: the part that this rank updates.
-    master partition   1-D, fp32 (or the configured master dtype), where the optimizer steps:
-    accelerator, or host with
-                       CPU offload, then page-locked if asked for.
-    staging chunks     two page-locked host buffers of 32 MiB through which pageable memory is
-    copied to and from the
-                       accelerator.
+    master partition   1-D, fp32 (or the configured master dtype), where the optimizer steps: on the
+                       accelerator, or with CPU offload on the host, page-locked if asked for.
+    staging chunks     two page-locked host buffers of 32 MiB, through which pageable memory is
+                       copied to and from the accelerator.
 
 Importing this package imports neither torch nor DeepSpeed; the functions below do.
 """
@@ -85,18 +82,22 @@ def weights(engine: Any, bucket_bytes: int = 1 << 28, on_rank: int | None = None
     A collective: every rank calls it and iterates to the end, between two steps.
 
     Args:
-        bucket_bytes: of the tensors that are made at a time. This rank needs twice as much host
-            memory, and at least that of twice the largest parameter.
-        on_rank: the data-parallel rank that gets the weights, the others nothing; None: all ranks.
+        bucket_bytes: bytes of the tensors that are built at a time. A rank needs twice that in host
+            memory, and at least twice the largest parameter.
+        on_rank: the only data-parallel rank that gets the weights; None: every rank gets them.
 
     Returns:
         An iterator of (name in the state dict, tensor): p rounded to the nearest value of the
         weight's dtype, on the host; frozen parameters and buffers as they are. All names of a tied
-        parameter have one tensor. What was yielded may be kept.
+        parameter share one tensor. Yielded tensors stay valid.
 
     Raises:
-        StateError: also while iterating, on all ranks, if one stops early or the engine steps.
-        UnsupportedError: no ZenFlow; experts, tensor-parallel ranks, pipelines, quantized weights.
+        PlanMismatchError: on every rank, if the ranks give different arguments.
+        StateError: the engine stepped during the iteration, or a rank stopped it early; raised on
+            all ranks.
+        UnsupportedError: the engine has no ZenFlow, or has experts, tensor-parallel ranks, pipeline
+            stages or quantized weights.
+        ValueError: `bucket_bytes` is not positive, or there is no rank `on_rank`.
         WorkerError: on every rank, if any rank's optimizer process has failed.
     """
     from deepspeed_ext.adapter import weight_stream
@@ -105,14 +106,13 @@ def weights(engine: Any, bucket_bytes: int = 1 << 28, on_rank: int | None = None
 
 
 def weight_parts(engine: Any) -> Any:
-    """Iterate over this rank's elements of the exact weights, as `weights`, but without an
-    exchange.
+    """Like `weights`, but iterate over this rank's shard, without communication.
 
-    Only the call is a collective, not the iteration. What all ranks have comes from rank 0.
+    Only the call is a collective, not the iteration. Replicated tensors come from rank 0 alone.
 
     Returns:
-        An iterator of parts with ``names``, ``shape`` of the whole, ``begin``, the number of the
-        first element in row-major order, and ``values``, 1-D on the host. A rank may have none.
+        An iterator of parts with ``names``, ``shape`` of the whole tensor, ``begin``, the row-major
+        index of the first element, and ``values``, 1-D on the host. A rank may have no parts.
 
     Raises:
         StateError, UnsupportedError, WorkerError: as `weights`.

@@ -1,10 +1,10 @@
-"""Enables the extension when DeepSpeed is imported, for command lines that cannot be changed:
-``DSEXT_AUTOLOAD=1``.
+"""With ``DSEXT_AUTOLOAD=1``, enables the extension when DeepSpeed is imported, for trainers whose
+code cannot call `enable`.
 
 torch calls `autoload` at the end of its own import, as an entry point of the group
-``torch.backends``, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0. DeepSpeed may be imported later; or
-DeepSpeed itself imports torch, and is half imported then. Either way, the extension is enabled at
-the end of DeepSpeed's import, before anything can use it.
+``torch.backends``, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0. At that time DeepSpeed is not imported
+yet, or only in part because it imports torch. Either way, the extension is enabled at the end of
+DeepSpeed's import, before anything can use it.
 
 Importing this module imports nothing that torch has not imported.
 """
@@ -23,8 +23,8 @@ DEEPSPEED = "deepspeed"
 
 
 def autoload() -> None:
-    """Enable the extension as soon as DeepSpeed is imported, if DSEXT_AUTOLOAD=1. Raises nothing,
-    because that would end the import of torch."""
+    """If DSEXT_AUTOLOAD=1, enable the extension as soon as DeepSpeed is imported. Raises nothing,
+    because an error would end the import of torch."""
     setting = os.environ.get(VARIABLE, "")
     if setting not in ("", "0", "1"):
         _log_error(f"{VARIABLE} must be 0 or 1, got {setting[:40]!r}; the extension stays off")
@@ -39,8 +39,8 @@ def autoload() -> None:
 
 
 class _Watch:
-    """A finder that finds nothing. It sees DeepSpeed import its first submodule: then DeepSpeed is
-    half imported."""
+    """An import finder that finds nothing: it notices DeepSpeed's first import of a submodule of
+    its own, when DeepSpeed is partly imported."""
 
     def start(self) -> None:
         sys.meta_path.insert(0, self)
@@ -59,8 +59,7 @@ class _Watch:
 class _EndOfImport(ModuleSpec):
     """The spec of a module that is being imported; it enables the extension when that ends.
 
-    Python has no hook for the end of an import that has begun, but it sets `_initializing` of the
-    spec then.
+    Python has no hook for the end of an import, but then sets `_initializing` of the spec.
     """
 
     @property
@@ -78,21 +77,20 @@ class _EndOfImport(ModuleSpec):
 
 
 def _enable_when_imported(ended: ModuleSpec | None = None) -> None:
-    """Enable the extension, or wait for the end of the import of DeepSpeed, and of modules of ours
-    that import it."""
+    """Enable the extension once no import of DeepSpeed, or of our modules that import it, is still
+    running."""
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
-        is_half_imported = spec is not ended and getattr(spec, "_initializing", False)
-        if is_half_imported and (
-            name == DEEPSPEED or name.startswith(f"{deepspeed_ext.__name__}.")
-        ):
+        is_running = spec is not ended and getattr(spec, "_initializing", False)
+        if is_running and (name == DEEPSPEED or name.startswith(f"{deepspeed_ext.__name__}.")):
             spec.__class__ = _EndOfImport
             return
     _enable()
 
 
 def _enable() -> None:
-    """Enable the extension. If that fails, say so, and let no run train without it unnoticed."""
+    """Enable the extension. If that fails, log the error and make ``deepspeed.initialize`` raise,
+    so that no run silently trains without it."""
     _Watch.stop()
     try:
         deepspeed_ext.enable()
@@ -106,8 +104,8 @@ def _enable() -> None:
 
 
 def _refusal(failure: str, cause: Exception) -> Any:
-    """A stand-in for ``deepspeed.initialize``: some ranks with the extension and others without
-    would hang."""
+    """A ``deepspeed.initialize`` that raises: ranks with the extension and ranks without it would
+    hang."""
 
     def initialize(*args: Any, **kwargs: Any) -> NoReturn:
         raise deepspeed_ext.errors.UnsupportedError(
@@ -119,7 +117,7 @@ def _refusal(failure: str, cause: Exception) -> Any:
 
 
 def _log_error(message: str) -> None:
-    # only now: it takes longer to import than all else here
+    # imported late, because logging is slow to import
     from deepspeed_ext.runtime.log import logger
 
     logger.error(message)

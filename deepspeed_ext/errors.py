@@ -8,8 +8,8 @@ DeepSpeedExtError
  +-- OutOfMemoryError                 too little memory; no data was lost
  +-- CheckpointError                  a checkpoint that cannot be read; gives file and reason
  +-- WorkerError                      the optimizer process died, failed or does not answer
- +-- StateError                       a call for which the engine is not ready; gives the call that
- is missing +-- RankError                        another failure on any rank; raised on every rank
+ +-- StateError                       the engine is not ready for a call; gives the missing call
+ +-- RankError                        another failure on any rank; raised on every rank
 
 A message says what was expected, what was found, where (rank, field, parameter) and what to change.
 """
@@ -32,8 +32,8 @@ class DeepSpeedExtError(Exception):
     """Base of every error raised by deepspeed_ext.
 
     Attributes:
-        agreed: number of ranks that raise it together, so that they need not exchange it again; 0:
-            only this rank.
+        agreed: number of ranks that raise it together and need not exchange it again; 0: only this
+            rank raises it.
     """
 
     agreed = 0

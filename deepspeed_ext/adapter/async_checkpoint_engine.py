@@ -1,5 +1,5 @@
-"""Saves checkpoints beside training: the optimizer process writes p, m and v, a thread writes
-copies of the rest."""
+"""Saves checkpoints while training continues: the optimizer process writes p, m and v, a thread
+writes copies of the rest."""
 
 from __future__ import annotations
 
@@ -43,26 +43,25 @@ _WRITTEN = "written-by-rank-"
 _POLL_SECONDS = 0.05
 _SILENCE_SECONDS = 30.0
 _WRITE_SECONDS = 3600.0
-"""Timeout for one part of a file that is written beside training: a file system may stall for
-minutes while it fails over. The worker's timeout applies instead if it is longer, or once something
-waits for the file."""
+"""Timeout for one part of a file while training continues: a file system may stall for minutes
+while it fails over. The worker's timeout applies instead if it is longer, or once something waits
+for the file."""
 
 
 class AsyncCheckpointEngine(JointCheckpointEngine):
     """A `JointCheckpointEngine` that continues a save after `commit` has returned.
 
     `save` writes a file without the bytes of its tensors (`checkpoint.skeleton`). The worker writes
-    what lies in its arena before the passes that are submitted later: nothing is copied, but a step
-    that needs a later pass waits. A thread writes copies of other tensors and waits for the disk.
-    `finish` gives the complete checkpoint its name; the engine calls it after the first step at
-    which all ranks have written everything. If there is no such step, `finish_alone` does it when
-    the engine or the process ends.
+    those in its arena before any pass that is submitted later: nothing is copied, but a step that
+    needs a later pass waits. A thread writes copies of other tensors and syncs the file. `finish`
+    gives the complete checkpoint its name; the engine calls it after the first step at which all
+    ranks have written everything. If there is no such step, `finish_alone` does it when the engine
+    or the process ends.
 
     Args:
-        config_params, ranks, leads: as for `JointCheckpointEngine`; `leads` is true on one rank
-            only.
+        config_params, ranks, leads, coded: as for `JointCheckpointEngine`; `leads` is true on one
+            rank only.
         link: connection to the worker. Nothing is in flight while DeepSpeed saves.
-        coded: as for `JointCheckpointEngine`.
     """
 
     def __init__(
@@ -91,8 +90,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         if not self._is_watching_exit:
             self._is_watching_exit = True
             atexit.register(_finish_at_exit, weakref.ref(self))
-            # Processes that multiprocessing has forked do not run atexit's functions before Python
-            # 3.13.
+            # Before Python 3.13, processes forked by multiprocessing do not run atexit functions.
             Finalize(None, _finish_at_exit, args=(weakref.ref(self),), exitpriority=0)
 
     def begin_load(self, load_dir: str, tag: Any) -> str | None:
@@ -148,7 +146,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         super().break_off()
 
     def _end_writer(self) -> None:
-        """Tell the thread to end after its last file."""
+        """Let the thread end after its last file."""
         if self._writer is not None:
             self._writer.end()
             self._writer = None
@@ -179,7 +177,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         """
         self._home.require()
         if self._saving is not None:  # the other ranks' collective must not time out first
-            with self._ending(*self._saving, within_seconds=self._link.longest_wait_seconds):
+            with self._ending(self._saving[0], within_seconds=self._link.longest_wait_seconds):
                 self._complete(*self._saving)
 
     def finish_alone(self) -> None:
@@ -192,23 +190,23 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         """
         self._home.require()
         if self._saving is not None:
-            with self._ending(*self._saving, within_seconds=math.inf):
+            with self._ending(self._saving[0], within_seconds=math.inf):
                 self._complete_alone(*self._saving)
 
     def _complete_alone(self, info: Any, folder: CheckpointFolder) -> None:
         if not self._leads:
-            with contextlib.suppress(OSError):  # without its sign, the save is given up
+            with contextlib.suppress(OSError):  # without this file, the leading rank gives up
                 files.replace_file(
-                    os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"), self._said()
+                    os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"), self._report()
                 )
             return
         try:
             with advised():
                 if not folder.is_marked:
                     others = set(range(self._ranks.size)) - {self._ranks.rank}
-                    _require_all(self._said(), folder.staging, others)
+                    _require_all(self._report(), folder.staging, others)
                     folder.mark()
-                _remove_signs(folder.staging)
+                _remove_reports(folder.staging)
                 folder.swap()
         except DeepSpeedExtError as failure:
             folder.give_up()
@@ -222,8 +220,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
                 "To go on: load it by its tag"
             ) from failure
 
-    def _said(self) -> str:
-        """What this rank tells the leading rank: its error with the remedy, or nothing if it has
+    def _report(self) -> str:
+        """This rank's report to the leading rank: its error with the remedy, or empty if it has
         written its files."""
         me = f"rank {self._ranks.rank}: "
         try:
@@ -235,7 +233,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         return ""
 
     def lose(self, why: str) -> None:
-        """Give up the save in progress, if any, and log one line about it. No collective."""
+        """Give up the save in progress, if any, and log it. No collective."""
         saving, self._saving, self._files = self._saving, None, []
         if saving is not None:
             if self._leads:
@@ -245,14 +243,13 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             )
 
     @contextlib.contextmanager
-    def _ending(
-        self, info: Any, folder: CheckpointFolder, *, within_seconds: float
-    ) -> Iterator[None]:
+    def _ending(self, info: Any, *, within_seconds: float) -> Iterator[None]:
         """Wait for this rank's files and keep their error; the block completes the save. After an
         exception that is not the save's own, such as Ctrl-C, a later call completes it.
 
-        The worker may take its timeout for each part that it writes, and `within_seconds` in
-        all."""
+        The worker's timeout applies to each part that it writes, `within_seconds` to the whole
+        wait.
+        """
         begin = time.monotonic()
         if not self.has_written:
             try:
@@ -293,17 +290,16 @@ def _failure_of(file: Future[None], within_seconds: float) -> BaseException | No
         return file.exception(max(0.0, within_seconds) if math.isfinite(within_seconds) else None)
     except FutureTimeout:
         return CheckpointError(
-            "the file system has not taken the files before the collective of the other ranks "
-            "would time out: save less often or elsewhere, or raise the group's timeout "
-            "(DEEPSPEED_TIMEOUT, in minutes)"
+            "the checkpoint was not written before the process group's timeout: save less often or "
+            "elsewhere, or raise the timeout (DEEPSPEED_TIMEOUT, in minutes)"
         )
 
 
 def _submit_arena(
     holes: Sequence[Hole], path: str, link: WorkerLink, coded: CodedMoments | None
 ) -> tuple[list[int], list[Hole]]:
-    """Submit to the worker what lies in its arena, or stands there as codes; return the numbers of
-    the submissions, and the other holes."""
+    """Submit the holes whose values are in the worker's arena, as they are or encoded; return the
+    numbers of the submissions, and the other holes."""
     parts: list[FilePart | CodedPart] = []
     others: list[Hole] = []
     for hole in holes:
@@ -333,7 +329,7 @@ def _submit_arena(
 def _finish_file(
     path: str, holes: list[Hole], process: OptimizerProcess, numbers: Sequence[int]
 ) -> None:
-    """Fill `holes`, wait for what the worker writes, then for the disk."""
+    """Fill `holes`, wait until the worker has written its parts, then sync the file."""
     with advised():
         fill_holes(path, holes)
         holes.clear()
@@ -348,10 +344,9 @@ def _finish_file(
         files.sync_folder(os.path.dirname(path))
 
 
-def _require_all(said_here: str, staging: str, others: Iterable[int]) -> None:
-    """Wait until the other ranks have reported that their files are written; raise if a rank could
-    not, or is silent. The leading rank's own word, `said_here`, needs no file, which a full disk
-    would refuse."""
+def _require_all(own_report: str, staging: str, others: Iterable[int]) -> None:
+    """Wait for the reports of the other ranks; raise if a rank could not write, or is silent. The
+    leading rank's `own_report` needs no file, for which a full disk would have no room."""
     wanted = {f"{_WRITTEN}{rank}" for rank in others}
     last, silent_since = None, time.monotonic()
     while missing := wanted - set(names := os.listdir(staging)):
@@ -364,19 +359,19 @@ def _require_all(said_here: str, staging: str, others: Iterable[int]) -> None:
         if time.monotonic() - silent_since > _SILENCE_SECONDS:
             ranks = sorted(int(name.removeprefix(_WRITTEN)) for name in missing)
             raise CheckpointError(
-                f"ranks {ranks} showed no sign of writing for {_SILENCE_SECONDS:g} s: call "
+                f"ranks {ranks} have written nothing for {_SILENCE_SECONDS:g} s: call "
                 "engine.destroy() on every rank when training ends"
             )
         time.sleep(_POLL_SECONDS)
-    said = [said_here]
+    reports = [own_report]
     for name in sorted(wanted):
         with open(os.path.join(staging, name), encoding="utf-8") as file:
-            said.append(file.read())
-    if problems := [text for text in said if text]:
+            reports.append(file.read())
+    if problems := [report for report in reports if report]:
         raise CheckpointError("; ".join(problems))
 
 
-def _remove_signs(staging: str) -> None:
+def _remove_reports(staging: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # the folder is in place already
         for name in os.listdir(staging):
             if name.startswith(_WRITTEN):
@@ -396,8 +391,7 @@ def _finish_at_exit(engine: weakref.ref[AsyncCheckpointEngine]) -> None:
     try:
         if not found.has_written:
             logger.warning(
-                f"rank {found._ranks.rank}: "
-                "the end waits for a checkpoint that is still being written"
+                f"rank {found._ranks.rank}: exit waits for a checkpoint that is still being written"
             )
         found.finish_alone()
     except CheckpointError as error:

@@ -1,6 +1,6 @@
-"""Names the buffers of DeepSpeed's ZeRO optimizers, and what is fixed about their sizes.
+"""Names the buffers of DeepSpeed's ZeRO optimizers, and constants of their sizes.
 
-Imports nothing of DeepSpeed, so that a plan of memory can read it without.
+Does not import DeepSpeed, so that memory can be planned without it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ START_ALIGNMENT = 2
 (``nccl_start_alignment_factor``)."""
 
 NORM_BYTES = 8
-"""Bytes per element of a gradient whose norm is computed with offload: it is in fp64."""
+"""Bytes per gradient element while its norm is computed with offload, in fp64."""
 
 
 class Buffer(enum.Enum):
-    """A buffer: its name in a report, and the attributes that hold it, at stages 1 and 2 and at
-    3."""
+    """A buffer: its name in reports, and the attribute that holds it at stages 1 and 2, and at
+    stage 3."""
 
     WEIGHTS = "weights", "bit16_groups_flat", "lp_param_buffer"
     MASTER = "master", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"

@@ -1,7 +1,7 @@
-"""Surrounds the construction of an engine: an error of one rank is raised on every rank, and the
-log says what is on.
+"""Wraps the construction of an engine: an error of one rank is raised on every rank, and the log
+lists the enabled systems.
 
-An engine is built inside `built_together`. DeepSpeed's own constructors run there too: a rank that
+An engine is built inside `built_together`, including DeepSpeed's own constructors: a rank that
 fails anywhere reports it at the other ranks' next agreement. If a collective of DeepSpeed comes
 before that agreement, the others wait in it.
 """
@@ -50,14 +50,13 @@ def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
     """Return the ranks that the model is spread over. They build, step, save and load together, so
     they agree on every choice that changes weights, and an error of one is raised on all.
 
-    Without an `mpu` these are all ranks. An `mpu` may give each engine its own ranks, so some may
-    not take part: then they are the grid of its data-, tensor-, pipeline- and sequence-parallel
-    groups. DeepSpeed reduces norm and overflow over the same grid, at the same points of a step. No
-    collective.
+    Without an `mpu` these are all ranks. With one, which may give each engine other ranks, they are
+    the grid of its data-, tensor-, pipeline- and sequence-parallel groups. DeepSpeed reduces norm
+    and overflow over the same grid, at the same points of a step. No collective.
 
     Args:
-        mpu: as given to ``deepspeed.initialize``, or a pipeline's; AutoTP's groups are of all
-            ranks.
+        mpu: as given to ``deepspeed.initialize``, or a pipeline's; None also with AutoTP, whose
+            groups span all ranks.
         keeps_scratch: see `RankGroup.of`.
 
     Raises:
@@ -75,10 +74,9 @@ def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
         axes = [(others, each) for others, each in axes if not others <= members]
         if any(len(members & others) > 1 for others, _ in axes):
             raise ConfigError(
-                f"rank {dist.get_rank()}: mpu.{name}() has ranks {sorted(members)}, of which "
-                "several are in another group of the mpu, "
-                f"{[sorted(others) for others, _ in axes]}: two groups of different axes share one "
-                "rank, or one holds the other"
+                f"rank {dist.get_rank()}: mpu.{name}() has ranks {sorted(members)} and shares "
+                f"several of them with one of {[sorted(others) for others, _ in axes]}, other "
+                "groups of the mpu: two groups may share one rank, or one may contain the other"
             )
         axes.append((members, group))
     return GridRanks.along([RankGroup.of(group, keeps_scratch=keeps_scratch) for _, group in axes])
@@ -86,24 +84,23 @@ def ranks_of_model(mpu: Any, *, keeps_scratch: bool = False) -> RankGroup:
 
 @contextmanager
 def built_together(mpu: Any) -> Iterator[None]:
-    """Raise an error of the block on every rank, as `together` does. An error that all ranks have
-    keeps its type."""
+    """Raise an error of the block on every rank, as `together` does. If all ranks have errors of
+    one type, each raises its own."""
     error = None
     try:
         yield
     except Exception as caught:
         error = caught
         if dist.is_initialized():
-            with suppress(Exception):  # a rank without a device of its own
-                # for the agreement; the block may have failed before
+            with suppress(Exception):  # this rank may have no device of its own
+                # the agreement needs it, and the block may have failed before setting it
                 get_accelerator().set_device(local_rank())
     raise_together(ranks_of_model(mpu), error, otherwise=None)
 
 
 def joint(initialize: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `deepspeed.initialize` with an agreement around it: an error of one rank, such as a
-    config that it cannot read, is raised on every rank. The other ranks learn of it at the first
-    agreement while they build their engines."""
+    """Wrap `deepspeed.initialize` in an agreement: an error of one rank, such as an unreadable
+    config, is raised on every rank. The other ranks learn of it at their first agreement."""
     signature = inspect.signature(initialize)
 
     @functools.wraps(initialize)
@@ -117,18 +114,18 @@ def joint(initialize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MOST_RANKS = 8
-"""The cores of at most this many ranks of this host are listed; `deepspeed-ext plan` lists all."""
+"""Maximum number of this host's ranks whose cores are listed; `deepspeed-ext plan` lists all."""
 
 
 def log_start(
     settings: Any, optimizer: Any, gather: SingleParameterGather | None, binding: CoreBinding | None
 ) -> None:
-    """Log on rank 0 what is on in an engine; nothing if the extension was off when its config was
-    read.
+    """Log on rank 0 which of our systems an engine uses; nothing if the extension was off when its
+    config was read.
 
     Args:
         settings: the engine's ``zero_optimization``.
-        gather: the gather of single parameters; None: DeepSpeed's.
+        gather: the single-parameter gather; None: DeepSpeed gathers.
         binding: this rank's core binding; None: unbound.
     """
     if dist.get_rank() != 0 or not isinstance(settings, ZeroConfig):
@@ -156,14 +153,14 @@ def _report(
     gather: SingleParameterGather | None,
     binding: CoreBinding | None,
 ) -> list[str]:
-    """One line or more for each system that is on."""
+    """One or more lines for each system in use."""
     parts: list[tuple[str, str]] = []
     if (zenflow := zenflow_of(optimizer)) is not None and settings.zenflow is not None:
         parts += [("ZenFlow", line) for line in _zenflow(settings.zenflow, zenflow.host)]
     if isinstance(optimizer, ZeroOptimizer) and optimizer.flatten_plans:
         parts.append(("flattening", _flattening(optimizer.flatten_plans)))
     if gather is not None:
-        parts.append(("gather", f"{gather.plan.describe()}"))
+        parts.append(("gather", gather.plan.describe()))
     if binding is not None and binding.plan is not None:
         parts += [("cores", line) for line in _cores(binding)]
     before = ["", *(name for name, _ in parts)]

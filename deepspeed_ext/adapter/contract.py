@@ -1,13 +1,12 @@
 """Lists every member of DeepSpeed that deepspeed_ext relies on, and compares the list with the
 installed version.
 
-`upstream` names the classes. This file lists their members: what our subclasses override, call
-through ``super()``, or read or assign through ``self``, and the attributes that DeepSpeed sets on
-parameters. A test searches our sources for members that are missing here. So if DeepSpeed renames a
-method, start-up fails; otherwise our override would silently have no effect.
+`upstream` names the classes. This file lists their members: those that our subclasses override,
+call through ``super()``, read or assign, and the attributes that DeepSpeed sets on parameters. A
+test searches our sources for members that are missing here. So if DeepSpeed renames a method,
+start-up fails, instead of our override silently having no effect.
 
-`stand_ins` lists the other side: what DeepSpeed uses of the objects that we put in place of its
-own.
+`stand_ins` lists what DeepSpeed uses of our objects that stand in for its own.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class Takes:
 
 @dataclass(frozen=True)
 class Since:
-    """A member that older releases than `release` lack, and what is expected of it from there on.
-    `releases` has what replaces it."""
+    """A member that releases before `release` lack, and what is expected of it since.
+    `adapter.releases` replaces it there."""
 
     release: tuple[int, int, int]
     expected: str | Takes
@@ -437,7 +436,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "stop": "(self, global_step, report_speed)",
     },
 }
-"""Class (``module:Class``) or module -> name of the member -> what we expect of it."""
+"""Class (``module:Class``) or module -> name of a member -> what we expect of it."""
 
 
 def release() -> tuple[int, int, int]:
@@ -460,7 +459,7 @@ def expected_members(owner_name: str) -> dict[str, str | Takes]:
 def broken() -> list[str]:
     """Compare the installed DeepSpeed with `CONTRACT`; return one line per member that differs.
 
-    `ASSIGNED` members are compared only by a test, which reads DeepSpeed's bytecode.
+    Only a test compares `ASSIGNED` members: it reads DeepSpeed's bytecode.
     """
     found = []
     for owner_name in CONTRACT:
@@ -495,8 +494,8 @@ def _difference(owner: Any, name: str, expected: str | Takes) -> str:
 
 
 def undecorated(member: Any) -> Any:
-    """Return the function inside a ``(*args, **kwargs)`` decorator, as for DeepSpeed's profiler
-    ranges; or `member`."""
+    """Return the function inside a ``(*args, **kwargs)`` decorator, such as DeepSpeed's for
+    profiler ranges; otherwise `member`."""
     cells = [cell.cell_contents for cell in getattr(member, "__closure__", None) or ()]
     functions = [cell for cell in cells if inspect.isfunction(cell)]
     takes_anything = tuple(inspect.signature(member).parameters) == ("args", "kwargs")

@@ -1,5 +1,4 @@
-"""Switches the extension on and off inside DeepSpeed, for `deepspeed_ext.enable` and its
-siblings."""
+"""Implements `deepspeed_ext.enable`, `disable` and `initialize`."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ def _swaps() -> list[upstream.Swap]:
 
 
 def _check() -> None:
-    """Raise an error if this package does not support the installed DeepSpeed; warn of conditions
-    that would make it hang."""
+    """Raise an error if the installed DeepSpeed is not supported; warn of locks on which it would
+    hang."""
     upstream.check()
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     for lock in build_locks.abandoned():
         warn_once(
-            f"{lock} was left by a build that was killed, or by torch 2.14 or later, and with this "
-            "torch DeepSpeed waits for it forever when it needs this operator. Delete it, unless "
+            f"{lock} was left by a build that was killed, or by torch 2.14 or later. With this "
+            "torch, DeepSpeed waits for it forever when it needs this operator. Delete it, unless "
             "another host builds the operator now"
         )
 

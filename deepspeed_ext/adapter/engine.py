@@ -1,5 +1,5 @@
-"""The engines that `deepspeed.initialize` builds with the extension on. They forward to `parts`,
-which do the work."""
+"""The engines that `deepspeed.initialize` builds with the extension on. They forward to the objects
+of `parts`, which do the work."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ __all__ = ["Engine", "EngineSettings", "HybridEngine", "PipeEngine"]
 
 
 class EngineSettings(DeepSpeedEngine):
-    """DeepSpeed's engine, with the settings that ZenFlow replaces reported as off, and those that
-    it implies as on."""
+    """DeepSpeed's engine, which reports settings that ZenFlow replaces as off, and those that it
+    implies as on."""
 
     _ties_stages: bool
     """Whether stages of a pipeline share parameters."""
@@ -65,8 +65,8 @@ class EngineSettings(DeepSpeedEngine):
         )
 
     def zenflow_config(self) -> Any:
-        """None if the section is ours, which disables DeepSpeed's own ZenFlow and its change of
-        ``gradient_accumulation_steps``."""
+        """None if the section is ours: DeepSpeed's own ZenFlow, and its change of
+        ``gradient_accumulation_steps``, stay off."""
         return super().zenflow_config() if fields_of(self._config.zero_config) is None else None
 
     # -- what ZenFlow implies ----------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Engine(EngineSettings):
             self._parts = Parts(undo, kwargs.get("mpu"))
             model = kwargs.get("model")
             self._ties_stages = ties_stages(model)
-            if isinstance(model, torch.nn.Module):  # which another engine may have trained
+            if isinstance(model, torch.nn.Module):  # another engine may have trained it
                 complete_weights_of(model.parameters())
             timer = throughput_timer(self._throughput_timer)
             with built_together(kwargs.get("mpu")), swapped(timer):
@@ -164,7 +164,7 @@ class Engine(EngineSettings):
 
     @property
     def parameter_gather(self) -> SingleParameterGather | None:
-        """At stage 3, gathers parameters in place of DeepSpeed's closures; None: these are used."""
+        """The single-parameter gather at stage 3; None: DeepSpeed gathers."""
         return self._parts.gather
 
     @property
@@ -176,7 +176,7 @@ class Engine(EngineSettings):
 
     def _do_sanity_check(self) -> None:
         """Run DeepSpeed's check, the first method to see the config, and ours.
-        `_set_distributed_vars` raises its errors."""
+        `_set_distributed_vars` raises the errors of both."""
         parts, settings = self._parts, fields_of(self._config.zero_config)
         with parts.refused.keeping():
             parts.require_supported(
@@ -185,19 +185,19 @@ class Engine(EngineSettings):
             super()._do_sanity_check()
 
     def _configure_expert_parallel(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace layers of the model, as AutoEP does, unless the sanity check has refused that."""
+        """Replace layers of the model for AutoEP, unless the sanity check has failed."""
         if self._spread()["makes_experts"]:
             self._parts.refused.raise_here()
         return super()._configure_expert_parallel(*args, **kwargs)
 
     def _set_distributed_vars(self, args: Any) -> None:
-        """Set this rank's device, and agree on what the sanity check found. Model and weights are
-        not touched yet.
+        """Set this rank's device, then raise the sanity check's errors on all ranks, while model
+        and weights are unchanged.
 
         Raises:
             ConfigError: the ``zenflow`` section is combined with an unsupported setting.
-            PlanMismatchError: on every rank, if one of our parts is enabled on some ranks only:
-                these would wait for the others in its collectives.
+            PlanMismatchError: on every rank, if one of our systems is enabled on some ranks only,
+                which would hang in its collectives.
         """
         super()._set_distributed_vars(args)
         ranks = self._parts.ranks
@@ -291,7 +291,7 @@ class Engine(EngineSettings):
         """Run the module.
 
         Raises:
-            StateError: its weights are on the host, or an exception has interrupted a step, a
+            StateError: its weights are offloaded, or an exception has interrupted a step, a
                 backward pass or a load.
         """
         self._require(Readiness.require_states_here, OffloadStateTypeEnum.lp_params)
@@ -302,7 +302,7 @@ class Engine(EngineSettings):
         """Compute gradients as DeepSpeed does.
 
         Raises:
-            StateError: states are on the host, or an exception has interrupted a step, a backward
+            StateError: states are offloaded, or an exception has interrupted a step, a backward
                 pass or a load.
         """
         self._require(Readiness.require_states_here)
@@ -310,8 +310,8 @@ class Engine(EngineSettings):
             return super().backward(*args, **kwargs)
 
     def _backward_prologue(self) -> None:
-        """Called first in a backward pass, also in ``loss.backward()``, once for each `forward`
-        behind the loss."""
+        """Check readiness at the beginning of a backward pass, also of ``loss.backward()``; runs
+        once for each `forward` of the loss."""
         self._require(Readiness.require_saveable)
         super()._backward_prologue()
 
@@ -321,9 +321,9 @@ class Engine(EngineSettings):
         Raises:
             CheckpointError: on every rank, if a save with ``zenflow.async_save`` failed; the step
                 is complete.
-            ConfigError: with ZenFlow, the optimizer has a setting with which it cannot step.
+            ConfigError: with ZenFlow, the optimizer has a setting that cannot be stepped with.
                 Nothing has changed.
-            StateError: see `backward`; or there was no backward pass since the last step.
+            StateError: as `backward`, or there was no backward pass since the last step.
         """
         self._require(Readiness.require_states_here)
         managed = manages_accumulation(self)
@@ -336,7 +336,7 @@ class Engine(EngineSettings):
             self._parts.saver.after_step()
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        with self._recording(Work.STEP):  # pipelines call this alone
+        with self._recording(Work.STEP):  # pipelines do not call `step`
             super()._take_model_step(*args, **kwargs)
         logs = (
             self.wall_clock_breakdown() and self.global_steps % (self.steps_per_print() or 1) == 0
@@ -350,14 +350,14 @@ class Engine(EngineSettings):
         return nullcontext() if zenflow is None else zenflow.readiness.recording(work)
 
     def _require(self, check: Callable[..., None], *states: Any) -> None:
-        """Call a method of `Readiness`, with ZenFlow; a forked process has no optimizer."""
+        """With ZenFlow, call a method of `Readiness`; in a forked process, raise an error."""
         if (zenflow := self._parts.zenflow) is not None:
             zenflow.host.link.home.require()
             check(zenflow.readiness, *states)
 
     def eval(self) -> None:
-        """Evaluate as DeepSpeed does, with the weights that training uses; says so once, if ZenFlow
-        estimates some of them."""
+        """Evaluate as DeepSpeed does, with the weights that training uses; if ZenFlow predicts
+        them, log that once."""
         super().eval()
         if self._zenflow is not None and self._zenflow.overlapped and self.global_rank == 0:
             log_once(logging.INFO, EVALUATES_PREDICTED)
@@ -372,21 +372,21 @@ class Engine(EngineSettings):
         non_blocking: bool = False,
     ) -> None:
         """Offload as DeepSpeed does. With ZenFlow this is a collective and waits for an update in
-        flight; ``lp_params`` includes frozen parameters, and ``optim_states`` means all that
+        flight; ``lp_params`` includes frozen parameters, and ``optim_states`` is everything that
         ZenFlow keeps on the accelerator between steps.
 
         Raises:
-            OutOfMemoryError: with ZenFlow, on every rank, if any rank's host has no memory for
-                them; all states, including those offloaded before, are on the accelerator again.
+            OutOfMemoryError: with ZenFlow, on every rank, if any rank's host lacks memory; all
+                states, including those offloaded before, are on the accelerator again.
         """
-        theirs = partial(super().offload_states, include, device, pin_memory, non_blocking)
+        super_call = partial(super().offload_states, include, device, pin_memory, non_blocking)
         if (zenflow := self._parts.zenflow) is None:
-            theirs()
+            super_call()
             return
         zenflow.host.link.home.require()
         try:
             self._parts.offloader.offload(
-                theirs, self.module, self.optimizer, self._parts.ranks, pins=pin_memory
+                super_call, self.module, self.optimizer, self._parts.ranks, pins=pin_memory
             )
         except Exception:
             self.reload_states()
@@ -402,14 +402,14 @@ class Engine(EngineSettings):
 
         Raises:
             OutOfMemoryError: with ZenFlow, on every rank, if any accelerator lacks memory; free
-                some, call this again.
+                some and call this again.
         """
-        theirs = partial(super().reload_states, *args, **kwargs)
+        super_call = partial(super().reload_states, *args, **kwargs)
         if (zenflow := self._parts.zenflow) is None:
-            theirs()
+            super_call()
             return
         zenflow.host.link.home.require()
-        self._parts.offloader.reload(theirs, self._parts.ranks)
+        self._parts.offloader.reload(super_call, self._parts.ranks)
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -444,8 +444,7 @@ class Engine(EngineSettings):
         ``zenflow.save_predicted_weights``.
 
         Raises:
-            StateError: weights are on the host, or a step, a backward pass or a load was
-                interrupted.
+            StateError: weights are offloaded, or a step, a backward pass or a load was interrupted.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
         with self.exporting():
@@ -456,9 +455,9 @@ class Engine(EngineSettings):
             return super()._zero3_consolidated_16bit_state_dict(*args, **kwargs)
 
     def exporting(self) -> AbstractContextManager[None]:
-        """Context for saving the model alone: with ZenFlow its weights are p, rounded to the
-        nearest value of their dtype, unless ``zenflow.save_predicted_weights`` is set. A
-        collective; do not step inside. May be nested."""
+        """Context for saving the model alone: with ZenFlow, its weights are p rounded to their
+        dtype, unless ``zenflow.save_predicted_weights`` is set. A collective; do not step inside.
+        May be nested."""
         zenflow, section = self._parts.zenflow, self._zenflow
         if zenflow is None or (section is not None and section.save_predicted_weights):
             return nullcontext()
@@ -493,8 +492,8 @@ class Engine(EngineSettings):
             CheckpointError: with ZenFlow, on every rank, if any rank could not read its files; load
                 another checkpoint before training on.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
-            StateError: an exception has interrupted a step or a backward pass, or states are on the
-                host.
+            StateError: an exception has interrupted a step or a backward pass, or states are
+                offloaded.
         """
         self._require(Readiness.require_loadable)
         self._parts.settle()
@@ -534,7 +533,7 @@ class Engine(EngineSettings):
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
         if only_weights(how):  # after an interrupted load, the rest must be loaded too
             self._require(Readiness.require_states_here)
-        if self.load_universal_checkpoint():  # changes counters first
+        if self.load_universal_checkpoint():  # it changes counters before `load_module_state_dict`
             self._require(Readiness.load_begins)
         if (opened := self._parts.resharder.plan(os.path.join(load_dir, str(tag)), how)) is None:
             return super()._load_checkpoint(load_dir, tag, **how)
@@ -546,12 +545,12 @@ class Engine(EngineSettings):
         return self._parts.resharder.finish(result, how)
 
     def zero_load_from_fp32_weights(self) -> bool:
-        """Also true if the weights cannot give p; see `Resharder.loads_fp32`."""
+        """Also true if p cannot come from the weights; see `Resharder.loads_fp32`."""
         return self._parts.resharder.loads_fp32(bool(super().zero_load_from_fp32_weights()))
 
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: Any) -> list[str]:
-        theirs = super()._get_all_ckpt_names
-        return self._parts.resharder.model_names(lambda: theirs(checkpoints_path, tag))
+        super_call = super()._get_all_ckpt_names
+        return self._parts.resharder.model_names(lambda: super_call(checkpoints_path, tag))
 
     def load_module_state_dict(
         self,
@@ -562,21 +561,23 @@ class Engine(EngineSettings):
         **kwargs: Any,
     ) -> None:
         self._require(Readiness.load_begins)
-        theirs = super().load_module_state_dict
+        super_call = super().load_module_state_dict
         self._parts.resharder.load_model(
-            lambda: theirs(checkpoint, strict, custom_load_fn, *args, **kwargs), checkpoint, strict
+            lambda: super_call(checkpoint, strict, custom_load_fn, *args, **kwargs),
+            checkpoint,
+            strict,
         )
 
     def _get_all_zero_checkpoints(self, load_dir: str, tag: Any) -> Any:
-        theirs = super()._get_all_zero_checkpoints
-        return self._parts.resharder.optimizer_states(lambda: theirs(load_dir, tag))
+        super_call = super()._get_all_zero_checkpoints
+        return self._parts.resharder.optimizer_states(lambda: super_call(load_dir, tag))
 
     def _load_zero_checkpoint(
         self, load_dir: str, tag: Any, load_optimizer_states: bool = True
     ) -> Any:
-        theirs = super()._load_zero_checkpoint
+        super_call = super()._load_zero_checkpoint
         return self._parts.resharder.load_partitions(
-            lambda: theirs(load_dir, tag, load_optimizer_states)
+            lambda: super_call(load_dir, tag, load_optimizer_states)
         )
 
     # -- the end -----------------------------------------------------------------------------------

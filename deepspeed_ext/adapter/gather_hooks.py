@@ -2,10 +2,9 @@
 
 To fetch parameters in forward, backward and prefetch, DeepSpeed's parameter coordinator calls
 ``all_gather_coalesced``, a closure that ``zero.Init`` sets on each parameter. `attach` replaces it
-once the whole model is partitioned, at the end of ``deepspeed.initialize``, no matter which
-``zero.Init`` partitioned it and when. Every other path (``GatheredParameters``, external
-parameters, persistent parameters after a step, checkpoints) calls ``param.all_gather``, with which
-DeepSpeed gathers each parameter directly into its own storage.
+at the end of ``deepspeed.initialize``, when the whole model is partitioned. All other gathers
+(``GatheredParameters``, external parameters, persistent parameters after a step, checkpoints) call
+``param.all_gather``, which already gathers each parameter directly into its own storage.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ class FetchedParameter(PendingParameter):
 
     @classmethod
     def of(cls, parameter: PartitionedParameter, partition: torch.Tensor) -> FetchedParameter:
-        """Build it for `parameter`; `partition` is this rank's part of it: the usual one, or hpZ's
-        secondary one."""
+        """Build it for `parameter` and this rank's `partition` of it, primary or secondary
+        (hpZ)."""
         dtype = communication_dtype(parameter, partition)
         return cls(parameter.ds_numel, partition, dtype, parameter=parameter)
 
     def make_available(self) -> None:
-        """Make the parameter a view of its storage, cast if it was communicated in another dtype,
-        and mark it available."""
+        """Make the parameter a view of its storage, or a cast copy if it was communicated in
+        another dtype, and mark it available."""
         assert self.storage is not None
         self.parameter.data = self.storage.view(self.parameter.ds_shape).to(
             self.parameter.ds_tensor.dtype
@@ -89,8 +88,8 @@ class GatherHandle:
         handles.
 
         Args:
-            handle_dependency: passed to DeepSpeed's handles; ours keep no temporary that a stream
-                could still read.
+            handle_dependency: passed to DeepSpeed's handles; ours have no temporary buffers that a
+                stream could still read.
 
         Raises:
             RuntimeError: a collective failed.
@@ -108,8 +107,8 @@ class GatherHandle:
             ids = [each.parameter.ds_id for each in self._pending]
             logger.error(
                 f"rank {dist.get_rank()}: the all-gather of parameters {ids} (ds_id) failed. "
-                f"Usually another rank has "
-                "died, or has not answered within the process group's timeout: see its log"
+                "Usually another rank has died, or has not answered within the process group's "
+                "timeout: see its log"
             )
             raise
         for each in self._pending:
@@ -123,8 +122,8 @@ class SingleParameterGather:
     Attributes:
         plan: the mode of every parameter.
         grouped: whether one launch gathers all single parameters of a fetch.
-        num_collectives: collectives launched so far. A grouped launch counts as one; DeepSpeed's
-            own do not count.
+        num_collectives: collectives launched so far, without DeepSpeed's own; a grouped launch
+            counts as one.
     """
 
     def __init__(
@@ -197,8 +196,8 @@ class SingleParameterGather:
     def _by_group(
         self, params: Sequence[PartitionedParameter]
     ) -> list[tuple[RankGroup, list[FetchedParameter]]]:
-        """Sort the parameters by the process group that gathers them; hpZ's inner group if its copy
-        is valid."""
+        """Group the parameters by the process group that gathers them: hpZ's secondary group if its
+        copy is valid."""
         groups: dict[int, tuple[RankGroup, list[FetchedParameter]]] = {}
         for param in params:
             partition, group = param.ds_tensor, param.ds_process_group
@@ -227,8 +226,8 @@ def _mark_in_flight(params: Sequence[PartitionedParameter]) -> None:
 def attach(
     module: torch.nn.Module, settings: ZeroFields, group: Any
 ) -> SingleParameterGather | None:
-    """Gather the parameters of `module` singly, if `settings` ask for it; otherwise as DeepSpeed
-    does. A collective.
+    """Attach the single-parameter gather to `module`, if `settings` ask for it; otherwise DeepSpeed
+    gathers. A collective.
 
     Args:
         module: the model; all its parameters must be partitioned.
@@ -272,12 +271,11 @@ def attach(
 
 
 def detach(module: torch.nn.Module, only: SingleParameterGather | None = None) -> None:
-    """Restore DeepSpeed's all-gather on the parameters of `module`; parameters that still have it
-    are unchanged.
+    """Restore DeepSpeed's all-gather on the parameters of `module` that have ours.
 
     Args:
-        only: remove this gather and no other, because a later engine of the same model may have its
-            own. None: any.
+        only: remove this gather alone, because a later engine of the same model may have its own.
+            None: any.
     """
     served = [
         param

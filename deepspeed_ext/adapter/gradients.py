@@ -1,12 +1,12 @@
-"""Holds what the ZeRO subclasses do with reduced gradients before a step: their norms, and the way
+"""Handles reduced gradients before a step, for the ZeRO subclasses: their norms, and their copies
 to the host.
 
 With ``gradients_on_host``, and with weights on the host, gradients wait for their step in host
-memory. Every parameter's gradient has its place in the ring slot of its partition, so nothing has
-to be copied when the step begins: the host computes the weights from there, and the worker reads it
-there, too. Sums over micro-steps that need another dtype than the slots have their own buffer.
-DeepSpeed treats these gradients as those of its own CPU offload: it neither keeps nor flattens them
-on the accelerator, and takes norms that were found during backward.
+memory. Every parameter's gradient has its place in the ring slot of its partition, so nothing is
+copied when the step begins: the host computes the weights from the slot, and the worker reads it,
+too. If micro-steps are summed in another dtype than that of the slots, the sums have their own
+buffer. DeepSpeed treats these gradients as those of its own CPU offload: it neither keeps nor
+flattens them on the accelerator, and takes norms that were computed during backward.
 """
 
 from __future__ import annotations
@@ -145,11 +145,11 @@ def _fuses(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a parameter's gradient lies.
+    """The elements of a parameter's gradient.
 
     Attributes:
         begin, end: its elements in that partition.
-        offset: first of its elements in the buffer of sums, which holds all partitions.
+        offset: its first element in the buffer of sums, which holds all partitions.
     """
 
     partition: int
@@ -159,16 +159,16 @@ class Extent:
 
 
 class HostGradients:
-    """The gradients of the coming step, from its first micro-step to its end.
+    """The gradients of the next step on the host, from its first micro-step to its end.
 
     Args:
         places: of all trained parameters, by id.
-        slot: returns the slot of a partition's coming gradient, 1-D, host.
-        sums: buffer of sums, 1-D, host; None: sums have the dtype of the slots and are made there.
+        slot: returns the slot of a partition's next gradient, 1-D, host.
+        sums: buffer of sums, 1-D, host; None: gradients are summed in the slots.
         norm: computes the norm of a tensor on its device.
 
     Attributes:
-        norms: norm of each gradient that is complete, by id.
+        norms: norm of each complete gradient, by id.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class HostGradients:
         self.forget()
 
     def forget(self) -> None:
-        """Begin with no gradient, after a step or if they are discarded."""
+        """Discard all gradients, for instance after a step."""
         self.norms: dict[int, torch.Tensor] = {}
         self._arrived: set[int] = set()
         self._in_slot: set[int] = set()
@@ -230,7 +230,7 @@ class HostGradients:
                 self.show(number)
 
     def show(self, number: int) -> None:
-        """Make a parameter's place in its slot readable and writable from outside, on the host."""
+        """Let callers read and write a parameter's gradient in its slot, on the host."""
         self._wait()
         slot, sums = self._slot_of(number), self._sum_of(number)
         if number not in self._arrived:
@@ -242,26 +242,26 @@ class HostGradients:
         self._in_slot.add(number)
 
     def shown(self, number: int) -> torch.Tensor:
-        """Like `show`, for callers who do not say what they write; return the place, 1-D, in its
-        slot."""
+        """Like `show`, for callers that may write without calling `changed`; return the gradient, a
+        1-D view of its slot."""
         self.show(number)
         self._shown.add(number)
         return self._slot_of(number)
 
     def changed(self, number: int) -> None:
-        """Note that a gradient which `show` has shown was written, so its norm is unknown."""
+        """Note that a gradient was written after `show`, so its norm is unknown."""
         self.norms.pop(number, None)
 
     def _was_written(self, number: int) -> bool:
-        """Whether a place that `shown` has returned may hold something else than the sum. Without
-        sums that is not known."""
+        """Whether a gradient that `shown` returned may differ from the sum; unknown, so True,
+        without a buffer of sums."""
         slot = self._slot_of(number)
         return self._sums is None or not torch.equal(slot, self._sum_of(number).to(slot.dtype))
 
     # Note: [a slot has two readers]
-    # The host writes to a slot here, while two streams may still use it: the one of the newest
-    # gradient's copy, and the current one, which may still read y from the slot (Note: [the slot of
-    # y]) for weights that go up. A host write is ordered by neither, so both are awaited.
+    # The host writes to a slot here, while two streams may still use it: that of the newest
+    # gradient's copy, and the current one, which may still copy y from the slot to the weights
+    # (Note: [the slot of y]). Neither stream orders host writes, so the host waits for both.
 
     def _wait(self) -> None:
         """Wait until the host may read and write slots; see Note: [a slot has two readers]."""

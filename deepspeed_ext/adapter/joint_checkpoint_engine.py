@@ -48,25 +48,23 @@ class JointCheckpointEngine(TorchCheckpointEngine):
     folder (see `checkpoint.folder`) and updates ``latest`` last. When `commit` returns, the
     checkpoint is on disk.
 
-    Tensors are written from where they are, without a copy on the host.
+    Tensors are written from their own memory, without a copy on the host.
 
-    Every file holds the id of its save, and `load` refuses files of different saves.
+    Every file holds the id of its save, and `load` rejects files of different saves.
 
-    DeepSpeed also saves a model alone through this class, to a folder that the user names. Such a
-    save does not follow `begin_save` and writes just that file; an error is raised on all ranks,
-    too.
+    DeepSpeed also saves a model alone through this class, to a folder that the user names, without
+    `begin_save`. Such a save writes that file in place; its errors are raised on all ranks, too.
 
     Args:
         config_params: as for DeepSpeed's class.
         ranks: all ranks that save and load; each calls `load` equally often.
         leads: whether this rank creates and renames folders. One rank does, or one per node if
             checkpoints are on node-local storage.
-        coded: decodes moments on their way to a file; None: they are not coded.
+        coded: decodes moments while they are written; None: they are not encoded.
 
     Attributes:
         kept: the first error of this rank since `begin_save`.
-        maps_files: whether `load` maps tensors from the file, so that they take no host memory of
-            their own.
+        maps_files: whether `load` memory-maps tensors instead of reading them.
     """
 
     maps_files = False
@@ -99,8 +97,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self.kept.take()
 
     def break_off(self) -> None:
-        """Give up a save that has begun and not been committed. Call this if an exception such as
-        Ctrl-C interrupts it. No collective."""
+        """Give up a save that was begun and not committed, for instance after Ctrl-C. No
+        collective."""
         folder, self._folder, self._is_begun = self._folder, None, False
         if folder is not None and self._leads:
             folder.give_up()
@@ -125,7 +123,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             folder.require_savable()
         try:
             self._recover(folder)
-        except CheckpointError as error:  # its remedy is written for loading
+        except CheckpointError as error:  # its remedy is for a load
             remedy = remedy_for(str(error), "save under another tag")
             raise agreed(
                 CheckpointError(f"{what}: {error}. To go on: {remedy}"), self._ranks
@@ -137,9 +135,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 folder.begin()
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether DeepSpeed copies the weights of experts to the host before it saves them, because
-        they share one flat buffer. On an accelerator each has a storage of its own in the file
-        anyway."""
+        """Whether DeepSpeed must clone the weights of experts on the host before it saves them,
+        because they share one flat buffer. Not on an accelerator, where `write_skeleton` gives each
+        its own storage in the file."""
         return self._folder is None or get_accelerator().device_name() == "cpu"
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -154,7 +152,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             self._write(state_dict, aside)
 
     def _write(self, content: Any, path: str) -> None:
-        """Write a file of a checkpoint, or a model alone; tensors pass through one small chunk."""
+        """Write a file of a checkpoint, or a model alone."""
         try:
             holes = write_skeleton(content, path)
         except SkeletonError:
@@ -165,14 +163,14 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         files.sync_folder(os.path.dirname(path))
 
     def _plain(self, content: Any) -> Any:
-        """`content` with tensors of the host alone."""
+        """`content` with all tensors on the host."""
         if self._coded is not None:
             self._coded.show()
         on_host = tree_map_only(torch.Tensor, _on_host, without_save_id(content))
         return with_save_id(on_host, self._save_id) if isinstance(on_host, dict) else on_host
 
     def _decoding(self, hole: Hole) -> Hole:
-        """The hole, filled from codes if its values are moments that are not shown."""
+        """The hole, which decodes its values if they are encoded moments."""
         moment = None if self._coded is None else self._coded.behind(hole.values)
         return hole if moment is None else replace(hole, parts=moment.decoded)
 
@@ -234,8 +232,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     @contextmanager
     def _all(self, what: str, remedy: str = "") -> Iterator[None]:
-        """`together`, with a longer message. Without `remedy`, the rank with the error adds the
-        remedy for that error."""
+        """`together`, with `what` before the message and `remedy` after it. Without `remedy`, the
+        failing rank adds one that suits its error."""
         try:
             with together(self._ranks, CheckpointError):
                 if remedy:
@@ -250,8 +248,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
     # -- loading -----------------------------------------------------------------------------------
 
     def begin_load(self, load_dir: str, tag: Any) -> str | None:
-        """Find the checkpoint to load, and finish a save that a crash has interrupted. A
-        collective.
+        """Find the checkpoint to load, and complete a save that a crash interrupted. A collective.
 
         Args:
             load_dir: the folder of all tags.
@@ -278,7 +275,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         return tag
 
     def _recover(self, folder: CheckpointFolder) -> str | None:
-        """Give every node the same save under the tag; returns its id."""
+        """Put the same save under the tag on every node; return its id."""
         with together(self._ranks, CheckpointError):
             if self._leads:
                 folder.finish_swap()
@@ -334,7 +331,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read_latest(save_dir: str) -> str | None:
-    """The tag that ``latest`` names; None if there is none, or it cannot be read."""
+    """The tag in ``latest``; None if there is none, or it cannot be read."""
     try:
         return _latest(save_dir)
     except (OSError, ValueError, CheckpointError):

@@ -1,12 +1,12 @@
-"""Lets gathers of stage 3 wait for weights that are on their way from the optimizer process.
+"""Makes gathers of stage 3 wait for weights that are in flight from the optimizer process.
 
 At stage 3 a weight is read by gathering its parameter: in forward, backward and prefetch, in
-``GatheredParameters``, for external and for persistent parameters. DeepSpeed begins each of them
-with one method, which makes partitions available that are on NVMe. `LateWeights` joins it there,
-for parameters of any model in the same gather, and `gather_hooks` calls it for ours.
+``GatheredParameters``, for external and for persistent parameters. DeepSpeed begins every gather
+with one method, which loads partitions from NVMe. `LateWeights` hooks into that method; the
+parameters of one gather may be of different models. `gather_hooks` calls it for our own gathers.
 
-``param.ds_tensor`` is DeepSpeed's own: who reads it between a step and the next backward pass does
-so inside of ``engine.optimizer.exact_weights()``.
+``param.ds_tensor`` is DeepSpeed's own: between a step and the next backward pass, read it inside
+``engine.optimizer.exact_weights()``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _owners: weakref.WeakValueDictionary[int, LateWeights] = weakref.WeakValueDictio
 
 
 class LateWeights:
-    """The weights of one optimizer that arrive during the forward, by their parameters. Works as
-    long as somebody refers to it.
+    """The weights of one optimizer that arrive during the forward, by parameter. Active as long as
+    it is referenced.
 
     Args:
         places: where each parameter lies in the partitions, by ``ds_id``.
-        prefetches: those of that optimizer's model. With each fetch DeepSpeed prefetches a further
-            bucket, so it soon is far ahead of the forward, and a fetch waits for prefetches before
-            it. So there are none while weights are on their way.
+        prefetches: those of that optimizer's model, off while weights are in flight. DeepSpeed
+            prefetches another bucket with each fetch, so it would soon be far ahead of the forward,
+            and a fetch waits for earlier prefetches.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class LateWeights:
             _owners[number] = self
 
     def complete(self, params: Iterable[Any]) -> None:
-        """Let the weights of `params`, all of this optimizer, be those of the last step, for work
-        on the current stream."""
+        """Complete the weights of `params`, all of this optimizer, to those of the last step, for
+        work on the current stream."""
         arrivals = self._host.link.arrivals
         if arrivals.are_due:
             self._host.complete_weights(
@@ -59,13 +59,13 @@ class LateWeights:
         self.choose_prefetches()
 
     def choose_prefetches(self) -> None:
-        """Prefetch nothing while weights are on their way; called after each step and gather."""
+        """Turn prefetches off while weights are in flight; called after each step and gather."""
         self._prefetches.allow(not self._host.link.arrivals.are_awaited)
 
 
 def complete_weights_of(params: Iterable[Any]) -> None:
-    """Let the weights of parameters, of any models, be those of the last steps of their
-    optimizers, for work on the current stream."""
+    """Complete the weights of parameters, of any models, to those of their optimizers' last steps,
+    for work on the current stream."""
     by_owner: dict[int, tuple[LateWeights, list[Any]]] = {}
     for param in params:
         if (owner := _owners.get(getattr(param, "ds_id", -1))) is not None:

@@ -1,7 +1,6 @@
-"""Holds what our engines add to DeepSpeed's: plain objects, each usable without an engine.
+"""What our engines add to DeepSpeed's: plain objects, each usable without an engine.
 
-`engine` overrides DeepSpeed's methods and forwards to these objects, which know nothing of each
-other.
+`engine` overrides DeepSpeed's methods and forwards to these objects, which do not know each other.
 """
 
 from __future__ import annotations
@@ -70,10 +69,10 @@ class Saver:
         host: HostOptimizer | None,
         async_save: bool,
     ) -> Saver:
-        """Build the checkpoint engine that the run asks for; see `JointCheckpointEngine` for the
-        arguments.
+        """Build the run's checkpoint engine.
 
         Args:
+            config_params, world, leads: see `JointCheckpointEngine`.
             host: the optimizer whose process writes p, m and v; None: the engine has no optimizer.
         """
         coded = None if host is None else host.coded
@@ -87,14 +86,14 @@ class Saver:
 
     @contextmanager
     def saving(self, names_latest: bool) -> Iterator[bool]:
-        """Wrap a save; it begins with a collective if another save is in progress. If an exception
-        interrupts the save, it is undone.
+        """Wrap a save, which an exception undoes. Begins with a collective if another save is in
+        progress.
 
         Args:
             names_latest: whether the save updates ``latest``.
 
         Yields:
-            Whether DeepSpeed is to update ``latest`` itself.
+            Whether DeepSpeed must update ``latest`` itself.
         """
         if self.files is None:
             yield names_latest
@@ -107,13 +106,13 @@ class Saver:
             raise
 
     def keeping(self) -> AbstractContextManager[None]:
-        """Wrap what DeepSpeed does before it calls `commit`, which raises this rank's error on all
-        ranks."""
+        """Keep errors of the block for DeepSpeed's `commit`, which raises them on all ranks."""
         return nullcontext() if self.files is None else self.files.kept.keeping()
 
     @contextmanager
     def writing(self, optimizer: Any) -> Iterator[None]:
-        """`keeping`, around what writes the state of `optimizer` at once, or copies it first."""
+        """Like `keeping`, for a block that writes the state of `optimizer` before the next step, so
+        that it need not be copied."""
         zenflow = None if self.files is None else zenflow_of(optimizer)
         with self.keeping(), nullcontext() if zenflow is None else zenflow.state.uncopied():
             yield
@@ -167,8 +166,8 @@ class Saver:
 class Offloader:
     """Moves the states of one engine off the accelerator between two steps, and back.
 
-    Both methods are collectives. They wrap the methods of DeepSpeed's engine, which they get as
-    `theirs`.
+    Both methods are collectives and take the overridden method of DeepSpeed's engine as
+    `super_call`.
     """
 
     def __init__(self) -> None:
@@ -176,40 +175,40 @@ class Offloader:
 
     def offload(
         self,
-        theirs: Callable[[], None],
+        super_call: Callable[[], None],
         module: Any,
         optimizer: Any,
         world: RankGroup,
         *,
         pins: bool,
     ) -> None:
-        """Move the states that `theirs` moves, and with the weights also those that are not
-        trained, to page-locked memory if `pins`.
+        """Move the states that `super_call` moves, and with the weights also frozen ones; with
+        `pins` to page-locked memory.
 
         Raises:
-            OutOfMemoryError: on every rank, if any rank's host has no memory for them.
+            OutOfMemoryError: on every rank, if any rank's host lacks the memory.
         """
         with together(world, otherwise=None), _refusals("the host", "states to offload"):
-            theirs()
+            super_call()
             if OffloadStateTypeEnum.lp_params in optimizer.offloaded_states:
                 self._frozen = self._frozen or Parked(_frozen_weights(module), pins=pins)
 
-    def reload(self, theirs: Callable[[], None], world: RankGroup) -> None:
+    def reload(self, super_call: Callable[[], None], world: RankGroup) -> None:
         """Move all states back.
 
         Raises:
-            OutOfMemoryError: on every rank, if any accelerator has no memory for them; free some
-                and call this again.
+            OutOfMemoryError: on every rank, if any accelerator lacks the memory; free some and call
+                this again.
         """
         with together(world, otherwise=None), _refusals("the accelerator", "states to reload"):
-            theirs()
+            super_call()
             if self._frozen is not None:
                 self._frozen.restore()
                 self._frozen = None
 
 
 def _frozen_weights(module: Any) -> list[Any]:
-    """The weights that are not trained: at stage 3 this rank's partitions of them."""
+    """The frozen weights; at stage 3, this rank's partitions of them."""
     return [
         getattr(param, "ds_tensor", param)
         for param in module.parameters()
@@ -219,7 +218,7 @@ def _frozen_weights(module: Any) -> list[Any]:
 
 @contextmanager
 def _refusals(place: str, what: str) -> Iterator[None]:
-    """Add to an out-of-memory error where memory was missing, and for what."""
+    """Turn an out-of-memory error of the block into one that names `place` and `what`."""
     try:
         yield
     except DeepSpeedExtError:
@@ -241,9 +240,8 @@ def fields_of(zero_config: Any) -> ZeroConfig | None:
 def section_in_use(
     zero_config: Any, optimizer_name: str | None, bf16_optimizer_states: bool
 ) -> ZenFlowConfig | None:
-    """The ``zenflow`` section, if the optimizer is to run in a separate process. An engine without
-    an optimizer, such as a trainer's reference model, has the trained model's config and no use for
-    its section."""
+    """The ``zenflow`` section, or None if it is unused: an engine without an optimizer, such as a
+    trainer's reference model, may share the trained model's config."""
     settings = fields_of(zero_config)
     return (
         None
@@ -256,14 +254,14 @@ class Parts:
     """The parts of one engine.
 
     Args:
-        undo: receives what to undo if the engine's constructor fails after a part was built.
+        undo: receives what to undo if the engine's constructor fails later.
         mpu: the user's, or a pipeline's; see `ranks_of_model`.
 
     Attributes:
-        refused: keeps what the check of the config has found, until all ranks can raise it.
+        refused: keeps the error of the config check until all ranks can raise it.
         binding: this rank's placement on the host's cores; None: unbound.
-        gather: gathers parameters at stage 3; None: DeepSpeed does.
-        zenflow: those of the optimizer, if it runs in a process of its own; None: it does not.
+        gather: the single-parameter gather at stage 3; None: DeepSpeed gathers.
+        zenflow: the parts of the ZenFlow optimizer; None: there is none.
         saver, resharder, offloader: save, load and move the engine's states.
     """
 
@@ -309,8 +307,7 @@ class Parts:
 
     @staticmethod
     def switches(settings: ZeroConfig | None, zenflow: ZenFlowConfig | None) -> dict[str, bool]:
-        """Our parts that call collectives: the config field that turns each on -> whether it is
-        on."""
+        """Config field of each of our systems that calls collectives -> whether it is on."""
         if settings is None:
             return {}
         binds_cores = settings.core_binding.enabled
@@ -346,7 +343,8 @@ class Parts:
         """Return swaps for DeepSpeed's optimizer classes.
 
         Args:
-            run: the ``zenflow`` section of this run; None: the optimizer runs in this process.
+            run: the ``zenflow`` section with run-time values; None: the optimizer runs in this
+                process.
             check_replicas: verify before flattening that all ranks have equal parameters.
         """
         if run is None:
@@ -366,7 +364,7 @@ class Parts:
         ]
 
     def attach_gather(self, module: Any, settings: ZeroConfig, group: Any) -> None:
-        """Gather the parameters of `module` singly, if `settings` ask for it. A collective of
+        """Attach the single-parameter gather to `module`, if `settings` ask for it. A collective of
         `ranks` and of `group`."""
         with within(self.ranks, RankGroup.of(group, self.ranks.device)):
             self.gather = gather_hooks.attach(module, settings, group)
@@ -374,12 +372,12 @@ class Parts:
     def save_together(
         self, kind: type | None, config: Any, world: RankGroup, leads: bool, async_save: bool
     ) -> bool:
-        """Save and load on all ranks together, in place of DeepSpeed's plain checkpoint engine;
-        return False for any other kind.
+        """Replace DeepSpeed's plain checkpoint engine by one that saves and loads on all ranks
+        together; return False for any other kind.
 
         Args:
-            kind: DeepSpeed's checkpoint engine; None: pipeline stages have different numbers of
-                files.
+            kind: class of DeepSpeed's checkpoint engine; None for a pipeline, whose stages have
+                different numbers of files.
             config: DeepSpeed's, for the checkpoint engine.
             world, leads: see `JointCheckpointEngine`.
         """
@@ -389,8 +387,8 @@ class Parts:
             return True
         if async_save:
             logger.warning(
-                "zenflow.async_save has no effect on pipelines, "
-                "nor beside checkpoint.writer or datastates"
+                "zenflow.async_save has no effect on pipelines, or with checkpoint.writer or "
+                "datastates: saves wait"
             )
         return False
 
@@ -401,14 +399,15 @@ class Parts:
         flattens = isinstance(optimizer, ZeroOptimizer)
         for field in idle_fields(settings, flattens=flattens, gathers=stage == ZERO_STAGE_WEIGHTS):
             logger.warning(f"zero_optimization.{field} has no effect: this run uses {where}")
-        for field in given_of_the_other_rule(settings.zenflow):
-            logger.warning(
-                f"zero_optimization.zenflow.{field} has no effect: "
-                "this run uses the other update rule"
-            )
+        if (zenflow := settings.zenflow) is not None:
+            for field in given_of_the_other_rule(zenflow):
+                logger.warning(
+                    f"zero_optimization.zenflow.{field} has no effect: "
+                    f"this run uses the {zenflow.rule} update rule"
+                )
         offload = settings.offload_optimizer
         if (
-            settings.zenflow is not None
+            zenflow is not None
             and offload is not None
             and offload.host_share != settings.host_share
         ):
@@ -426,14 +425,14 @@ class Parts:
     # -- while it trains ---------------------------------------------------------------------------
 
     def after_model_step(self, monitor: Any, samples: int, logs: bool) -> None:
-        """Report a step; after the first one, bind the threads that backends and autograd started
-        in it.
+        """Report a step's metrics; after the first step, bind the threads that backends and
+        autograd have started.
 
         Args:
             monitor: DeepSpeed's monitor: TensorBoard, CSV files and others, as configured. None:
-                nothing is reported.
+                report nothing.
             samples: number of training samples so far, the monitor's x axis.
-            logs: whether to write the metrics to the log as well.
+            logs: also write the metrics to the log.
         """
         host = None if self.zenflow is None else self.zenflow.host
         with nullcontext() if host is None else host.link.keeping():
@@ -451,14 +450,14 @@ class Parts:
                 logger.info(" | ".join(f"{name}: {value:.4g}" for name, value in figures.items()))
 
     def require_known_state(self, first: Callable[[], None] | None = None) -> None:
-        """Check, before anything changes, that what a user has changed of the optimizer's state can
-        be taken over. A collective with ZenFlow, so that no rank goes on alone.
+        """Check, before anything changes, that the user's changes of the optimizer's state can be
+        taken over. With ZenFlow a collective.
 
         Args:
             first: another check, made before.
 
         Raises:
-            StateError: on every rank, if it cannot on any rank; see `ShownState.changes`.
+            StateError: on every rank, if any rank's changes cannot; see `ShownState.changes`.
         """
         if self.zenflow is None:
             return
@@ -471,7 +470,7 @@ class Parts:
 
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's
-        collectives. A collective with ZenFlow."""
+        collectives. With ZenFlow a collective."""
         if self.zenflow is not None:
             self.zenflow.host.link.wait_together()
 
@@ -484,11 +483,11 @@ class Parts:
             self.gather = None
 
     def closing(self) -> ExitStack:
-        """Finish a save now; return a stack that closes what outlives DeepSpeed's `destroy`, then
+        """Finish a save now; return a stack that closes our parts after DeepSpeed's `destroy`, then
         raises the save's error.
 
         Raises:
-            StateError: this is a forked process, whose parent's engine goes on.
+            StateError: this is a forked process; the engine belongs to its parent.
         """
         host = None if self.zenflow is None else self.zenflow.host
         if host is not None:
@@ -507,8 +506,8 @@ def destroy_parts(
     optimizer: ZenFlowZeroOptimizer | ZenFlowZeroOptimizerStage3,
     saver: Saver,
 ) -> None:
-    """Complete the save of an engine that is gone, and destroy its optimizer. Besides the engine,
-    only the worker and hooks that this removes refer to it. Does nothing in a forked process."""
+    """Complete the save of an engine that was garbage-collected, and destroy its optimizer, to
+    which hooks and the worker still refer. Does nothing in a forked process."""
     if not optimizer.host_optimizer.link.home.is_here:
         return
     try:
@@ -517,8 +516,8 @@ def destroy_parts(
         try:
             optimizer.destroy()
         except AssertionError:
-            # Some trainers end the communication first; then DeepSpeed
-            # removes its hooks and finds no rank to log that.
+            # Some trainers destroy the process group first; DeepSpeed then fails when it logs that
+            # its hooks are removed.
             if dist.is_initialized():
                 raise
         finally:

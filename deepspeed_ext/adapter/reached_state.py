@@ -1,10 +1,9 @@
-"""Owns the ways to an optimizer's state from outside: what is saved and loaded, and a model's exact
-weights.
+"""Gives access to an optimizer's state from outside: saves, loads, and a model's exact weights.
 
-`ExactWeights` swaps p, rounded to the nearest value, in for predicted weights. What saves the model
-alone does so inside of it: DeepSpeed's ``save_16bit_model`` and its consolidation at stage 3, which
-our engine overrides, and accelerate, so the Hugging Face Trainer. At stages 1 and 2 accelerate
-takes the state dict of the bare module on every rank and copies it, which no override sees;
+`ExactWeights` replaces predicted weights by p, rounded to the nearest value. Exports of the model
+alone run inside it: DeepSpeed's ``save_16bit_model`` and its consolidation at stage 3, which our
+engine overrides, and accelerate's, so the Hugging Face Trainer's. At stages 1 and 2 accelerate
+copies the state dict of the bare module on every rank, where no override of ours runs, so
 `wrap_accelerate` wraps that method.
 """
 
@@ -42,23 +41,23 @@ from deepspeed_ext.zenflow.step.shown_state import ShownTensor, plain
 __all__ = ["EVALUATES_PREDICTED", "ExactWeights", "ReachedState", "wrap_accelerate"]
 
 EVALUATES_PREDICTED = (
-    "evaluation uses the weights that training uses, which anticipate the update in flight; models "
-    "that are saved hold the exact ones. To evaluate those: with "
-    "engine.optimizer.exact_weights(): ..."
+    "evaluation uses the weights that training uses, which anticipate the update in flight; saved "
+    "models have the exact ones. To evaluate the exact ones, use `with "
+    "engine.optimizer.exact_weights(): ...`"
 )
 _ROOM = 2
-"""A copy stays on the accelerator if so many times its size are free there."""
+"""A copy stays on the accelerator if this many times its size are free there."""
 
 
 class ExactWeights:
-    """The weights of one ZeRO optimizer as p, rounded. Each rank puts its partitions aside
-    meanwhile.
+    """Replaces the weights of one ZeRO optimizer by p, rounded. Each rank keeps a copy of its
+    partitions meanwhile.
 
     Args:
         weights: returns a partition's weights, 1-D [n], in the model's dtype.
         drain: waits on all ranks until p is final.
-        spread: copies the tensors that it gets, if any, to this rank's partitions, and lets all
-            ranks have them.
+        spread: copies the given tensors, if any, to this rank's partitions, and gathers the weights
+            on all ranks.
     """
 
     def __init__(
@@ -80,16 +79,21 @@ class ExactWeights:
         May be nested.
 
         Raises:
+            RankError: on every rank, if any rank has no memory for the copy of its partitions; the
+                weights are unchanged.
             WorkerError: on every rank, if any rank's optimizer process has failed.
         """
         if self._is_inside:
             yield
             return
         self._drain()
-        predicted = [self._aside(self._weights(index)) for index in range(len(self._host.states))]
+        with together(self._host.ranks):
+            indices = range(len(self._host.states))
+            predicted = [self._aside(self._weights(index)) for index in indices]
         self._is_inside = True
         try:
-            self._round()
+            with together(self._host.ranks):
+                self._round()
             self._spread(None)
             yield
         finally:
@@ -97,8 +101,8 @@ class ExactWeights:
             self._spread(predicted)
 
     def _aside(self, weights: torch.Tensor) -> torch.Tensor:
-        """A copy: on the host, if the accelerator is to hold no other tensor of its size, or is
-        nearly full."""
+        """A copy: on the host if gradients are there to save accelerator memory, or if the
+        accelerator is nearly full."""
         on_host = self._host.decided.places.gradient is Place.HOST
         if not on_host and not get_accelerator().is_synchronized_device():
             on_host = memory.free_accelerator_bytes() < _ROOM * weights.nbytes
@@ -106,7 +110,7 @@ class ExactWeights:
 
     def _round(self) -> None:
         for index, state in enumerate(self._host.states):
-            # a copy that converts needs memory for its result
+            # in parts: a copy that converts needs memory for its result
             parts = self._weights(index).split(CONVERTED_NUMEL)
             for part, p in zip(parts, state.master.detach().split(CONVERTED_NUMEL), strict=True):
                 part.copy_(p)
@@ -116,21 +120,21 @@ _wrapped: set[type] = set()
 
 
 def wrap_accelerate(engine: type[Any]) -> None:
-    """Let ``accelerate.Accelerator.get_state_dict`` work inside of ``exporting()`` of engines of
-    this class, if accelerate has been imported. The method is replaced for good, and treats all
-    other models as before. Idempotent."""
+    """If accelerate is imported, run ``accelerate.Accelerator.get_state_dict`` inside the model's
+    ``exporting()``, for engines of this class. The method is replaced permanently, without effect
+    on other models. Idempotent."""
     accelerator = vars(sys.modules.get("accelerate", sys)).get("Accelerator")
     if accelerator is None or accelerator in _wrapped:
         return
     _wrapped.add(accelerator)
-    theirs = accelerator.get_state_dict
+    original = accelerator.get_state_dict
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def exact_state_dict(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(model, engine):
-            return theirs(self, model, *args, **kwargs)
+            return original(self, model, *args, **kwargs)
         with model.exporting():
-            return theirs(self, model, *args, **kwargs)
+            return original(self, model, *args, **kwargs)
 
     accelerator.get_state_dict = exact_state_dict
 
@@ -141,7 +145,7 @@ _AUTOCAST_SCALE = "deepspeed_ext_autocast_scale"
 
 
 class ReachedState:
-    """The state of one optimizer, for saves, loads and exports. Users reach it between these by
+    """Saves, loads and exports the state of one optimizer. In between, users reach the state by
     `HostOptimizer.shown`.
 
     Args:
@@ -183,20 +187,20 @@ class ReachedState:
 
     # -- saving ------------------------------------------------------------------------------------
 
-    def saved(self, theirs: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The state dict that `theirs`, DeepSpeed's method, returns, with p, m, v in their usual
-        places, plus ZenFlow's state."""
+    def saved(self, super_call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state dict of `super_call`, DeepSpeed's method, with p, m, v under their usual keys,
+        plus ZenFlow's state."""
         self._host.drain(shows_moments=self._copies)
         scale = {} if self._scale is None else {_AUTOCAST_SCALE: self._scale.state_dict()}
         with self._host.shown.quiet():
-            state = tree_map_only(ShownTensor, plain, theirs())
+            state = tree_map_only(ShownTensor, plain, super_call())
         ours = checkpoint.state_of(self._host, self._partitions.saved_weights, copied=self._copies)
         return {**state, checkpoint.STATE_KEY: ours, **scale}
 
     @contextmanager
     def uncopied(self) -> Iterator[None]:
-        """Context in which ZenFlow's part of `saved` is not copied, as p, m and v never are: it is
-        valid until the next step or load."""
+        """Context in which `saved` returns ZenFlow's state uncopied, valid until the next step or
+        load."""
         self._copies = False
         try:
             yield
@@ -207,7 +211,7 @@ class ReachedState:
 
     def load(
         self,
-        theirs: Callable[[], None],
+        super_call: Callable[[], None],
         states: Any,
         *,
         loads_optimizer: bool,
@@ -216,9 +220,9 @@ class ReachedState:
         """Load a checkpoint. A collective.
 
         Args:
-            theirs: DeepSpeed's method.
+            super_call: DeepSpeed's method.
             states: the state dicts of all ranks.
-            folder: of a universal checkpoint; None: it is another one.
+            folder: of a universal checkpoint; None: the checkpoint is not universal.
         """
         host, exact = self._host, False
         self.drain_together()
@@ -226,7 +230,7 @@ class ReachedState:
             saved = None if folder else self._read(states)
         _require_same_position(saved, host.ranks)
         with host.shown.quiet():
-            theirs()
+            super_call()
         with together(host.ranks, CheckpointError):
             if loads_optimizer:
                 checkpoint.adopt_optimizer_state(host, self._partitions.clear_padding)
@@ -242,11 +246,11 @@ class ReachedState:
             with host.shown.quiet():
                 self._partitions.exchange_loaded()
 
-    def take_from_weights(self, theirs: Callable[[], None]) -> None:
-        """Let `theirs` set p to the weights, and start over from it. A collective."""
+    def take_from_weights(self, super_call: Callable[[], None]) -> None:
+        """Let `super_call` set p to the weights, and start over from p. A collective."""
         self.drain_together()
         with self._host.shown.quiet():
-            theirs()
+            super_call()
         self._host.masters_changed()
 
     def _read(self, states: Any) -> SavedState | None:
@@ -274,8 +278,8 @@ class ReachedState:
 
 
 def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:
-    """Refuse, on every rank, saved states of different runs or steps: the ranks would diverge
-    later."""
+    """Raise on every rank if the ranks' saved states are of different runs or steps, from which the
+    ranks would diverge."""
     position: Any = None
     if saved is not None:
         counts = saved.updates, saved.position, dict(saved.schedule)

@@ -1,12 +1,11 @@
-"""Decides which calls on an optimizer may go on: none that builds on what an exception has left
-half done, or on what is on the host.
+"""Decides which calls on an optimizer may run: none that depends on work that an exception
+interrupted, or on offloaded states.
 
 Note: [the end of a backward pass]
-A pass is open from the first hook of ours in a graph task until that task's final callback.
-Autograd calls it when the whole task has run, and never after an exception. So a pass that is open
-while no graph task runs on this thread was interrupted, also in ``loss.backward()``, which passes
-no call of ours on its way out. A graph task that runs inside another one belongs to the pass of the
-outer one.
+A pass is open from our first hook in a graph task until that task's final callback. Autograd calls
+it when the whole task has run, and never after an exception. So a pass that is open while no graph
+task runs on this thread was interrupted. This also detects a failed ``loss.backward()``, which
+calls nothing of ours when it raises. A nested graph task belongs to the pass of the outer one.
 """
 
 from __future__ import annotations
@@ -29,27 +28,28 @@ _REMEDY = "build a new engine, and load the last checkpoint"
 
 
 class Work(enum.Enum):
-    """Work that leaves something behind if an exception ends it early; the values say what."""
+    """Work that leaves an inconsistent state if an exception interrupts it; the values describe
+    that state and the remedy."""
 
     STEP = (
-        "the last optimizer step, of which weights, "
-        f"optimizer and scheduler may hold a part: {_REMEDY}"
+        "the last optimizer step, so weights, optimizer and scheduler may be partly updated: "
+        f"{_REMEDY}"
     )
     BACKWARD = (
-        "the last backward pass, which may have reduced a part of the gradients. Weights and "
+        "the last backward pass, which may have reduced some of the gradients. Weights and "
         f"optimizer are those of the step before and can be saved. To train on, {_REMEDY}"
     )
     LOAD = (
-        "the last load, so weights, optimizer and counters "
-        "may be of several checkpoints: load one as a whole"
+        "the last load, so weights, optimizer and counters may be of different checkpoints: load "
+        "one completely"
     )
 
 
 class Interruption:
-    """The one record of what was interrupted. It is written where an exception leaves.
+    """The only record of interrupted work, written when an exception leaves that work.
 
     Attributes:
-        work: what was left half done; None: nothing.
+        work: what was interrupted; None: nothing.
     """
 
     def __init__(self) -> None:
@@ -58,10 +58,10 @@ class Interruption:
 
     @contextmanager
     def recorded(self, work: Work, has_begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Wrap `work`. An exception that leaves is recorded if `has_begun` then returns True."""
+        """Wrap `work`; record an exception that leaves it, if `has_begun` then returns True."""
         try:
             yield
-        except GeneratorExit:  # a signal's exception came after the block: the work is whole
+        except GeneratorExit:  # a signal handler raised after the block: the work is complete
             raise
         except BaseException as error:
             if has_begun():
@@ -69,48 +69,45 @@ class Interruption:
             raise
 
     def record(self, work: Work, error: BaseException | None) -> None:
-        """Record that `error` has interrupted `work`; None: an exception that nobody has seen."""
+        """Record that `error` interrupted `work`; None: an unknown exception."""
         said = f" ({error})" if str(error or "") else ""
         self._cause = "an exception" if error is None else f"{type(error).__name__}{said}"
         self.work = work
 
     def healed(self) -> None:
-        """Forget the record: a whole load has replaced everything."""
+        """Clear the record, after a complete load has replaced all state."""
         self.work = None
 
     def require_none(self, *unless: Work) -> None:
-        """Refuse to continue after an interruption.
-
-        Args:
-            unless: work whose interruption does not matter here.
+        """Check that no work was interrupted, other than `unless`.
 
         Raises:
-            StateError: something was interrupted.
+            StateError: some was.
         """
         if self.work is not None and self.work not in unless:
-            raise StateError(f"{self._cause} has broken off {self.work.value}")
+            raise StateError(f"{self._cause} interrupted {self.work.value}")
 
 
 _NO_TASK = -1
 _TWICE = (
-    "a parameter has got a second gradient inside one engine.backward(loss), from a pass within "
-    "that pass: a hook that runs the model again, as GradCache's does, or a reentrant checkpoint. "
-    "DeepSpeed reduces each parameter once in that call. Call loss.backward() instead; checkpoints "
-    "work with use_reentrant=False, too"
+    "a parameter got a second gradient inside one engine.backward(loss), from a nested pass: a "
+    "hook that runs the model again, as GradCache's does, or a reentrant checkpoint. DeepSpeed "
+    "reduces each parameter once in that call. Call loss.backward() instead, or use checkpoints "
+    "with use_reentrant=False"
 )
 
 
 class BackwardPass(BackwardHookStateManager):
-    """DeepSpeed's state of a backward pass, entered once and left once.
+    """DeepSpeed's state of a backward pass, but entered and left exactly once.
 
-    DeepSpeed enters once for each `forward` behind a loss and leaves once, so its depth grows, and
-    the next ``loss.backward()`` is taken for one inside another: it would end without reducing its
-    last gradients. And it queues its final callback once between two calls of `forward`, so a
-    second ``loss.backward()`` there would have none.
+    DeepSpeed enters once for each `forward` of a loss and leaves once. So its depth grows, the next
+    ``loss.backward()`` looks nested, and would end without reducing its last gradients. Also,
+    DeepSpeed queues its final callback once between two calls of `forward`, so a second
+    ``loss.backward()`` there would have none.
 
     Args:
         begins: called before a pass begins.
-        parameters: returns what is trained.
+        parameters: returns the trained parameters.
 
     Attributes:
         passes: number of passes that have ended.
@@ -124,8 +121,9 @@ class BackwardPass(BackwardHookStateManager):
         self._graph_task = _NO_TASK
         # graph tasks that reduced gradients, for each call that is recorded
         self._tasks: list[set[int]] = []
-        self._reduced = 0  # gradients, of all passes
-        self._reduced_before = 0  # when the last pass began, as the next one
+        self._reduced = 0  # gradients, in all passes
+        # `_reduced` and `_left()` when the last pass began
+        self._reduced_before = 0
         self._left_before: list[Any] = []
 
     # -- what DeepSpeed calls ----------------------------------------------------------------------
@@ -140,8 +138,8 @@ class BackwardPass(BackwardHookStateManager):
             super().enter_backward()
 
     def reenter_backward_if_needed(self) -> None:
-        """Called before each gradient is reduced, also in graph tasks that no output has
-        announced."""
+        """Called before each gradient is reduced, also in graph tasks that do not begin at an
+        output of the engine."""
         if not self._is_open and self.backward_seen_this_step:
             self.enter_backward()
         for tasks in self._tasks:
@@ -149,7 +147,7 @@ class BackwardPass(BackwardHookStateManager):
         self._reduced += 1
 
     def queue_post_backward_callback(self) -> bool:
-        """Queue it on the graph task that began the pass."""
+        """Queue the callback on the graph task that began the pass."""
         is_inner = self._is_open and torch._C._current_graph_task_id() != self._graph_task
         return is_inner or super().queue_post_backward_callback()
 
@@ -170,7 +168,7 @@ class BackwardPass(BackwardHookStateManager):
         was_open, before = self._is_open, self._reduced
         self._tasks.append(set())
         try:
-            # Inside a pass that goes on, gradients that wait for their hook may be its own.
+            # inside an outer pass, unreduced gradients may be those of that pass
             with interruption.recorded(
                 Work.BACKWARD, lambda: self._has_changed(before, may_be_left=not was_open)
             ):
@@ -192,13 +190,13 @@ class BackwardPass(BackwardHookStateManager):
             self._close()
 
     def _has_changed(self, reduced_before: int, *, may_be_left: bool = True) -> bool:
-        """Whether gradients were reduced since then, or autograd has left some that were not."""
+        """Whether gradients were reduced since then, or autograd has left unreduced ones."""
         if self._reduced != reduced_before:
             return True
         return may_be_left and self._is_open and self._left() != self._left_before
 
     def _left(self) -> list[Any]:
-        """Which gradients are at the parameters, and how often each was written."""
+        """Identity and version of each parameter's gradient."""
         gradients = (param.grad for param in self._parameters())
         return [
             gradient if gradient is None else (id(gradient), gradient._version)
@@ -210,14 +208,14 @@ class BackwardPass(BackwardHookStateManager):
 
 
 class Readiness:
-    """What of one optimizer is whole, and here. The engine asks before a call and lets it record
-    how the call ends.
+    """Tracks interrupted work and offloaded states of one optimizer. The engine checks it before a
+    call and records in it how the call ends.
 
     Args:
         config: the ``zenflow`` section.
         backward_pass: follows the engine's backward passes.
         offloaded: returns the states that DeepSpeed has moved to the host.
-        has_gradients: whether the gradients of the coming step are complete.
+        has_gradients: whether the gradients of the next step are complete.
     """
 
     def __init__(
@@ -235,15 +233,15 @@ class Readiness:
         self._has_gradients = has_gradients
         self._interruption = Interruption()
         self._is_loading: bool | None = None
-        """Whether the load that runs has begun to write; None: none runs."""
+        """Whether the current load has begun to write; None: no load runs."""
         self._passes_taken = 0
-        """Backward passes that had ended when the last step did."""
+        """Number of backward passes that had ended when the last step did."""
 
     # -- recording ---------------------------------------------------------------------------------
 
     def recording(self, work: Work) -> AbstractContextManager[None]:
         """Wrap a call that steps, loads, or may reduce gradients; record an exception that leaves
-        it, if it has begun to change something."""
+        it after it has begun to change state."""
         if work is Work.BACKWARD:
             return self._backward_pass.recorded(self._interruption)
         return self._recording_load() if work is Work.LOAD else self._interruption.recorded(work)
@@ -281,7 +279,7 @@ class Readiness:
             managed: whether backward passes, not `step`, complete the gradients.
 
         Raises:
-            ConfigError: a parameter group has a setting with which the worker cannot step.
+            ConfigError: a parameter group has a setting that the worker does not support.
             StateError: no backward pass since the last step has completed the gradients.
         """
         if self._host.link.failed:  # all ranks get its error
@@ -296,8 +294,8 @@ class Readiness:
             )
 
     def require_states_here(self, *states: Any) -> None:
-        """Check that nothing is offloaded, or that none of `states` is, and that nothing was
-        interrupted.
+        """Check that none of `states` (none given: no state at all) is offloaded, and that nothing
+        was interrupted.
 
         Raises:
             StateError: `offload_states` was called, and `reload_states` was not; or an exception
@@ -313,8 +311,8 @@ class Readiness:
         self._require_here(())
 
     def require_loadable(self) -> None:
-        """Like `require_states_here`, but an interrupted load is accepted: another one writes
-        everything that it has."""
+        """Like `require_states_here`, but an interrupted load is accepted: another load overwrites
+        all that it wrote."""
         self.require_whole(Work.LOAD)
         self._require_here(())
 

@@ -1,8 +1,8 @@
 """Lets DeepSpeed's `load_checkpoint` read a checkpoint of another number of ranks or another ZeRO
 stage.
 
-If the layout of a checkpoint differs from the run's, every rank reads what belongs to its own
-partitions from the checkpoint's files and hands it to DeepSpeed as if it had been saved in the
+If the layout of a checkpoint differs from the run's, every rank reads the elements of its own
+partitions from the checkpoint's files and passes them to DeepSpeed as if they had been saved in the
 run's layout. p and the optimizer's state are restored bitwise; the weights are p, rounded to their
 dtype. A checkpoint with the run's layout is loaded by DeepSpeed as usual.
 
@@ -49,8 +49,7 @@ __all__ = ["LoadingRun", "Resharder", "RunLayout", "only_weights"]
 
 
 class _OpenedFile(TorchCheckpointEngine):
-    """Gives DeepSpeed the `content` of the model's file, which is already open; its tensors are
-    mapped, not read."""
+    """Returns the `content` of the model's file, already open, whose tensors are memory-mapped."""
 
     def __init__(self, config_params: Any, content: Mapping[str, Any]) -> None:
         super().__init__(config_params)
@@ -64,11 +63,11 @@ class Resharding:
     """A checkpoint and the partitions that it is loaded into.
 
     Args:
-        partitions_weights: whether the ranks have parts of the weights, as at stage 3.
+        partitions_weights: whether weights are sharded over the ranks, as at stage 3.
 
     Attributes:
-        whole_weights: whether the checkpoint and this rank both have all weights, which DeepSpeed
-            can then load.
+        whole_weights: whether the checkpoint and this rank both have all weights, so that DeepSpeed
+            can load them.
         model_path, files: the model's file, and the checkpoint engine that reads it.
     """
 
@@ -84,12 +83,12 @@ class Resharding:
 
 @dataclass(frozen=True)
 class RunLayout:
-    """How a run divides its state, and so what its checkpoints look like.
+    """How a run shards its state, and so what its checkpoints look like.
 
     Attributes:
-        stage: of ZeRO.
+        stage: ZeRO stage.
         bf16: whether the run trains in bf16.
-        sharers: the ranks among which its parameters are divided.
+        sharers: the ranks over which its parameters are sharded.
         has_experts: whether some parameters belong to fewer ranks than others.
         shapes: returns, for each flat tensor, the shape of each parameter by name, in order.
     """
@@ -102,7 +101,7 @@ class RunLayout:
 
     @property
     def partitions_weights(self) -> bool:
-        """Whether the ranks have parts of the weights."""
+        """Whether weights are sharded over the ranks."""
         return self.stage == ZERO_STAGE_WEIGHTS
 
 
@@ -115,8 +114,9 @@ class LoadingRun:
         config: DeepSpeed's parsed config.
         ranks: the ranks that the model is spread over.
         can_reshard: whether another layout can be loaded; equal on all ranks.
-        zenflow: continues from ZenFlow's state in a checkpoint. None: its gradients are applied to
-            p, m, v, and the weights are p and not predictions, even if the layout is the run's.
+        zenflow: continues from ZenFlow's state in a checkpoint. None: the saved gradients are
+            applied to p, m, v, and the weights become p instead of predictions, even if the layout
+            is the run's.
     """
 
     optimizer: Any
@@ -133,7 +133,7 @@ class LoadingRun:
         return self.ranks.rank == 0
 
     def open_masters(self) -> None:
-        """Make p and the optimizer's state ready to be written from outside."""
+        """Let p and the optimizer's state be written."""
         if self.zenflow is not None:
             self.zenflow.host.expose()
 
@@ -172,8 +172,7 @@ class Resharder:
 
         Returns:
             The checkpoint engine that reads the model's file in place of DeepSpeed's; None:
-                DeepSpeed can load
-            everything.
+            DeepSpeed can load everything.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint needs another layout and cannot be
@@ -197,11 +196,12 @@ class Resharder:
         with together(run.ranks, CheckpointError):
             if found is None:
                 raise CheckpointError(
-                    f"{folder}: this rank sees another checkpoint than the other ranks"
+                    f"{folder}: this rank sees another checkpoint than the other ranks: give all "
+                    "ranks the same folder, or copies of one checkpoint"
                 )
             if custom_load_fn is not None and not found.whole_weights:
                 raise CheckpointError(
-                    "custom_load_fn was given, but there are no whole weights to hand to it: the "
+                    "custom_load_fn was given, but there are no whole weights to pass to it: the "
                     "checkpoint or this run is of ZeRO stage 3, with another number of ranks or "
                     "another stage. Load without it"
                 )
@@ -250,8 +250,8 @@ class Resharder:
         )
 
     def _exact(self, saved: SavedCheckpoint, target: Target) -> Resharding | None:
-        """What loads p where the weights alone are loaded; None: the saved weights, to which
-        DeepSpeed sets the masters, are p, or the checkpoint is of another model."""
+        """The resharding that loads p if only weights are loaded. None: DeepSpeed sets the masters
+        to the saved weights, because these are p, or the checkpoint is of another model."""
         run = self._loading
         if run.layout.partitions_weights or not saved.has_zenflow_state:
             return None
@@ -260,28 +260,28 @@ class Resharder:
         except CheckpointError as error:
             if run.leads:
                 logger.warning(
-                    f"{saved.folder}: its weights are predictions of ZenFlow, and they become the "
-                    f"masters, because p is that of other parameters ({error})"
+                    f"{saved.folder}: the masters are set to its weights, which are ZenFlow's "
+                    f"predictions, because its p belongs to other parameters ({error})"
                 )
             return None
         return Resharding(saved, target, run.layout.partitions_weights, run.config)
 
     def _require_newer(self, saved: SavedCheckpoint) -> None:
-        """Refuse optimizer files that may be older than the model's file; DeepSpeed prefers the
-        files of its own dtype."""
+        """Raise if the optimizer files that DeepSpeed prefers, those of the run's dtype, may be
+        older than the model's file."""
         saved.require_newer(self._loading.layout.bf16)
         if self._loading.leads:
             logger.warning(
-                f"{saved.several}. Those of this run's dtype are loaded. They are the newer ones "
-                "by their times; if the folder was copied, that may be wrong: load another "
-                "checkpoint by its tag then"
+                f"{saved.several}. Those of this run's dtype are loaded, which are the newer ones "
+                "by their file times. If copying the folder changed these, load another checkpoint "
+                "by its tag"
             )
 
     # -- while DeepSpeed reads ---------------------------------------------------------------------
 
     def loads_fp32(self, wanted: bool) -> bool:
-        """Whether p is loaded: if `wanted`, or if p cannot be taken from the weights. While
-        resharding these may not be loaded yet, and those that ZenFlow saved are predictions."""
+        """Whether to load p: if `wanted`, or if the weights cannot give p, because resharding may
+        not have loaded them yet, or because they are ZenFlow's predictions."""
         if wanted or (self._resharding is None and not self._loads_state):
             return wanted
         run = self._loading
@@ -298,15 +298,15 @@ class Resharder:
             )
         return True
 
-    def model_names(self, theirs: Callable[[], list[str]]) -> list[str]:
+    def model_names(self, super_call: Callable[[], list[str]]) -> list[str]:
         """The files of the model."""
-        return theirs() if self._resharding is None else [self._resharding.model_path]
+        return super_call() if self._resharding is None else [self._resharding.model_path]
 
-    def load_model(self, theirs: Callable[[], None], checkpoint: Any, strict: bool) -> None:
-        """Load the weights: all of them, or those that the optimizer does not have. A
+    def load_model(self, super_call: Callable[[], None], checkpoint: Any, strict: bool) -> None:
+        """Load all weights, or only buffers and frozen ones, which the optimizer lacks. A
         collective."""
         if self._resharding is None or self._resharding.whole_weights:
-            theirs()
+            super_call()
             return
         with together(self._loading.ranks, CheckpointError):
             self._load_beside_trained(checkpoint["module"], strict, self._resharding)
@@ -314,7 +314,7 @@ class Resharder:
     def _load_beside_trained(
         self, saved: dict[str, Any], strict: bool, resharding: Resharding
     ) -> None:
-        """Load buffers and parameters that are not trained; the optimizer has the others."""
+        """Load buffers and frozen parameters."""
         module = self._loading.module
         parameters = dict(module.named_parameters(remove_duplicate=False))
         rest = {name: value for name, value in saved.items() if name not in parameters}
@@ -326,16 +326,16 @@ class Resharder:
                 missing.append(name)
         if strict and (missing or result.unexpected_keys):
             raise CheckpointError(
-                f"the model is not the checkpoint's: missing there: {missing}, unknown here: "
-                f"{result.unexpected_keys}. "
+                f"the model differs from the checkpoint's: missing in the checkpoint: {missing}, "
+                f"unknown to the model: {result.unexpected_keys}. "
                 "Resume with the model that was saved, or pass load_module_strict=False"
             )
 
-    def optimizer_states(self, theirs: Callable[[], Any]) -> Any:
-        """The optimizer's states of all ranks, in order; while resharding, only this rank's. A
+    def optimizer_states(self, super_call: Callable[[], Any]) -> Any:
+        """The optimizer states of all ranks, in order; while resharding, only this rank's. A
         collective."""
         if self._resharding is None:
-            states = theirs()
+            states = super_call()
             self._loads_state = any(
                 isinstance(state, Mapping) and STATE_KEY in state for state in states or ()
             )
@@ -347,21 +347,21 @@ class Resharder:
             found[target.rank] = load_optimizer(self._resharding.saved, target)
         return found
 
-    def load_partitions(self, theirs: Callable[[], Any]) -> Any:
-        """Let DeepSpeed hand the states to its optimizer, then write p to the weights. A
+    def load_partitions(self, super_call: Callable[[], Any]) -> Any:
+        """Let DeepSpeed load the states into its optimizer, then write p to the weights. A
         collective."""
         if self._resharding is None and self._loading.zenflow is None:
-            return theirs()
+            return super_call()
         with self._at_once():
-            loaded = theirs()
+            loaded = super_call()
         if loaded and self._resharding is not None:
             self._write_weights(self._resharding.target)
         return loaded
 
     @contextmanager
     def _at_once(self) -> Iterator[None]:
-        """Ignore ``pipeline_loading_checkpoint``: a rank would wait for the one before it, which
-        waits in a collective. It saves host memory, of which resharding needs little."""
+        """Ignore ``pipeline_loading_checkpoint``, which saves host memory: each rank would wait for
+        the one before it, which waits in a collective."""
         run = self._loading
         settings = run.config.zero_config
         if settings.pipeline_loading_checkpoint and run.leads:
@@ -386,7 +386,7 @@ class Resharder:
                 load_masters(resharding.saved, resharding.target)
             self._write_weights(resharding.target)
         path, client_state = result
-        # The user may keep these longer than the files.
+        # copied, because the user may keep these longer than the memory-mapped files
         return path, tree_map_only(torch.Tensor, torch.Tensor.clone, client_state)
 
     def _write_weights(self, target: Target) -> None:
@@ -396,11 +396,11 @@ class Resharder:
 
 
 def _require_same_ranks(folder: str, ranks: int) -> None:
-    """Refuse a checkpoint of experts that another number of ranks saved."""
+    """Raise if another number of ranks saved this checkpoint of experts."""
     if holds_partitions(folder) and (saved := SavedCheckpoint(folder).ranks) != ranks:
         raise CheckpointError(
             f"{folder} was saved by {saved} ranks, and this run has {ranks}: with expert groups, "
-            "resume on the same number of ranks with the same ep_size, or go through DeepSpeed's "
+            "resume on the same number of ranks with the same ep_size, or convert to DeepSpeed's "
             "universal checkpoint. load_module_only=True loads the weights alone"
         )
 

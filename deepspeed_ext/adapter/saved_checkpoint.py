@@ -2,7 +2,7 @@
 ZenFlow.
 
 Only this module names the files of DeepSpeed's checkpoints and their keys. Files are memory-mapped:
-only the elements that are copied are read from disk, and they do not stay in memory.
+only the elements that are copied are read from disk, and their pages can be evicted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _SCALER = (Keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", Keys.CLIP_GRAD)
 
 
 def holds_partitions(folder: str) -> bool:
-    """Whether a folder holds files of a ZeRO optimizer from a run without model parallelism."""
+    """Whether a folder has ZeRO optimizer files, all of a run without model parallelism."""
     found = [
         _OPTIMIZER_FILE.fullmatch(name)
         for name in (os.listdir(folder) if os.path.isdir(folder) else ())
@@ -81,8 +81,8 @@ class SavedPartitions:
     """The partitions that one rank saved.
 
     Args:
-        state: the optimizer's state dict of its file.
-        path: the file, whose bytes are compared with their sums before the first `read`.
+        state: the optimizer's state dict in the rank's file.
+        path: the file, whose checksums are verified before the first `read`.
 
     Attributes:
         tensors: for each flat tensor, p and the optimizer's state per element, by name; 1-D, mapped
@@ -108,10 +108,11 @@ class SavedPartitions:
                 number for number, group in enumerate(self.groups) for _ in group["params"]
             ] or order
             if len(of_flats) != len(masters):
-                raise CheckpointError(f"{len(masters)} masters and the state of {len(of_flats)}")
+                raise CheckpointError(f"{len(masters)} masters, but states of {len(of_flats)}")
         except (KeyError, TypeError, AttributeError, CheckpointError) as error:
             raise CheckpointError(
-                f"{path} is no file of a ZeRO optimizer ({error}): load another checkpoint"
+                f"{path} is not a ZeRO optimizer file ({type(error).__name__}: {error}): load "
+                "another checkpoint"
             ) from None
         self.tensors: list[dict[str, torch.Tensor]] = []
         self.scalars: list[dict[str, Any]] = []
@@ -153,8 +154,8 @@ class SavedPartitions:
         if (shortest := min(tensor.numel() for tensor in whole.values())) < end:
             raise CheckpointError(
                 f"flat tensor {flat} of the checkpoint has {shortest} elements, expected at least "
-                f"{end}: its parameters were cut in a way that is not that of ZeRO's stages 1, 2 "
-                "and 3. Load another checkpoint"
+                f"{end}: its parameters were partitioned in a way that ZeRO's stages 1, 2 and 3 do "
+                "not use. Load another checkpoint"
             )
         saved = self._saved
         if saved is None or not saved.position:
@@ -170,9 +171,8 @@ class SavedPartitions:
 class SavedCheckpoint:
     """One checkpoint: the files of all ranks under one tag.
 
-    If plain ZeRO saves again under a tag, it overwrites files of the same names. Files of other
-    names stay: those of another stage, of ranks that no longer exist, and of weights in another
-    dtype.
+    If plain ZeRO saves again under a tag, it overwrites files of the same names, but files of
+    another stage, of more ranks or of another dtype stay.
 
     Args:
         folder: the folder of the tag; see `holds_partitions`.
@@ -190,12 +190,12 @@ class SavedCheckpoint:
         self._opened: dict[int, SavedPartitions] = {}
         self._models: dict[str, Mapping[str, Any]] = {}
         self._save_ids: dict[Any, str] = {}  # one path per id
-        self._sound: set[str] = set()  # files whose bytes have been compared with their sums
+        self._sound: set[str] = set()  # files whose checksums have been verified
 
     @cached_property
     def ranks(self) -> int:
-        """The number of ranks that saved it; if no file states it, the number of ranks with a file
-        here."""
+        """The number of ranks that saved it; if no file states it, the number of optimizer
+        files."""
         try:
             counts = self.partitions(min(self._files)).state[Keys.PARTITION_COUNT]
         except (CheckpointError, KeyError):
@@ -214,8 +214,8 @@ class SavedCheckpoint:
 
     @property
     def several(self) -> str:
-        """A message that the optimizer's files are of several saves, which differ in dtype; empty
-        if they are of one save."""
+        """A message that the optimizer files are of several saves, which differ in dtype; empty if
+        they are of one save."""
         if not self._older:
             return ""
         names = sorted(os.path.basename(_first(files)) for files in (*self._older, self._files))
@@ -225,8 +225,8 @@ class SavedCheckpoint:
         )
 
     def require_newer(self, bf16: bool) -> None:
-        """Refuse the files that DeepSpeed would load, those of the run's dtype, unless all other
-        files are older.
+        """Check that the files that DeepSpeed would load, those of the run's dtype, are newer than
+        all others.
 
         Args:
             bf16: whether the run trains in bf16.
@@ -241,8 +241,8 @@ class SavedCheckpoint:
         )
         if self._older and not (is_newer and os.path.basename(_first(self._files)).startswith(own)):
             raise CheckpointError(
-                f"{self.several}. DeepSpeed would load {own}* because of this run's dtype, and by "
-                "their times these are not the newer ones, to which the model's file belongs: "
+                f"{self.several}. DeepSpeed would load {own}* because of this run's dtype, but by "
+                "their file times these are not the newest, to which the model's file belongs: "
                 "resume with the dtype of the newer save, or load another checkpoint by its tag. "
                 "If the times are wrong, move the files of the older save elsewhere"
             )
@@ -260,7 +260,7 @@ class SavedCheckpoint:
             content = self._open(self._files[rank])
             if not isinstance(state := content.get(Keys.OPTIMIZER_STATE_DICT), Mapping):
                 raise CheckpointError(
-                    f"{self._files[rank]} holds no state of an optimizer: load another checkpoint"
+                    f"{self._files[rank]} has no optimizer state: load another checkpoint"
                 )
             self._opened[rank] = SavedPartitions(state, self._files[rank])
         return self._opened[rank]
@@ -271,14 +271,15 @@ class SavedCheckpoint:
         return os.path.join(self.folder, name)
 
     def model(self, rank: int = 0) -> Mapping[str, Any]:
-        """The content of `model_file`; of tensors, only shapes are to be used."""
+        """The content of `model_file`, of whose tensors only shapes may be used: their bytes are
+        not verified."""
         path = self.model_file(rank)
         if path not in self._models:
             self._models[path] = self._open(path)
         return self._models[path]
 
     def sound_model(self, rank: int = 0) -> Mapping[str, Any]:
-        """The content of `model_file`, once all its bytes are compared with their sums.
+        """The content of `model_file`, after verifying all its checksums.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -329,7 +330,7 @@ class SavedCheckpoint:
         """Where the trained parameters lie in the ranks' partitions.
 
         Raises:
-            CheckpointError: a rank's file is missing, or one does not fit, or the files are of two
+            CheckpointError: a rank's file is missing or does not fit, or the files are of different
                 saves.
         """
         if self._older:  # file times tell which is newer, unless files were copied
@@ -361,7 +362,7 @@ class SavedCheckpoint:
         return Layout.of_groups(groups, paddings, parts, self.ranks)
 
     def frozen(self, name: str) -> Placement | None:
-        """Where the elements of a parameter that is not trained lie; None: it was not saved."""
+        """Where the elements of a frozen parameter lie; None: it was not saved."""
         if self.has_whole_weights:
             whole = self.model()["module"].get(name)
             return None if whole is None else Placement.of_one(whole.numel(), 1)
@@ -369,7 +370,7 @@ class SavedCheckpoint:
         return None if shape is None else Placement.of_one(torch.Size(shape).numel(), self.ranks)
 
     def frozen_part(self, name: str, rank: int) -> torch.Tensor:
-        """The part of it that `rank` saved, 1-D."""
+        """The elements of a frozen parameter that `rank` saved, 1-D."""
         content = self.sound_model(rank)
         return content["module" if self.has_whole_weights else Keys.FROZEN_PARAM_FRAGMENTS][
             name

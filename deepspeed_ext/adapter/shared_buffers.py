@@ -1,10 +1,10 @@
-"""Avoids and finds the buffers that DeepSpeed leaves in /dev/shm: 69 MB per rank, on hosts without
-an accelerator.
+"""Avoids and finds the buffers that DeepSpeed leaves in /dev/shm on hosts without an accelerator:
+69 MB per rank.
 
 DeepSpeed's communication compiles an operator when it starts. If ``LOCAL_SIZE`` says that all ranks
-are on this host, the operator makes
+are on this host, the operator creates
 ``deepspeed_allreduce_buffer_<uid>_<MASTER_ADDR>_<MASTER_PORT>_<rank>``. Only all-reduce for
-inference and tensor parallelism on CPUs uses it. The names contain no process id, so a buffer
+inference and tensor parallelism on CPUs uses it. The name contains no process id, so a buffer
 counts as left over if no process maps it.
 """
 
@@ -21,11 +21,11 @@ _PREFIX = "deepspeed_allreduce_buffer_"
 
 @contextlib.contextmanager
 def not_made() -> Iterator[None]:
-    """Start DeepSpeed's communication without these buffers and without their operator, which takes
-    most of a minute to compile: call ``init_distributed`` inside the block.
+    """Start DeepSpeed's communication without these buffers and their operator, which takes most of
+    a minute to compile: call ``init_distributed`` inside the block.
 
-    Use it for training without tensor parallelism. Afterwards DeepSpeed's all-reduce for inference
-    on CPUs uses torch's.
+    For training without tensor parallelism. DeepSpeed's all-reduce for inference on CPUs then uses
+    torch's.
     """
     # `doctor` calls left_over without DeepSpeed
     from deepspeed_ext.adapter.upstream import no_shared_buffers, swapped

@@ -110,13 +110,13 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         use_cpu_data: bool = False,
         param_padding: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """During construction, build the next group's flat buffer with the tier that fits;
-        afterwards do as DeepSpeed does."""
+        """During construction, build the next group's flat buffer with the tier that fits; later,
+        call DeepSpeed's method."""
         if self._flattener is None:
-            theirs = partial(super().flatten_dense_tensors_aligned, tensor_list, alignment)
+            super_call = partial(super().flatten_dense_tensors_aligned, tensor_list, alignment)
             if param_padding is None:  # releases before 0.19.7 take none
-                return theirs(use_cpu_data)
-            return theirs(use_cpu_data, param_padding)
+                return super_call(use_cpu_data)
+            return super_call(use_cpu_data, param_padding)
         with self._direct_buffers.resting():
             padding = [0] * len(tensor_list) if param_padding is None else param_padding
             return self._flatten_together(tensor_list, alignment, padding)
@@ -126,14 +126,14 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
     ) -> torch.Tensor:
         assert self._flattener is not None
         group_index = len(self.bit16_groups_flat)
-        # they allocate a little memory: create them before the first flat buffer takes it
+        # created before the first flat buffer takes the little memory that they need
         if not self._flatten_ranks:
             self._flatten_ranks = [
                 RankGroup.of(group, keeps_scratch=True) for group in self.real_dp_process_group
             ]
         ranks = self._flatten_ranks[group_index]
         layout = GroupLayout.of(tensor_list, param_padding, alignment)
-        # Parameter groups of experts belong to other ranks than the rest.
+        # parameter groups of experts belong to fewer ranks
         with self.startup.phase("flatten", layout.nbytes), within(self._construction_ranks, ranks):
             flat, plan = self._flattener.flatten(layout, ranks, group_index)
         self.flatten_plans.append(plan)
@@ -179,7 +179,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         """Metrics for a training log, by name; units are in the names."""
         flatten = sum(phase.seconds for phase in self.startup.phases if phase.name == "flatten")
         times = {"startup_seconds": self.startup.seconds, "flatten_seconds": flatten}
-        # on the CPU it would be this process's whole memory
+        # on the CPU the peak would be that of the whole process
         if get_accelerator().device_name() == "cpu":
             return times
         return times | {"startup_peak_accelerator_gib": self.startup.peak_accelerator_bytes / 2**30}
@@ -194,11 +194,9 @@ class MasterFragment(TensorFragment):
         expose: called before the state is read or written. It returns False if the worker has
             failed: the state then reads as NaN on all ranks, and the next step raises the error on
             every rank.
-        handle: returns p (None) or a moment of the whole partition by its name; None during a load,
-            which puts it into this object. DeepSpeed would keep views of what these held when the
-            views were made.
-        gradient: called to read or write the gradient, if it is on the host; None: DeepSpeed has
-            it.
+        handle: returns the whole partition's moment of a name, or p for None. Returns None during a
+            load, which stores the state in this object. DeepSpeed's own views would become stale.
+        gradient: returns the gradient, if it is on the host; None: DeepSpeed has it.
     """
 
     expose: Callable[[], bool] = field(kw_only=True)
@@ -225,9 +223,9 @@ class MasterFragment(TensorFragment):
 class ZenFlowZeroOptimizer(ZeroOptimizer):
     """DeepSpeed's stage 1/2 optimizer, which forwards steps and state to `ZenFlowParts`.
 
-    It is constructed as if CPU offload were on, so that the masters are on the host. It steps as if
-    it were off, so that the gradient partition stays on the accelerator until the weights are
-    computed; unless gradients go to the host during backward, as those of CPU offload do.
+    It is constructed with CPU offload on, so that the masters are on the host. It steps with CPU
+    offload off, so that the gradient partition stays on the accelerator until the weights are
+    computed; or on, if gradients go to the host during backward.
 
     Args:
         args, kwargs, settings, check_replicas: as for `ZeroOptimizer`.
@@ -243,7 +241,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     zenflow_parts: ZenFlowParts
     hot_exchange: HotExchange | None = None
     _sums: Parked | None = None
-    _makes_masters = False  # p in the arena is made from the weights
+    _makes_masters = False  # the arena's p comes from the weights
 
     def __init__(
         self,
@@ -290,7 +288,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             self._take_gradients_to_host(parts)
 
     def _link_all_hp_params(self) -> None:
-        with swapped(Swap(self, "cpu_offload", False)):  # it would link gradients of the masters
+        with swapped(Swap(self, "cpu_offload", False)):  # on, it would link the masters' gradients
             super()._link_all_hp_params()
         host, gradients = self.host_optimizer, self._host_gradients
         for param in self._partitions.trained():
@@ -314,7 +312,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         return self.zenflow_parts.driver.gradients
 
     def _take_gradients_to_host(self, parts: ZenFlowParts) -> None:
-        """Let gradients go to the slots of their partitions during backward."""
+        """Copy gradients to the slots of their partitions during backward."""
         places, slot = self._partitions.places(), parts.host.coming_slot
         summed, sums = self.gradient_accumulation_dtype, None
         if summed is not slot(0).dtype:
@@ -324,7 +322,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self._reduced: dict[int, torch.Tensor] = {}
 
     def copy_grads_in_partition(self, param: Any, *args: Any, **kwargs: Any) -> None:
-        """Take this rank's part of a reduced gradient to its slot. DeepSpeed would keep it on the
+        """Copy this rank's part of a reduced gradient to its slot. DeepSpeed would keep it on the
         accelerator."""
         if self._host_gradients is None:
             super().copy_grads_in_partition(param, *args, **kwargs)
@@ -344,8 +342,8 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     def _get_compact_grad_partition_slice(
         self, group_idx: int, partition_id: int, param_id: int, numel: int
     ) -> Any:
-        """Where DeepSpeed adds this rank's part of a gradient, if the sum has another dtype than
-        the weights. It would keep the sums of the partition on the accelerator."""
+        """The buffer to which DeepSpeed adds this rank's part of a gradient, if sums have another
+        dtype than the weights. DeepSpeed's would hold a whole partition on the accelerator."""
         if self._host_gradients is None:
             return super()._get_compact_grad_partition_slice(
                 group_idx, partition_id, param_id, numel
@@ -361,7 +359,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         """Leave gradients as they are: the step completes them."""
 
     def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> Any:
-        """As for gradients on the accelerator."""
+        """Bitwise the norm of gradients on the accelerator."""
         norms = self.zenflow_parts.driver.known_norms(list(map(self.get_param_id, params)), params)
         return super().get_grad_norm_direct(norms, params)
 
@@ -373,13 +371,13 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
 
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         """Do nothing after a pass that has reached no trained parameter, such as ``autograd.grad``
-        to an input: DeepSpeed has not made the buffers that it would reduce."""
+        with respect to an input: the buffers to reduce do not exist."""
         if self.ready_for_gradients:
             super().reduce_ipg_grads(comm_dtype)
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """Add to what earlier passes of this step have completed. DeepSpeed would replace it if
-        those passes, too, were at the boundary of gradient accumulation."""
+        """Add to the gradients that earlier passes of this step have completed. DeepSpeed would
+        replace them if those passes, too, were at the boundary of gradient accumulation."""
         earlier = {**self.averaged_gradients}
         super().independent_gradient_partition_epilogue()
         for index, completed in earlier.items():
@@ -398,16 +396,15 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     # -- stepping ----------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        parts, theirs = self.zenflow_parts, partial(super().step, closure)
-        # DeepSpeed's CPU offload copies weights through these buffers to where they are already.
+        parts, super_call = self.zenflow_parts, partial(super().step, closure)
+        # DeepSpeed's CPU offload copies weights through these buffers; ours are in place already
         receivers = parts.driver.current.receivers
         buffers = Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", receivers)
         with parts.readiness.stepping(), swapped(buffers):
-            parts.driver.run(theirs, lambda: self.overflow)
+            parts.driver.run(super_call, lambda: self.overflow)
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
-        """As in DeepSpeed, but computed from each gradient's norm, which needs no fp64 copy of the
-        gradient."""
+        """DeepSpeed's norm, computed from each gradient's norm without fp64 copies."""
         if norm_type == 2:
             gradients = self.zenflow_parts.driver.norms(gradients, params)
         return super().get_grad_norm_direct(gradients, params, norm_type)
@@ -416,23 +413,23 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self.zenflow_parts.driver.take(index)
 
     def exchange_partitions(self, *args: Any, **kwargs: Any) -> None:
-        """Called in place of DeepSpeed's all-gather of weights, under the selective rule. Inside a
-        step only changed blocks may need exchanging; outside, all weights do."""
+        """Replaces DeepSpeed's all-gather of weights under the selective rule. Inside a step it may
+        exchange changed blocks only; outside, all weights."""
         exchange = self.hot_exchange if self.zenflow_parts.driver.current.takes_gradients else None
         (exchange or all_gather_of_partitions)(*args, **kwargs)
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
-        """Skip DeepSpeed's check: the norm that it computes next is invalid if any gradient is, and
-        then counts as an overflow, too. The check runs with model parallelism, where a rank's norm
-        may omit some of its gradients, and in releases that skip no step because of its norm."""
+        """Skip DeepSpeed's check: the norm, computed next, is not finite if any gradient is not,
+        and then counts as an overflow, too. The check runs with model parallelism, where a rank's
+        norm may omit some of its gradients, and in releases that ignore an invalid norm."""
         if self.mpu is not None or not norm_shows_overflow():
             if self._host_gradients is not None:
                 self.local_overflow = not self.zenflow_parts.driver.is_finite()
             super().check_overflow(partition_gradients)
 
     def _get_preflattened_grad_partition(self, group_idx: int) -> torch.Tensor | None:
-        """The flat gradient, if DeepSpeed need not build one: DeepSpeed's own, or one laid out in
-        the ring slot.
+        """The flat gradient, if there is one already or it can be laid out in the ring slot; None:
+        DeepSpeed builds one.
 
         DeepSpeed asks for it once it knows that the step will be applied. The slot is free once the
         step has begun.
@@ -445,8 +442,8 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         return flat
 
     def _laid_out(self, group_idx: int) -> torch.Tensor | None:
-        """Lay out a group's gradient in its ring slot; None if there is none, it is not on the
-        gradients' device, or it holds only a part of the gradient."""
+        """Lay out a group's gradient in its ring slot; None if the slot is on another device, or
+        holds only a part of the gradient."""
         if self.host_optimizer.link.transfers.handed_over is Place.IN_TRANSIT:
             return None
         slot, end = self.host_optimizer.coming_slot(group_idx), 0
@@ -462,8 +459,8 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
         """Record the factor but leave the gradients unscaled: the worker and the estimate apply
         it."""
-        theirs = super().unscale_and_clip_grads
-        self.zenflow_parts.driver.find_factor(lambda one: theirs([one], total_norm))
+        super_call = super().unscale_and_clip_grads
+        self.zenflow_parts.driver.find_factor(lambda one: super_call([one], total_norm))
 
     # -- states on the host ------------------------------------------------------------------------
 
@@ -474,22 +471,22 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Offload, also what an accumulation of gradients holds between its micro-steps: the sums,
-        and DeepSpeed's empty buckets, which stage 1 keeps until the last of them."""
+        """Offload, between micro-steps also the summed gradients, and DeepSpeed's empty buckets,
+        which stage 1 keeps until the last micro-step."""
         try:
             if include is None or OffloadStateTypeEnum.lp_grads in include:
                 self._sums = self._sums or Parked(
                     self._summed(), unused=self._empty_buckets(), pins=pin_memory
                 )
             left = self.zenflow_parts.offload(include, pins=pin_memory)
-            pins = pin_memory and memory.can_page_lock()  # before 0.19.6 torch is asked, and raises
+            pins = pin_memory and memory.can_page_lock()  # before 0.19.6 torch would raise
             super().offload_states(left, device, pins, non_blocking)
-        except Exception:  # some may have moved: marked as offloaded, reloading moves them back
+        except Exception:  # mark all as offloaded, so that reloading moves back those that moved
             self.offloaded_states |= {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
             raise
 
     def _summed(self) -> Iterator[torch.Tensor]:
-        """The gradients that micro-steps have summed and no boundary has reduced."""
+        """Gradients that micro-steps have summed and that are not reduced yet."""
         for param in self._partitions.trained():
             for gradient in (param.grad, param.grad_accum):
                 if gradient is not None:
@@ -512,7 +509,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
+        """DeepSpeed's state dict, with p, m, v under their usual keys, plus ZenFlow's state."""
         return self.zenflow_parts.state.saved(super().state_dict)
 
     def load_state_dict(
@@ -524,7 +521,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         load_serial: Any = None,
         param_shapes: Any = None,
     ) -> None:
-        theirs = partial(
+        super_call = partial(
             super().load_state_dict,
             state_dict_list,
             load_optimizer_states,
@@ -534,7 +531,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             param_shapes,
         )
         self.zenflow_parts.state.load(
-            theirs,
+            super_call,
             state_dict_list,
             loads_optimizer=load_optimizer_states or bool(checkpoint_folder),
             folder=checkpoint_folder,
@@ -548,7 +545,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self.zenflow_parts.state.take_from_weights(super()._restore_from_bit16_weights)
 
     def _link_optimizer_states(self) -> None:
-        """Let every parameter find its p, m and v again."""
+        """Link every parameter to its p, m and v again."""
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()
 

@@ -35,8 +35,8 @@ from deepspeed_ext.zenflow.start import ZenFlowStart
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
 _PAGE_LOCKED = ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers")
-"""DeepSpeed's page-locked copies. Once they exist, it reloads from them even what was offloaded
-without them."""
+"""DeepSpeed's page-locked buffers. Once they exist, it reloads from them even states that were
+offloaded without them."""
 
 
 class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
@@ -64,7 +64,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         self._partitions = SubGroupPartitions(self)
         self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
         kwargs["offload_optimizer_config"] = host_offload_config()
-        kwargs["offload_ratio"] = 1.0  # DeepSpeed would divide by whole sub-groups
+        kwargs["offload_ratio"] = 1.0  # DeepSpeed would split by whole sub-groups
         if kwargs["gradient_accumulation_steps"] > 1:
             kwargs["gradient_accumulation_dtype"] = torch.float32
         super().__init__(module, init_optimizer, *args, **kwargs)
@@ -82,14 +82,14 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             self._late_weights = LateWeights(self.host_optimizer, places, prefetches)
 
     def _create_fp32_partitions(self) -> None:
-        """Let DeepSpeed make masters without memory: p in the arena is made from the weights."""
+        """Let DeepSpeed make masters without memory: the arena's p comes from the weights."""
         with NoMasters(self.fp16_partitioned_groups_flat):
             super()._create_fp32_partitions()
 
     def initialize_optimizer_states(self) -> None:
         """Start the worker instead of allocating host gradients and moments. Afterwards DeepSpeed
-        treats nothing as offloaded. If gradients go to the host during backward, the optimizer
-        still is, so they and their norms follow that path."""
+        treats nothing as offloaded; or, if gradients go to the host during backward, only the
+        optimizer, so that gradients and norms follow its CPU-offload path."""
         with together(self._start.ranks, otherwise=None):
             self._start_instead()
 
@@ -121,14 +121,14 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
 
     @property
     def _sums_apart(self) -> bool:
-        """Whether gradients are summed in another dtype than that of their slots."""
+        """Whether gradients are summed in another dtype than the slots'."""
         return self.gradient_accumulation_dtype is not self.host_optimizer.coming_slot(0).dtype
 
     def partition_grads(
         self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
     ) -> Any:
-        """Take reduced gradients to their slots. DeepSpeed would take them to a buffer of its own,
-        from there to the accelerator and then to the masters' gradients."""
+        """Copy reduced gradients to their slots. DeepSpeed would copy them to its own buffer, from
+        there to the accelerator and then to the masters' gradients."""
         if self._host_gradients is None:
             return super().partition_grads(params_to_release, grad_partitions)
         adds, completes = self.micro_step_id > 0, is_at_boundary(self)
@@ -143,14 +143,14 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         return []
 
     def _padded(self, param: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient as it would be on the accelerator, so that its norm is the same to the bit.
-        With weights on the host it is as in ZeRO-Offload, without padding."""
+        """The gradient with the padding that it has on the accelerator, so that its norm is bitwise
+        the same; with weights on the host without, as in ZeRO-Offload."""
         missing = 0 if self.offload_param else param.partition_numel() - gradient.numel()
         return torch.nn.functional.pad(gradient.view(-1), (0, missing)) if missing else gradient
 
     def complete_grad_norm_calculation_for_cpu_offload(self, params: list[Any]) -> Any:
-        """With weights on the host the norm is ZeRO-Offload's, to which that run is equal;
-        otherwise that of gradients on the accelerator."""
+        """Bitwise the norm of ZeRO-Offload with weights on the host, otherwise that of gradients on
+        the accelerator."""
         if self._host_gradients is None or self.offload_param:
             return super().complete_grad_norm_calculation_for_cpu_offload(params)
         norms = self.zenflow_parts.driver.known_norms([param.ds_id for param in params], params)
@@ -168,7 +168,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Gradients on the host bypass DeepSpeed's buffer, so their norm, which it computes next,
         detects an overflow. But with model parallelism a rank's norm may omit some of its
-        gradients, and there are releases that skip no step because of its norm."""
+        gradients, and older releases do not skip a step because of its norm."""
         if self._host_gradients is None:
             super().check_overflow(partition_gradients)
         elif self.model_parallel_group is not None or not norm_shows_overflow():
@@ -178,14 +178,15 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
                 super().check_overflow(partition_gradients)
 
     def _overflow_check_and_loss_scale_update(self, *args: Any, **kwargs: Any) -> bool:
-        """Also check gradients that are not fp16, if no step is skipped because of its norm."""
+        """Also check gradients that are not fp16, in releases that do not skip a step because of
+        its norm."""
         if self.dtype != torch.float16 and not norm_shows_overflow():
             self.check_overflow()
         return super()._overflow_check_and_loss_scale_update(*args, **kwargs)
 
     @contextmanager
     def _gradients_shown(self, *params: Any) -> Iterator[None]:
-        """Let DeepSpeed find the gradients of `params` where it looks for those of an offloaded
+        """Put the gradients of `params` where DeepSpeed expects those of an offloaded
         optimizer."""
         if self._host_gradients is None:
             yield
@@ -225,8 +226,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     # -- several backward passes in one step -------------------------------------------------------
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """Also take the gradients of parameters that are frozen now: earlier passes of this step
-        may have reached them. DeepSpeed would take zeros."""
+        """Also take the gradients of parameters that are frozen now, but may have been reached by
+        earlier passes of this step. DeepSpeed would take zeros."""
         super().independent_gradient_partition_epilogue()
         if self.averaged_gradients:
             offset = 0
@@ -239,9 +240,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     # -- stepping ----------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients, including the reduced ones. DeepSpeed keeps these, and would apply
-        them again to parameters that the next step does not use. The engine calls this after every
-        step; a step calls it before it takes the gradients."""
+        """Zero the gradients, also reduced ones, which DeepSpeed keeps and would apply again to
+        parameters that the next step does not use. The engine calls this after every step; a step
+        calls it before it takes the gradients, which then stay."""
         super().zero_grad(set_to_none)
         if self.zenflow_parts.driver.current.takes_gradients:
             return
@@ -251,12 +252,12 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             self.reset_cpu_buffers()
 
     def step(self, closure: Any = None) -> None:
-        parts, theirs = self.zenflow_parts, partial(super().step, closure)
+        parts, super_call = self.zenflow_parts, partial(super().step, closure)
         kept: list[Swap] = []
-        if self._late_weights is not None:  # the forward gathers persistent parameters as others
+        if self._late_weights is not None:  # the forward gathers persistent parameters, too
             kept = [Swap(self, "persistent_parameters", [])]
         with parts.readiness.stepping(), swapped(*kept):
-            parts.driver.run(theirs, lambda: self.overflow)
+            parts.driver.run(super_call, lambda: self.overflow)
         with self.host_optimizer.link.keeping():
             self._partitions.order_gathers()
             if self._late_weights is not None:
@@ -275,12 +276,12 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """Record the factor but leave the gradients unscaled: the worker and the estimate apply
         it."""
-        theirs = super().unscale_and_clip_grads
+        super_call = super().unscale_and_clip_grads
         receiver = self.fp32_partitioned_groups_flat[sub_group_id]
 
         def on_one(one: torch.Tensor) -> None:
             gradient, receiver.grad = receiver.grad, one
-            theirs(sub_group_id, total_norm)
+            super_call(sub_group_id, total_norm)
             receiver.grad = gradient
 
         self.zenflow_parts.driver.find_factor(on_one)
@@ -294,16 +295,16 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Offload, and let DeepSpeed see only trained parameters: it maps its buffer of trained
-        weights to all parameters of the module in order, which would give frozen ones the weights
-        of others."""
-        # they are there already; DeepSpeed would copy a buffer that is not used
+        """Offload, with only trained parameters visible to DeepSpeed: it assigns its buffer of
+        trained weights to all parameters of the module in order, so frozen ones would get the
+        weights of others."""
+        # gradients are on the host already; DeepSpeed would copy an unused buffer
         if self._host_gradients is not None:
             include = {
                 state for state in OffloadStateTypeEnum if include is None or state in include
             }
             include -= {OffloadStateTypeEnum.lp_grads}
-        # first, so that after an error all ranks gather the same again
+        # first, so that all ranks gather the same parameters after an error
         self.empty_partition_cache()
         if not pin_memory:
             for name in _PAGE_LOCKED:
@@ -321,7 +322,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's state dict, with p, m, v in their usual places, plus ZenFlow's state."""
+        """DeepSpeed's state dict, with p, m, v under their usual keys, plus ZenFlow's state."""
         return self.zenflow_parts.state.saved(super().state_dict)
 
     def load_state_dict(
@@ -333,7 +334,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         load_serial: Any = None,
         param_shapes: Any = None,
     ) -> None:
-        theirs = partial(
+        super_call = partial(
             super().load_state_dict,
             state_dict_list,
             load_optimizer_states,
@@ -343,7 +344,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             param_shapes,
         )
         self.zenflow_parts.state.load(
-            theirs,
+            super_call,
             state_dict_list,
             loads_optimizer=load_optimizer_states or bool(checkpoint_folder),
             folder=checkpoint_folder,
@@ -357,8 +358,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         self.zenflow_parts.state.take_from_weights(super()._restore_from_bit16_weights)
 
     def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait for the worker before the state is read or written. If the worker has failed, the
-        state reads as NaN on all ranks, and the next step raises the error on every rank."""
+        """Wait for the worker before the state is read or written. If the worker has failed, return
+        NaN on all ranks; the next step raises the error on every rank."""
         exposed = self.host_optimizer.expose()
         partition, sub_group = super()._get_fp32_opt_state_partition(*args, **kwargs)
         return partition if exposed else torch.full_like(partition, math.nan), sub_group

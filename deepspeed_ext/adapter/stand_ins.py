@@ -1,6 +1,6 @@
-"""Holds small objects of ours that DeepSpeed uses in place of its own, and the list of all of them.
+"""Small objects of ours that DeepSpeed uses in place of its own, and the list of all such objects.
 
-The list is the other side of `contract`. A test compares it with DeepSpeed's source.
+The list is the counterpart of `contract`. A test compares it with DeepSpeed's source.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["STAND_INS", "StandIn", "StreamThroughputTimer", "WeakEngine", "held_
 
 
 class WeakEngine:
-    """Called in place of the engine by hooks on the module and on gradients, which only `destroy`
-    removes. Once the engine is gone, calls do nothing."""
+    """Stands in for the engine in hooks on the module and on gradients, which only `destroy`
+    removes: they do not keep the engine alive. Once it is gone, calls do nothing."""
 
     def __init__(self, engine: Any) -> None:
         self.module = engine.module
@@ -39,14 +39,13 @@ class WeakEngine:
 
 
 class StreamThroughputTimer(ThroughputTimer):
-    """DeepSpeed's timer, which waits for the current stream in every step instead of the whole
-    device.
+    """DeepSpeed's timer, but it synchronizes the current stream in every step, not the device.
 
     The device also runs copies beside the step (`transfers.beside_step`); waiting for them would
     undo the overlap.
 
     Args:
-        config: ``timers.throughput``; the timer waits if ``synchronized`` is set.
+        config: ``timers.throughput``; the timer synchronizes if ``synchronized`` is set.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -69,10 +68,9 @@ class StreamThroughputTimer(ThroughputTimer):
 
 
 def held_optimizers() -> list[Swap]:
-    """Stand in for DeepSpeed's CPU optimizers, whose work ZenFlow does and which would compile an
-    operator: optimizers that only hold hyperparameters and, for checkpoints, the state. Return
-    swaps for the names by which ``DeepSpeedEngine._configure_basic_optimizer`` finds CPU
-    optimizers."""
+    """Return swaps for the names by which ``DeepSpeedEngine._configure_basic_optimizer`` finds CPU
+    optimizers. The replacements only hold hyperparameters and, for checkpoints, the state: ZenFlow
+    steps, so no operator need be compiled."""
     return [
         Swap(adam_module, "DeepSpeedCPUAdam", held_adam),
         Swap(lion_module, "DeepSpeedCPULion", held_lion),
@@ -92,9 +90,9 @@ def held_adam(
 
     Args:
         parameters, weight_decay, adamw_mode, others: as there.
-        bias_correction: as there; a parameter group says if it has none.
-        fp32_optimizer_states: ignored: it gives the state the dtype of the masters, which are fp32
-            here.
+        bias_correction: as there; parameter groups store False, and nothing otherwise.
+        fp32_optimizer_states: ignored: without it, the state has the dtype of the masters, which
+            is fp32 here anyway.
     """
     kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
     optimizer = kind(parameters, weight_decay=weight_decay, **others)
@@ -114,10 +112,10 @@ def held_lion(
     weight_decay: float = 0.0,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """A ``DeepSpeedCPULion`` without its operator, which nobody calls: no parameter of it has a
-    gradient.
+    """A ``DeepSpeedCPULion`` without its compiled operator, which is never called, because its
+    parameters have no gradients.
 
-    DeepSpeed asks for the exact class, and torch has no Lion.
+    It has this class because DeepSpeed checks for it, and torch has no Lion.
 
     Args:
         model_params, lr, betas, weight_decay: as there.
@@ -136,10 +134,11 @@ class StandIn:
     with DeepSpeed's source.
 
     Attributes:
-        ours: our class, as ``module:Class`` inside `deepspeed_ext.adapter` or with its full name.
+        ours: our class, as ``module:Class``; the module is relative to `deepspeed_ext.adapter` or
+            has its full name.
         where: the functions of DeepSpeed that use it, as ``module:Class.function``.
-        known_as: the expressions by which they reach it; ``*`` stands for anything.
-        uses: the attributes of it that they use; ``()``: they call it.
+        known_as: the expressions by which they refer to it; ``*`` stands for anything.
+        uses: its attributes that they use; ``()``: they call it.
     """
 
     ours: str
@@ -220,4 +219,4 @@ STAND_INS = (
         frozenset({"()"}),
     ),
 )
-"""The objects of ours that DeepSpeed uses as if they were its own."""
+"""Our objects that DeepSpeed uses as if they were its own."""

@@ -37,7 +37,7 @@ If gradients are on the host before the step, DeepSpeed follows its CPU-offload 
 ``_get_preflattened_grad_partition`` nor, at stage 3, ``zero_grad``.
 
 The ZeRO subclasses forward these calls to a `StepDriver`. An exception that leaves one of them is
-recorded (`readiness`); the engine then refuses what would build on a part.
+recorded (`readiness`); the engine then rejects calls that need complete state.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ __all__ = ["CALLS", "AutocastScale", "GradientReceiver", "Step", "StepDriver", "
 
 
 class AutocastScale:
-    """Uses DeepSpeed's ``GradScaler`` as its own step of an optimizer would, on a gradient of one
-    element.
+    """Runs DeepSpeed's ``GradScaler`` on a gradient of one element, as a step of its own optimizer
+    would.
 
-    DeepSpeed unscales and checks each partition's gradient by itself, so the scale may grow between
-    two partitions.
+    DeepSpeed unscales and checks each partition's gradient separately, so the scale may grow
+    between two partitions.
 
     Args:
         scaler: the ``GradScaler`` of DeepSpeed's optimizer.
@@ -125,23 +125,21 @@ CALLS = {
         "after": ("reset_cpu_buffers",),
     },
 }
-"""The methods of the optimizer that DeepSpeed calls, by part of the step: before the factor is
-known; on an overflow, in place of what follows; for each partition; afterwards.
-``get_grad_norm_direct`` is called for each parameter group or sub-group, and stage 3 with fp16
-calls ``check_overflow`` first."""
+"""The optimizer methods that DeepSpeed calls, by part of the step: before the factor is known; on
+an overflow, instead of the rest; for each partition; afterwards. ``get_grad_norm_direct`` is called
+for each parameter group or sub-group, and stage 3 with fp16 calls ``check_overflow`` first."""
 
 
 class StepPhase(enum.Enum):
     """The phase of the optimizer's step."""
 
     BETWEEN = "no step runs"
-    CHECKING = "it looks for overflows and computes the norm; nothing is changed yet"
+    CHECKING = "it checks for overflows and computes the norm; nothing has changed yet"
     TAKING = "gradients are handed over and weights are written"
 
 
 class GradientReceiver:
-    """Stands in for a master while DeepSpeed steps, and receives the gradient that DeepSpeed would
-    give the master.
+    """Stands in for a master while DeepSpeed steps, and receives its gradient.
 
     Attributes:
         data: the partition of the weights, 1-D [n], in the model's dtype.
@@ -198,8 +196,8 @@ class Step:
     # -- the factor --------------------------------------------------------------------------------
 
     def find_factor(self, unscale_and_clip: Callable[[torch.Tensor], None]) -> None:
-        """Find the factor of the step's gradients by letting DeepSpeed unscale and clip a tensor
-        that holds 1. Later calls in the same step do nothing.
+        """Find the factor of the step's gradients: let DeepSpeed unscale and clip the number 1.
+        Later calls in the same step do nothing.
 
         Args:
             unscale_and_clip: DeepSpeed's method, applied in place to a 1-element fp32 tensor.
@@ -217,20 +215,20 @@ class Step:
 
     @property
     def takes_gradients(self) -> bool:
-        """Whether the optimizer steps, so the reduced gradients are needed."""
+        """Whether the optimizer is stepping, so that the reduced gradients are needed."""
         return self.phase in (StepPhase.CHECKING, StepPhase.TAKING)
 
 
 class StepDriver:
-    """Lets DeepSpeed step while the host optimizer computes: DeepSpeed's `step` runs unchanged,
-    with a `GradientReceiver` in place of each master.
+    """Runs DeepSpeed's `step` unchanged, with a `GradientReceiver` in place of each master, while
+    the host optimizer computes.
 
     Args:
         host: takes the gradients and writes the weights.
         scale: the loss scale of ``torch_autocast``; None: DeepSpeed's own, if any.
 
     Attributes:
-        current: the step that runs, or the next one.
+        current: the current step or, between steps, the next one.
         gradients: takes gradients to the host during backward; None: they wait on the accelerator.
     """
 
@@ -247,12 +245,12 @@ class StepDriver:
         self.current = Step([GradientReceiver(each.master.data, dtype) for each in host.states])
         self.gradients: HostGradients | None = None
 
-    def run(self, theirs: Callable[[], None], overflows: Callable[[], bool]) -> None:
+    def run(self, super_call: Callable[[], None], overflows: Callable[[], bool]) -> None:
         """Step.
 
         Args:
-            theirs: DeepSpeed's step.
-            overflows: whether it has skipped the step, because a gradient is invalid.
+            super_call: DeepSpeed's step.
+            overflows: whether it has skipped the step, because a gradient is not finite.
         """
         link, step = self._host.link, self.current
         with link.keeping():
@@ -265,7 +263,7 @@ class StepDriver:
                     receiver.data = self._partitions.weights(index)
             # also after an error: unlike masters, they accept gradients on the device
             with self._partitions.stand_in(step.receivers):
-                theirs()
+                super_call()
                 if not overflows():
                     self._host.end_step()
                     return
@@ -275,9 +273,9 @@ class StepDriver:
                 link.raise_kept()
 
     # Note: [a step begins late]
-    # To begin a step may mean to wait for the worker, and what has begun counts as a step.
-    # DeepSpeed first reduces norms, and returns if a gradient is invalid. So the step begins with
-    # the first call that needs a free slot or hands a gradient over: an overflow has begun nothing.
+    # Beginning a step may wait for the worker, and a step that has begun is counted. DeepSpeed
+    # first reduces norms, and returns if a gradient is not finite. So a step begins at the first
+    # call that needs a free slot or hands a gradient over: an overflow begins none.
 
     def begin(self) -> None:
         """Begin the step if it has not begun; see Note: [a step begins late]."""
@@ -292,7 +290,7 @@ class StepDriver:
     def take(self, index: int) -> None:
         """Hand over the gradient of a partition; after the last one, write all weights."""
         self.begin()
-        grad_scale = 1.0  # placeholder: without a factor, the step has kept an error
+        grad_scale = 1.0  # unused: without a factor, an error is kept
         with self._host.link.keeping():
             grad_scale = self.current.factor
             if self._scale is not None:
@@ -306,7 +304,7 @@ class StepDriver:
     # -- norms -------------------------------------------------------------------------------------
 
     def norms(self, gradients: Sequence[torch.Tensor], params: Sequence[Any]) -> list[torch.Tensor]:
-        """Tensors with the same norms as `gradients`, of which DeepSpeed needs no fp64 copy; see
+        """Small tensors with the norms of `gradients`, so that DeepSpeed makes no fp64 copies; see
         `norm_tensors`."""
         norms: list[torch.Tensor] | None = None
         with self._host.link.keeping():
@@ -316,7 +314,7 @@ class StepDriver:
         return norms or [nan(device=gradient.device) for gradient in gradients]
 
     def known_norms(self, numbers: Sequence[int], params: Sequence[Any]) -> list[torch.Tensor]:
-        """What `norms` returns for gradients that went to the host during backward, to the bit.
+        """Bitwise what `norms` returns, for gradients that went to the host during backward.
 
         Args:
             numbers: the ids of `params`.
@@ -341,7 +339,7 @@ class StepDriver:
         return not failed and all(bool(torch.isfinite(slot).all()) for slot in self.slots())
 
     def place_gradients(self) -> None:
-        """Let the receivers show the gradients of the coming step, which are on the host."""
+        """Set the receivers' gradients to those of the next step, which are on the host."""
         for index, receiver in enumerate(self.current.receivers):
             receiver.grad = self._host.coming_slot(index)
 
@@ -352,5 +350,5 @@ class StepDriver:
                 self.gradients.forget()
 
     def slots(self) -> list[torch.Tensor]:
-        """The gradients of the coming step that are on the host, of each partition."""
+        """Each partition's gradient of the next step, on the host."""
         return list(map(self._host.coming_slot, range(len(self.current.receivers))))

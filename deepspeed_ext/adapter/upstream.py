@@ -1,8 +1,8 @@
 """The only module that imports private parts of DeepSpeed.
 
-It holds the supported versions, the classes that we subclass and the names that we replace.
-`contract` lists the members of these classes that we rely on; `check` compares the list with the
-installed DeepSpeed.
+It has the supported versions, the classes that we subclass and the names that we replace.
+`contract` lists the members that we rely on; `check` compares the list with the installed
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def check() -> None:
         first, below = (".".join(map(str, bound)) for bound in (SUPPORTED_FROM, SUPPORTED_BELOW))
         nearest = f"deepspeed=={first}" if release() < SUPPORTED_FROM else f"deepspeed<{below}"
         raise UpstreamError(
-            f"deepspeed_ext supports DeepSpeed from {first} to below {below} and found "
+            f"deepspeed_ext supports DeepSpeed from {first} to below {below}, found "
             f"{deepspeed.__version__}; install the nearest: pip install '{nearest}'"
         )
     if lines := broken():
@@ -173,8 +173,8 @@ _swap_lock = threading.Lock()
 
 @contextmanager
 def swapped(*swaps: Swap) -> Iterator[None]:
-    """Replace the objects of all `swaps` inside the block; restore the old ones afterwards, even
-    after an error."""
+    """Replace the attributes of all `swaps` inside the block; restore them afterwards, even after
+    an error."""
     with _swap_lock:
         before = [(swap.owner, swap.name, getattr(swap.owner, swap.name)) for swap in swaps]
         for swap in swaps:
@@ -195,9 +195,9 @@ def entry_swaps(
     config: type[DeepSpeedConfig],
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
-    """Return swaps for ``deepspeed.initialize``, which `initialize` wraps, for the names by which
-    it finds its engines, its config and the class of its config's ZeRO section, for an operator
-    that training does not need, for how it compiles operators, and for how it finds ranks without a
+    """Return the swaps that switch the extension on: ``deepspeed.initialize``, wrapped by
+    `initialize`; the classes of its engines, its config and the ZeRO section; an operator that
+    training does not need; the compilation of operators; and how ranks are found without a
     launcher."""
     return [
         Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
@@ -213,12 +213,12 @@ def entry_swaps(
 
 
 def ranks_without_mpi() -> Swap:
-    """Return a swap for the function that DeepSpeed asks for its rank if no launcher has set one,
-    and which needs mpi4py: without that, the variables of srun and MPI are read, and a process
-    started alone is rank 0 of 1.
+    """Return a swap for ``mpi_discovery``, which DeepSpeed calls if no launcher has set a rank. It
+    needs mpi4py; without that, the replacement reads the variables of srun and MPI, and makes a
+    process that was started alone rank 0 of 1.
 
-    It is asked when communication begins, not before: launchers inside of a script, such as
-    Lightning's, take a rank in the environment as a sign that all processes are there.
+    This happens when communication begins and not before, because launchers inside a script, such
+    as Lightning's, take a rank in the environment as a sign that all processes have started.
     """
     discover = comm_module.mpi_discovery
 
@@ -237,10 +237,9 @@ def no_shared_buffers() -> Swap:
 
 
 def announced_builds() -> Swap:
-    """Return a swap for the method by which DeepSpeed compiles an operator or loads what is
-    compiled already: the first rank of this host logs what is compiled and how long that takes, in
-    place of what torch prints on every rank. If a build fails, the error contains the compiler's
-    output."""
+    """Return a swap for the method that compiles or loads an operator of DeepSpeed: the first rank
+    of this host logs what is compiled and for how long, and torch prints nothing. If a build fails,
+    the error contains the compiler's output."""
     jit_load = OpBuilder.jit_load
 
     @functools.wraps(jit_load)
@@ -257,9 +256,8 @@ def zero_section_class(zero_config: type[DeepSpeedZeroConfig]) -> Swap:
 
 
 def _optional(build_shm_op: Callable[[], Any]) -> Callable[[], Any]:
-    """Wrap the start of DeepSpeed's communication, which compiles an operator on machines without
-    an accelerator. Only the all-reduce for inference uses that operator; without it, it falls back
-    to torch's."""
+    """Let DeepSpeed's communication start even if the operator that it compiles on hosts without an
+    accelerator fails to build. Only all-reduce for inference uses it, or else torch's."""
 
     @functools.wraps(build_shm_op)
     def build_if_possible() -> Any:
@@ -317,7 +315,7 @@ def counted_alike(params: Sequence[Any]) -> bool:
 
 
 def pipeline_topology(model: Any) -> Any:
-    """Return what ``deepspeed.initialize`` uses as the `mpu` of a pipeline's `model`; None for any
+    """Return the `mpu` that ``deepspeed.initialize`` uses for a pipeline's `model`; None for any
     other model."""
     return model.mpu() if isinstance(model, PipelineModule) else None
 
@@ -332,7 +330,7 @@ _MODEL_GROUPS = (
     "get_context_parallel_group",
     "get_sequence_parallel_group",
 )
-"""How DeepSpeed and Megatron name an `mpu`'s methods."""
+"""The methods of an `mpu`, as DeepSpeed and Megatron name them."""
 
 
 def model_groups(mpu: Any) -> dict[str, Any]:
@@ -343,8 +341,8 @@ def model_groups(mpu: Any) -> dict[str, Any]:
 
 
 def later_groups(optimizer: Any) -> list[Any]:
-    """Return this rank's groups in which DeepSpeed communicates in training, but not while it
-    builds an engine: those of experts, by name, and that of secondary partitions (hpZ)."""
+    """Return this rank's groups that DeepSpeed first uses after the engine is built: those of
+    experts, sorted by name, and that of secondary partitions (hpZ)."""
     found: list[Any] = []
     if getattr(optimizer, "has_moe_layers", False):
         experts: dict[str, Any] = groups_module._get_expert_parallel_group_dict()
@@ -360,8 +358,8 @@ def tensor_ranks(mpu: Any) -> int:
 
 
 def ties_stages(model: Any) -> bool:
-    """Whether `model` is a pipeline of which this rank's stage shares a parameter with another
-    one."""
+    """Whether `model` is a pipeline whose stage on this rank shares a parameter with another
+    stage."""
     return isinstance(model, PipelineModule) and bool(model.tied_comms)
 
 
@@ -387,9 +385,9 @@ def accelerator_branch_only() -> Swap:
     """Return a swap that keeps the stage 1/2 constructor from moving parameters through pageable
     host memory.
 
-    In a loop, that constructor asks the accelerator (on NVIDIA: NVML) for free memory and decides
-    whether a group fits. If memory seems to suffice, it always calls
-    ``flatten_dense_tensors_aligned``, which our subclass overrides and where it makes the decision.
+    For each group, that constructor compares its size with the accelerator's free memory (on
+    NVIDIA: NVML's). If memory suffices, it always calls ``flatten_dense_tensors_aligned``, where
+    our subclass makes the decision.
     """
     return Swap(
         stage_1_and_2_module, "get_accelerator", lambda: _RoomyAccelerator(get_accelerator())
@@ -407,7 +405,7 @@ def exchange_instead(optimizer: Any) -> None:
 
     DeepSpeed looks that function up in its module and passes the optimizer's own list of flat
     buffers. So once any optimizer needs this, one function replaces it permanently and finds the
-    optimizer by that list. Nothing is replaced while a step runs, in any thread.
+    optimizer by that list. A swap per step would not be thread-safe.
     """
     _exchanging.add(optimizer)
     stage_1_and_2_module.all_gather_dp_groups = _gather_or_exchange
@@ -424,13 +422,13 @@ def _gather_or_exchange(groups_flat: Any, *args: Any, **kwargs: Any) -> None:
 
 def before_gathers(notify: Callable[[Sequence[PartitionedParameter]], None]) -> None:
     """Call `notify` with the parameters of every gather, of any model, before DeepSpeed reads their
-    partitions. For good: closures of ``zero.Init``, made at any time, call the method."""
-    theirs = Init._ensure_availability_of_partitioned_params
+    partitions. Permanent, because closures of any ``zero.Init`` may call the method later."""
+    original = Init._ensure_availability_of_partitioned_params
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def ensured(self: Init, params: Any) -> None:
         notify(params)
-        theirs(self, params)
+        original(self, params)
 
     Init._ensure_availability_of_partitioned_params = ensured
 
@@ -445,13 +443,12 @@ class Prefetches:
         self._numel = getattr(self._coordinator, self._BUCKET)
 
     def allow(self, allowed: bool) -> None:
-        """Let fetches from now on prefetch what they may, or nothing."""
+        """Let fetches prefetch as configured, or not at all."""
         setattr(self._coordinator, self._BUCKET, self._numel if allowed else 0)
 
 
 def gather_stream(optimizer: DeepSpeedZeroOptimizerStage3) -> Any:
-    """Return the stream on which stage 3 gathers parameters. DeepSpeed makes it wait for no other
-    stream."""
+    """Return the stream on which stage 3 gathers parameters; it waits for no other stream."""
     return optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
 
 
@@ -470,7 +467,7 @@ def is_on_nvme(param: PartitionedParameter) -> bool:
 
 
 def is_zero_optimizer(optimizer: Any) -> bool:
-    """Whether `optimizer` is DeepSpeed's optimizer of ZeRO stage 1, 2 or 3, or of a subclass."""
+    """Whether `optimizer` is DeepSpeed's optimizer of ZeRO stage 1, 2 or 3, or a subclass's."""
     return isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizerStage3)
 
 
@@ -509,7 +506,7 @@ def loss_scaler(dtype: torch.dtype, fp16: Mapping[str, Any]) -> Any:
 
 
 def fp16_on_any_cpu() -> None:
-    """Let DeepSpeed train in fp16 on CPUs without fast fp16; torch supports it, slowly."""
+    """Let DeepSpeed train in fp16 on CPUs without native fp16; torch supports it, slowly."""
 
     class PatientCpu(CPU_Accelerator):
         def is_fp16_supported(self) -> bool:

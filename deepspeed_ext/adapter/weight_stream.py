@@ -1,8 +1,8 @@
 """Streams a model's exact weights from host memory, under the names of its state dict.
 
-Each rank has p of its partitions in host memory. For one bucket of parameters after the other, the
-ranks round their elements and exchange them in a group that communicates host tensors. Nothing of
-it touches the accelerator, which may belong to an inference engine meanwhile.
+Each rank has p of its partitions in host memory. Bucket by bucket, the ranks round their elements
+and exchange them in a group for host tensors. The accelerator is not used, so it may serve an
+inference engine meanwhile.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts, zenflow_of
 from deepspeed_ext.adapter.zero_partitions import target_of
 from deepspeed_ext.checkpoint.reshard.layout import Fragment, Placement
 from deepspeed_ext.errors import StateError, UnsupportedError
-from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
 
 __all__ = ["WeightPart", "weight_parts", "weights"]
 
 _ALIGNMENT = 16
-"""Bytes; of each fragment in a message."""
+"""Alignment of each fragment in a message, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class WeightPart:
 
     Attributes:
         names: its names in the state dict; several if it is tied.
-        shape: of the whole.
-        begin: number of the first element, in row-major order.
+        shape: of the whole tensor.
+        begin: row-major index of the first element.
         values: 1-D, on the host, in the dtype of the model's weight.
     """
 
@@ -47,9 +47,10 @@ def weights(
     engine: Any, bucket_bytes: int, on_rank: int | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """See `deepspeed_ext.weights`."""
+    stream = _Stream(engine)
+    require_same_plan("streaming weights", (bucket_bytes, on_rank), stream.ranks)
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes is {bucket_bytes}, expected a positive number of bytes")
-    stream = _Stream(engine)
     if on_rank is not None and not 0 <= on_rank < stream.ranks.size:
         raise ValueError(
             f"on_rank is {on_rank}, expected None or a number from 0 to {stream.ranks.size - 1}"
@@ -68,8 +69,8 @@ class _Entry:
 
     Attributes:
         names: see `WeightPart`.
-        fragments: who holds which elements; None: every rank has all of them.
-        sources: this rank's flat tensors to which the fragments refer, 1-D, any dtype and device;
+        fragments: which rank has which elements; None: every rank has all.
+        sources: this rank's flat tensors that the fragments refer to, 1-D, any dtype and device;
             without fragments, the tensor itself.
     """
 
@@ -107,7 +108,7 @@ class _Stream:
         self._entries = self._find_entries()
 
     def _find_entries(self) -> list[_Entry]:
-        """All tensors of the state dict in its order; tied ones at the first of their names."""
+        """All tensors of the state dict, in its order; a tied one at its first name."""
         first_names = {id(param): name for name, param in self._engine.module.named_parameters()}
         found: dict[int, tuple[list[str], torch.Tensor]] = {}
         for name, value in self._engine.module.state_dict(keep_vars=True).items():
@@ -128,7 +129,7 @@ class _Stream:
         return _Entry(names, shape, value.dtype, tuple(placed.fragments(0, placed.numel)), sources)
 
     def parts(self) -> Iterator[WeightPart]:
-        """This rank's elements; what every rank has comes from the first one. No collective."""
+        """This rank's elements; rank 0 also yields replicated tensors. No collective."""
         for entry in self._entries:
             self._require_no_step()
             for fragment in entry.held_by(self.ranks.rank):
@@ -138,10 +139,10 @@ class _Stream:
                 values = entry.sources[0].to("cpu", copy=True).reshape(-1)
                 yield WeightPart(entry.names, entry.shape, 0, values)
 
-    # Note: [a rank that stops to read]
-    # Before it exchanges a bucket, each rank tells the others that it goes on. One whose consumer
-    # raises, or breaks its loop, tells them that it does not: they raise, and wait for nobody.
-    # After the last of these agreements a rank must not say more, since no one listens.
+    # Note: [a rank that stops reading]
+    # Before each bucket, the ranks agree that all continue. A rank whose consumer raises or breaks
+    # its loop reports that instead, so the others raise an error and do not hang. After the last
+    # agreement no rank reports any more, because no other rank takes part.
 
     def whole(self, bucket_bytes: int, on_rank: int | None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors. A collective, which every rank iterates to its end."""
@@ -156,8 +157,8 @@ class _Stream:
                 if not self.ranks.all(True):
                     left = 0
                     raise StateError(
-                        "another rank has stopped to read the weights: its error says why. All "
-                        "ranks must iterate to the end"
+                        "another rank has stopped reading the weights: see its error. All ranks "
+                        "must iterate to the end"
                     )
                 for names, tensor in exchange.run():
                     for name in names:
@@ -175,7 +176,8 @@ class _Stream:
 
 
 class _Exchange:
-    """Makes whole tensors of a bucket. All ranks compute the same messages: one from each rank."""
+    """Exchanges the tensors of one bucket by one message from each rank, whose layout all ranks
+    compute."""
 
     def __init__(self, bucket: Sequence[_Entry], ranks: RankGroup, on_rank: int | None) -> None:
         self._bucket = bucket
@@ -187,7 +189,7 @@ class _Exchange:
         self._message: torch.Tensor | None = None
 
     def prepare(self) -> None:
-        """Round this rank's elements, and allocate what arrives. No collective."""
+        """Round this rank's elements, and allocate the whole tensors. No collective."""
         rank = self._ranks.rank
         if self._receives:
             self._wholes = [
@@ -206,8 +208,8 @@ class _Exchange:
                 self._message[place].view(entry.dtype).copy_(entry.read(fragment))
 
     def _pieces(self, rank: int) -> tuple[list[tuple[int, Fragment, slice]], int]:
-        """What `rank` sends: number in the bucket, fragment and place in its message, which has so
-        many bytes."""
+        """The message of `rank`: for each fragment the entry's index in the bucket, the fragment
+        and its place in the message; and the message's size in bytes."""
         found, end = [], 0
         for number, entry in enumerate(self._bucket):
             for fragment in entry.held_by(rank):
@@ -217,8 +219,8 @@ class _Exchange:
         return found, end
 
     def run(self) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-        """Exchange, and yield names and tensors; on ranks that receive nothing, none. A collective
-        until the first is yielded."""
+        """Exchange; yield names and tensors on ranks that receive them. All communication comes
+        before the first yield."""
         for owner in range(self._ranks.size):
             pieces, nbytes = self._pieces(owner)
             if nbytes and self._ranks.size > 1 and owner != self._on_rank:
@@ -254,7 +256,7 @@ def _elements(whole: torch.Tensor, fragment: Fragment) -> torch.Tensor:
 
 
 def _buckets(entries: Sequence[_Entry], bucket_bytes: int) -> Iterator[list[_Entry]]:
-    """Successive entries of up to `bucket_bytes`; a larger one alone."""
+    """Split `entries` into buckets of at most `bucket_bytes`; a larger entry has its own."""
     bucket: list[_Entry] = []
     for entry in entries:
         if bucket and sum(each.nbytes for each in bucket) + entry.nbytes > bucket_bytes:
@@ -270,13 +272,13 @@ def _require_supported(engine: Any) -> ZenFlowParts:
     if zenflow is None:
         raise UnsupportedError(
             "the weights of this engine are not in host memory: expected an engine with "
-            "zero_optimization.zenflow, built while the extension is enabled. Of others, take "
-            "engine.module.state_dict()"
+            "zero_optimization.zenflow, built while the extension is enabled. For other engines "
+            "use engine.module.state_dict()"
         )
     if engine.has_moe_layers or engine.mp_world_size > 1:
         raise UnsupportedError(
-            "weights of experts, and of a model that tensor-parallel ranks or stages of a pipeline "
-            "share, cannot be streamed: save a checkpoint and convert that"
+            "weights of experts, tensor-parallel ranks and pipeline stages cannot be streamed: "
+            "save a checkpoint and convert that"
         )
     if any(is_stored_quantized(param) for param in engine.module.parameters()):
         raise UnsupportedError(

@@ -1,5 +1,5 @@
-"""Builds what a ZeRO optimizer needs to run in a process of its own: plain objects, to which the
-subclasses of DeepSpeed's optimizers forward. No method body of DeepSpeed is copied."""
+"""Builds the objects that run a ZeRO optimizer in a separate process, to which our subclasses of
+DeepSpeed's optimizers forward."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class ZenFlowParts:
     Attributes:
         host: owns the optimizer process, the arena and the partitions in it.
         driver: drives a step.
-        state: what is saved, loaded and exported.
-        readiness: which calls may go on.
+        state: saves, loads and exports state.
+        readiness: decides which calls may run.
         backward_pass: DeepSpeed's state of a backward pass.
     """
 
@@ -74,7 +74,7 @@ class ZenFlowParts:
         return cls(host, driver, state, readiness, backward_pass)
 
     def settle_masters(self) -> None:
-        """Wait on all ranks until p is final, also while states are on the host. A collective.
+        """Wait on all ranks until p is final, also while states are offloaded. A collective.
 
         Raises:
             StateError: an exception has interrupted a step or a load.
@@ -85,8 +85,8 @@ class ZenFlowParts:
         self.state.drain_together(shows_moments=False)
 
     def offload(self, include: Container[Any] | None, *, pins: bool) -> set[Any]:
-        """Free what is held on the accelerator between steps, if `include` has the optimizer's
-        states. Masters and moments are on the host already.
+        """If `include` has the optimizer states, free what ZenFlow holds on the accelerator between
+        steps; masters and moments are on the host anyway.
 
         Args:
             include: DeepSpeed's states; None: all.
@@ -105,25 +105,26 @@ class ZenFlowParts:
 
 
 def zenflow_of(optimizer: Any) -> ZenFlowParts | None:
-    """The parts of an engine's optimizer; None: it does not run in a process of its own."""
+    """The parts of an engine's optimizer; None: it is not a ZenFlow optimizer."""
     parts = getattr(optimizer, "zenflow_parts", None)
     return parts if isinstance(parts, ZenFlowParts) else None
 
 
 def _begin_backward(zero: Any, host: HostOptimizer) -> None:
-    """Called before a backward pass. Weights arrive until then, those that forward has not used
-    among them: gradients go to slots where y of these may be."""
+    """Before a backward pass, complete all weights, also those that forward has not used: gradients
+    go to slots in which their y may still be."""
     zero.clear_backward_seen_flag()
     host.complete_weights()
 
 
 def _warn_of_mixed_blocks(partitions: ZeroPartitions, block_size: int) -> None:
-    """Warn of copies on tensor-parallel ranks that would be predicted differently; see `copies`."""
+    """Warn of replicated parameters that tensor-parallel ranks would predict differently; see
+    `copies`."""
     runs_of_all = partitions.runs()
     if found := [name for runs in runs_of_all for name in mixed(runs, block_size)]:
         warn_once(
-            f"rank {dist.get_rank()}: {len(found)} parameter(s), such as one of shape {found[0]}, "
-            "of which each tensor-parallel rank has a copy share a block of zenflow.block_size = "
-            f"{block_size} elements with divided ones, so predicted weights of the copies may "
-            f"differ: set zenflow.block_size = {largest_block_apart(runs_of_all, block_size)}"
+            f"rank {dist.get_rank()}: {len(found)} replicated parameter(s), such as one of shape "
+            f"{found[0]}, share a block of zenflow.block_size = {block_size} elements with sharded "
+            "ones, so tensor-parallel ranks may predict different weights for them: set "
+            f"zenflow.block_size = {largest_block_apart(runs_of_all, block_size)}"
         )

@@ -1,5 +1,5 @@
-"""Reads DeepSpeed's config and its ``zero_optimization`` section with our fields, and reports each
-mistake in one clear line."""
+"""DeepSpeed's config and its ``zero_optimization`` section with our fields; reports each mistake in
+one line."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
 
     @model_validator(mode="after")
     def validate_fields(self) -> Self:
-        """DeepSpeed's check, all of which our types do, and which knows no interval "measured"."""
+        """Skip DeepSpeed's check: our types cover it, and it rejects the interval "measured"."""
         return self
 
 
 class OffloadOptimizerSection(DeepSpeedZeroOffloadOptimizerConfig):
-    """DeepSpeed's ``offload_optimizer`` section, in which ``ratio`` may be "auto" or, with the same
-    meaning, "fit": Accelerate refuses an "auto" that it does not fill in itself."""
+    """DeepSpeed's ``offload_optimizer`` section, in which ``ratio`` may be "auto" or its synonym
+    "fit": Accelerate rejects an "auto" that it does not fill in itself."""
 
     _chooses_ratio: bool = PrivateAttr(False)
 
@@ -54,14 +54,14 @@ class OffloadOptimizerSection(DeepSpeedZeroOffloadOptimizerConfig):
 
     @property
     def host_share(self) -> float | None:
-        """`ratio`; None: chosen by measured steps, or by free memory."""
+        """`ratio`; None: "auto"."""
         return None if self._chooses_ratio else self.ratio
 
 
 class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
     """DeepSpeed's ``zero_optimization`` section with our fields.
 
-    It does not refuse unsupported combinations, which `Engine` does, so tools can read any config.
+    `Engine`, not this class, rejects unsupported combinations, so tools can read any config.
 
     Raises:
         ConfigError: one of our fields has an invalid value, a field is unknown to both, or two
@@ -74,19 +74,19 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
     @field_validator("offload_optimizer", mode="before")
     @classmethod
     def _with_our_fields(cls, section: Any) -> Any:
-        """Convert what DeepSpeed makes of its deprecated ``cpu_offload``."""
-        is_theirs = isinstance(section, DeepSpeedZeroOffloadOptimizerConfig)
-        return OffloadOptimizerSection(**section.model_dump()) if is_theirs else section
+        """Convert the section that DeepSpeed builds from its deprecated ``cpu_offload``."""
+        is_deepspeeds = isinstance(section, DeepSpeedZeroOffloadOptimizerConfig)
+        return OffloadOptimizerSection(**section.model_dump()) if is_deepspeeds else section
 
     @model_validator(mode="after")
     def offload_ratio_check(self) -> Self:
-        """Allow a ratio below 1 at stages 1 and 2, with ZenFlow."""
+        """With ZenFlow, allow a ratio below 1 at stages 1 and 2, too."""
         return self if self.zenflow is not None else super().offload_ratio_check()
 
     @property
     def host_share(self) -> float | None:
-        """The share of the optimizer on the host with ZenFlow; None: as little as fits. All of it,
-        if the weights are there, too."""
+        """The share of the optimizer on the host with ZenFlow; None: "auto". 1 with CPU offload of
+        the weights."""
         weights_there = self.offload_param is not None and self.offload_param.device == "cpu"
         return (
             1.0
@@ -96,7 +96,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
     @property
     def leaves_share_open(self) -> bool:
-        """Whether the config says nothing of the share on the host, so that the plan may choose
+        """Whether the config does not give the share on the host, so that the plan may choose
         it."""
         offload, weights = self.offload_optimizer, self.offload_param
         return (weights is None or weights.device != "cpu") and (
@@ -104,8 +104,8 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         )
 
     def zenflow_with(self, bf16_optimizer_states: bool) -> ZenFlowSection | None:
-        """The ``zenflow`` section, with DeepSpeed's ``bf16.bf16_optimizer_states`` as its
-        ``state_dtype`` where that is not given and the run can have it."""
+        """The ``zenflow`` section. DeepSpeed's ``bf16.bf16_optimizer_states`` sets its
+        ``state_dtype`` to bfloat16, if that is not given and the update rule supports it."""
         section = self.zenflow
         if (
             section is None
@@ -113,13 +113,15 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             or "state_dtype" in section.model_fields_set
         ):
             return section
-        can_have_it = section.rule != "selective"
-        return section.model_copy(update={"state_dtype": "bfloat16"}) if can_have_it else section
+        if section.rule == "selective":
+            return section
+        return section.model_copy(update={"state_dtype": "bfloat16"})
 
     def __init__(self, **data: Any) -> None:
         if is_deeper(data, DEEPEST):
             raise ConfigError(
-                f"zero_optimization is nested more than {DEEPEST} levels deep, but no field is"
+                f"zero_optimization is nested more than {DEEPEST} levels deep, which no field "
+                "needs: remove the nested value"
             ) from None
         try:
             super().__init__(**data)
@@ -127,7 +129,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             if message := self._explain(error):
                 raise ConfigError(message) from None  # it contains all of pydantic's message
             raise
-        except RecursionError:  # raised by a check of DeepSpeed that prints the value
+        except RecursionError:  # from a check of DeepSpeed that prints the value
             raise ConfigError(
                 "zero_optimization: a value is nested too deeply for any field: remove it"
             ) from None
@@ -136,8 +138,8 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
     @classmethod
     def _explain(cls, error: ValidationError) -> str:
-        """One line per mistake in our fields or in a field name; empty for mistakes that only
-        DeepSpeed's own checks should report."""
+        """One line per mistake in our fields or in a field name; empty if DeepSpeed's own checks
+        report the mistakes."""
         lines: dict[str, list[str]] = {}
         for mistake in error.errors():
             place = cls._without_branches([str(part) for part in mistake["loc"]])
@@ -154,8 +156,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
     @classmethod
     def _without_branches(cls, place: list[str]) -> list[str]:
-        """The path to a field, without what pydantic adds: the branch of its type that a value does
-        not match."""
+        """The path to a field, without the branch of its type that pydantic appends."""
         sections = _sections(cls)
         depth = next((n for n in range(len(place)) if tuple(place[:n]) not in sections), len(place))
         return place[:depth]
@@ -180,28 +181,27 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         """One line per pair of contradicting settings."""
         if self.host_share is None and self.zenflow is None:
             return (
-                'zero_optimization.offload_optimizer.ratio = "auto" needs '
-                "zero_optimization.zenflow: give a number"
+                'zero_optimization.offload_optimizer.ratio = "auto" (or "fit") needs '
+                "zero_optimization.zenflow: give a number, or add that section"
             )
         rivals = {
             "stage3_allgather_sequential": self.allgather_sequential,
             "stage3_use_all_reduce_for_fetch_params": self.use_all_reduce_for_fetch_params,
         }
         return "; ".join(
-            f"zero_optimization.stage3_allgather_single_param = True and {rival} = True are two "
-            "ways of gathering parameters; set one of them to false"
+            f"zero_optimization.stage3_allgather_single_param = True and {rival} = True exclude "
+            "each other; set one of them to false"
             for rival, is_set in rivals.items()
             if is_set and self.stage3_allgather_single_param
         )
 
 
 class Config(DeepSpeedConfig):
-    """DeepSpeed's config. What it refuses together with a ``zenflow`` section concerns DeepSpeed's
-    own ZenFlow.
+    """DeepSpeed's config, without the checks for DeepSpeed's own ZenFlow.
 
     Raises:
-        ConfigError: the file that it names cannot be read, or ``zero_optimization`` or a section of
-            it has a wrong form.
+        ConfigError: the file cannot be read, or ``zero_optimization`` or a section of it is not an
+            object with string keys.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -38,35 +38,35 @@ __all__ = ["GroupPartitions", "SubGroupPartitions", "ZeroPartitions", "target_of
 
 
 class ZeroPartitions(Protocol):
-    """The partitions of one optimizer, in order."""
+    """The partitions of one optimizer; all lists are in their order."""
 
     def stand_in(self, receivers: list[Any]) -> AbstractContextManager[None]:
         """Context in which DeepSpeed finds `receivers` in place of the masters."""
 
     @property
     def groups(self) -> list[int]:
-        """Index of the parameter group of each."""
+        """Index of each partition's parameter group."""
 
     def weights(self, index: int) -> torch.Tensor:
         """The weights of a partition, 1-D [n], in the model's dtype."""
 
     def trained(self) -> Iterator[Any]:
-        """All parameters that are trained."""
+        """All trained parameters."""
 
     def runs(self) -> list[list[Run]]:
         """The parameters of each partition."""
 
     def holders(self, index: int, ranks: RankGroup) -> RankGroup:
-        """The ranks among which the parameters of a partition are divided; `ranks` are all
+        """The ranks over which the parameters of a partition are sharded; `ranks` are all
         data-parallel ranks."""
 
     def caller(self, ranks: int) -> Caller:
-        """What DeepSpeed does with weights and gradients; `ranks` is the number of data-parallel
+        """How DeepSpeed treats weights and gradients; `ranks` is the number of data-parallel
         ranks."""
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients that wait on the accelerator are complete."""
+        """Whether the gradients on the accelerator are complete."""
 
     @property
     def waits_after_weights(self) -> bool:
@@ -75,25 +75,25 @@ class ZeroPartitions(Protocol):
 
     @property
     def saved_weights(self) -> list[torch.Tensor] | None:
-        """The weights that a checkpoint of the optimizer must hold; None: DeepSpeed saves them with
-        the model."""
+        """The weights to save with the optimizer's state; None: DeepSpeed saves them with the
+        model."""
 
     def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
         """Zero the padding of weights and of `states`, flat tensors of each partition."""
 
     def loaded(self, weights: Sequence[torch.Tensor]) -> None:
-        """Take over that a load has replaced the masters. No collective.
+        """Update the partitions after a load has replaced the masters. No collective.
 
         Args:
-            weights: what the weights of each partition become, 1-D [n], any float dtype.
+            weights: new weights of each partition, 1-D [n], any float dtype.
         """
 
     def exchange_loaded(self) -> None:
-        """Let all ranks have the weights that follow from loaded masters, if `loaded` did not. A
+        """Gather on all ranks the weights that follow from loaded masters, if `loaded` did not. A
         collective."""
 
     def spread(self, values: Sequence[torch.Tensor] | None) -> None:
-        """Copy `values`, if given, to the weights, and let all ranks have them. A collective."""
+        """Copy `values`, if given, to the weights, and gather these on all ranks. A collective."""
 
 
 class GroupPartitions:
@@ -144,19 +144,19 @@ class GroupPartitions:
 
     def caller(self, ranks: int) -> Caller:
         zero = self._zero
-        buckets = 2 if zero.overlap_comm else 1  # two alternate if they are reduced during backward
+        buckets = 2 if zero.overlap_comm else 1  # double-buffered if reduced during backward
         bucket_bytes = zero.dtype.itemsize * zero.reduce_bucket_size * buckets
         return Caller(
             dtype_name(self.weights(0).dtype),
             dtype_name(zero.gradient_accumulation_dtype),
-            takes_gradients=zero.partition_gradients,  # else a rank keeps those of all ranks
+            takes_gradients=zero.partition_gradients,  # otherwise gradients are not sharded
             bucket_bytes=bucket_bytes if zero.contiguous_gradients else 0,
             ranks=ranks,
         )
 
     @property
     def has_gradients(self) -> bool:
-        """Only a pass at the boundary of gradient accumulation completes them."""
+        """They are complete after a pass at the boundary of gradient accumulation."""
         groups = range(len(self._zero.bit16_groups))
         return all(self._zero.averaged_gradients.get(index) is not None for index in groups)
 
@@ -169,7 +169,7 @@ class GroupPartitions:
         return places
 
     def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Nothing to do: DeepSpeed zeroes it."""
+        """Nothing to do: DeepSpeed zeroes the padding."""
 
     def loaded(self, weights: Sequence[torch.Tensor]) -> None:
         """DeepSpeed has loaded the weights with the model, or `exchange_loaded` follows."""
@@ -181,7 +181,7 @@ class GroupPartitions:
     def spread(self, values: Sequence[torch.Tensor] | None) -> None:
         if values is None:
             values = list(map(self.weights, self.groups))
-        with self.stand_in(list(values)):  # it copies what it takes for masters, and gathers
+        with self.stand_in(list(values)):  # copies these as if they were masters, and gathers
             self._zero.update_lp_params()
 
 
@@ -244,7 +244,7 @@ class SubGroupPartitions:
 
     @property
     def waits_after_weights(self) -> bool:
-        """DeepSpeed gathers persistent parameters, and waits for the device."""
+        """If there are persistent parameters: DeepSpeed gathers them and waits for the device."""
         return bool(self._zero.persistent_parameters)
 
     @property
@@ -253,8 +253,7 @@ class SubGroupPartitions:
         return [flat.detach() for flat in self._zero.fp16_partitioned_groups_flat]
 
     def held_numel(self, param: Any) -> int:
-        """Elements of `param` in this rank's partition of it; the rest of that partition is
-        padding."""
+        """Elements of this rank's partition of `param` without padding."""
         size = param.partition_numel()
         begin = partition_rank(self._zero, param) * size
         return min(max(param.ds_numel - begin, 0), size)
@@ -270,9 +269,9 @@ class SubGroupPartitions:
         return places
 
     def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
-        """A parameter whose size is not divisible by the number of ranks has some. DeepSpeed leaves
-        it uninitialized; a NaN there would spread through the mean of v to the parameters that
-        share its block."""
+        """DeepSpeed leaves padding uninitialized, which parameters have whose size is not divisible
+        by the number of ranks. A NaN there would spread through the mean of v to the parameters
+        that share its block."""
         groups, flats = self._zero.fp16_groups, self._zero.fp16_partitioned_groups_flat
         for group, weights, state in zip(groups, flats, states, strict=True):
             end = 0
@@ -285,12 +284,11 @@ class SubGroupPartitions:
         self._write(weights)
 
     def exchange_loaded(self) -> None:
-        """Nothing to do: every rank has written its own partitions, which are gathered when they
-        are used."""
+        """Nothing to do: every rank has written its own partitions, and gathers come later."""
 
     def spread(self, values: Sequence[torch.Tensor] | None) -> None:
         zero = self._zero
-        zero._partition_all_parameters()  # what DeepSpeed keeps gathered is gathered again
+        zero._partition_all_parameters()  # so that parameters kept gathered are gathered again
         if values is not None:
             self._write(values)
         zero.invalidate_secondary_tensor()
@@ -299,9 +297,9 @@ class SubGroupPartitions:
         self.order_gathers()
 
     # Note: [gathers have their own stream]
-    # DeepSpeed gathers parameters on a stream that waits for no other. Weights that the current
-    # stream has written would be gathered too early: after a step, after a load of weights, and
-    # when exact weights are swapped in or out. Whoever writes the partitions calls this last.
+    # DeepSpeed gathers parameters on a stream that waits for no other. It could gather weights
+    # before the current stream has written them: after a step, after a load of weights, and when
+    # exact weights are swapped in or out. So code that writes partitions calls this last.
 
     def order_gathers(self) -> None:
         """Make the next all-gathers wait for the weights written so far."""

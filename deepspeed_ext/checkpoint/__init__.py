@@ -1,2 +1,2 @@
-"""Checkpoint files of all ranks: one complete save or none, also beside training and after a
-crash."""
+"""Checkpoint files of all ranks: one complete save or none, also while training continues and after
+a crash."""

@@ -15,8 +15,8 @@ from deepspeed_ext.errors import CheckpointError
 __all__ = ["reading", "save_id_of", "with_save_id", "without_save_id"]
 
 _SAVE_ID = "deepspeed_ext_save_id"
-"""Key of the save's id. In a file of nothing but tensors, it is the name of an attribute of the
-dict: DeepSpeed takes every key of an expert's file for the name of a weight."""
+"""Key of the save's id. If a file has only tensors, it is an attribute of the dict instead, because
+DeepSpeed reads every key of an expert's file as the name of a weight."""
 
 
 def with_save_id(content: Mapping[str, Any], save_id: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def without_save_id(content: Any) -> Any:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Name the file in any error of the block, which reads it.
+    """Wrap a block that reads the file, so that any error names it.
 
     Raises:
         CheckpointError: for any error of the block.

@@ -54,9 +54,9 @@ class SavedNames:
     """How DeepSpeed names what it saves.
 
     Attributes:
-        beside: files in the folder of all tags, which no tag may be named after.
-        end: of the name of every file with states in a tag's folder.
-        model_end: of the name of a file with a model's states.
+        beside: files in the folder of all tags; no tag may have such a name.
+        end: suffix of every file with states in a tag's folder.
+        model_end: suffix of every file with model states.
     """
 
     beside: tuple[str, ...]
@@ -69,20 +69,22 @@ class SavedNames:
 
 
 def _why_unusable(tag: str, taken: Sequence[str]) -> str | None:
-    """What is wrong with a tag as a name; None: nothing."""
+    """Why a tag cannot be the name of a save; None: it can."""
     parts = tag.split(os.sep)
     if tag != tag.strip() or any(character < " " or character == "\x7f" for character in tag):
-        return "has spaces at its ends or control characters, which the file `latest` does not keep"
+        return (
+            "has leading or trailing spaces, or control characters, which the file `latest` drops"
+        )
     if os.pardir in parts:
         return "goes through '..'"
     if any(_RESERVED in part for part in parts):
         return f"contains {_RESERVED!r}, the mark of unfinished saves, which a later save removes"
     if os.path.normpath(tag).split(os.sep)[0] in taken:
-        return "is the name of a file beside the tags"
+        return "begins with the name of a file that DeepSpeed writes beside the tags"
     try:
         tag.encode()
     except UnicodeEncodeError:
-        return "is no text that UTF-8 can hold"
+        return "cannot be encoded in UTF-8"
     return None
 
 
@@ -146,8 +148,8 @@ class CheckpointFolder:
 
     Args:
         save_dir: the folder of all tags.
-        names: of the files that a save has.
-        save_id: unique id of the save that this object makes; None: it only reads.
+        names: how DeepSpeed names the files.
+        save_id: unique id of the save that this object writes; None: it only reads.
 
     Attributes:
         path: where DeepSpeed and its tools look for the checkpoint.
@@ -180,8 +182,8 @@ class CheckpointFolder:
         )
 
     def require_savable(self) -> None:
-        """Refuse a tag whose folder cannot be replaced as a whole, or under which the save could
-        not be found again.
+        """Check that the tag's folder can be replaced as a whole, and that the save can be found
+        under it again.
 
         Raises:
             CheckpointError: the tag does not name a separate folder inside `save_dir`, or names one
@@ -191,7 +193,7 @@ class CheckpointFolder:
         if inside == os.curdir or inside.split(os.sep)[0] == os.pardir:
             raise CheckpointError(
                 f"the tag names the folder {self.path}, which is not inside the checkpoint folder "
-                f"{self.save_dir}: use a tag without '..'"
+                f"{self.save_dir}: name a folder inside it, without '..' or a leading '/'"
             )
         if (why := _why_unusable(self._tag, self._names.beside)) is not None:
             raise CheckpointError(f"the tag {self._tag!r} {why}: save under another tag")
@@ -201,7 +203,7 @@ class CheckpointFolder:
             )
 
     def require_loadable(self) -> None:
-        """Refuse a tag without a save, for instance if its first save was interrupted.
+        """Check that the tag has a save, which it lacks if its first save was interrupted.
 
         Raises:
             CheckpointError: the folder does not exist, or has no model file.
@@ -228,7 +230,7 @@ class CheckpointFolder:
         os.mkdir(self.staging)
         _in_use.add(self.staging)
         self._write_marker(None)
-        self._clear_remains()
+        self._clear_leftovers()
 
     @property
     def is_marked(self) -> bool:
@@ -236,8 +238,7 @@ class CheckpointFolder:
         return self._save_id in (_save_id(self.staging), _save_id(self.path))
 
     def mark(self) -> None:
-        """Write a marker to the staging folder that it is complete, with the id of its save.
-        Idempotent."""
+        """Mark the staging folder as complete, by a file with the id of its save. Idempotent."""
         if not self.is_marked:
             self._write_marker(self._save_id)
 
@@ -277,7 +278,7 @@ class CheckpointFolder:
             ) from None
 
     def _require_unchanged(self) -> None:
-        """Refuse to replace a save that another job has put in place since `begin`."""
+        """Raise if another job has put a save in place since `begin`."""
         now = _save_id(self.path)
         if now in (None, self._found) or (now == UNKNOWN and not self._holds_save()):
             return
@@ -293,7 +294,7 @@ class CheckpointFolder:
         self._drop_replaced(self._replaced)
 
     def give_up(self) -> None:
-        """Undo the save as far as possible; the next save or load completes this.
+        """Undo the save as far as possible; the next save or load undoes the rest.
 
         If there was an older save and it is gone, the new one is the only copy and stays.
         """
@@ -372,8 +373,12 @@ class CheckpointFolder:
         )
 
     def settle(self, state: FolderState, save_id: str | None) -> None:
-        """Put the save `save_id` under the tag's name; `choose_save` has chosen it from the states
-        of all nodes, of which `state` is this node's."""
+        """Put the save `save_id` under the tag's name.
+
+        Args:
+            state: this node's state.
+            save_id: the choice of `choose_save` from the states of all nodes.
+        """
         if state.saved == save_id:  # even if another job has replaced it since
             return
         assert save_id is not None, "choose_save chooses a save that every node has"
@@ -391,7 +396,7 @@ class CheckpointFolder:
             self._discard(self.path)
             files.rename(self._beside(_REPLACED, keys[0]), self.path)
 
-    def _clear_remains(self) -> None:
+    def _clear_leftovers(self) -> None:
         """Remove leftovers of interrupted saves under any tag, as far as possible."""
         parent = os.path.dirname(self.path)
         # by the file system's clock, which may be another host's
@@ -407,12 +412,12 @@ class CheckpointFolder:
             with contextlib.suppress(OSError, CheckpointError):
                 if found["role"] == _REMOVING:
                     files.remove_tree(os.path.join(parent, found.string))
-                elif other._is_rest(found["key"] or "", now, is_own=other.path == self.path):
+                elif other._is_leftover(found["key"] or "", now, is_own=other.path == self.path):
                     other._clear(found["key"] or "")
 
-    def _is_rest(self, key: str, now: float, is_own: bool) -> bool:
-        """Whether no job still works on the save with this key; `is_own`: its tag is the one under
-        which this job saves."""
+    def _is_leftover(self, key: str, now: float, is_own: bool) -> bool:
+        """Whether no job still works on the save with this key; `is_own`: this job saves under the
+        same tag."""
         staging, replaced = self._beside(_STAGING, key), self._beside(_REPLACED, key)
         if staging in _in_use:
             return False

@@ -18,8 +18,8 @@ THREADS = (
     "allow this user more threads and processes (ulimit -u, pids.max of the container), or end some"
 )
 _MEMORY = "free host memory, or raise its limit (ulimit -v, the container's)"
-_DEVICE = "look at the disk or its server (dmesg), or save elsewhere"
-_GONE = "let nobody remove or rename the folder while a save goes on"
+_DEVICE = "check the disk or its server (dmesg), or save elsewhere"
+_GONE = "do not remove or rename the folder during a save"
 _PLACE = "save elsewhere or under another tag"
 OTHERWISE = _ROOM
 
@@ -69,10 +69,10 @@ _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
 def remedy_for(said: str, otherwise: str = OTHERWISE) -> str:
-    """The remedy for an error of a save, given its type and text; the error may come from another
-    process.
+    """The remedy for an error of a save, perhaps of another process.
 
     Args:
+        said: type and text of the error.
         otherwise: the remedy for unknown errors.
     """
     if (found := _ERRNO.search(said)) is not None:

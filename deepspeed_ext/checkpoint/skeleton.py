@@ -1,11 +1,10 @@
-"""Writes a checkpoint file without the bytes of its tensors, then the bytes themselves, from where
-they are.
+"""Writes a checkpoint file without the bytes of its tensors, then fills these in, straight from the
+tensors' memory.
 
 `torch.save` can leave out the bytes (`torch.serialization.skip_data`). The file then has its full
 size, with a hole for each storage. Once the holes are filled, `torch.load` reads it like any other
-file. So nothing is copied on the host: neither its own tensors nor those of an accelerator, which
-pass through one small chunk. `fill_holes` also writes the CRC of what it fills in, so that the file
-passes any test of zip files.
+file. So the host needs no copy of any tensor; those on an accelerator pass through one small chunk.
+`fill_holes` also writes the CRC of each storage, so that the file is a valid zip file.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _PROTOCOL = 2
 
 
 class SkeletonError(Exception):
-    """The content has storages that are not found through its plain tensors."""
+    """The content has storages that no plain tensor refers to."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,12 @@ class Hole:
     """Where the bytes of a storage belong.
 
     Attributes:
-        values: the bytes, uint8 [nbytes]: a storage of the host, or what a tensor of an accelerator
-            holds.
+        values: the bytes, uint8 [nbytes]: a storage on the host, or the elements of an accelerator
+            tensor.
         offset: bytes from the beginning of the file.
-        crc_offsets: where the CRC of the bytes belongs.
-        parts: yields the bytes in order, in tensors of the host of any dtype, each valid until the
-            next; None: they are `values`.
+        crc_offsets: where the file has the CRC of the bytes.
+        parts: yields the bytes in order, as host tensors of any dtype, each valid until the next;
+            None: they are `values`.
     """
 
     values: torch.Tensor
@@ -56,20 +55,20 @@ class Hole:
 
 
 def write_skeleton(content: Any, path: str) -> list[Hole]:
-    """Write a file that holds `content` except for the bytes of its tensors.
+    """Write a file of `content` without the bytes of its tensors.
 
-    Tensors of an accelerator are in the file as tensors of the host, contiguous and each with a
-    storage of its own; only equal ones, such as tied weights, share one.
+    Accelerator tensors become contiguous host tensors in the file, each with its own storage; only
+    identical ones, such as tied weights, share one.
 
     Args:
         path: the file; an existing one is replaced.
 
     Returns:
-        The hole of each storage. No two storages are the same, and none is empty.
+        The hole of each storage that is not empty; no storage comes twice.
 
     Raises:
-        SkeletonError: not all storages could be found, for instance those of a tensor subclass. The
-            file is useless.
+        SkeletonError: not all storages could be found, for instance those of a tensor subclass; the
+            file is then unusable.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     sources: dict[int, torch.Tensor] = {}
@@ -85,7 +84,7 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
                 storage = value.untyped_storage()
                 storages.setdefault(id(storage), storage)
                 return NotImplemented
-            if type(value) is torch.nn.Parameter:  # what it holds is next
+            if type(value) is torch.nn.Parameter:  # its data is pickled next
                 return NotImplemented
             place = (
                 value.device,
@@ -110,7 +109,8 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
     found = _storages(path)
     if [storage.nbytes() for storage in storages.values()] != [record.nbytes for record in found]:
         raise SkeletonError(
-            f"{path} has {len(found)} storages, found {len(storages)}: they do not match in size"
+            f"{path} has {len(found)} storages, but {len(storages)} were found in the content, "
+            "or their sizes differ"
         )
     return [
         Hole(
@@ -140,8 +140,8 @@ def fill_holes(path: str, holes: Sequence[Hole]) -> None:
 
 
 def _on_host(values: torch.Tensor, chunk: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """The parts of `values` on the host, in order; those of an accelerator in `chunk`, each until
-    the next."""
+    """Yield `values` (1-D) in parts on the host. Parts from an accelerator are copied to `chunk`
+    and valid until the next."""
     for part in values.split(STAGING_CHUNK_BYTES):
         if part.device.type == "cpu":
             yield part
@@ -155,7 +155,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the host like `tensor`, without memory."""
+    """A host tensor like `tensor`, without memory."""
     with FakeTensorMode():
         return torch.empty(
             tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad

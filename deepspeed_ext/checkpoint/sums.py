@@ -1,11 +1,11 @@
-"""Checks the bytes of checkpoint files against the sums that they hold, while the files are read.
+"""Verifies the checksums in checkpoint files while the files are read.
 
 A file of `torch.save` is a zip file of uncompressed records, with the CRC of each in its directory
-and behind its bytes. `torch.load` compares neither. Here every record that a load uses is compared,
-by zlib, which takes other threads than the load and reads what the kernel has in its cache.
+and after its bytes. `torch.load` verifies neither. Here zlib verifies every record that a load
+uses, in threads beside the load, from the page cache.
 
-A file that DeepSpeed saved has sums. One of an async save of an older version of this package has
-none (0), nor has one of torch's older format; both are loaded, and a line of the log says so.
+Files of DeepSpeed have checksums. Async saves of an older version of this package have none (0),
+nor have files in torch's older format; they are loaded with a warning.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from deepspeed_ext.runtime.log import warn_once
 __all__ = ["SMALL_BYTES", "Record", "checking", "records", "require_sound"]
 
 SMALL_BYTES = 1 << 20
-"""Records up to this size are compared before anything is read from them: pickles are among
-them."""
+"""Records up to this size, among them all pickles, are verified before they are read."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""Header of a record: its mark, then 22 bytes, the lengths of its name and its extra field."""
+"""Header of a record: signature, 22 other bytes, lengths of its name and its extra field."""
 _DIRECTORY_ENTRY = struct.Struct("<16x4x8xHHH12x")
-"""Entry of the directory: a CRC behind 16 bytes, the lengths of name, extra field and comment."""
+"""Entry of the directory: a CRC at byte 16, and the lengths of name, extra field and comment."""
 _RECORD, _DESCRIPTOR = b"PK\x03\x04", b"PK\x07\x08"
 _DESCRIPTORS = {16: struct.Struct("<4sIII"), 24: struct.Struct("<4sIQQ")}
-"""What follows a record, by its length: a mark, the CRC, and the size twice."""
+"""Data descriptor after a record, by its length: signature, CRC, and the size twice."""
 _CHUNK_BYTES = 1 << 20
 _THREADS = 4
 
@@ -48,8 +47,8 @@ class Record:
             storage.
         nbytes: its size.
         offset: of its first byte in the file.
-        crc: the sum that the file states; 0: none.
-        crc_offsets: the places where it states it.
+        crc: the checksum in the file; 0: none.
+        crc_offsets: where the file has it.
     """
 
     name: str
@@ -67,8 +66,8 @@ def records(path: str) -> list[Record]:
     """The records of a file of `torch.save`, in the order of its directory.
 
     Raises:
-        CheckpointError: the file is damaged: its records do not lie one behind the other, or their
-            sizes or sums differ from those of the directory.
+        CheckpointError: the file is damaged: its records are not contiguous, or their sizes or
+            checksums differ from those in the directory.
         zipfile.BadZipFile: it has no directory.
     """
     found: list[Record] = []
@@ -110,15 +109,16 @@ def _require_descriptor(descriptor: bytes, member: zipfile.ZipInfo, path: str) -
     layout = _DESCRIPTORS.get(len(descriptor))
     expected = (_DESCRIPTOR, member.CRC, member.file_size, member.file_size)
     if layout is None or layout.unpack(descriptor) != expected:
-        raise _damaged(path, f"behind its record {member.filename!r}")
+        raise _damaged(path, f"after its record {member.filename!r}")
 
 
 @contextmanager
 def checking(path: str) -> Iterator[None]:
-    """Wrap reading a whole file: small records are compared before, the others at the same time.
+    """Wrap a block that reads a whole file: small records are verified before it, the others at the
+    same time.
 
     Raises:
-        CheckpointError: the file is damaged, whatever the block has made of it.
+        CheckpointError: the file is damaged; it replaces any error of the block.
     """
     large = require_sound(path, most_bytes=SMALL_BYTES)
     with ThreadPoolExecutor(_THREADS, "deepspeed_ext-sums") as threads:
@@ -131,13 +131,13 @@ def checking(path: str) -> Iterator[None]:
 
 
 def require_sound(path: str, most_bytes: int | None = None) -> Sequence[Record]:
-    """Compare the records of a file with their sums.
+    """Verify the checksums of a file's records.
 
     Args:
-        most_bytes: leave out larger records; None: compare all.
+        most_bytes: leave out larger records; None: verify all.
 
     Returns:
-        The records that were left out and have sums.
+        The records that were left out and have checksums.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -151,10 +151,7 @@ def require_sound(path: str, most_bytes: int | None = None) -> Sequence[Record]:
         found = []
     if not found or not all(record.has_sum for record in found):
         folder, name = os.path.split(path)
-        warn_once(
-            f"{folder}: files such as {name} hold no sums "
-            "and are loaded without a check of their bytes"
-        )
+        warn_once(f"{folder}: files such as {name} have no checksums, so damage would go unnoticed")
     summed = [record for record in found if record.has_sum]
     now = [record for record in summed if most_bytes is None or record.nbytes <= most_bytes]
     with ThreadPoolExecutor(_THREADS, "deepspeed_ext-sums") as threads:
@@ -175,7 +172,7 @@ def _require_same(path: str, record: Record) -> None:
         raise _damaged(
             path,
             f"in its record {record.name!r}: "
-            f"the sum of its bytes is {crc:08x}, expected {record.crc:08x}",
+            f"the checksum of its bytes is {crc:08x}, expected {record.crc:08x}",
         )
 
 

@@ -67,7 +67,7 @@ _MISTAKES_TOLD = 3
 
 
 class SavedPlan(SavedValues):
-    """The plan that was in force: what it had chosen, and where."""
+    """What the plan in force had chosen, and on which machine."""
 
     host_share: Annotated[FiniteFloat, Field(ge=0.0, le=1.0)]
     hides_transfers: bool
@@ -91,7 +91,7 @@ class _SavedState(SavedValues):
     """Dtype of the moments in the run; the base optimizer's state holds them, those of ``int8`` in
     fp32."""
     updates: Count
-    """Of the partition that has had most."""
+    """The largest number of updates of any partition."""
     partitions: Sequence[PredictivePartitionValues | SelectivePartitionValues]
     plan: SavedPlan | None = None
     """None: nothing could be chosen, or an older release wrote it."""
@@ -217,14 +217,14 @@ def _mistakes(state: SavedState) -> list[str]:
 
 
 def _estimate_mistakes(state: PredictiveSavedState, index: int) -> Iterator[str]:
-    """What is wrong with a partition's estimate and the newest constants; empty strings for checks
+    """What is wrong with a partition's estimate and newest step constants; empty strings for checks
     that passed."""
     layout, partition = state.layout, state.partitions[index]
     if partition.inverse is not None:
         numel = -(-partition.on_host // state.block_size) * layout.per_block_width(state.block_size)
         yield misfit(partition.inverse, numel, (getattr(torch, layout.per_block[1]),), "inverse")
     elif state.schedule.is_ahead:
-        yield "no block means, which the coming step needs"
+        yield "no block means, which the next step needs"
     kind = LionStepValues if state.optimizer == "lion" else StepValues
     if not all(
         isinstance(step, kind)
@@ -256,8 +256,8 @@ def state_of(
 
     Args:
         weights: of each partition, 1-D, if nothing else in the checkpoint holds them.
-        copied: whether its tensors are copies on the host. Otherwise they are the run's own, and
-            the next step or load changes them.
+        copied: return copies on the host. Otherwise the tensors are the run's own, which the next
+            step or load changes.
     """
     state = _shown(host) | ({} if weights is None else {"weights": list(weights)})
     return tree_map_only(torch.Tensor, host_copy, state) if copied else state
@@ -310,8 +310,8 @@ def _plan_of(host: HostOptimizer, mover: Mover) -> dict[str, Any]:
 
 
 def _collected_gradients(host: HostOptimizer, partition: Partition) -> list[torch.Tensor]:
-    """A partition's gradients in the arena that are not handed over, oldest first. Valid between
-    steps."""
+    """Views of a partition's gradients in the arena that are not handed over, oldest first. Valid
+    between steps."""
     return [partition.ring[slot] for slot in host.rule.schedule.latest(len(partition.collected))]
 
 
@@ -323,8 +323,8 @@ def adopt_optimizer_state(
     arena.
 
     Args:
-        clear_padding: zeroes the padding of p and the moments of each partition, which a checkpoint
-            may hold.
+        clear_padding: zeroes the padding of each partition's p and moments, which may be nonzero in
+            a checkpoint.
     """
     loaded = host.shown.loaded()
     write(loaded)
@@ -388,8 +388,8 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
 
 
 def _converted(host: HostOptimizer, saved: SavedState | None) -> str | None:
-    """How the moments that were loaded differ in kind from this run's, and what becomes of them;
-    None: not at all."""
+    """How the loaded moments' format differs from this run's, and how they are converted; None: not
+    at all."""
     there, here = "float32" if saved is None else saved.moment_dtype, host.kind.layout.moment_dtype
     if there != here:
         how = "converted, which changes no value" if here == "float32" else "rounded to it"
@@ -423,8 +423,8 @@ def _host_share(saved: SavedState) -> str:
 
 
 def _unaffordable_interval(host: HostOptimizer, there: int | None) -> str | None:
-    """Name a checkpoint's interval, which may have been chosen on another host, if any rank here
-    has no memory for it. A collective."""
+    """Describe the checkpoint's interval, if any rank here lacks the memory for it: it may have
+    been chosen on another host. A collective."""
     if not raise_together(
         host.ranks, None, CheckpointError, flag=not host.ring.has_room_for(there)
     ):

@@ -15,7 +15,7 @@ MOST_CORES = 2**16
 
 def _few_enough(cores: int | float) -> int | float:
     if cores > MOST_CORES:
-        raise ValueError(f"at most {MOST_CORES} cores")
+        raise ValueError(f"expected at most {MOST_CORES} cores, got {cores}")
     return cores
 
 

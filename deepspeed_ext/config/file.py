@@ -1,5 +1,4 @@
-"""Reads a DeepSpeed config file as DeepSpeed does, without importing it: an object of Hjson, no
-larger than configs."""
+"""Reads a DeepSpeed config file (one Hjson object) as DeepSpeed does, without importing it."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from deepspeed_ext.errors import ConfigError
 __all__ = ["count_in", "is_deeper", "read_json", "require_fields", "section_of", "shown"]
 
 MOST_BYTES = 1 << 20
-"""A config is smaller than that; anything larger is another file, and hjson takes two seconds for a
-MiB."""
+"""A larger file is not a config, and hjson takes two seconds per MiB."""
 MOST_COUNT = 1 << 31
 MOST_DEPTH = 64
-"""Of sections in sections. A config has a handful, and copying one of hundreds fails in Python."""
+"""Levels of nested sections. A config has a few; copying hundreds exceeds Python's recursion
+limit."""
 
 
 EXAMPLES = {
@@ -28,18 +27,18 @@ EXAMPLES = {
     "offload_optimizer": '{"device": "cpu"}',
     "offload_param": '{"device": "cpu"}',
 }
-"""The sections that we read, each with one that is right."""
+"""The sections that we read, each with a valid value."""
 
 
 def read_json(path: str, what: str = "--config") -> dict[str, Any]:
     """Read a config file.
 
     Args:
-        what: the argument that names the file.
+        what: the argument that names the file, for messages.
 
     Raises:
-        ConfigError: there is none, or it holds no object or an empty one, or the same key twice, or
-            what `require_fields` refuses.
+        ConfigError: the file does not exist, is not an Hjson object, is empty, has a duplicate key,
+            or fails `require_fields`.
     """
     import hjson
 
@@ -50,7 +49,9 @@ def read_json(path: str, what: str = "--config") -> dict[str, Any]:
         raise ConfigError(f"{what}: found no file {path[:200]}")
     try:
         if os.path.getsize(path) > MOST_BYTES:
-            raise ConfigError(f"{name} is larger than {MOST_BYTES:,} bytes, so it is no config")
+            raise ConfigError(
+                f"{name} is larger than {MOST_BYTES:,} bytes, expected a DeepSpeed config file"
+            )
         with open(path, encoding="utf-8") as file:
             config = hjson.load(file, object_pairs_hook=_without_duplicates)
     except (OSError, ValueError, OverflowError, RecursionError) as error:
@@ -64,12 +65,14 @@ def read_json(path: str, what: str = "--config") -> dict[str, Any]:
     if not config:
         raise ConfigError(f"{name} is empty, expected a DeepSpeed config")
     if is_deeper(config, MOST_DEPTH):
-        raise ConfigError(f"{name} is nested more than {MOST_DEPTH} deep")
+        raise ConfigError(
+            f"{name} is nested more than {MOST_DEPTH} levels deep, expected a DeepSpeed config"
+        )
     require_fields(config)
     return config
 
 
-_YAML = "DeepSpeed reads no YAML; give the JSON file that deepspeed_config_file in it names"
+_YAML = "DeepSpeed does not read YAML; give the JSON file that its deepspeed_config_file names"
 
 
 def _yaml_hint(path: str) -> str:
@@ -77,10 +80,10 @@ def _yaml_hint(path: str) -> str:
 
 
 def require_fields(config: Mapping[Any, Any]) -> None:
-    """Check the form of ``zero_optimization`` and of the sections in it that we read.
+    """Check the types of ``zero_optimization`` and of the sections in it that we read.
 
     Raises:
-        ConfigError: one of them is no object, or one of its keys is no text.
+        ConfigError: a section is not an object, or a key is not a string.
     """
     zero = config.get("zero_optimization", {})
     if isinstance(zero, bool):  # DeepSpeed's old form
@@ -95,23 +98,23 @@ def require_fields(config: Mapping[Any, Any]) -> None:
         if wrong := [key for key in section if not isinstance(key, str)]:
             kind = type(wrong[0]).__name__
             raise ConfigError(
-                f"{name} has the key {shown(wrong[0])}, "
-                f"of type {kind}: keys are names of fields, as text"
+                f"{name} has the key {shown(wrong[0])} of type {kind}: "
+                "keys are names of fields, so strings"
             )
 
 
 def _no_object(name: str, value: Any) -> str:
-    """What is wrong with a section that is no object."""
+    """The message for a section that is not an object."""
     example = EXAMPLES.get(name.rpartition(".")[2], "{}")
     hint = f" ({_YAML})" if isinstance(value, str) and ":" in value else ""
     return f"{name} = {shown(value)}: expected an object, such as {example}{hint}"
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the file, whose keys are different."""
+    """A dict of the pairs; a duplicate key is an error."""
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
-        raise ValueError(f"these keys come more than once: {', '.join(twice)}")
+        raise ValueError(f"duplicate keys: {', '.join(twice)}")
     return dict(pairs)
 
 
@@ -133,7 +136,7 @@ def section_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A section of the config; empty if it is not given or "auto".
 
     Raises:
-        ConfigError: it is no object.
+        ConfigError: it is not an object.
     """
     section = config.get(name)
     if section in (None, "auto"):
@@ -157,11 +160,13 @@ def count_in(config: Mapping[str, Any], name: str) -> int | None:
     """A whole number of the config, such as a batch size; None if it is not given or "auto".
 
     Raises:
-        ConfigError: it is no whole number, or none that a run can have.
+        ConfigError: it is not a whole number from 1 to `MOST_COUNT`.
     """
     value = config.get(name)
     if value in (None, "auto"):
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_COUNT:
-        raise ConfigError(f"{name}: expected a whole number from 1 to {MOST_COUNT}")
+        raise ConfigError(
+            f"{name} = {shown(value)}: expected a whole number from 1 to {MOST_COUNT}"
+        )
     return value

@@ -10,8 +10,7 @@ __all__ = ["ConfigSection"]
 
 
 class ConfigSection(BaseModel):
-    """A section of the config. Unknown fields are errors, values are immutable, and "auto" means
-    not given."""
+    """A section of the config; immutable."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False

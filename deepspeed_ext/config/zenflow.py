@@ -21,12 +21,12 @@ integer."""
 
 def _factor_or_off(factor: float) -> float:
     if 0.0 < factor < 1.0:
-        raise ValueError("0 switches the guard off, other values are at least 1")
+        raise ValueError(f"expected 0, which turns the guard off, or at least 1; got {factor}")
     return factor
 
 
 ErrorFactor = Annotated[float, Field(ge=0.0, le=1e6), AfterValidator(_factor_or_off)]
-"""Allowed error, as a multiple of a harmless one; 0: any."""
+"""Allowed error, as a multiple of a harmless one; 0: unlimited."""
 
 Interval = Annotated[int, Field(ge=1, le=1024)]
 """Optimizer steps per hand-over. The predictive rule keeps a gradient for each of them."""
@@ -76,8 +76,9 @@ class ZenFlowConfig(ConfigSection):
     at interval 1 and 40 at others; 1 with ``selective``."""
 
     block_size: BlockSize = 32
-    """``predictive``: elements over which the second moment is averaged. Costs 4/block_size bytes
-    per parameter."""
+    """``predictive`` and ``exact``: elements per block. ``predictive`` averages the second moment
+    over each block, for 4/block_size bytes per parameter; ``int8`` moments have one scale per
+    block."""
 
     prediction_error_factor: ErrorFactor = 3.0
     """``predictive``: allowed error of predicted weights, as a multiple of the error of rounding
@@ -91,38 +92,38 @@ class ZenFlowConfig(ConfigSection):
     dtype or float32."""
 
     state_dtype: StateDtype = "float32"
-    """``predictive`` with Adam or AdamW: dtype of the moments on the host. ``bfloat16`` takes 4
-    bytes of host memory per parameter less, and the pass moves 20 bytes per parameter instead of
-    28; ``int8`` takes 5.9 bytes less, and the pass moves 16. Neither is exact: every update rounds
-    both moments up or down at random. ``int8`` keeps a scale for each block, of at most 256
-    elements. A resume is still exact, and a checkpoint of another dtype is converted. DeepSpeed's
-    ``bf16.bf16_optimizer_states`` sets ``bfloat16``, unless this is given. ``int8``
-    not with ``offload_optimizer.ratio`` below 1."""
+    """``predictive`` and ``exact`` with Adam or AdamW: dtype of the moments on the host.
+    ``bfloat16`` takes 4 bytes of host memory per parameter less, and the pass moves 20 bytes per
+    parameter instead of 28; ``int8`` takes 5.9 bytes less, and the pass moves 16. Neither is exact:
+    every update rounds both moments stochastically. A resume is still exact, and a checkpoint of
+    another dtype is converted. DeepSpeed's ``bf16.bf16_optimizer_states`` sets ``bfloat16``, unless
+    this is given. ``int8`` needs a ``block_size`` of at most 256, and ``offload_optimizer.ratio``
+    1."""
 
     hide_transfers: bool | None = None
-    """Copy gradients and results beside the next step instead of inside the step. Takes 2 bytes of
-    device memory per parameter of the partition. Not given: if every rank has room for that and
-    keeps a tenth of its memory free. Without effect if the accelerator is the CPU."""
+    """Overlap the copies of gradients and results with the next step. Takes 2 bytes of
+    device memory per parameter of the partition. Not given: true if that leaves a tenth of every
+    rank's memory free. No effect if the accelerator is the CPU."""
 
     gradients_on_host: bool | None = None
-    """Copy gradients to the host during backward, so that of a rank's partition only the weights
-    are on the accelerator; the host then computes the new weights in the step, and copies them up.
-    Stages 2 and 3, without ``hide_transfers`` and with the whole optimizer on the host. Takes 2
-    bytes of host memory per parameter. Not given: if gradients would take more than half of what is
-    free on any rank's accelerator beside the weights. Without effect if the accelerator is the CPU,
-    and with ``offload_param``, whose gradients are on the host anyway."""
+    """Copy gradients to the host during backward, so that a rank's partition has only its weights
+    on the accelerator; the step then computes new weights on the host and copies them up. Stages 2
+    and 3, without ``hide_transfers`` and with the whole optimizer on the host. Takes 2 bytes of
+    host memory per parameter. Not given: true if gradients would take more than half of the memory
+    that the weights leave free on any rank's accelerator. No effect if the accelerator is the CPU,
+    or with ``offload_param``, whose gradients are on the host anyway."""
 
     offload_reserve_fraction: Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)] = 0.15
     """With ``offload_optimizer.ratio`` = "auto": fraction of the accelerator's total memory that
-    stays free for activations and temporaries, beside the most that a measured step has taken. If
-    the share is chosen before the first step, gradients, their flat copy, buckets and landing
-    buffers are counted beside it."""
+    stays free for activations and temporaries, beside the peak of the measured steps. If the share
+    is chosen before the first step, gradients, their flat copy, buckets and landing buffers are
+    counted beside it."""
 
     autotune: bool = True
-    """Measure the first steps, and go on with the fastest plan that they allow: the share of the
-    optimizer on the accelerator (if ``offload_optimizer.ratio`` is "auto", or not given and steps
-    overlap), and the threads of the worker. Moves are exact. False: keep the plan that was made
-    before the first step."""
+    """Measure the first steps, then take the fastest plan: the share of the optimizer on the
+    accelerator (if ``offload_optimizer.ratio`` is "auto", or not given and steps overlap), and the
+    number of the worker's threads. Moving state changes no value. False: keep the plan that was
+    made before the first step."""
 
     async_save: bool = False
     """Let ``save_checkpoint`` return while the checkpoint is still being written: p, m and v by the
@@ -132,16 +133,15 @@ class ZenFlowConfig(ConfigSection):
 
     save_predicted_weights: bool = False
     """What ``save_16bit_model``, the Trainer's ``save_model`` and other exports of the model alone
-    write: p, rounded to the nearest value of the weights' dtype, or the weights that training uses,
-    which anticipate an update. Checkpoints have both."""
+    write. False: p, rounded to the nearest value of the weights' dtype. True: the weights that
+    training uses, which anticipate an update. Checkpoints have both."""
 
     worker_timeout_seconds: Annotated[float, Field(gt=0, le=7 * DAY_SECONDS)] = 240.0
-    """Longest time that the worker's start, or a wait for it, may take before it is an error. While
-    one rank waits for its worker, the others wait for that rank in a collective. So the value must
-    be below the process group's timeout (DeepSpeed's default: 600, see ``DEEPSPEED_TIMEOUT``);
-    otherwise the communication library would end the job first, without the reason, and
-    ``initialize`` raises an error. Half of the group's timeout if that is not above 240 and this
-    field is left out."""
+    """Longest start of the worker, and longest wait for it, before an error. While one rank waits
+    for its worker, the others wait for that rank in a collective. So ``initialize`` requires a
+    value below the process group's timeout (DeepSpeed's default: 600, see ``DEEPSPEED_TIMEOUT``),
+    after which the communication library would end the job without the reason. Not given: 240, or
+    half of the group's timeout if that timeout is at most 240."""
 
     pt_reserved_cores: ReservedCores | None = None
     """Cores kept for PyTorch; the worker gets the rest. A count of at least 1 (int), or a fraction
@@ -150,14 +150,14 @@ class ZenFlowConfig(ConfigSection):
     value."""
 
     pt_reserved_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = DEFAULT_RESERVED_FRACTION
-    """DeepSpeed's name for the fraction. Used if it is given, neither 0 nor 1, and
-    ``pt_reserved_cores`` is not."""
+    """DeepSpeed's name for ``pt_reserved_cores`` as a fraction. Ignored if it is 0 or 1, or if
+    ``pt_reserved_cores`` is given."""
 
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every
-    step. Hot are the blocks with the largest sum of absolute gradients over all ranks, but no rank
-    gets more than twice its share. Costs about 12 bytes of accelerator memory per hot parameter
-    (see ``offload``)."""
+    step: those with the largest sum of absolute gradients over all ranks, but on no rank more than
+    twice its share. Costs about 12 bytes of accelerator memory per hot parameter (see
+    ``offload``)."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
     """``selective``: unit of ``select_interval``: optimizer steps or epochs. ``auto`` counts steps.
@@ -190,8 +190,7 @@ class ZenFlowConfig(ConfigSection):
     at the first selection; gives an interval of 1 to 8 steps."""
 
     def __init__(self, **data: Any) -> None:
-        """Take the interval "auto" for "measured", before "auto" values are dropped as not
-        given."""
+        """Read the interval "auto" as "measured"; any other "auto" means not given."""
         if data.get("update_interval") == "auto":
             data["update_interval"] = MEASURED
         super().__init__(**data)
@@ -259,7 +258,7 @@ OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
 
 
 def given_of_the_other_rule(zenflow: ZenFlowConfig | None) -> list[str]:
-    """Names of the fields that the user set but the update rule in use does not read."""
+    """Names of the fields that the user set and the update rule in use ignores."""
     if zenflow is None:
         return []
     idle = frozenset[str]().union(*OF_ONE_RULE.values()) - OF_ONE_RULE[zenflow.rule]

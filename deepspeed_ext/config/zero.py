@@ -2,9 +2,8 @@
 
 The models are plain pydantic and import neither torch nor DeepSpeed. `adapter.zero_config` mixes
 them into DeepSpeed's own. Field names include the unit. Every number has an upper bound, so that a
-typo cannot overflow later or take gigabytes. The value "auto" means that a field is not given, as
-in DeepSpeed's own sections. No default is "auto" unless DeepSpeed's is, because Accelerate refuses
-an unresolved "auto".
+typo cannot overflow later or allocate gigabytes. As in DeepSpeed's own sections, "auto" means not
+given. No default is "auto" unless DeepSpeed's is, because Accelerate rejects an unresolved "auto".
 """
 
 from typing import Annotated, Literal

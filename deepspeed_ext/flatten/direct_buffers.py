@@ -1,10 +1,10 @@
-"""Makes the buffers of the stage 1/2 constructor without temporary copies.
+"""Allocates the buffers of the stage 1/2 constructor without temporary copies.
 
 DeepSpeed makes them by ``partition.detach().clone().to(device, dtype)`` and then ``pin_memory``.
 With CPU offload, this clones the partition, makes an fp32 copy of it on the accelerator, transfers
-that to pageable memory, and copies it on the host for page-locking. The constructor offers no
-method to override, so `DirectBuffers` intercepts the torch calls while it runs. The constructor of
-stage 3 offers none either; there `NoMasters` leaves out the masters.
+that to pageable memory, and copies it on the host for page-locking. The constructor has no method
+to override, so `DirectBuffers` intercepts torch calls while it runs. Nor has the constructor of
+stage 3, where `NoMasters` leaves out the masters.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ def _is_for_host(device: Any) -> bool:
 
 
 class DirectBuffers(TorchFunctionMode):
-    """While active, makes master partitions with one copy and allocates zero buffers page-locked at
-    once.
+    """While active, makes each master partition with a single copy, and allocates zero buffers
+    page-locked at once.
 
     Args:
         pin: whether to page-lock the offloaded optimizer's buffers.
         startup: profile that counts the time and the bytes.
-        makes_masters: false if nobody reads DeepSpeed's masters. They are then on the meta device,
-            which has sizes and no memory, and so is the 16-bit buffer that DeepSpeed makes beside
-            each.
+        makes_masters: false if DeepSpeed's masters are never read. They are then meta tensors, with
+            sizes and no memory, and so is the 16-bit buffer that DeepSpeed makes beside each.
     """
 
     def __init__(self, pin: bool, startup: StartupProfile, *, makes_masters: bool = True) -> None:
@@ -50,8 +49,8 @@ class DirectBuffers(TorchFunctionMode):
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Do not intercept torch calls inside the block, in which the ranks agree: their
-        collectives make tensors, too, and an error inside a collective would separate the ranks."""
+        """Intercept nothing inside the block, which runs collectives: these allocate tensors, too,
+        and an error on one rank would leave the others waiting."""
         self._rests = True
         try:
             yield
@@ -59,8 +58,8 @@ class DirectBuffers(TorchFunctionMode):
             self._rests = False
 
     def expect_master_of(self, partition: torch.Tensor) -> None:
-        """Announce that the constructor next clones `partition` (1-D, a view of the flat buffer)
-        and converts it."""
+        """Expect the constructor to clone and convert `partition` (1-D, a view of the flat buffer)
+        next."""
         assert self._partition is None, (
             "the constructor did not make a master of the previous partition"
         )
@@ -124,10 +123,10 @@ class DirectBuffers(TorchFunctionMode):
 
 
 class NoMasters(TorchFunctionMode):
-    """While active, `partitions` convert to the meta device: the result has a size and no memory.
+    """While active, ``to`` of `partitions` returns meta tensors, with sizes and no memory.
 
     Args:
-        partitions: the tensors of which nobody reads DeepSpeed's masters.
+        partitions: tensors whose DeepSpeed masters are never read.
     """
 
     def __init__(self, partitions: Sequence[torch.Tensor]) -> None:

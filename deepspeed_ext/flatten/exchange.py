@@ -27,8 +27,8 @@ output."""
 
 
 def exchange_of(ranks: RankGroup) -> Exchange:
-    """Choose the exchange for `ranks`. Call it while a failure is still harmless: before parameters
-    are freed."""
+    """Choose the exchange for `ranks`. Call it before parameters are freed, while a failure is
+    harmless."""
     return exchange_for(backend_of(ranks)) if ranks.size > 1 else _nothing
 
 
@@ -49,8 +49,8 @@ def backend_of(ranks: RankGroup) -> str:
 def all_gather(flat: torch.Tensor, ranks: RankGroup, bucket_numel: int) -> None:
     """Exchange by one collective over the whole buffer, which uses all links at once.
 
-    It is not divided into buckets: the ranks' parts of a bucket are not contiguous in `flat`, and
-    would need a copy.
+    It ignores `bucket_numel`: the ranks' parts of a bucket are not contiguous in `flat` and would
+    need a copy.
     """
     numel = flat.numel() // ranks.size
     dist.all_gather_into_tensor(
@@ -59,8 +59,8 @@ def all_gather(flat: torch.Tensor, ranks: RankGroup, bucket_numel: int) -> None:
 
 
 def broadcasts(flat: torch.Tensor, ranks: RankGroup, bucket_numel: int) -> None:
-    """Exchange by broadcasts of views of `flat`, one owner after the other; no backend needs a
-    temporary buffer."""
+    """Exchange by broadcasts of views of `flat`, one owner after the other, which needs no
+    temporary buffer on any backend."""
     numel = flat.numel() // ranks.size
     for owner in range(ranks.size):
         for bucket in flat[owner * numel : (owner + 1) * numel].split(max(1, bucket_numel)):

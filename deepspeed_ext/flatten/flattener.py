@@ -43,7 +43,7 @@ class Flattener:
     def flatten(
         self, layout: GroupLayout, ranks: RankGroup, group_index: int
     ) -> tuple[torch.Tensor, FlattenPlan]:
-        """Build the flat buffer of one group. The caller then makes the parameters views of it. A
+        """Build the flat buffer of one group; the caller makes the parameters views of it. A
         collective.
 
         Args:
@@ -83,10 +83,9 @@ class Flattener:
             if self._forced is not None:
                 raise OutOfMemoryError(
                     f'zero_optimization.flatten_tier = "{self._forced}" ran out of accelerator '
-                    f"memory for parameter "
-                    f"group {group_index} ({plan.required_bytes:,} bytes beside the parameters, "
-                    f"{free:,} were free). "
-                    "The parameters are intact. Remove the field to have a tier chosen that fits"
+                    f"memory for parameter group {group_index} ({plan.required_bytes:,} bytes "
+                    f"beside the parameters, {free:,} were free). The parameters are intact. "
+                    "Remove the field to have a tier chosen that fits"
                 )
             logger.warning(
                 f"{what}: tier {plan.tier} ran out of memory "

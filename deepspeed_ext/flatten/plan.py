@@ -32,7 +32,7 @@ TIERS: tuple[FlattenTier, ...] = ("accelerator", "distributed", "host")
 """In order of preference, fastest first."""
 
 STAGING_CHUNK_BYTES = 32 << 20
-"""Size of each of the two page-locked chunks of a transfer from or to pageable memory."""
+"""Size of each of the two page-locked chunks of a transfer to or from pageable memory."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,7 @@ def _check_forced(tier: FlattenTier, facts: FlattenFacts) -> FlattenPlan:
     if tier == "distributed" and facts.ranks == 1:
         raise ConfigError(
             f"{field} needs at least 2 data-parallel ranks per parameter group, and this group "
-            f"has 1; "
-            'use "accelerator" or "host", or remove the field'
+            'has 1; use "accelerator" or "host", or remove the field'
         )
     if needed > facts.free_bytes:
         raise ConfigError(

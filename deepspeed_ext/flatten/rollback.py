@@ -1,5 +1,4 @@
-"""Restores the parameters after flattening failed: those that were freed get storage and values
-again."""
+"""Restores freed parameters after flattening failed: their storage and their values."""
 
 from __future__ import annotations
 

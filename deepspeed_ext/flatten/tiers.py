@@ -6,8 +6,8 @@ keep the parameters. After that, every rank holds its 1/N slice of the flat buff
 accelerator or the host. The tier builds the flat buffer from these slices; if it does not fit,
 `rollback.restore_parameters` restores the parameters from them.
 
-All work of a rank between two collectives runs inside `runtime.memory.try_on_all_ranks`, so a
-failure never separates the ranks. Work outside it that could fail is done before the parameters are
+All work of a rank between two collectives runs inside `runtime.memory.try_on_all_ranks`, so that
+all ranks learn of a failure. Work outside it that could fail is done before the parameters are
 freed. `runtime.memory.accelerator_empty` and `runtime.memory.host_empty` make all allocations.
 """
 
@@ -156,7 +156,7 @@ def _flat_with_own_slice(
     ``load(values, slice)``.
 
     Returns:
-        The flat buffer with only this rank's slice filled; None if it does not fit on any one rank.
+        The flat buffer with only this rank's slice filled; None if it does not fit on some rank.
     """
 
     def filled() -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Launches the collectives of one fetch, each parameter into its own storage.
+"""Launches the collectives of one fetch, which gather parameters into their own storage.
 
-A *partition* is this rank's part of a parameter: 1-D, with equal length on every rank; the last one
+A *partition* is this rank's shard of a parameter: 1-D, equally long on every rank; the last one
 ends with padding. *Storage* is the gathered parameter's memory: 1-D, on the accelerator, in the
 dtype of the communication.
 """
@@ -19,12 +19,11 @@ from deepspeed_ext.runtime.ranks import RankGroup, all_gather_single
 __all__ = ["PendingParameter", "Work", "can_group", "gather_singles", "gather_together"]
 
 _SEGMENT_BYTES = 64
-"""Alignment of parameters in a shared bucket. It is that of the CPU allocator, because kernels may
-depend on it."""
+"""Alignment of parameters in a shared bucket, as by the CPU allocator: kernels may depend on it."""
 
 
 class Work(Protocol):
-    """The interface of the object that an asynchronous collective returns."""
+    """What an asynchronous collective returns."""
 
     def wait(self) -> Any: ...
 
@@ -35,7 +34,7 @@ class PendingParameter:
 
     Attributes:
         numel: elements of the whole parameter.
-        partition: this rank's part: 1-D, on any device, in the parameter's dtype.
+        partition: this rank's shard: 1-D, on any device, in the parameter's dtype.
         dtype: dtype of the communication.
         storage: the parameter's elements, 1-D without padding; set at launch, valid once the work
             is done.
@@ -70,8 +69,8 @@ def gather_singles(
             dist.allgather_fn(output, part, group=ranks.group, async_op=True)
             for output, part in pairs
         ]
-    # torch's interface, because the work that deepspeed.comm.all_gather_coalesced returns cannot be
-    # waited for. As bytes, because not every backend accepts several dtypes in one launch.
+    # torch's interface, because the work of deepspeed.comm.all_gather_coalesced has no usable wait.
+    # As bytes, because not every backend accepts several dtypes in one launch.
     manager: Any
     with torch.distributed._coalescing_manager(group=ranks.group, async_ops=True) as manager:
         for output, part in pairs:
@@ -90,13 +89,13 @@ def _output_and_input(
     if each.partition.device == output.device and each.partition.dtype == each.dtype:
         return output, each.partition.data
     own = output.narrow(0, part_numel * ranks.rank, part_numel)
-    own.copy_(each.partition)  # move or cast it into the output: the collective then works in place
+    own.copy_(each.partition)  # move or cast into the output; the all-gather is then in place
     return output, own
 
 
 def gather_together(pending: Sequence[PendingParameter], ranks: RankGroup) -> Work:
-    """Start to gather small parameters by one collective into shared storage, each contiguous; do
-    not wait.
+    """Start to gather small parameters by one collective into shared storage, each of them
+    contiguous; do not wait.
 
     An all-gather would interleave the parameters rank by rank, and separating them would need a
     second copy. Instead, every rank copies its parts to their final positions in a zeroed bucket,

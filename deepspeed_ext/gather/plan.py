@@ -49,7 +49,7 @@ class ParameterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """The ``parameter_id`` of the parameters of one fetch; ascending, so that all ranks launch in
+    """The ``parameter_id`` of each parameter of one fetch; ascending, so that all ranks launch in
     the same order."""
 
     singles: tuple[int, ...]
@@ -78,9 +78,9 @@ class GatherPlan:
         """Divide the parameters of one fetch.
 
         Raises:
-            UnsupportedError: the plan does not contain a parameter. DeepSpeed may call the
-                all-gather of different parameters for one fetch on different ranks, so the ranks
-                could call different collectives.
+            UnsupportedError: the plan does not contain a parameter. DeepSpeed gathers a fetch by
+                the method of one of its parameters, which may differ between ranks, so some ranks
+                could call our collectives and others DeepSpeed's.
         """
         parameter_ids = sorted(parameter_ids)
         if unknown := [i for i in parameter_ids if i not in self.modes]:

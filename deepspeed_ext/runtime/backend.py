@@ -1,5 +1,4 @@
-"""The public parts of DeepSpeed (its communication and its accelerator), and facts from the
-launcher.
+"""DeepSpeed's public parts (communication and accelerator), and facts from the launcher.
 
 Outside `deepspeed_ext.adapter`, only this module imports DeepSpeed.
 """
@@ -30,7 +29,7 @@ __all__ = [
 ]
 
 SHARED_MEMORY = "train without the zenflow section and without offload_optimizer"
-"""What to do where the accelerator's memory is the host's."""
+"""What to change if the accelerator uses the host's memory."""
 
 
 def local_rank() -> int:
@@ -56,18 +55,18 @@ def group_timeout_seconds(group: Any) -> float:
 
 def can_register_host_memory() -> bool:
     """Whether the accelerator's class can page-lock memory that its runtime did not allocate."""
-    theirs = getattr(DeepSpeedAccelerator, "register_host_memory", None)
-    if theirs is None:
+    base = getattr(DeepSpeedAccelerator, "register_host_memory", None)
+    if base is None:
         return _device_runtime(get_accelerator()) is not None
-    return type(get_accelerator()).register_host_memory is not theirs
+    return type(get_accelerator()).register_host_memory is not base
 
 
 # -- what older releases of DeepSpeed leave to torch ---------------------------------------------
 
 
 def pinned_empty(accelerator: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate an uninitialised 1-D page-locked host tensor. DeepSpeed's accelerators do it since
-    0.19.7."""
+    """Allocate an uninitialised 1-D page-locked host tensor; DeepSpeed's accelerators have this
+    since 0.19.7."""
     if hasattr(accelerator, "pin_empty"):
         return accelerator.pin_empty(numel, dtype=dtype)
     pins = accelerator.device_name() != "cpu"
@@ -75,11 +74,11 @@ def pinned_empty(accelerator: Any, numel: int, dtype: torch.dtype) -> torch.Tens
 
 
 def page_lock(accelerator: Any, address: int, nbytes: int) -> bool:
-    """Page-lock host memory that torch did not allocate; return whether that can be done.
-    DeepSpeed's accelerators do it since 0.19.6.
+    """Page-lock host memory that torch did not allocate; return False if the accelerator cannot.
+    DeepSpeed's accelerators have this since 0.19.6.
 
     Raises:
-        RuntimeError: the runtime refuses.
+        RuntimeError: the device's runtime returned an error.
     """
     if hasattr(accelerator, "register_host_memory"):
         return bool(accelerator.register_host_memory(address, nbytes))
@@ -93,7 +92,7 @@ def page_unlock(accelerator: Any, address: int) -> None:
     """Undo `page_lock`.
 
     Raises:
-        RuntimeError: the runtime refuses.
+        RuntimeError: the device's runtime returned an error.
     """
     if hasattr(accelerator, "unregister_host_memory"):
         accelerator.unregister_host_memory(address)
@@ -102,13 +101,13 @@ def page_unlock(accelerator: Any, address: int) -> None:
 
 
 def page_lock_alignment(accelerator: Any) -> int:
-    """Bytes to which `page_lock` wants addresses aligned. Accelerators say so since 0.19.8."""
+    """Alignment in bytes that `page_lock` needs; accelerators report it since 0.19.8."""
     alignment = getattr(accelerator, "pin_memory_alignment", None)
     return 1 if alignment is None else alignment()
 
 
 def _device_runtime(accelerator: Any) -> Any:
-    """torch's binding of the device's runtime; None: it has none."""
+    """torch's binding of the device's runtime, such as cudart; None: it has none."""
     module = torch.get_device_module(accelerator.device_name())
     return module.cudart() if hasattr(module, "cudart") else None
 
@@ -119,8 +118,8 @@ def _check(result: Any) -> None:
 
 
 def shares_host_memory() -> bool:
-    """Whether the accelerator has no memory of its own but takes the host's (GB10, Jetson, MI300A):
-    there, what is offloaded frees nothing. False if its runtime does not say, and on the CPU."""
+    """Whether the accelerator uses the host's memory (GB10, Jetson, MI300A), so that offload frees
+    nothing. False on the CPU, and if its runtime does not say."""
     accelerator = get_accelerator()
     module = torch.get_device_module(accelerator.device_name())
     properties = getattr(module, "get_device_properties", None)

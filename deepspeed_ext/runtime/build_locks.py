@@ -24,8 +24,8 @@ def operator_folder() -> Path:
 
 
 def waits_for_files() -> bool:
-    """Whether a build waits while there is the file of another's lock. From 2.14 on, torch locks
-    the file itself: the file stays after every build, and holds nothing up."""
+    """Whether a build waits as long as a lock file exists. From 2.14 on, torch locks the file
+    itself, which stays after every build and blocks nothing."""
     try:
         from torch.utils import cpp_extension
     except ImportError:
@@ -34,10 +34,10 @@ def waits_for_files() -> bool:
 
 
 def abandoned() -> list[Path]:
-    """Locks of builds on which no process of this host works, if they hold builds up. They may
-    include a running build of another host that shares the folder.
+    """Locks that block builds and belong to no process of this host. One may be of a running build
+    on another host that shares the folder.
 
-    Empty if the folder or the processes cannot be read: a start must not fail because of a warning.
+    Empty if the folder or the processes cannot be read, so that the check cannot fail a start.
     """
     now = time.time()
     try:

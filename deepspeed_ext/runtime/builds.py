@@ -50,8 +50,8 @@ def _report(operator: str, is_new: bool, begin: float, done: threading.Event) ->
         left = [lock for lock in build_locks.abandoned() if lock.parent.name == operator]
         if left:
             logger.warning(
-                f"waiting for {left[0]} for {took}: "
-                "a build that was killed has left it. Delete it to go on"
+                f"waiting for the lock {left[0]} for {took}: a killed build left it behind. "
+                "Delete it to continue"
             )
         else:
             logger.info(f"{doing} DeepSpeed's operator {operator}: {took}")

@@ -130,8 +130,8 @@ def read_memory_limit_bytes(root: Path | str = "/") -> int | None:
 
 
 def read_throttled_count(root: Path | str = "/") -> int:
-    """Return how often the kernel has stopped this process's group because its CPU quota was used
-    up."""
+    """Return how often the kernel has throttled this process's group for exceeding its CPU
+    quota."""
     for group in own_groups(Path(root), "cpu"):
         for line in (read_text(group / "cpu.stat") or "").splitlines():
             key, _, value = line.partition(" ")

@@ -1,11 +1,11 @@
-"""Confines a process that reads what a stranger wrote: no network, no processes, no files but those
+"""Sandboxes a process that reads untrusted input: no network, no new processes, no files but those
 of its libraries.
 
 # Note: [What confinement is for]
 
-It is the second line. The first is not to let the input decide what is loaded. Python code that
-already runs could get around an audit hook; the hook stops the call that would bring such code in,
-be it a download, an import, a pickle or a shared library.
+It is the second line of defence. The first is that the input never decides what is loaded. Python
+code that already runs can bypass an audit hook; the hook stops the call that would bring such code
+in: a download, an import, a pickle or a shared library.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ _TOKENS = (
 
 
 def offline(folder: str) -> dict[str, str]:
-    """The environment of a process that needs no network: this one's without access tokens, and
-    with an empty `folder` as home, cache and place of temporary files, so that a library of models
-    finds neither a stored token nor a model."""
+    """This process's environment without access tokens, for a process without network. An empty
+    `folder` is its home, cache and temporary folder, so that Hugging Face libraries find neither a
+    stored token nor a model."""
     kept = {name: value for name, value in os.environ.items() if name not in _TOKENS}
     found = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     homes = (
@@ -100,15 +100,16 @@ def offline(folder: str) -> dict[str, str]:
 
 
 def confine(cpu_seconds: float, nbytes: int) -> None:
-    """Confine this process for the rest of its life. Call it when its libraries are imported.
+    """Confine this process for the rest of its life. Call it after its libraries are imported, in
+    an empty working folder.
 
-    Network, new processes, signals, pickles that name classes, and code from elsewhere than the
-    search path raise PermissionError; so does reading a file that belongs neither to Python nor to
-    the system. Libraries may use small files below the working folder, which is to be an empty one.
+    Network, new processes, signals, pickles that name classes, and code from outside the search
+    path raise PermissionError; so does reading a file that belongs neither to Python nor to the
+    system. Libraries may read and write small files below the working folder.
 
     Args:
-        cpu_seconds: when the process has used this much more, SIGPROF ends it.
-        nbytes: what it may allocate beside what it has; more raises MemoryError.
+        cpu_seconds: CPU time after which SIGPROF ends the process.
+        nbytes: limit of additional memory; more raises MemoryError.
     """
     folders = [*sys.path, sys.prefix, sys.base_prefix]
     for module in list(sys.modules.values()):  # an editable install is not on the search path
@@ -134,8 +135,7 @@ def confine(cpu_seconds: float, nbytes: int) -> None:
 
 
 def _both(folders: Iterable[str]) -> tuple[str, ...]:
-    """Folders as they are written and as they are, each with a slash at its end; not the root of
-    all."""
+    """Each folder as written and with links resolved, with a slash at its end; without ``/``."""
     found = {
         form(folder)
         for folder in filter(None, folders)
@@ -159,7 +159,7 @@ class _Watch:
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in _REFUSED:
-            raise PermissionError(f"{event} is not allowed here")
+            raise PermissionError(f"{event} is not allowed in a confined process")
         if event in _CHANGES:
             for path in arguments[: _CHANGES[event]]:
                 _require_inside(self._scratch, path, event)
@@ -181,4 +181,4 @@ def _require_inside(folders: tuple[str, ...], path: Any, event: str) -> None:
         return
     found = os.path.abspath(name), os.path.realpath(name)
     if not any(f"{each}/".startswith(folders) for each in found):
-        raise PermissionError(f"{event} of {name[:200]!r} is not allowed here")
+        raise PermissionError(f"{event} of {name[:200]!r} is not allowed in a confined process")

@@ -1,4 +1,4 @@
-"""Warns of settings under which an accelerator runs nothing beside anything else."""
+"""Warns of settings that keep an accelerator from overlapping copies with kernels."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Mapping
 __all__ = ["QUEUES", "single_queue"]
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""The variable of NVIDIA's driver: number of hardware queues into which streams are sorted; 8 if it
-is not set."""
+"""NVIDIA's variable: number of hardware queues that the streams share; 8 if it is not set."""
 
 
 def single_queue(environment: Mapping[str, str]) -> str | None:
-    """Why the environment keeps copies from running beside computation, and what to change; None:
-    it does not."""
+    """Why copies cannot overlap with kernels in this environment, and what to change; None: they
+    can."""
     if environment.get(QUEUES, "").strip() != "1":
         return None
     return (
-        f"{QUEUES}=1 puts copies, waits for events and kernels of all streams into one queue of "
-        "the device, so copies of ZenFlow hide behind nothing. Unset it; where Megatron's tensor "
-        "parallelism asks for it, a step waits for its copies"
+        f"{QUEUES}=1 puts copies, event waits and kernels of all streams into one hardware queue, "
+        "so ZenFlow's copies cannot overlap with kernels. Unset it, unless Megatron's tensor "
+        "parallelism needs it; each step then waits for its copies"
     )

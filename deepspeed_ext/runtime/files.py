@@ -1,5 +1,5 @@
-"""File operations that survive a crash: when they return, the disk has the result, and no file is
-ever partial."""
+"""Crash-safe file operations: when they return, the disk has the result, and no file is ever
+partial."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 _TEMPORARY = ".dsext-tmp"
 _CRC = struct.Struct("<I")
 _SUM_BYTES = 1 << 20
-"""Written and summed at once: the core's cache still has what was written."""
+"""Written and summed in one go, while it is in the core's cache."""
 _MOST_REMOVERS = 100
 """Maximum number of times that a folder may change during its removal, because other processes
 remove parts of it."""
@@ -62,14 +62,14 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 
 
 def write(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Write all bytes of `memory` to a file, `offset` bytes behind its beginning."""
+    """Write all bytes of `memory` to a file, beginning at byte `offset`."""
     while memory:
         written = os.pwrite(descriptor, memory, offset)
         memory, offset = memory[written:], offset + written
 
 
 def write_summed(descriptor: int, memory: memoryview, offset: int, crc: int = 0) -> int:
-    """Like `write`; return the CRC of what has the CRC `crc`, followed by `memory`."""
+    """Like `write`; return the running CRC `crc`, continued over `memory`."""
     for begin in range(0, len(memory), _SUM_BYTES):
         part = memory[begin : begin + _SUM_BYTES]
         write(descriptor, part, offset + begin)
@@ -132,8 +132,8 @@ def is_temporary(name: str) -> bool:
 
 
 def remove_tree(path: str) -> None:
-    """Remove a folder with its content, or a link to a folder; do nothing if it does not exist.
-    Several processes may do so at the same time."""
+    """Remove a folder with its content, or a link to a folder, if it exists. Several processes may
+    remove it at the same time."""
     if os.path.islink(path):
         os.unlink(path)
     for _ in range(_MOST_REMOVERS):

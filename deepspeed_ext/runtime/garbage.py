@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from walking through a whole process while an engine is
+"""Keeps Python's garbage collector from traversing all existing objects while an engine is
 built."""
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ _FROZEN_BY_PYTHON = 1000
 """Upper bound: Python 3.12 begins with 375 frozen objects."""
 
 _program_freezes = False
-"""Whether this program has frozen its objects. Counting them walks through all, up to a tenth of a
-second for each engine, so they are not counted again."""
+"""Whether this program has frozen its objects. Counting frozen objects takes up to 0.1 s, so a
+positive answer is kept."""
 
 
 @contextmanager
 def earlier_objects_left_out() -> Iterator[None]:
-    """Leave the objects that exist out of collections in the block; new ones are collected as ever.
+    """Exclude existing objects from garbage collection inside the block; new ones are collected.
 
-    DeepSpeed imports torch's compiler while it builds an engine, which makes so many objects that
-    the collector walks several times through all that torch has made before. If a program has
-    frozen its objects itself, nothing changes.
+    While DeepSpeed builds an engine it imports torch's compiler, whose many objects would make the
+    collector traverse all earlier ones several times. Does nothing if the program has frozen its
+    objects itself.
     """
     global _program_freezes
     _program_freezes = _program_freezes or gc.get_freeze_count() > _FROZEN_BY_PYTHON

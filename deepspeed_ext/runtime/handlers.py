@@ -1,7 +1,7 @@
 """Distinguishes exceptions raised by a signal handler from those of the interrupted code.
 
-A handler may raise anything, at any moment. Code that catches errors of its own calls could mistake
-a handler's `TimeoutError`, for instance, for that of a connection.
+A handler may raise anything, at any moment. Code that catches a connection's `TimeoutError`, for
+instance, could catch a handler's.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ __all__ = ["is_of_handler"]
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Whether a signal handler has raised `error`. Handlers are found if they are functions or
-    methods."""
+    """Whether a signal handler that is a function or method has raised `error`."""
     handlers = map(signal.getsignal, signal.valid_signals())
     codes = {
         handler.__code__ for handler in handlers if isinstance(handler, (FunctionType, MethodType))

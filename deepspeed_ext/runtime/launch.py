@@ -1,4 +1,4 @@
-"""Sets the variables of a rank that no launcher has set under the names that DeepSpeed reads."""
+"""Sets the rank variables that DeepSpeed reads and the launcher has not set."""
 
 import os
 import socket
@@ -24,8 +24,8 @@ def set_launch_variables() -> None:
 
 
 def find_rank() -> bool:
-    """As `set_launch_variables`, and make this process rank 0 of 1 in the environment, if no
-    launcher has started it and its rank is not set by hand; returns whether the rank is known now.
+    """Like `set_launch_variables`. If no launcher has started this process and its rank is not set
+    by hand, also make it rank 0 of 1. Return whether the rank is known now.
 
     Raises:
         ConfigError: as `set_launch_variables`.

@@ -122,8 +122,7 @@ def plan_launch(environ: Mapping[str, str]) -> LaunchPlan:
 
 
 def alone(environ: Mapping[str, str], free_port: int) -> Mapping[str, str]:
-    """The variables of rank 0 of 1, of a process that no launcher has started and whose rank is not
-    set by hand: those that `environ` lacks."""
+    """The variables that make a process without a launcher rank 0 of 1, if `environ` lacks them."""
     lone = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(
         ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"
     )
@@ -183,7 +182,7 @@ def _slurm(given: Mapping[str, str]) -> _Place | None:
         return None
     if "SLURM_HET_SIZE" in given:
         raise ConfigError(
-            "the components of a heterogeneous Slurm job are numbered apart: set all of "
+            "each component of a heterogeneous Slurm job numbers its own tasks: set all of "
             f"{', '.join(NEEDED)} for each task"
         )
     rank, size, local_rank, node = _numbers(
@@ -228,14 +227,16 @@ def tasks_on_node(counts: str, node: int, size: int) -> int:
     groups = list(_groups(counts))
     if sum(tasks * nodes for tasks, nodes in groups) != size:
         raise ConfigError(
-            f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)}, but SLURM_STEP_NUM_TASKS={size}"
+            f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)}, but SLURM_STEP_NUM_TASKS={size}: "
+            f"start again with srun, or set all of {', '.join(NEEDED)}"
         )
     for tasks, nodes in groups:
         if node < nodes:
             return tasks
         node -= nodes
     raise ConfigError(
-        f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)} has fewer nodes than SLURM_NODEID says"
+        f"SLURM_STEP_TASKS_PER_NODE={quoted(counts)} has too few nodes for SLURM_NODEID: start "
+        f"again with srun, or set all of {', '.join(NEEDED)}"
     )
 
 
@@ -256,15 +257,15 @@ def _job(given: Mapping[str, str]) -> str:
 
 
 def _is_numbered_by_hand(given: Mapping[str, str], place: _Place) -> bool:
-    """Whether the ranks are not the launcher's processes, for instance if each of these has started
-    several ranks."""
+    """Whether the ranks are not the launcher's processes, for instance if each such process has
+    started several ranks."""
     if not all(name in given for name in RANK_VARIABLES):
         return False
     return _number(given, "WORLD_SIZE") != place.size
 
 
 def _require_numbers_by_hand(given: Mapping[str, str]) -> None:
-    """Raise `ConfigError` unless either none of the ranks' numbers are set, or all are set and
+    """Raise `ConfigError` unless RANK, WORLD_SIZE and LOCAL_RANK are all unset, or all set and
     consistent."""
     missing = [name for name in RANK_VARIABLES if name not in given]
     if len(missing) == len(RANK_VARIABLES):
@@ -274,8 +275,8 @@ def _require_numbers_by_hand(given: Mapping[str, str]) -> None:
             f"{name}={quoted(given[name])}" for name in RANK_VARIABLES if name in given
         )
         raise ConfigError(
-            f"{present}, but {' and '.join(missing)} not set, and no launcher tells: set all of "
-            f"{', '.join(RANK_VARIABLES)} or none"
+            f"{present}, but {' and '.join(missing)} not set, and no launcher was found: set all "
+            f"of {', '.join(RANK_VARIABLES)} or none"
         )
     rank, size, local_rank = _numbers(given, RANK_VARIABLES)
     if not local_rank <= rank < size:
@@ -303,7 +304,7 @@ def _address(place: _Place) -> str:
     if place.local_size == place.size:
         return "127.0.0.1"
     raise ConfigError(
-        f"{place.launcher} has started ranks on several hosts and does not tell that of rank 0: "
+        f"{place.launcher} has started ranks on several hosts and does not name the one of rank 0: "
         "set MASTER_ADDR to it (mpirun -x MASTER_ADDR=HOST; mpiexec -genv MASTER_ADDR HOST)"
     )
 

@@ -59,8 +59,8 @@ def free_accelerator_bytes() -> int:
 
 
 def unused_accelerator_bytes() -> int:
-    """Return the bytes of accelerator memory that this process could have allocated on top of the
-    most that it has used so far; 0 on the CPU accelerator, where they are not known."""
+    """Return the bytes of accelerator memory that were free at this process's peak so far; 0 on the
+    CPU accelerator, where they are not known."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return 0
@@ -78,12 +78,11 @@ def total_accelerator_bytes() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that an allocation did not fit, on an accelerator or on the host,
-    page-locked or not.
+    """Whether `error` is a failed allocation, on an accelerator or on the host, page-locked or not.
 
-    An error of the accelerator's runtime, such as ``CUDA error: out of memory`` for page-locked
-    memory, is recognised by its text: torch has no type for it, or one type for all errors of the
-    runtime.
+    Errors of the accelerator's runtime, such as ``CUDA error: out of memory`` for page-locked
+    memory, are recognised by their text: torch has no type for them, or one type for all of the
+    runtime's errors.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -100,12 +99,11 @@ def accelerator_empty(numel: int, dtype: torch.dtype, device: torch.device) -> t
 
 
 def host_empty(numel: int, dtype: torch.dtype, pin: bool) -> torch.Tensor:
-    """Allocate an uninitialised 1-D tensor of `numel` elements in host memory, page-locked if `pin`
-    and possible.
+    """Allocate an uninitialised 1-D tensor of `numel` elements in host memory, with `pin`
+    page-locked if possible.
 
-    It is allocated page-locked at once, without a pageable copy. If the accelerator refuses, which
-    happens long before the host is full, the tensor is pageable, with one warning: copies are then
-    slower and synchronous.
+    No pageable copy is made. If page-locking fails, which happens long before the host is full, the
+    tensor is pageable, with one warning: copies are then slower and synchronous.
     """
     buffer = _page_locked(numel, dtype) if pin else None
     if buffer is None:
@@ -147,7 +145,7 @@ def try_on_all_ranks(name: str, attempt: Callable[[], T], ranks: RankGroup) -> T
     """Call `attempt`, which must contain no collective, on every rank. A collective.
 
     Args:
-        name: the work in a profile, ``deepspeed_ext.<name>``.
+        name: of the range ``deepspeed_ext.<name>`` in profiles.
         attempt: this rank's work.
 
     Returns:

@@ -48,7 +48,7 @@ class OutputFile:
         resolved = Path(os.path.realpath(path))
         if not os.path.lexists(resolved.parent):
             raise FileNotFoundError(
-                errno.ENOENT, "there is no folder of this name; make it first", str(resolved.parent)
+                errno.ENOENT, "its folder does not exist; create it first", str(resolved.parent)
             )
         replaceable = os.access(resolved.parent, os.W_OK | os.X_OK)
         try:
@@ -66,8 +66,7 @@ class OutputFile:
         return cls(Path(path), in_place=True)
 
     def write(self, content: bytes) -> None:
-        """Write `content`. A file that is replaced is whole at any time, old or new, and keeps its
-        mode.
+        """Write `content`. A replaced file is complete at any time, old or new, and keeps its mode.
 
         Raises:
             OSError: the file could not be written, for example a FIFO without a reader.

@@ -1,12 +1,12 @@
-"""Lets an object know the process that it belongs to, which is not one that was forked from it.
+"""Lets an object tell the process that made it from processes forked later.
 
 # Note: [Forked processes]
 
-A child that user code forks, such as a process of a data loader, inherits every object: sockets to
-the optimizer process, whose answers it would take from its parent; locks that a thread held that
-the child does not have; groups of ranks, whose messages it would mix into its parent's. So a call
-in a child is refused before it touches any of them, and what runs by itself at the child's end
-(finalizers, functions of atexit) does nothing. The plain module is the child's to use.
+A child that user code forks, such as a data loader's worker, inherits every object: sockets to the
+optimizer process, whose answers it would take from its parent; locks held by threads that the child
+does not have; process groups, in which its messages would mix with its parent's. So a call in a
+child raises before it touches any of them, and finalizers and atexit functions do nothing there.
+The child may use the plain module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["OwnProcess"]
 
 
 class OwnProcess:
-    """The process that makes this object.
+    """The process that created this object.
 
     Args:
         what: the owner of this object, for messages.
@@ -31,17 +31,17 @@ class OwnProcess:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process, and none that was forked from it."""
+        """Whether this is that process, not one forked from it."""
         return os.getpid() == self._pid
 
     def require(self) -> None:
-        """Refuse to go on in another process.
+        """Check that this is that process.
 
         Raises:
-            StateError: this process was forked from the one that `what` belongs to.
+            StateError: this process was forked from it.
         """
         if not self.is_here:
             raise StateError(
-                f"{self._what} belongs to process {self._pid}, and process {os.getpid()}, which "
-                "was forked from it, calls it: call it in the process that trains"
+                f"{self._what} belongs to process {self._pid}, but was called in process "
+                f"{os.getpid()}, which was forked from it: call it in the process that trains"
             )

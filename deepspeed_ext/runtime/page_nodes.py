@@ -1,4 +1,4 @@
-"""Asks the kernel on which memory nodes pages lie. Does not import torch."""
+"""Asks the kernel on which NUMA nodes pages lie. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 __all__ = ["nodes_of_pages", "placement_warning", "sampled_pages"]
 
 MOVE_PAGES = {"x86_64": 279, "aarch64": 239, "ppc64le": 301, "s390x": 310, "riscv64": 239}
-"""Number of the system call on each kind of machine."""
+"""Number of the system call on each architecture."""
 PAGE_BYTES = 4096
 MOST_PAGES = 2048
 """Maximum number of pages in a sample."""
@@ -32,8 +32,8 @@ def sampled_pages(spans: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def nodes_of_pages(addresses: Sequence[int]) -> dict[int, int]:
-    """How many of these pages of this process lie on each node; pages that take no memory are left
-    out, and the result is empty if the kernel does not say."""
+    """Number of these pages on each NUMA node, without pages that are not in memory; empty if the
+    kernel does not say."""
     number = MOVE_PAGES.get(platform.machine())
     if number is None or not addresses:
         return {}
@@ -46,7 +46,8 @@ def nodes_of_pages(addresses: Sequence[int]) -> dict[int, int]:
 
 
 def placement_warning(found: Mapping[int, int], wanted: int) -> str | None:
-    """What is to be said of pages that should lie on node `wanted`; None: nothing. A pure function.
+    """The warning about pages that are not on node `wanted`; None: there are too few. A pure
+    function.
 
     Args:
         found: number of pages on each node.

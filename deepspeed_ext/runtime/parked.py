@@ -17,10 +17,10 @@ class Parked:
     If the host has no memory for all of them, the constructor raises before any has moved.
 
     Args:
-        tensors: none shares its memory with another one; the same object may come twice. Tensors
-            already on the host are not moved.
-        unused: tensors whose values nobody reads again: their memory is freed without a copy, and
-            comes back uninitialized.
+        tensors: tensors without shared memory; one object may come twice. Tensors already on the
+            host are not moved.
+        unused: tensors whose values are no longer needed: their memory is freed without a copy, and
+            is uninitialized after `restore`.
         pins: whether the copies are page-locked, if possible.
     """
 

@@ -1,5 +1,4 @@
-"""Names parts of the work in profiles: each range of ``torch.profiler`` is
-``deepspeed_ext.<system>.<part>``."""
+"""Ranges for ``torch.profiler``, named ``deepspeed_ext.<system>.<part>``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports every few seconds that silent processes still run, and what they compile."""
+"""Reports during a long wait that it continues, and what is being compiled."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Progress:
     """Reports that a silent wait continues; call `look` repeatedly during the wait.
 
     Args:
-        what: the thing waited for, or what says how far it is.
+        what: what is waited for, or a function that describes its progress.
         processes: ids of the processes that work on it.
         tell: called with each line.
     """

@@ -171,11 +171,11 @@ class RankGroup:
         return values[0]
 
     def distinct(self, value: Any, most: int | None = None) -> list[tuple[Any, list[int]]]:
-        """Return the different values of the ranks, told apart by their ``repr``, each with its
-        ranks. A collective.
+        """Return the distinct values of the ranks, compared by their ``repr``, each with its ranks.
+        A collective.
 
-        Each value travels once, from the lowest of its ranks; ranks with the same value exchange
-        only 16 bytes.
+        The lowest rank with a value sends it, once; if all values are equal, ranks exchange only 16
+        bytes.
 
         Args:
             value: this rank's value, any object that pickles.
@@ -195,7 +195,7 @@ class RankGroup:
     def gather_among(self, key: Any, value: Any) -> dict[int, Any]:
         """Return the values of the ranks with this rank's `key`, by rank. A collective.
 
-        All values arrive here, but those of ranks with other keys are not even unpickled: keep them
+        All values are sent to all ranks, but those with other keys are not unpickled: keep them
         small.
 
         Args:
@@ -241,8 +241,8 @@ class RankGroup:
 @dataclass(frozen=True)
 class GridRanks(RankGroup):
     """Ranks in a grid, such as those of a model that is both data- and tensor-parallel. Torch has
-    no group of all of them, only one along each axis. Every collective runs along one axis after
-    the other, on groups that DeepSpeed uses in every step, too: no communicator is added.
+    no group of all of them, only one along each axis. So every collective runs along one axis after
+    the other, on groups that DeepSpeed uses anyway: no communicator is added.
 
     Attributes:
         axes: this rank's group along each axis; ranks are numbered along the first axis first.
@@ -270,8 +270,8 @@ class GridRanks(RankGroup):
         raise AssertionError("a grid has a backend along each axis")
 
     def global_rank(self, rank: int) -> int:
-        """Return the global number of the grid's `rank`. Launchers number the ranks of a grid axis
-        by axis, so that a step along one axis changes the number equally everywhere."""
+        """Return the global number of the grid's `rank`. Launchers number a grid axis by axis, so
+        the offset along one axis is the same everywhere."""
         here = self.axes[0].global_rank(self.axes[0].rank)
         places = zip(self.axes, self._places(rank), strict=True)
         return here + sum(axis.global_rank(place) - here for axis, place in places)
@@ -306,9 +306,8 @@ class GridRanks(RankGroup):
 
 
 def communicating_on_host(group: Any) -> RankGroup:
-    """The ranks of `group` (None: all) as a group for tensors on the host: itself if its backend
-    can, otherwise a new one of gloo, since NCCL communicates nothing but tensors of its devices. A
-    collective of the group; keep what it returns."""
+    """The ranks of `group` (None: all) as a group for host tensors: `group` itself if its backend
+    supports them, otherwise a new gloo group. A collective of `group`; keep the result."""
     host = torch.device("cpu")
     found: Any = torch.distributed.group.WORLD if group is None else group
     try:
@@ -321,10 +320,9 @@ def communicating_on_host(group: Any) -> RankGroup:
 
 
 def open_communicators(groups: Sequence[RankGroup]) -> None:
-    """Run a first collective on each of `groups`, so that memory that is free afterwards stays
-    free: a communicator of NCCL takes memory of its device when it is first used. A collective of
-    each group; every rank calls this with its own groups in the same order. Nothing where the
-    accelerator is the CPU."""
+    """Run a first collective on each of `groups`, because NCCL allocates a communicator's device
+    memory at its first use: free memory can then be measured. A collective of each group; every
+    rank passes its own groups in the same order. Does nothing on the CPU accelerator."""
     if get_accelerator().is_synchronized_device():
         return
     opened: set[int] = set()
@@ -371,7 +369,7 @@ def raise_together(
     if error is not None:  # frames may hold tensors, and memory may be short
         traceback.clear_frames(error.__traceback__)
     mine = None if error is None else _Told.of(error, ranks, otherwise or RankError)
-    # always asked: the ranks may meet here from different agreements
+    # on every rank: they may come here from different agreements
     is_common = ranks.equal(mine and mine.own)
     if is_common and error is not None and otherwise is None:
         raise agreed(error, ranks)
@@ -385,7 +383,7 @@ def raise_together(
         for (message, names_ranks), on_ranks in holders.items()
     ]
     if sum(len(on_ranks) for _, on_ranks in found) < ranks.size:
-        texts.append("further ranks have others")
+        texts.append("other errors on further ranks")
     raise agreed(getattr(errors, told[0][0].kind)("; ".join(texts)), ranks) from error
 
 
@@ -398,7 +396,7 @@ def agreed(error: Failure, ranks: RankGroup) -> Failure:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells the others about its error.
+    """A rank's error, as sent to the others.
 
     Attributes:
         kind: name of the type to raise.
@@ -476,14 +474,14 @@ class KeptError:
         self.error = self.error or error
 
     def keeping(
-        self, told: Callable[[Exception], Exception] = lambda error: error
+        self, convert: Callable[[Exception], Exception] = lambda error: error
     ) -> AbstractContextManager[None]:
         """Keep an error that the block raises, and continue after the block.
 
         Args:
-            told: what to keep in its place.
+            convert: returns the error to keep in its place.
         """
-        return _Keeping(self, told)
+        return _Keeping(self, convert)
 
     def take(self) -> Exception | None:
         """Return the error and clear it; for `raise_together`."""
@@ -497,23 +495,22 @@ class KeptError:
 
 
 class _Keeping(AbstractContextManager[None]):
-    """The block of `KeptError.keeping`. A class, because a signal handler may raise at any line: in
-    front of a generator's ``yield`` that would be kept, and the block would not run."""
+    """The block of `KeptError.keeping`. A class, because a signal handler may raise at any line:
+    before a generator's ``yield``, that error would be kept and the block skipped."""
 
-    def __init__(self, kept: KeptError, told: Callable[[Exception], Exception]) -> None:
+    def __init__(self, kept: KeptError, convert: Callable[[Exception], Exception]) -> None:
         self._kept = kept
-        self._told = told
+        self._convert = convert
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if not isinstance(error, Exception):
             return False
-        self._kept.note(self._told(error))
+        self._kept.note(self._convert(error))
         return True
 
 
 def _number(value: Any) -> int:
-    """A number of 63 bits for the ``repr`` of `value`: ranks with equal values have equal
-    numbers."""
+    """A 63-bit hash of the ``repr`` of `value`, equal on all ranks."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
 
 
@@ -534,15 +531,15 @@ def require_same_plan(what: str, plan: Any, ranks: RankGroup) -> None:
     if len(found) == 1:
         return
     ended = (f"{each}\0" for each, _ in found)
-    alike = next(
+    difference = next(
         (at for at, letters in enumerate(zip(*ended, strict=False)) if len(set(letters)) > 1), 0
     )
-    start = max(0, alike - _SHOWN_BEFORE)
+    start = max(0, difference - _SHOWN_BEFORE)
     listing = "; ".join(
         f"{rank_list(members, ranks)}: {_excerpt(each, start)}" for each, members in found
     )
     if left := ranks.size - sum(len(members) for _, members in found):
-        listing += f"; and others on {left} more ranks"
+        listing += f"; other plans on {left} more ranks"
     raise agreed(
         PlanMismatchError(
             f"the ranks have different plans for {what}: {listing}. "

@@ -1,11 +1,11 @@
-"""How a number of cores for PyTorch is written. Imports nothing, because ``deepspeed-ext plan``
-needs no library."""
+"""Validates the number of cores for PyTorch. Imports nothing, because ``deepspeed-ext plan`` needs
+no library."""
 
 __all__ = ["DEFAULT_RESERVED_FRACTION", "check_reserved_cores"]
 
 DEFAULT_RESERVED_FRACTION = 0.5
-"""Fraction of a rank's cores kept for PyTorch if the CPU is the accelerator and the user gives no
-number. DeepSpeed's default for ``pt_reserved_cores_perc``."""
+"""Fraction of a rank's cores kept for PyTorch by default if the CPU is the accelerator, and
+DeepSpeed's default for ``pt_reserved_cores_perc``."""
 
 
 def check_reserved_cores(value: int | float) -> int | float:

@@ -15,7 +15,7 @@ __all__ = ["Phase", "StartupProfile"]
 
 @dataclass
 class Phase:
-    """One kind of work, summed over its occurrences, without nested phases.
+    """One kind of work, summed over its calls, without nested phases.
 
     Attributes:
         seconds: wall-clock time.

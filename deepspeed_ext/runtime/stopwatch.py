@@ -1,4 +1,4 @@
-"""Measures laps on the host or on the accelerator, which runs behind the host. Nothing here
+"""Measures laps on the host or on the accelerator, which runs asynchronously. Nothing here
 waits."""
 
 from __future__ import annotations

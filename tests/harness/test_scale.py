@@ -139,7 +139,7 @@ def test_a_message_stays_short() -> None:
         rehearsal.others = that_differ
         rehearsal.sent = _Told("ConfigError", "ConfigError", "another", False)
         with pytest.raises(
-            ConfigError, match=rf"^rank 0: mine; ranks 1-{MOST_TOLD}: another; further"
+            ConfigError, match=rf"^rank 0: mine; ranks 1-{MOST_TOLD}: another; other errors"
         ):
             raise_together(ranks, ConfigError("mine"))
     with (

@@ -1,5 +1,5 @@
-"""Describes the two ends of a load, independent of DeepSpeed's files and optimizers: the partitions
-in a checkpoint, and one rank's partitions as places to load them into."""
+"""The source and the target of a load, independent of DeepSpeed's files and optimizers: the
+partitions in a checkpoint, and one rank's partitions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement
 __all__ = ["MASTER", "Source", "SourcePartitions", "Target"]
 
 MASTER = "fp32"
-"""The name of p among the tensors of a partition; the others have the names of the optimizer's
-state."""
+"""Name of p among the tensors of a partition; the others are named as in the optimizer's state."""
 
 
 class SourcePartitions(Protocol):
@@ -65,10 +64,10 @@ class Source(Protocol):
         """The partitions that `rank` saved."""
 
     def frozen(self, name: str) -> Placement | None:
-        """Where the elements of a parameter that is not trained lie; None: it was not saved."""
+        """Where the elements of a frozen parameter lie; None: it was not saved."""
 
     def frozen_part(self, name: str, rank: int) -> torch.Tensor:
-        """The part of it that `rank` saved, 1-D."""
+        """The elements of a frozen parameter that `rank` saved, 1-D."""
 
 
 class Target(ABC):
@@ -100,8 +99,8 @@ class Target(ABC):
 
     @abstractmethod
     def state(self, flat: int, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The optimizer's tensor of that name for a flat tensor, with p's shape: the one in use, or
-        a new one of zeros."""
+        """The optimizer's state tensor `name` for a flat tensor, with p's shape: the one in use, or
+        new zeros."""
 
     @abstractmethod
     def numel(self, param: Any) -> int:
@@ -126,5 +125,5 @@ class Target(ABC):
 
     @abstractmethod
     def frozen(self, param: Any) -> AbstractContextManager[tuple[torch.Tensor, int, int]]:
-        """This rank's elements of a parameter that is not trained, 1-D, and the range of these
-        elements. Values that the block writes to them are stored in the parameter."""
+        """Context with this rank's elements of a frozen parameter, 1-D, and their range. What the
+        block writes to them is stored in the parameter."""

@@ -1,13 +1,13 @@
 """Computes where the elements of each parameter lie in the flat partitions of the ranks. Plain
 values only.
 
-ZeRO cuts parameters in two ways, and one formula covers both: element e of a parameter lies on rank
-``(start + e) // stride``, at ``base + (start + e) % stride`` of one flat tensor there.
+ZeRO shards parameters in two ways, and one formula covers both: element e of a parameter lies on
+rank ``(start + e) // stride``, at ``base + (start + e) % stride`` of one flat tensor there.
 
-- Stages 1 and 2 lay all parameters of a group one behind the other and cut the whole: `start` is
-  the place in the whole, `stride` the size of a rank's part.
-- Stage 3 cuts each parameter: `stride` is the size of a rank's part of it, `base` the place of that
-  part among the parts of the sub-group's other parameters.
+- Stages 1 and 2 concatenate all parameters of a group and shard the whole: `start` is the
+  parameter's offset in the whole, `stride` the size of a rank's shard.
+- Stage 3 shards each parameter: `stride` is the size of a rank's shard of it, `base` the offset of
+  that shard in the sub-group's flat tensor.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Copy", "Fragment", "Layout", "Placement", "plan_copies"]
 
 @dataclass(frozen=True)
 class Fragment:
-    """Successive elements of a parameter, in a flat tensor of one rank.
+    """Contiguous elements of a parameter, in a flat tensor of one rank.
 
     Attributes:
-        flat: number of the flat tensor: of the parameter group at stages 1 and 2, of the sub-group
-            at stage 3.
-        begin, end: the elements, numbered in the parameter.
-        offset: place of element `begin` in the flat tensor.
+        flat: index of the flat tensor: that of the parameter group at stages 1 and 2, of the
+            sub-group at stage 3.
+        begin, end: range of the elements in the parameter.
+        offset: index of element `begin` in the flat tensor.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class Placement:
     """Where the elements of a parameter lie; see the module's docstring.
 
     Attributes:
-        flat: number of the flat tensor.
+        flat: index of the flat tensor.
         start, stride, base: the constants of the formula.
     """
 
@@ -55,8 +55,8 @@ class Placement:
 
     @classmethod
     def of_one(cls, numel: int, ranks: int) -> Placement:
-        """The placement of a parameter that is cut alone, as at stage 3, and shares no flat tensor
-        with others."""
+        """The placement of a parameter that is sharded alone, as at stage 3, with its own flat
+        tensor."""
         return cls(numel, 0, 0, max(1, -(-numel // ranks)), 0)
 
     def fragments(self, begin: int, end: int) -> Iterator[Fragment]:
@@ -68,7 +68,7 @@ class Placement:
             begin = stop
 
     def of_rank(self, rank: int) -> Fragment | None:
-        """The elements that `rank` holds; None if it holds none."""
+        """The elements on `rank`; None if it has none."""
         begin = max(0, rank * self.stride - self.start)
         end = min(self.numel, (rank + 1) * self.stride - self.start)
         return next(self.fragments(begin, end), None)
@@ -98,8 +98,8 @@ class Layout:
         Args:
             groups: for each parameter group, the number of elements of each parameter by name, in
                 the order of the flat tensor.
-            paddings: for each group, the number of padding elements behind each parameter.
-            parts: for each group, the number of elements of one rank's part, with padding.
+            paddings: for each group, the number of padding elements after each parameter.
+            parts: for each group, the number of elements of one rank's shard, with padding.
         """
         placements = {}
         for flat, (group, behind, part) in enumerate(zip(groups, paddings, parts, strict=True)):
@@ -127,9 +127,9 @@ class Layout:
         return cls(ranks, placements)
 
     def fits(self, other: Layout) -> bool:
-        """Whether partitions of the `other` layout can be used unchanged in this one: every place
-        holds the same elements, under the same name or, if names have changed, under a name that
-        the other layout does not have."""
+        """Whether partitions of the `other` layout can be used unchanged in this one: the
+        placements are equal in order, and equal names have equal placements. Parameters may have
+        been renamed."""
         mine, theirs = self.placements, other.placements
         return (
             self.ranks == other.ranks
@@ -154,7 +154,7 @@ class Layout:
         if found:
             more = f", and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
             raise CheckpointError(
-                f"the trained parameters are not the checkpoint's: "
+                "the trained parameters differ from the checkpoint's: "
                 f"{'; '.join(sorted(found)[:_TOLD])}{more}. Resume "
                 "with the model that was saved, and with the same parameters frozen"
             )
@@ -170,8 +170,8 @@ class Copy:
     Attributes:
         rank, flat: the flat tensor to read.
         begin, end: the elements to read.
-        target: number of the flat tensor to write.
-        offset: where to write.
+        target: index of the flat tensor to write.
+        offset: index of the first element to write.
     """
 
     rank: int
@@ -187,8 +187,8 @@ def plan_copies(saved: Layout, wanted: Layout, rank: int) -> list[Copy]:
     `saved`.
 
     Returns:
-        The copies, sorted by the flat tensor to write and the place in it. Successive elements form
-        one copy. Padding is not copied.
+        The copies, sorted by `target` and `offset`. Contiguous elements form one copy. Padding is
+        not copied.
     """
     held = [
         (name, part)
@@ -210,7 +210,7 @@ def plan_copies(saved: Layout, wanted: Layout, rank: int) -> list[Copy]:
 
 
 def _joined(first: Copy, second: Copy) -> Copy | None:
-    """Both as one copy; None if `second` does not follow `first` on both sides."""
+    """Both as one copy; None if `second` is not contiguous to `first` in source and target."""
     here = (first.rank, first.flat, first.end, first.target, first.offset + first.end - first.begin)
     there = (second.rank, second.flat, second.begin, second.target, second.offset)
     if here != there:

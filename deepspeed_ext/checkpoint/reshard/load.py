@@ -1,4 +1,4 @@
-"""Copies what a rank needs from a checkpoint of another layout to its partitions."""
+"""Copies a rank's elements from a checkpoint of another layout to its partitions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from deepspeed_ext.errors import CheckpointError
 __all__ = ["load_frozen", "load_masters", "load_optimizer", "require_same_groups"]
 
 _CHUNK_NUMEL = 1 << 22
-"""Elements copied at once, so that the mapped files are not all in memory at the same time."""
+"""Elements per copy, so that the mapped files are not all in memory at the same time."""
 
 
 def require_same_groups(saved: Source, target: Target) -> None:
     """Check, before anything is written, that the optimizer has as many parameter groups as the
-    checkpoint, and is of the same kind: of those that ZenFlow runs, Adam has an epsilon and Lion
-    has none.
+    checkpoint's, and is of the same kind: unlike Lion, Adam has an epsilon.
 
     Raises:
-        CheckpointError: it has not, or is not.
+        CheckpointError: the number or the kind differs.
     """
     there, here = saved.partitions(0).groups, target.hyperparameters
     if there and len(there) != len(here):
@@ -56,7 +55,8 @@ def load_optimizer(saved: Source, target: Target) -> dict[str, Any]:
     names = {tuple(tensors) for source in sources.values() for tensors in source.tensors}
     if len(names) > 1:
         raise CheckpointError(
-            f"{saved.folder} has different states of the optimizer for its partitions: {names}"
+            f"{saved.folder}: the partitions have different optimizer states: {sorted(names)}. "
+            "Load another checkpoint by its tag"
         )
     kinds = {name: tensor.dtype for name, tensor in sources[0].tensors[0].items() if name != MASTER}
     filled = [
@@ -75,7 +75,7 @@ def load_optimizer(saved: Source, target: Target) -> dict[str, Any]:
 
 
 def load_masters(saved: Source, target: Target) -> None:
-    """Fill p of this rank's partitions, and leave the optimizer's state as it is.
+    """Fill p of this rank's partitions; the optimizer's state is unchanged.
 
     Raises:
         CheckpointError: the checkpoint has other parameters.
@@ -88,20 +88,23 @@ def load_masters(saved: Source, target: Target) -> None:
 
 
 def load_frozen(saved: Source, target: Target, name: str, param: Any) -> bool:
-    """Fill this rank's elements of a parameter that is not trained.
+    """Fill this rank's elements of a frozen parameter.
 
     Returns:
         False if the checkpoint does not have it.
 
     Raises:
-        CheckpointError: it has another size in the checkpoint, or is quantized in the checkpoint or
-            in this run.
+        CheckpointError: it has another size in the checkpoint, or is quantized there or in this
+            run.
     """
     if (placement := saved.frozen(name)) is None:
         return False
     numel = target.numel(param)
     if placement.numel != numel:
-        raise CheckpointError(f"{name} has {numel} elements, in the checkpoint {placement.numel}")
+        raise CheckpointError(
+            f"{name} has {numel} elements, in the checkpoint {placement.numel}: resume with the "
+            "model that was saved"
+        )
     is_quantized = target.is_quantized(param)
     with target.frozen(param) as (values, begin, end):
         for part in placement.fragments(begin, end):
@@ -124,8 +127,7 @@ def _plan(saved: Source, target: Target) -> list[Copy]:
 
 
 def _chunks(copy: Copy) -> Iterator[tuple[int, int, int]]:
-    """Yield for each chunk of a copy: first element to read, end of the elements to read, place to
-    write to."""
+    """Yield for each chunk of a copy: begin and end of the elements to read, offset to write."""
     for begin in range(copy.begin, copy.end, _CHUNK_NUMEL):
         yield begin, min(copy.end, begin + _CHUNK_NUMEL), copy.offset + begin - copy.begin
 
@@ -153,8 +155,8 @@ def _hyperparameters(source: SourcePartitions, target: Target) -> list[dict[str,
 
 
 def _scalars(sources: dict[int, SourcePartitions], groups: int) -> list[dict[str, Any]]:
-    """The values that the optimizer keeps once per tensor, for each parameter group; usually the
-    step count."""
+    """For each parameter group, the optimizer's values that are not per element; usually the step
+    count."""
     found: list[dict[str, Any]] = [{} for _ in range(groups)]
     steps: list[set[float]] = [set() for _ in found]
     for source in sources.values():

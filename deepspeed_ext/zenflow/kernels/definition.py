@@ -39,11 +39,13 @@ __all__ = [
     "CLAMP",
     "Chunks",
     "HotConstants",
+    "bias_correction",
     "bias_corrections",
     "chunk_numel",
     "hot_step",
     "move",
     "predict",
+    "share_step",
 ]
 
 CLAMP = 4.5

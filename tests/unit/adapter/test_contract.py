@@ -305,7 +305,7 @@ def test_another_version_is_refused_with_the_nearest(
     for part, number in zip(("major", "minor", "patch"), version, strict=True):
         monkeypatch.setattr(upstream.deepspeed, f"__version_{part}__", number)
     monkeypatch.setattr(upstream.deepspeed, "__version__", ".".join(map(str, version)))
-    with pytest.raises(UpstreamError, match=r"from 0\.19\.0 to below 0\.20\.0 and found") as error:
+    with pytest.raises(UpstreamError, match=r"from 0\.19\.0 to below 0\.20\.0, found") as error:
         upstream.check()
     nearest = "'deepspeed==0.19.0'" if version < (0, 19, 0) else "'deepspeed<0.20.0'"
     assert f"the nearest: pip install {nearest}" in str(error.value)

@@ -172,7 +172,7 @@ def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> li
             2,
             {"zenflow": {"topk_ratio": 0.1, "block_size": 64}},
             {},
-            "zenflow.block_size has no effect: this run uses the other update rule",
+            "zenflow.block_size has no effect: this run uses the selective update rule",
         ),
     ],
 )

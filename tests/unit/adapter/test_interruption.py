@@ -23,7 +23,7 @@ def interrupted(work: Work) -> Interruption:
 def test_the_next_call_names_what_was_interrupted_and_by_what(work: Work) -> None:
     interruption = interrupted(work)
     with pytest.raises(
-        StateError, match=r"^KeyboardInterrupt \(now\) has broken off the last"
+        StateError, match=r"^KeyboardInterrupt \(now\) interrupted the last"
     ) as raised:
         interruption.require_none()
     assert work.value in str(raised.value)
@@ -152,7 +152,7 @@ def test_an_exception_inside_autograd_is_noticed_afterwards() -> None:
         # The weight's gradient comes first, since `engine` runs after `Raises`.
         engine(Raises.apply(leaf())).sum().backward()
     assert engine.reduced == 1
-    with pytest.raises(StateError, match=r"^an exception has broken off the last backward pass"):
+    with pytest.raises(StateError, match=r"^an exception interrupted the last backward pass"):
         engine.require_whole()
 
 
@@ -186,7 +186,7 @@ def test_an_exception_that_leaves_our_call_is_named_if_a_gradient_was_reduced() 
     with failing_call(engine):
         engine(Raises.apply(leaf())).sum().backward()
     with pytest.raises(
-        StateError, match=r"^ValueError \(inside\) has broken off the last backward pass"
+        StateError, match=r"^ValueError \(inside\) interrupted the last backward pass"
     ):
         engine.require_whole()
 

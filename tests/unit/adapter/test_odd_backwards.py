@@ -263,7 +263,7 @@ def test_an_interrupted_pass_is_one_true_error_and_can_be_saved(
         )
         cause = "an exception" if plain else f"{kind.__name__} (bomb)"
         for said in (again, step, load):
-            assert said.startswith(f"{cause} has broken off the last backward pass"), (place, said)
+            assert said.startswith(f"{cause} interrupted the last backward pass"), (place, said)
         assert save == ""
 
 

@@ -143,8 +143,8 @@ def test_files_without_sums_are_loaded_and_one_line_says_so(
         assert said == []
     with checking(str(written(tmp_path, _use_new_zipfile_serialization=False))):
         assert said.pop() == (
-            f"{tmp_path}: files such as file_states.pt hold "
-            "no sums and are loaded without a check of their bytes"
+            f"{tmp_path}: files such as file_states.pt "
+            "have no checksums, so damage would go unnoticed"
         )
     path = written(tmp_path)
     content = bytearray(path.read_bytes())

@@ -3,14 +3,18 @@ disturbs nothing."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
+from deepspeed_ext.adapter.reached_state import ExactWeights
+from deepspeed_ext.errors import RankError
 from tests.support.models import OddModel, batches
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
@@ -35,6 +39,7 @@ def exported(config: dict[str, Any], folder: str) -> dict[str, str]:
         engine = make_engine(config, model=PartlyFrozen)
         losses = train(engine, batches(6, dist.get_rank()))
         if exports:
+            refused(engine, folder)
             engine.save_16bit_model(folder, "model.bin")
             dist.barrier()
             masters = masters_by_name(engine)
@@ -51,6 +56,17 @@ def exported(config: dict[str, Any], folder: str) -> dict[str, str]:
         outcomes.append({"losses": losses, "masters": masters_by_name(engine)})
         engine.destroy()
     return {**found, "run": first_difference(*outcomes)}
+
+
+def refused(engine: Any, folder: str) -> None:
+    """One rank has no memory for a copy of its weights, or while it writes p: all ranks raise."""
+    for name in ("_aside", "_round"):
+        full = mock.patch.object(ExactWeights, name, side_effect=MemoryError("full"))
+        with (
+            pytest.raises(RankError, match="rank 1: MemoryError: full"),
+            full if dist.get_rank() == 1 else nullcontext(),
+        ):
+            engine.save_16bit_model(folder, "model.bin")
 
 
 def masters_by_name(engine: Any) -> dict[str, torch.Tensor]:

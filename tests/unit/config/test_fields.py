@@ -292,8 +292,8 @@ def test_a_zero_optimization_of_a_wrong_form_is_one_clear_error(zero: Any) -> No
         (" # nothing\n", "is empty"),
         ("null", "holds a NoneType, expected an object"),
         ("[]", "holds a list, expected an object"),
-        ("zero_optimization:\n  stage: 2\n", "DeepSpeed reads no YAML"),
-        ("- a\n- b\n", "DeepSpeed reads no YAML"),
+        ("zero_optimization:\n  stage: 2\n", "DeepSpeed does not read YAML"),
+        ("- a\n- b\n", "DeepSpeed does not read YAML"),
         ('{"zero_optimization": {', "is not a readable JSON file"),
     ],
 )

@@ -21,16 +21,16 @@ from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 pytestmark = pytest.mark.sampled(4)
 
 POINTS = {
-    ("wait", 0): "has broken off the last optimizer step",
-    ("begin_step", 0): "has broken off the last optimizer step",
-    ("step_partition", 0): "has broken off the last optimizer step",
-    ("step_partition", 1): "has broken off the last optimizer step",
-    ("finish_weights", 0): "has broken off the last optimizer step",
+    ("wait", 0): "interrupted the last optimizer step",
+    ("begin_step", 0): "interrupted the last optimizer step",
+    ("step_partition", 0): "interrupted the last optimizer step",
+    ("step_partition", 1): "interrupted the last optimizer step",
+    ("finish_weights", 0): "interrupted the last optimizer step",
     (
         "end_step",
         0,
         # gradients, scheduler and counters are the engine's
-    ): "has broken off the last optimizer step",
+    ): "interrupted the last optimizer step",
 }
 """After which call of which method Ctrl-C arrives, and what a step and a save say then. `wait` is
 the link's."""

@@ -132,7 +132,7 @@ def outcomes(
         found = run.go(at, strike)
         if found["error"] is not None:
             tally["refused"] += 1
-            if "has broken off the last backward pass" not in found["error"]:
+            if "interrupted the last backward pass" not in found["error"]:
                 wrong.append((at, strike, found["place"], found["error"]))
         elif is_same(found, undisturbed) or is_same(found, twice):
             # twice: the pass had ended, which nobody can know

@@ -60,10 +60,10 @@ class Run:
             losses = train(engine, self.data[BEFORE:])
         except StateError as error:
             found["error"] = str(error)
-            with pytest.raises(StateError, match="broken off"):
+            with pytest.raises(StateError, match="interrupted"):
                 engine.save_checkpoint(self.folder, tag="another")
             try:
-                with pytest.raises(StateError, match="broken off"):
+                with pytest.raises(StateError, match="interrupted"):
                     engine.load_checkpoint(self.folder, tag="saved", load_module_only=True)
                 engine.load_checkpoint(self.folder, tag="saved")
                 losses = train(engine, self.data[BEFORE:])
@@ -108,7 +108,7 @@ def outcomes(
         strike = draw.choice(list(STRIKES))
         found = run.go(at, strike)
         error = found["error"]
-        if error is not None and "broken off" not in error:
+        if error is not None and "interrupted" not in error:
             wrong.append((at, strike, found["place"], error))
         elif "again" in found:
             tally["refused"] += 1

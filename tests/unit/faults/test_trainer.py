@@ -163,9 +163,7 @@ def test_an_interrupted_destroy_leaves_its_save_to_the_end_of_the_script(
     status, said = script.end()
     assert status in (-signal.SIGINT, 128 + signal.SIGINT), said
     assert (script.folder / "latest").read_text() == "last"
-    assert (
-        len([line for line in said.splitlines() if "the end waits for a checkpoint" in line]) == 1
-    )
+    assert len([line for line in said.splitlines() if "exit waits for a checkpoint" in line]) == 1
     assert said.count("Traceback") == 1, said
     assert [path.name for path in script.folder.iterdir() if ".dsext-" in path.name] == []
 

@@ -77,4 +77,4 @@ def test_who_waits_for_a_killed_build_is_told_the_file(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(builds.build_locks, "abandoned", lambda: [tmp_path / "slow" / "lock"])
     _, log = load(monkeypatch, lines=2)
-    assert f"waiting for {tmp_path / 'slow' / 'lock'}" in log[1]
+    assert f"waiting for the lock {tmp_path / 'slow' / 'lock'}" in log[1]

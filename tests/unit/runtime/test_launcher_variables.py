@@ -123,7 +123,7 @@ def test_values_set_by_hand_count() -> None:
         ({"SLURM_LOCALID": "2"}, "2 of 2 on its host"),
         ({"SLURM_PROCID": "7"}, "7 of 7"),
         ({"SLURM_PROCID": "five"}, "SLURM_PROCID='five': expected a whole number"),
-        ({"SLURM_NODEID": "4"}, "fewer nodes"),
+        ({"SLURM_NODEID": "4"}, "too few nodes"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x3,1"}, "expected counts"),
         ({"SLURM_STEP_NODELIST": "node["}, "expected host names"),
         ({"SLURM_HET_SIZE": "2"}, "heterogeneous"),

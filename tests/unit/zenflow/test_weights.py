@@ -14,7 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import deepspeed_ext
-from deepspeed_ext.errors import StateError, UnsupportedError
+from deepspeed_ext.errors import PlanMismatchError, StateError, UnsupportedError
 from tests.support.matrix import some
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.ranks import run_ranks
@@ -122,7 +122,8 @@ def test_other_places_of_the_weights(stage: int, more: dict[str, Any]) -> None:
 
 
 def stops_early(rank_that_stops: int) -> str:
-    """One rank breaks its loop after some tensors; the other one's error."""
+    """One rank breaks its loop after some tensors; the other one's error. Then the ranks give
+    different arguments."""
     engine = make_engine(zenflow_config(2, update_interval=1), model=Named)
     train(engine, batches(1, rank=0))
     stream = deepspeed_ext.weights(engine, SMALL)
@@ -134,6 +135,11 @@ def stops_early(rank_that_stops: int) -> str:
         with pytest.raises(StateError) as error:
             list(stream)
         found = str(error.value)
+    arguments: dict[str, Any] = {"bucket_bytes": SMALL, "on_rank": 1}
+    for other in ({"on_rank": None}, {"bucket_bytes": 2 * SMALL}):
+        own = arguments | other if deepspeed.comm.get_rank() == 0 else arguments
+        with pytest.raises(PlanMismatchError, match="different plans for streaming weights"):
+            deepspeed_ext.weights(engine, **own)
     again = dict(deepspeed_ext.weights(engine, SMALL))
     assert_same(in_order(exported(engine)), in_order(again))
     engine.destroy()
@@ -144,7 +150,7 @@ def stops_early(rank_that_stops: int) -> str:
 def test_a_rank_that_stops_to_read_lets_no_other_one_wait(rank: int) -> None:
     found = run_ranks(2, stops_early, rank)
     assert found[rank] == ""
-    assert "another rank has stopped to read the weights" in found[1 - rank]
+    assert "another rank has stopped reading the weights" in found[1 - rank]
 
 
 def steps_meanwhile() -> None:

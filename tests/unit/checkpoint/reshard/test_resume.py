@@ -233,7 +233,7 @@ def refused(
     except CheckpointError as error:
         message = str(error)
     if how_far == "written":
-        with pytest.raises(StateError, match="has broken off the last load"):
+        with pytest.raises(StateError, match="interrupted the last load"):
             train(engine, data(2, 3))
     else:
         losses += train(engine, data(2, 3))

@@ -361,7 +361,7 @@ def test_nothing_that_fits_is_nothing_to_write(
         (["--for", "trainer"], "--for: only with --write"),
         (["--config", "ds.json", "--all"], "--all: not with --config"),
         (["--config", "ds.json", "--write", "x.json"], "--write: not with --config"),
-        (["--write", "missing/ds.json"], "there is no folder of this name"),
+        (["--write", "missing/ds.json"], "its folder does not exist"),
     ],
 )
 def test_arguments_that_have_no_effect_are_refused(

@@ -110,7 +110,7 @@ def test_a_folder_that_the_user_names_is_not_made(
 ) -> None:
     before = set(tmp_path.iterdir())
     assert tune(option, "new/folder/r.png") == 2
-    assert "there is no folder of this name" in capsys.readouterr().err
+    assert "its folder does not exist" in capsys.readouterr().err
     assert set(tmp_path.iterdir()) == before
 
 
