@@ -150,7 +150,7 @@ def _mover(
         return None
     if not config.autotune or is_on_cpu or not isinstance(plan.rule, PredictiveSettings):
         return None
-    pinned = threads.placement is not None and threads.placement.one_each
+    pinned = threads.placement is not None and threads.placement.pin_each_thread
     stays = pinned or plan.rule.update_interval is None
     counts = (threads.count,) if stays else thread_counts(threads.count)
     return Tuner(metrics, config, chooses_share=plan.measures_share, threads=counts)

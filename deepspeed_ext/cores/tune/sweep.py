@@ -131,8 +131,8 @@ class Sweep:
         return sum(point.cores > choose(self.points) for point in self.points) >= 2
 
     def _look_around_the_best(self) -> None:
-        """Halve the gaps between the best point and its neighbours, where the peak may lie, as long
-        as it improves."""
+        """Halve the gaps between the best point and its neighbours, as long as the best
+        improves."""
         best = None
         while (
             not self._out_of_time()

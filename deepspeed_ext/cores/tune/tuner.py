@@ -110,7 +110,7 @@ def local_host(
         if ranks not in (None, len(host.ranks)):
             raise ConfigError(
                 f"--ranks {ranks}, but --allowed or --gpu-node was given {len(host.ranks)} "
-                f"time(s): give it per rank"
+                "time(s): give it once per rank"
             )
         return host
     number = ranks or max(1, accelerators.count())

@@ -111,7 +111,7 @@ def _serve(channel: Channel, arena_fd: int) -> None:
     kernel = load_kernel(plan.library, plan.threads)
     if (
         placement is not None
-        and placement.one_each
+        and placement.pin_each_thread
         and warning is None
         and isinstance(kernel, NativeKernel)
     ):
