@@ -71,8 +71,8 @@ def confine(cpus: Collection[int], *, pin_each_thread: bool = False) -> Masks:
 
     Args:
         cpus: CPU numbers, at least one.
-        pin_each_thread: pin each thread to a single CPU, in turn; for isolated CPUs, where the kernel
-            balances no load.
+        pin_each_thread: pin each thread to a single CPU, in turn; for isolated CPUs, where the
+            kernel balances no load.
 
     Raises:
         OSError: the kernel refused or does not report the threads' masks, or a thread is still
