@@ -1,4 +1,4 @@
-"""Types of the command line's arguments, and their limits."""
+"""Argument types of the command line, and their limits."""
 
 import argparse
 import math
@@ -50,7 +50,8 @@ def whole(minimum: int, maximum: int) -> Callable[[str], int]:
 
 
 def read_by(parser: str) -> Callable[[str], Any]:
-    """Return an argument type: what a function of the memory plan's command reads."""
+    """Return an argument type: the named parser of `commands.memory.command`, imported when it is
+    used."""
 
     def parse(text: str) -> Any:
         from deepspeed_ext.commands.memory import command
@@ -64,7 +65,7 @@ def read_by(parser: str) -> Callable[[str], Any]:
 
 
 def reserved_cores(text: str) -> int | float:
-    """A number of cores, or the share of them below 1."""
+    """A number of cores, or a fraction of them below 1."""
     from deepspeed_ext.runtime.reserved_cores import check_reserved_cores
 
     if text.isdecimal():

@@ -1,8 +1,8 @@
 """Writes a script with which bash or zsh completes the command line of ``deepspeed-ext``.
 
-It is made from the parsers, so it offers what they accept; argparse lists its arguments only as
-``_actions``. zsh runs the script for bash, by its own ``bashcompinit``. Where the script has no
-words, such as after ``--config``, the shell offers files.
+It is generated from the parsers; argparse lists arguments only as ``_actions``. zsh runs the bash
+script through ``bashcompinit``. Where the script has no words, as after ``--config``, the shell
+offers files.
 """
 
 import argparse
@@ -23,13 +23,13 @@ autoload -U +X bashcompinit && bashcompinit
 def script(
     program: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], shell: str
 ) -> str:
-    """The whole script, for one of `SHELLS`, of a program and its commands."""
+    """The completion script of a program and its commands, for one of `SHELLS`."""
     arguments = {name: parser._actions for name, parser in commands.items()}
     first = " ".join([*commands, *_options(program._actions)])
     after = "".join(_after_options(*command) for command in arguments.items())
     words = "".join(_words(*command) for command in arguments.items())
     return f"""{ZSH if shell == "zsh" else ""}\
-_deepspeed_ext() {{  # of the shell: $2 is the word that is typed, $3 the one before
+_deepspeed_ext() {{  # called with $2, the word being typed, and $3, the one before
   local words="" command="${{COMP_WORDS[1]}}"
   if [ "$COMP_CWORD" -eq 1 ]; then
     words="{first}"
@@ -61,7 +61,7 @@ def _after_options(command: str, arguments: Sequence[argparse.Action]) -> str:
 
 
 def _words(command: str, arguments: Sequence[argparse.Action]) -> str:
-    """The options of a command, and its other words if it has any."""
+    """The options of a command, and the choices of its positional arguments."""
     options = " ".join(_options(arguments))
     others = [argument for argument in arguments if not argument.option_strings]
     if not others:

@@ -1,5 +1,4 @@
-"""Checks whether this machine can run each part of deepspeed_ext, and gives a remedy for each
-problem."""
+"""Checks whether this machine can run each part of deepspeed_ext, with a remedy per problem."""
 
 import os
 import platform
@@ -56,8 +55,8 @@ def _problem(name: str, detail: str, remedy: str) -> Check:
 
 
 def examine() -> list[Check]:
-    """Run every check. A check that raises counts as a problem, or as a warning if this machine
-    only lacks a feature."""
+    """Run every check. One that raises counts as a problem, or as a warning if this machine only
+    lacks a feature."""
     return [_run(check) for check in CHECKS]
 
 
@@ -68,7 +67,7 @@ def _run(check: Callable[[], Check]) -> Check:
         name = check.__name__.removeprefix("check_").replace("_", " ")
         if isinstance(error, UnsupportedError) and not isinstance(error, UpstreamError):
             return _warning(
-                name, str(error), "see the message; until then, training does without core binding"
+                name, str(error), "see the message; until then, training runs without core binding"
             )
         return _problem(
             name, f"this check failed: {type(error).__name__}: {error}", "see the message"
@@ -230,15 +229,15 @@ def check_adam_kernel() -> Check:
         return _warning(
             "adam kernel",
             "torch operations, several times slower than the native kernel",
-            "install the wheel, or a C++ compiler and deepspeed_ext once more; leave "
+            "install the wheel, or install a C++ compiler and reinstall deepspeed_ext; leave "
             "DSEXT_NATIVE_KERNEL unset",
         )
     return _ok("adam kernel", f"native, {library}")
 
 
 def check_operator_cache() -> Check:
-    """Check for locks of killed builds: every later process would wait for them forever, without a
-    message."""
+    """Check for locks of killed builds, for which every later process would wait forever,
+    silently."""
     if locks := build_locks.abandoned():
         listing = ", ".join(map(str, locks))
         return _problem(
@@ -286,8 +285,8 @@ def check_shared_memory() -> Check:
 
 
 def check_shared_buffers() -> Check:
-    """Check for buffers that DeepSpeed's communication on CPUs has left in /dev/shm, where they
-    occupy host memory."""
+    """Check for buffers that DeepSpeed's CPU communication left in /dev/shm, where they occupy host
+    memory."""
     paths = shared_buffers.left_over()
     if not paths:
         return _ok("shared buffers", "none left over")
@@ -390,14 +389,14 @@ def check_autoload() -> Check:
         remedy = "unset it, or call enable(), or start with deepspeed-ext run"
         return _warning(
             "autoload",
-            f"off: TORCH_DEVICE_BACKEND_AUTOLOAD={of_torch} ends DSEXT_AUTOLOAD=1",
+            f"off: TORCH_DEVICE_BACKEND_AUTOLOAD={of_torch} disables DSEXT_AUTOLOAD=1",
             remedy,
         )
     if not entry_points(group="torch.backends", name="deepspeed_ext"):
         return _problem(
             "autoload",
             "off: this installation has no entry point for torch",
-            "install deepspeed_ext again",
+            "reinstall deepspeed_ext",
         )
     return _ok("autoload", "on: every import of DeepSpeed enables the extension")
 

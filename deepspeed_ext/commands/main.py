@@ -58,18 +58,22 @@ OF_CORES = {
     "svg",
 }
 OF_MEMORY = {
-    *(
-        "params",
-        "model",
-        "ranks",
-        "ranks_per_host",
-        "config",
-        "dtype",
-        "largest_param",
-        "accelerator_gib",
-        "host_gib",
-    ),
-    *("link_gbps", "host_gbps", "tflops", "tokens", "all", "write", "for"),
+    "params",
+    "model",
+    "ranks",
+    "ranks_per_host",
+    "config",
+    "dtype",
+    "largest_param",
+    "accelerator_gib",
+    "host_gib",
+    "link_gbps",
+    "host_gbps",
+    "tflops",
+    "tokens",
+    "all",
+    "write",
+    "for",
 }
 """Arguments of ``plan`` that belong to only one of its two plans."""
 
@@ -83,7 +87,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input, 141 (as if
-    killed by SIGPIPE) if nobody reads its output to the end.
+    killed by SIGPIPE) if the reader of its output has gone.
 
     Args:
         argv: the arguments; None: this process's own.
@@ -104,12 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _give_up_output() -> bool:
-    """Whether nobody reads this process's output any more; what is left of it is then dropped."""
+    """Return whether the reader of stdout has gone; if so, drop the remaining output."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     if not any(events & select.POLLERR for _, events in output.poll(0)):
         return False
-    # else Python would try again when it ends
+    # otherwise Python would flush again at exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 
@@ -155,7 +159,7 @@ def _add_config(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "config", help="list the ready configs, or print one of them", allow_abbrev=False
     )
     config.add_argument(
-        "name", metavar="NAME", nargs="?", help="of a config, or schema [list them]"
+        "name", metavar="NAME", nargs="?", help="a config's name, or schema [list them]"
     )
     config.set_defaults(command=_config)
 
@@ -163,7 +167,7 @@ def _add_config(commands: "argparse._SubParsersAction[_Parser]") -> None:
 def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
     plan = commands.add_parser(
         "plan",
-        help="show which CPU cores each rank gets, and why; with --memory, what a run will hold",
+        help="show which CPU cores each rank gets; with --memory, how much memory a run needs",
         allow_abbrev=False,
     )
     plan.add_argument("--root", metavar="DIR", help="directory that holds sys/ and proc/ [/]")
@@ -185,7 +189,7 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "--on-cpu",
         action="store_const",
         const=True,
-        help="for training on the CPU, where PyTorch keeps half [if DS_ACCELERATOR is cpu]",
+        help="plan for training on the CPU: PyTorch keeps half [if DS_ACCELERATOR is cpu]",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--svg", metavar="FILE", help="also draw the plan into this file")
@@ -203,7 +207,7 @@ def _add_memory(plan: _Parser) -> None:
 
 
 def _add_model_and_ranks(plan: _Parser) -> None:
-    """What is trained, how, and on how many ranks."""
+    """Add the model, its training and the number of ranks."""
     plan.add_argument(
         "--params",
         metavar="P",
@@ -216,13 +220,15 @@ def _add_model_and_ranks(plan: _Parser) -> None:
         help="with --memory: a Hugging Face config.json, or its folder, instead of --params",
     )
     plan.add_argument(
-        *("--ranks", "--gpus"),
+        "--ranks",
+        "--gpus",
         metavar="N",
         type=whole(1, MAX_JOB_RANKS),
         help="with --memory: data-parallel ranks",
     )
     plan.add_argument(
-        *("--ranks-per-host", "--gpus-per-host"),
+        "--ranks-per-host",
+        "--gpus-per-host",
         metavar="N",
         type=whole(1, MAX_RANKS),
         help="with --memory: ranks that share a host [all of them]",
@@ -230,7 +236,7 @@ def _add_model_and_ranks(plan: _Parser) -> None:
     plan.add_argument(
         "--config",
         metavar="FILE",
-        help="with --memory: DeepSpeed config of the run [a table of all ways to train]",
+        help="with --memory: plan this DeepSpeed config [a table of all ways to train]",
     )
     plan.add_argument(
         "--dtype",
@@ -246,14 +252,14 @@ def _add_model_and_ranks(plan: _Parser) -> None:
 
 
 def _add_machine(plan: _Parser) -> None:
-    """Sizes and speeds of the machine, and the work of a step on it."""
+    """Add sizes and speeds of the machine, and the work of a step."""
     for place, short in (("accelerator", "gpu"), ("host", "host")):
         plan.add_argument(
-            *(f"--{place}-gib", f"--{short}-gb"),
+            f"--{place}-gib",
+            f"--{short}-gb",
             metavar="G",
             type=read_by("parse_gib"),
-            help=f"with --memory: memory of one {place}, "
-            "to say whether the run fits; here: this machine's",
+            help=f"with --memory: GiB of one {place}, or here for this machine's [unknown]",
         )
     for option, of, default in (
         ("--link-gbps", "GB/s between a GPU and its host, each way", 25),
@@ -270,12 +276,12 @@ def _add_machine(plan: _Parser) -> None:
         "--tokens",
         metavar="N",
         type=whole(1, MAX_TOKENS),
-        help="with --memory: tokens per GPU and optimizer step, by which ways are compared [8192]",
+        help="with --memory: tokens per GPU and optimizer step, to compare step times [8192]",
     )
 
 
 def _add_answer(plan: _Parser) -> None:
-    """How much is shown, and what is written."""
+    """Add what is shown and written."""
     plan.add_argument(
         "--all",
         action="store_const",
@@ -288,8 +294,7 @@ def _add_answer(plan: _Parser) -> None:
     plan.add_argument(
         "--for",
         choices=("script", "trainer"),
-        help="with --write: who reads it: deepspeed.initialize, "
-        "or the Hugging Face Trainer [script]",
+        help="with --write: for deepspeed.initialize, or for the Hugging Face Trainer [script]",
     )
 
 
@@ -333,7 +338,7 @@ def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "--gpu-step-ms",
         metavar="MS",
         type=milliseconds,
-        help="accelerator time per training step, in ms, which hides the update",
+        help="accelerator time per training step, in ms; an update that fits in it is hidden",
     )
     tune.add_argument(
         "--update-interval",
@@ -344,7 +349,7 @@ def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     tune.add_argument("--plot", metavar="FILE", help="draw bandwidth against cores (PNG, PDF, SVG)")
     tune.add_argument(
-        "--output", metavar="FILE", help="also write the result and its measurements into files"
+        "--output", metavar="FILE", help="also write the result, and its measurements beside it"
     )
     tune.add_argument("--json", action="store_true", help="print the result as JSON")
     tune.set_defaults(command=_tune)
@@ -382,7 +387,7 @@ def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 def _add_report(commands: "argparse._SubParsersAction[_Parser]") -> None:
     report = commands.add_parser(
-        "report", help="draw what limited a run with ZenFlow, from its logs", allow_abbrev=False
+        "report", help="draw from its logs what limited a ZenFlow run", allow_abbrev=False
     )
     report.add_argument(
         "run", metavar="RUN", help="trainer_state.json, metrics.jsonl, or a folder with one"
@@ -405,7 +410,7 @@ def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
 def _add_completion(commands: "argparse._SubParsersAction[_Parser]", parser: _Parser) -> None:
     completion = commands.add_parser(
         "completion",
-        help="print a script with which a shell completes commands and options",
+        help="print the completion script of a shell",
         allow_abbrev=False,
     )
     completion.add_argument("shell", choices=SHELLS)
@@ -498,7 +503,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    # its ranks enable the extension themselves, or train without it
+    # the ranks enable the extension themselves, or train without it
     os.environ.pop("DSEXT_AUTOLOAD", None)
     with contextlib.redirect_stdout(sys.stderr):  # as for `_doctor`
         from deepspeed_ext.commands.verify.command import run_from_cli
@@ -512,7 +517,7 @@ def _prepare_run(arguments: argparse.Namespace) -> int:
     """Make this process look like ``python SCRIPT ARGS``, with the extension enabled."""
     script = os.path.realpath(arguments.script)
     if not os.path.isfile(script):
-        raise ConfigError(f"found no script {arguments.script}")
+        raise ConfigError(f"no such script: {arguments.script}")
     with open(script, "rb"):  # raises if it is not readable
         pass
     from deepspeed_ext.runtime.launch import set_launch_variables

@@ -1,5 +1,5 @@
-"""Finds the ready-made configs of the folder ``configs``, and the schema for editors, in a checkout
-and in a wheel."""
+"""Finds the ready-made configs and the editor schema of the folder ``configs``, in a checkout or a
+wheel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDER = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.pare
 
 
 def listing() -> str:
-    """The folder, and `config_names`."""
+    """The folder's path, and the names that `config_text` accepts, one per line."""
     return "\n".join([f"in {FOLDER}:", *(f"  {name}" for name in config_names())])
 
 

@@ -1,8 +1,7 @@
 """``deepspeed-ext report RUN``: where the time of a run's steps went, as one picture.
 
-It reads what runs of ZenFlow already record: ``trainer_state.json`` of the Hugging Face Trainer
-(with `log_measurements`), or a file with a JSON object on each line whose names are those of
-``measurements()`` (the example's ``metrics.jsonl``).
+It reads what ZenFlow runs record: ``trainer_state.json`` of the Hugging Face Trainer (with
+`log_measurements`), or a JSON Lines file of ``measurements()`` (the example's ``metrics.jsonl``).
 """
 
 import json
@@ -20,20 +19,21 @@ __all__ = ["lanes_of", "picture", "read_records"]
 FILES = ("trainer_state.json", "metrics.jsonl")
 NAMES = ("device_ms", "step_ms", "wait_ms", "worker_ms", "link_ms", "interval", "overlap")
 FREE_FRACTION = 0.05
-"""A run whose steps wait for less than this part of their time is not limited by the optimizer."""
+"""A run whose steps wait for less than this fraction is not limited by the optimizer."""
 
 WIDTH, LEFT, TOP, LANE, BAR = 540, 118, 112, 44, 30
 BLUE, GREEN, ORANGE, RED = "#9fa8da", "#2e7d32", "#ef6c00", "#c62828"
 
 
 def read_records(run: Path) -> list[dict[str, float]]:
-    """The measured steps of a run in order, with names without prefix.
+    """Read the measurements of each logged step, in order, by name without ``dsext/`` or
+    ``zenflow_``.
 
     Args:
         run: one of `FILES`, or a folder that holds one, also in its newest ``checkpoint-N``.
 
     Raises:
-        ConfigError: there is no such file, or nothing of ZenFlow in it.
+        ConfigError: there is no such file, or it holds no ZenFlow measurements.
     """
     path = run if run.is_file() else _file_in(run)
     try:
@@ -73,7 +73,7 @@ def _file_in(folder: Path) -> Path:
 
 
 def _record(row: dict[str, Any]) -> dict[str, float]:
-    """The measurements of ZenFlow among the values of one log, and the seconds of the step."""
+    """ZenFlow's measurements among the values of one log entry, and the step's time."""
     plain = {name.removeprefix("dsext/").removeprefix("zenflow_"): row[name] for name in row}
     found = {name: float(plain[name]) for name in NAMES if plain.get(name) is not None}
     if found and "seconds" in plain:
@@ -87,11 +87,11 @@ class Lanes:
 
     Attributes:
         total: from the end of one optimizer step to the end of the next.
-        wait: the part of it in which the accelerator waited for the worker or the link.
-        worker: of the optimizer process, per step.
+        wait: the part in which the accelerator waited for the worker or the link.
+        worker: busy time of the optimizer process, per step.
         link: copies beside the step; 0 if they run inside it.
-        steps: how many logged steps the medians are of.
-        waits: fraction of each logged step that was waited, in order.
+        steps: number of logged steps behind the medians.
+        waits: fraction of each logged step spent waiting, in order.
     """
 
     total: float
@@ -112,12 +112,12 @@ class Lanes:
 
     @property
     def remedy(self) -> str:
-        """What would make such a run faster."""
+        """What would make the run faster."""
         if self.wait < FREE_FRACTION * self.total:
             return "Nothing to gain from more cores for the optimizer."
         if self.worker >= self.link:
-            return "More cores for it (tune), bf16 moments, or more tokens per step."
-        return "More tokens per step; look at the link's width and sharing."
+            return "Give it more cores (tune), bf16 moments or more tokens per step."
+        return "Use more tokens per step; check the link's width and sharing."
 
 
 def lanes_of(records: Sequence[dict[str, float]]) -> Lanes:
@@ -136,8 +136,9 @@ def lanes_of(records: Sequence[dict[str, float]]) -> Lanes:
             timed.append(last)
     if not timed:
         raise ConfigError(
-            f"none of {len(records)} logged steps has overlapped with its update. Those of the "
-            "warm-up never do; log more steps, and look at zenflow_guard_synchronous"
+            f"none of {len(records)} logged steps overlapped with its update. Warm-up steps never "
+            "do: log more steps. If zenflow_guard_synchronous is 1, the guard keeps steps "
+            "synchronous"
         )
 
     def median(name: str) -> float:
@@ -166,7 +167,7 @@ def _lines(lanes: Lanes) -> Iterator[str]:
     yield _text(14, 28, lanes.verdict, "font-weight='bold'")
     yield _text(14, 52, lanes.remedy)
     yield _text(
-        14, 86, f"A typical step, of {lanes.steps} logged ones that overlap, ms", "fill='#555'"
+        14, 86, f"A typical step in ms: medians of {lanes.steps} overlapped steps", "fill='#555'"
     )
     longest = max(lanes.total, lanes.worker, lanes.link) or 1.0
     busy = max(0.0, lanes.total - lanes.wait)
@@ -185,9 +186,7 @@ def _lines(lanes: Lanes) -> Iterator[str]:
         yield _text(x + 8, y + 20, said)
     top = TOP + 3 * LANE + 40
     bottom = top + 100
-    yield _text(
-        14, top - 12, "Part of each step that waited (red above), over the run", "fill='#555'"
-    )
+    yield _text(14, top - 12, "Fraction of each step spent waiting (red above)", "fill='#555'")
     yield f'<path d="M{LEFT},{top} V{bottom} H{WIDTH - 20}" fill="none" stroke="#666"/>'
     yield _text(66, top + 10, "100 %") + _text(84, bottom, "0 %")
     across = (WIDTH - LEFT - 20) / max(1, len(lanes.waits) - 1)

@@ -1,13 +1,11 @@
-"""Core binding for an engine: one object, from the start of the process group to the end of
-training.
+"""Binds an engine's threads to its core plan, until the engine ends.
 
 All engines of a process share its threads. The first binding records the threads' previous state,
 and the end of the last binding restores it. In between, the plan of the latest binding is in force.
 
 A process may hold two OpenMP runtimes: the one in torch's wheel, and the system's, which natively
 built operators such as DeepSpeed's CPU Adam link against. Each reads OMP_NUM_THREADS once, when it
-is loaded, so each must be set. The library threadpoolctl does not do the same; docs/results.md has
-the measurement.
+is loaded, so each must be set. threadpoolctl is no substitute (measured in docs/results.md).
 """
 
 import ctypes
@@ -55,8 +53,8 @@ _MAPS_LIMIT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ThreadCount:
-    """Thread counts to restore: torch's, each loaded runtime's, and the variables for later
-    runtimes and processes."""
+    """Thread counts to restore: torch's, each loaded OpenMP runtime's, and the environment
+    variables that later runtimes and processes read."""
 
     torch_threads: int
     runtimes: dict[str, int]
@@ -64,7 +62,7 @@ class ThreadCount:
 
     @classmethod
     def change(cls, threads: int) -> "ThreadCount":
-        """Use ``threads`` threads from now on, and return the counts from before.
+        """Use ``threads`` threads from now on, and return the previous counts.
 
         torch applies the count in all threads; another OpenMP runtime applies it in the calling
         thread only.
@@ -132,15 +130,15 @@ def _follow(plan: RankPlan, allowed: frozenset[int]) -> None:
     must be called even if this raises.
 
     Args:
-        allowed: the CPUs from which it was made; while a binding is active, further plans are made
-            from them, too.
+        allowed: the CPUs from which the plan was made; while a binding is active, further plans are
+            made from them, too.
 
     Raises:
-        OSError: the kernel refused, or does not tell the threads' masks.
+        OSError: the kernel refused, or does not report the threads' masks.
     """
     global _before
     previous = _in_force()
-    # First, because the garbage collector may call `_release_threads` for another engine at any
+    # Append first: the garbage collector may call `_release_threads` for another engine at any
     # point.
     _plans.append(plan)
     if _before is None:
@@ -169,7 +167,7 @@ def _apply(plan: RankPlan, before: _Before) -> None:
 
 
 def _confine(plan: RankPlan) -> None:
-    confine(plan.pytorch, one_each="isolated" in plan.flags)
+    confine(plan.pytorch, pin_each_thread="isolated" in plan.flags)
 
 
 def _confine_again(plan: RankPlan) -> None:
@@ -277,9 +275,8 @@ class CoreBinding:
         """Agree on a plan with the other ranks and confine this process to it. A collective.
 
         Args:
-            separate: True if the optimizer runs in its own process, which gets part of the rank's
-                cores. False if it runs in this process, which then keeps the rank's whole share of
-                the host.
+            separate: True if the optimizer runs in its own process and gets part of the rank's
+                cores. False if it runs in this process, which then keeps all of the rank's cores.
             pt_reserved_cores: ``zenflow.pt_reserved_cores``: a count, a fraction of the rank's
                 cores, or None.
             undo: receives `restore`, in case the caller fails later.
@@ -338,7 +335,7 @@ class CoreBinding:
         try:
             _follow(plan, allowed)
         except Exception as error:
-            # if one rank raised here, the others would wait in the next collective
+            # do not raise: the other ranks would wait in the next collective
             self._give_up(error)
 
     def _give_up(self, reason: Exception) -> None:
@@ -360,15 +357,15 @@ class CoreBinding:
         found = self.verify(worker_pid)
         if not found.ok:
             warn_once(f"core binding: {found}")
-        if self.plan is not None and (crowd := self._crowd(self.plan)):
-            warn_once(f"core binding: {crowd}")
+        if self.plan is not None and (advice := self._loader_advice(self.plan)):
+            warn_once(f"core binding: {advice}")
         return found
 
-    def _crowd(self, plan: RankPlan) -> str | None:
-        """What to do about loader processes that share too few cores with PyTorch; None: nothing.
+    def _loader_advice(self, plan: RankPlan) -> str | None:
+        """Advice if data loader workers share too few cores with PyTorch; else None.
 
-        A plan is made before the first data loader, whose workers inherit PyTorch's mask. They are
-        daemons that this process has started through multiprocessing.
+        The plan predates the data loaders, whose workers inherit PyTorch's mask. They are daemons
+        that this process started through multiprocessing.
         """
         request = self.agreement.request
         loaders = sum(child.daemon for child in multiprocessing.active_children())

@@ -30,7 +30,7 @@ __all__ = ["Agreement", "RankReport", "agree", "report_rank"]
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank tells the others. It is small, because it is sent to the ranks of all hosts."""
+    """What a rank tells the others. Small, because ranks of all hosts receive it."""
 
     rank: int
     boot_id: str
@@ -48,7 +48,7 @@ class RankReport:
     """Why this rank must not be bound; None if it may be."""
 
     def facts(self, local_rank: int) -> RankFacts:
-        """The planner's facts about this rank, with the given local rank."""
+        """This rank's facts for the planner, under the given local rank."""
         return RankFacts(
             local_rank, parse_cpulist(self.allowed), self.accelerator_node, self.quotas
         )
@@ -149,7 +149,7 @@ def agree(mine: RankReport, topology: Topology | None, ranks: RankGroup) -> Agre
 def _plan_with(
     mine: RankReport, topology: Topology | None, peers: Sequence[RankReport]
 ) -> Agreement:
-    """The plan of this rank's host, from the reports of all its ranks in local-rank order."""
+    """Plan this rank's host from the reports of all its ranks, in local-rank order."""
     position = next(index for index, peer in enumerate(peers) if peer.rank == mine.rank)
     # Local ranks may repeat (ranks started by hand, several containers); positions do not.
     facts = [peer.facts(index) for index, peer in enumerate(peers)]

@@ -4,8 +4,8 @@ Between ranks. Ranks whose usable cores overlap, directly or through other ranks
 If all ranks of a component may use the same cores, every rank gets an equal number of each kind of
 core. If each rank has CPUs of its own, and only some cores have hardware threads of several ranks,
 such a core goes to the rank with the fewest cores, if that leaves each rank one. Otherwise no rank
-of the component is bound: a launcher has made their sets overlap by mistake, and threads of one
-rank would be confined to cores of another.
+of the component is bound: a launcher gave them overlapping sets by mistake, and one rank's threads
+would be confined to another's cores.
 
 Within a rank. The first three steps place numbers of cores on nodes; the last one cuts each node
 into contiguous runs of cores:
@@ -74,8 +74,8 @@ def usable_cores(topology: Topology, allowed: frozenset[int]) -> dict[Core, tupl
 
 
 def home_node(topology: Topology, wanted: int | None, cores: Sequence[Core]) -> int:
-    """Choose a rank's home node: the one with cores nearest to the accelerator; if unknown, the one
-    with most."""
+    """Choose a rank's home node: the node with cores nearest to the accelerator's; if that is
+    unknown (None), the node with the most cores."""
     held = Counter(core.node for core in cores)
     if wanted is None:
         return min(held, key=lambda node: (-held[node], node))
@@ -86,8 +86,8 @@ def divide_cores(usable: Sequence[Mapping[Core, Iterable[int]]]) -> CoreDivision
     """Divide cores among ranks.
 
     Args:
-        usable: cores that each rank may use, at least one per rank, each with its CPUs that the
-            rank may use.
+        usable: for each rank, the cores that it may use, at least one, each with the CPUs that it
+            may use.
     """
     sets = [frozenset(cores) for cores in usable]
     pools: list[Pool] = []
@@ -125,7 +125,7 @@ def _components(sets: Sequence[frozenset[Core]]) -> list[Ranks]:
 
 
 def _own_cores(ranks: Ranks, sets: Sequence[frozenset[Core]]) -> dict[int, tuple[Core, ...]]:
-    """The cores of ranks that have CPUs of their own; those with the fewest choose first."""
+    """Divide cores among ranks with separate CPUs; the rank with the fewest cores chooses first."""
     left = set().union(*(sets[rank] for rank in ranks))
     owned = {}
     for rank in sorted(ranks, key=lambda rank: (len(sets[rank]), rank)):

@@ -44,13 +44,13 @@ class RankFacts:
     accelerator_node: int | None = None
     """NUMA node of the rank's accelerator; None if unknown."""
     quotas: tuple[CpuQuota, ...] = ()
-    """Limits on the CPU time of the rank's control group and of those around it. The ranks in a
-    group share its limit."""
+    """CPU quotas of the rank's control group and its ancestors. The ranks in a group share its
+    quota."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The request of the user or the tuner.
+    """What the user or the tuner asks for.
 
     Raises:
         ValueError: a value is out of its range.
@@ -69,7 +69,7 @@ class PlanRequest:
 
     @property
     def is_split_given(self) -> bool:
-        """Whether somebody has set or measured how a rank's cores are split."""
+        """Whether the split of a rank's cores was configured or measured."""
         return self.pt_reserved_cores is not None or self.optimizer_cores is not None
 
     def __post_init__(self) -> None:
@@ -135,8 +135,8 @@ def plan_host(
     The result does not depend on the order of ``ranks`` or of the topology's cores.
 
     Args:
-        ranks: its ranks; their local ranks must differ.
-        request: the request; by default nothing is, and there are accelerators.
+        ranks: the host's ranks; their local ranks must differ.
+        request: what is asked for; by default nothing, with accelerators present.
 
     Raises:
         ValueError: a rank has no allowed CPU that is online.
@@ -178,7 +178,7 @@ class _HostPlanner:
         if unbound:
             self.warnings.append(
                 f"local ranks {format_cpulist(unbound)} stay unbound, because their CPUs overlap "
-                "in part only: give each rank CPUs of its own, or all ranks the same"
+                "only in part: give each rank its own CPUs, or all ranks the same ones"
             )
         if idle:
             self.warnings.append(f"CPUs {format_cpulist(idle)} stay idle")
@@ -362,8 +362,8 @@ def _main_node(cores: Sequence[Core], default: int) -> int:
 
 
 FEWEST_BESIDE, MOST_BESIDE, ONE_OF = 2, 4, 8
-"""Beside an accelerator PyTorch keeps one core of `ONE_OF`, within these bounds: it launches
-kernels, and runs autograd, the courier of copies and the threads of the communication library."""
+"""Beside an accelerator PyTorch keeps one in `ONE_OF` cores, within these bounds, for kernel
+launches, autograd, the courier thread and the communication library."""
 
 
 def split_cores(
@@ -399,7 +399,7 @@ def split_cores(
 
 
 def _unless_given(total: int, on_cpu: bool) -> int | float:
-    """PyTorch's cores if nobody has set or measured a number."""
+    """PyTorch's cores if no number was configured or measured."""
     if on_cpu:
         return DEFAULT_RESERVED_FRACTION
     return max(FEWEST_BESIDE, min(total // ONE_OF, MOST_BESIDE))

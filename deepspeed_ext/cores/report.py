@@ -1,4 +1,4 @@
-"""Reads one host and shows its plan to people, for commands that plan without running ranks."""
+"""Reads one host and prints or draws its plan, for commands that run no ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,15 +97,14 @@ def _check_node(topology: Topology, node: int | None) -> int | None:
 
 
 CELL, ROW, GAP, MARGIN, CORES_PER_ROW = 56, 30, 6, 14, 8
-"""Of the picture, in pixels. It has few columns and large letters, so that it can be read in a
-narrow window."""
+"""Sizes in pixels. Few columns and large letters keep the picture readable in a narrow window."""
 LETTERS, LINE = 17, 28
 # One hue per rank; dark for PyTorch, light for the optimizer. Hues repeat after eight ranks.
 HUES = (212, 28, 140, 340, 265, 52, 180, 0)
 
 
 def plan_text(topology: Topology, plan: HostPlan) -> str:
-    """Describe the plan in a few lines: the CPUs of each rank, and the reason."""
+    """Describe the plan in a few lines: each rank's CPUs, and why."""
     threads = len(topology.cpus) / max(1, len(topology.cores))
     kinds = len({core.kind for core in topology.cores})
     lines = [

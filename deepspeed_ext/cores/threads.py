@@ -1,12 +1,12 @@
-"""Sets which CPUs threads may run on: all of this process, and those of the optimizer process.
+"""Sets the CPU masks of this process's threads and places the optimizer process.
 
 Linux binds threads, not processes: setting the mask of a process id moves its main thread only, and
 each later thread starts with the mask of its creator. So `confine` visits every thread, and repeats
 until a pass changes nothing.
 
-The optimizer process sets its own CPUs, threads and memory node before it imports torch. Its parent
-passes the `WorkerPlacement` as one word on the command line. So the parent moves none of its own
-threads, and no numactl binary is needed.
+The optimizer process sets its own CPUs, threads and memory node before it imports torch, from a
+`WorkerPlacement` that its parent sends as one word. So the parent moves none of its own threads,
+and no numactl binary is needed.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def outside(cpus: Collection[int], pid: int | None = None) -> dict[int, frozense
     return {tid: mask for tid, mask in thread_masks(pid).items() if not mask <= frozenset(cpus)}
 
 
-def confine(cpus: Collection[int], *, one_each: bool = False) -> Masks:
+def confine(cpus: Collection[int], *, pin_each_thread: bool = False) -> Masks:
     """Confine every thread of this process to ``cpus``, and return the previous masks for
     `restore`.
 
@@ -71,12 +71,12 @@ def confine(cpus: Collection[int], *, one_each: bool = False) -> Masks:
 
     Args:
         cpus: CPU numbers, at least one.
-        one_each: pin each thread to a single CPU, in turn; for isolated CPUs, where the kernel
-            balances no load.
+        pin_each_thread: pin each thread to a single CPU, in turn; for isolated CPUs, where the
+            kernel balances no load.
 
     Raises:
-        OSError: the kernel refused, does not tell the threads' masks, or a thread is still outside
-            ``cpus``. All masks are restored.
+        OSError: the kernel refused or does not report the threads' masks, or a thread is still
+            outside ``cpus``. All masks are restored.
     """
     target = frozenset(cpus)
     assert target, "an empty mask means every CPU to some interfaces"
@@ -85,7 +85,7 @@ def confine(cpus: Collection[int], *, one_each: bool = False) -> Masks:
         raise OSError("cannot read the masks of this process's threads in /proc/self/task")
     try:
         for _ in range(MAX_PASSES):
-            if not _confine_once(target, one_each):
+            if not _confine_once(target, pin_each_thread):
                 break
         if stray := outside(target):
             listing = ", ".join(f"{tid}: {format_cpulist(mask)}" for tid, mask in stray.items())
@@ -98,12 +98,16 @@ def confine(cpus: Collection[int], *, one_each: bool = False) -> Masks:
     return saved
 
 
-def _confine_once(target: frozenset[int], one_each: bool) -> bool:
+def _confine_once(target: frozenset[int], pin_each_thread: bool) -> bool:
     """Visit all threads once; return whether any mask changed."""
     changed = False
     ordered = sorted(target)
     for position, (tid, old) in enumerate(thread_masks().items()):
-        new = frozenset({ordered[position % len(ordered)]}) if one_each else old & target or target
+        new = (
+            frozenset({ordered[position % len(ordered)]})
+            if pin_each_thread
+            else old & target or target
+        )
         if new != old:
             changed |= _set_mask(tid, new)
     return changed
@@ -146,24 +150,24 @@ SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "s390x": 269, "r
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """CPUs and memory node of a process, which runs one thread per CPU."""
+    """CPUs and memory node of a process that runs one thread per CPU."""
 
     cpus: frozenset[int]
     numa_node: int = -1
     """NUMA node to prefer for memory; -1 for none."""
-    one_each: bool = False
-    """Whether each thread is pinned to its own CPU: on isolated CPUs, and on those of several
-    memory nodes, where the pages that a thread touches first must stay near."""
+    pin_each_thread: bool = False
+    """Whether each thread is pinned to its own CPU: on isolated CPUs, and if the CPUs span several
+    memory nodes, so that a thread stays near the pages that it touched first."""
 
     @classmethod
     def of(cls, plan: RankPlan) -> "WorkerPlacement":
         """Return the placement of a rank's optimizer process."""
-        one_each = bool({"isolated", "split"} & set(plan.flags))
-        return cls(frozenset(plan.optimizer), plan.optimizer_node, one_each)
+        pin_each_thread = bool({"isolated", "split"} & set(plan.flags))
+        return cls(frozenset(plan.optimizer), plan.optimizer_node, pin_each_thread)
 
     def __str__(self) -> str:
         """Return one word for a command line: ``8-15@0`` is CPUs 8 to 15 with memory on node 0."""
-        return f"{format_cpulist(self.cpus)}@{self.numa_node}{'!' if self.one_each else ''}"
+        return f"{format_cpulist(self.cpus)}@{self.numa_node}{'!' if self.pin_each_thread else ''}"
 
     @classmethod
     def parse(cls, text: str) -> "WorkerPlacement":
@@ -185,7 +189,7 @@ class WorkerPlacement:
         CPU."""
         threads = str(len(self.cpus))
         variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        if self.one_each:
+        if self.pin_each_thread:
             variables |= {
                 "OMP_PROC_BIND": "true",
                 "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in sorted(self.cpus)),
@@ -220,10 +224,10 @@ class WorkerPlacement:
 
 
 def _prefer_memory_of(node: int) -> None:
-    """Prefer memory of ``node``.
+    """Set the memory policy to prefer ``node``.
 
-    A strict policy could end in out-of-memory kills. Some sandboxes refuse the call; then first
-    touch decides.
+    A strict policy could cause out-of-memory kills. If a sandbox refuses the call, first touch
+    decides.
     """
     number = SET_MEMPOLICY.get(platform.machine())
     if number is None:
@@ -231,7 +235,7 @@ def _prefer_memory_of(node: int) -> None:
     bits = ctypes.sizeof(ctypes.c_ulong) * 8
     mask = (ctypes.c_ulong * (node // bits + 1))()
     mask[node // bits] = 1 << node % bits
-    # The kernel reads one bit less than the number that it is given.
+    # The kernel reads one bit fewer than the number it is given.
     ctypes.CDLL(None).syscall(number, MPOL_PREFERRED, mask, len(mask) * bits + 1)
 
 

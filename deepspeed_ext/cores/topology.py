@@ -117,8 +117,8 @@ class Topology:
 def read_online(root: Path | str = "/") -> frozenset[int]:
     """Read the online CPUs below ``root``; empty if the tree does not list them.
 
-    Also empty if the kernel lets this process run on other CPUs: the list is then made up. In some
-    containers, lxcfs gives CPUs numbers that only its files know.
+    Also empty if the kernel lets this process run on CPUs that are not listed: lxcfs, in some
+    containers, invents CPU numbers.
     """
     base = Path(root, "sys/devices/system/cpu")
     online = read_cpus(base, "online")
@@ -146,11 +146,11 @@ def read_topology(root: Path | str = "/") -> Topology:
     online = read_online(root)
     if not online:
         raise UnsupportedError(
-            f"found no online CPU under {base}, or not those that the kernel gives this process; "
-            "check that /sys is mounted, and not replaced by a container's view of it (lxcfs)"
+            f"found no online CPU under {base}, or not those that the kernel gives this process: "
+            "mount /sys, and without a container's view of it (lxcfs)"
         )
-    # Read only CPUs with a directory: looking for files of
-    # every CPU in a wrong `online` list could take minutes.
+    # Read only CPUs that have a directory: with a wrong `online` list, probing every CPU's files
+    # could take minutes.
     described = online & frozenset(cpu for cpu, _ in numbered(base, "cpu"))
     siblings = _read_siblings(base, described) | {
         cpu: frozenset({cpu}) for cpu in online - described
@@ -297,8 +297,8 @@ def read_accelerator_node(
     """Return the NUMA node of the PCI device ``domain:bus:device.function``; None if the firmware
     does not report it.
 
-    A node without CPUs is returned only if the device's list of local CPUs names no better one. The
-    planner then uses the nearest node that has cores.
+    A node without CPUs is returned only if the device's local CPUs name no other one; the planner
+    then uses the nearest node with cores.
     """
     device = Path(root, "sys/bus/pci/devices", pci_address.lower())
     node = read_int(device / "numa_node")
@@ -408,8 +408,8 @@ def status_mask(status: Path) -> frozenset[int] | None:
 def _see_through_omp(
     found: Allowed, topology: Topology, root: Path, environ: Mapping[str, str]
 ) -> Allowed:
-    """If OpenMP may have bound the main thread to one core, use the cpuset if there is one;
-    otherwise only warn."""
+    """If OpenMP may have bound the main thread to one core, use the cpuset, or only warn if there
+    is none."""
     setting = omp_binding(environ)
     cores = {topology.core_of[cpu].id for cpu in found.cpus & topology.cpus}
     if setting is None or len(cores) != 1 or len(topology.cores) == 1:

@@ -1,5 +1,4 @@
-"""A plugin for Axolotl, which enables the extension and logs its measurements. One entry of the
-run's YAML:
+"""An Axolotl plugin that enables the extension and logs its measurements. Add it to the run's YAML:
 
     plugins:
       - deepspeed_ext.integrations.axolotl.DeepSpeedExtPlugin

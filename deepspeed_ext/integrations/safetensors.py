@@ -1,4 +1,4 @@
-"""Writes a model to a folder of safetensors as Hugging Face's libraries read it."""
+"""Saves a model as the safetensors files that Hugging Face's libraries load."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def save(
 ) -> list[Path]:
     """Write tensors to ``model.safetensors``, or to numbered shards and their index.
 
-    Of tensors with several names, which follow each other, the first is written, as
-    ``save_pretrained`` does. An older model in the folder is replaced only once all is written.
+    If consecutive names share one tensor, only the first is written, as ``save_pretrained`` does.
+    An older model in the folder is replaced only after everything is written.
 
     Args:
-        weights: such as `deepspeed_ext.weights(engine, on_rank=0)`. With several ranks each calls
-            this; one that gets no tensors writes nothing.
-        max_shard_bytes: of one file, which is held in host memory until it is written; a larger
-            tensor is alone in its file.
+        weights: names and tensors, such as `deepspeed_ext.weights(engine, on_rank=0)`. All ranks
+            call this; one that gets no tensors writes nothing.
+        max_shard_bytes: largest file; a shard is held in host memory until it is written. A larger
+            tensor gets a file of its own.
 
     Returns:
         The files, the index last.

@@ -22,7 +22,8 @@ __all__ = ["hand_over", "receive"]
 
 _ALIGNMENT = 64
 _MEMORY, _TENSORS, _END, _BROKEN, _READ = "memory", "tensors", "end", "broken", "read"
-"""What a message is. The reader sends two: it has read what is in the memory, or stops."""
+"""Kinds of messages. The reader sends two of them: `_READ` when it has read the bucket, `_BROKEN`
+if it stops early."""
 
 
 def hand_over(
@@ -33,11 +34,11 @@ def hand_over(
     """Copy tensors to another process, which calls `receive`, and wait until it has read them.
 
     Args:
-        weights: such as `deepspeed_ext.weights(engine)`; on the host.
-        connection: to the other process, with nothing else on it meanwhile: an end of
-            ``multiprocessing.Pipe()``, or what a ``Listener`` of the family AF_UNIX accepts. None
-            on a rank that gets no weights: it only iterates.
-        bucket_bytes: of the shared memory; more if a tensor is larger.
+        weights: names and host tensors, such as `deepspeed_ext.weights(engine)`.
+        connection: to the other process, not used for anything else meanwhile: an end of
+            ``multiprocessing.Pipe()``, or a connection accepted by an AF_UNIX ``Listener``. None on
+            a rank that gets no weights: it only iterates.
+        bucket_bytes: size of the shared memory; a larger tensor enlarges it.
 
     Raises:
         StateError: the other process has ended, or closed its end, before it had read everything.
@@ -48,7 +49,10 @@ def hand_over(
             pass
         return
     if not hasattr(os, "memfd_create"):
-        raise UnsupportedError("shared memory without a name needs memfd_create, which Linux has")
+        raise UnsupportedError(
+            "hand_over needs os.memfd_create, which this platform lacks: run on Linux, or write "
+            "files with deepspeed_ext.integrations.safetensors"
+        )
     sender = _Sender(connection, bucket_bytes)
     try:
         for name, tensor in weights:
@@ -69,11 +73,11 @@ def hand_over(
 def receive(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and tensors that another process hands over.
 
-    A tensor is a view of shared memory, valid until the next is asked for: copy what is kept, as an
-    inference engine does that loads it. Iterate to the end.
+    A tensor is a view of shared memory, valid until the next iteration: copy what you keep, as an
+    inference engine does when it loads weights. Iterate to the end.
 
     Args:
-        connection: the other end of that of `hand_over`.
+        connection: the other end of `hand_over`'s connection.
 
     Raises:
         StateError: the other process ended, or failed, before it had handed over everything.
@@ -84,7 +88,9 @@ def receive(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
         while (message := connection.recv())[0] != _END:
             kind, content = message
             if kind == _BROKEN:
-                raise StateError("the process that hands over weights has failed; see its error")
+                raise StateError(
+                    "the process that hands over weights has failed: see the error in its log"
+                )
             if kind == _MEMORY:
                 memory = _mapped(reduction.recv_handle(connection), content)
                 continue
@@ -96,7 +102,9 @@ def receive(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
             reads = False
             connection.send(_READ)
     except EOFError as error:
-        raise StateError("the process that hands over weights has ended before the last") from error
+        raise StateError(
+            "the process that hands over weights has ended before the last tensor: see its log"
+        ) from error
     finally:
         if reads:
             with suppress(OSError):
@@ -104,7 +112,7 @@ def receive(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _mapped(fileno: int, nbytes: int) -> torch.Tensor:
-    """Map a memfd, and close it; 1-D uint8."""
+    """Map a memfd as a 1-D uint8 tensor, and close the descriptor."""
     try:
         return torch.frombuffer(mmap.mmap(fileno, nbytes), dtype=torch.uint8)
     finally:
@@ -133,7 +141,7 @@ class _Sender:
         self._end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def _make_room(self, nbytes: int) -> None:
-        """Have memory for a tensor: new memory if it is larger than what there is."""
+        """Allocate new shared memory if `nbytes` do not fit into the present one."""
         if self._memory is not None and nbytes <= self._memory.numel():
             return
         size = max(self._bucket_bytes, nbytes, 1)
@@ -147,7 +155,7 @@ class _Sender:
             os.close(fileno)
 
     def flush(self) -> None:
-        """Wait until the reader has read what is in the memory."""
+        """Send what the memory holds, and wait until the reader has read it."""
         if self._told:
             self._connection.send((_TENSORS, self._told))
             if self._connection.recv() != _READ:

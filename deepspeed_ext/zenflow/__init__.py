@@ -1,7 +1,7 @@
 r"""Runs Adam or Lion in a separate optimizer process that overlaps with the accelerator.
 
-Glossary. Sizes are in elements of one partition with ``n`` elements; b is the block size. What the
-trainer and the worker share lies in one arena per rank (`worker.arena`), under the kind given in
+Glossary. Sizes are in elements of one partition with ``n`` elements; b is the block size. Trainer
+and worker share one arena per rank (`worker.arena`), which holds arrays of the kinds given in
 quotes.
 
 =============  ===============  ==============  ================================================
@@ -27,9 +27,9 @@ per block      [ceil(n / b)]    arena           one entry per block; each rule h
                                                 (below)
 =============  ===============  ==============  ================================================
 
-Gradients come to their slot in their step or, with ``gradients_on_host`` and with weights on the
-host (``offload_param``), during backward. Then the host computes the weights, and D and hot blocks
-are there, too.
+Gradients reach their slot in their step or, with ``gradients_on_host`` or weights on the host
+(``offload_param``), during backward. In the latter case the host computes the weights, and keeps D
+and the hot blocks.
 
 Gradients are handed over in the dtype of the weights. The exception is fp16: its gradients are
 handed over in the accumulation dtype, which is fp32 when gradients are accumulated (see
@@ -58,10 +58,10 @@ updates        int32 [blocks]   arena "updates"        updates of each block so 
 =============  ===============  =====================  =========================================
 
 *Block*: a run of b contiguous elements of a partition; the last one may be shorter. *Optimizer
-step*: a boundary of the user's gradient accumulation, not a micro-step. *Update*: one update of p
-and the moments. *Interval* S: optimizer steps whose gradients are handed over together. *Hand
-over*: give the worker an interval's gradients, which lie in the slots of the ring. *In flight*:
-handed over, with the result not applied yet.
+step*: at the boundary of gradient accumulation, not a micro-step. *Update*: one update of p and the
+moments. *Interval* S: optimizer steps whose gradients are handed over together. *Hand over*: give
+the worker an interval's gradients, in the slots of the ring. *In flight*: handed over, with the
+result not applied yet.
 
 Modules: in `step`, `optimizer` collects gradients, hands them over and waits; `rule` is the
 interface of an update rule; `schedule` says what each step does, `partition` describes the data,

@@ -1,4 +1,4 @@
-"""Measures what a plan depends on, on every rank, and makes the plan: facts are exchanged once, and
+"""Measures on every rank what the plan depends on, and makes the plan: facts are exchanged once and
 plans compared once."""
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def facts_of_all(
     ranks: RankGroup,
     cpus: Cpus | None = None,
 ) -> ZenFlowFacts:
-    """Measure, and tell all ranks. A collective.
+    """Measure this rank's facts and exchange them with all ranks. A collective.
 
     Args:
-        weights: this rank's partitions, which are in their places.
-        ranks: the ranks of the model; all of them call this.
-        cpus: those of this rank's processes.
+        weights: this rank's partitions, 1-D, already in their places.
+        ranks: the ranks that the model is spread over.
+        cpus: the CPUs of this rank's two processes.
     """
     with together(ranks):
         mine = RankFacts(
@@ -59,7 +59,7 @@ def agreed_plan(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFl
     """The plan of this rank. A collective.
 
     Args:
-        ranks: the ranks of the model.
+        ranks: the ranks that the model is spread over.
 
     Raises:
         ConfigError: the section contradicts itself.
@@ -84,7 +84,7 @@ def agreed_plan(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFl
 
 
 def without_landing(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFlowPlan:
-    """The plan of this rank once a rank could not allocate landing buffers. A collective."""
+    """The plan of this rank after a rank failed to allocate landing buffers. A collective."""
     return agreed_plan(replace(facts, refuses_landing=True), run, ranks)
 
 

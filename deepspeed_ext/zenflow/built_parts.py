@@ -1,5 +1,5 @@
-"""Builds the parts of a run that depend on how much of it steps on the accelerator: landing
-buffers, kernels, and the rule's view of a partition."""
+"""Builds what depends on the share that steps on the accelerator: landing buffers, kernels, and the
+rule's view of a partition."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["landing_buffers", "partition_of", "prepare_kernels"]
 
 
 def landing_buffers(plan: ZenFlowPlan, ranks: RankGroup) -> list[LandingBuffer] | None:
-    """The buffers of the plan; None on every rank if a rank has no memory for them. A collective if
-    it has any."""
+    """Allocate the plan's landing buffers; None on every rank if a rank has no memory for them. A
+    collective if the plan has any."""
     if plan.copies is not Copies.BESIDE_STEP:
         return []
     kinds, like = plan.kinds, partial(torch.empty, device="meta")
@@ -45,8 +45,7 @@ def prepare_kernels(
 ) -> None:
     """Compile the kernels that steps will launch, so that no step compiles or needs memory for it.
 
-    A partition's gradient and results are at least as aligned as its weights: they have arrays of
-    their own, or lie in one as the weights do.
+    A partition's gradient and results are at least as aligned as its weights.
     """
     device, block_size, names = weights[0].device, plan.rule.block_size, plan.dtypes
     dtypes = (getattr(torch, name) for name in (names.weights, names.published, names.gradient))
@@ -72,7 +71,7 @@ def prepare_kernels(
 def partition_of(
     plan: ZenFlowPlan, index: int, state: WholeState, holders: RankGroup, arena: Arena
 ) -> Partition:
-    """What remains of a partition behind its head, for the rule."""
+    """A partition as the rule sees it: without its head, which steps on the accelerator."""
     layout, decided = plan.rule.layout, plan.partitions[index]
     head = decided.head
     return Partition(

@@ -49,16 +49,16 @@ __all__ = ["ZenFlowStart", "start_optimizer"]
 
 @dataclass(frozen=True)
 class ZenFlowStart:
-    """What an engine gives to its ZenFlow optimizer.
+    """What an engine passes to its ZenFlow optimizer.
 
     Attributes:
         run: the ``zenflow`` section of this run.
         ranks: the ranks that the model is spread over. They agree on every choice that changes
-            weights, and an error of one is raised on all.
+            weights, and an error on one is raised on all.
         placement: the worker's cores and memory node from the core plan; None: unbound.
-        undo: receives what stops the worker and frees the arena, in case the engine's constructor
-            fails later.
-        cores: this rank's cores in the core plan, PyTorch's among them; None: unbound.
+        undo: receives the callback that stops the worker and frees the arena, in case the engine's
+            constructor fails later.
+        cores: number of this rank's cores in the core plan, PyTorch's included; None: unbound.
     """
 
     run: ZenFlowRun
@@ -84,16 +84,16 @@ def start_optimizer(
         groups: index of the parameter group of each partition.
         weights: returns a partition's weights, 1-D, in the model's dtype: the initial values of p.
             They are written in place.
-        caller: what the caller does with weights and gradients. The result's ``decided`` says what
-            it must do.
+        caller: what the caller does with weights and gradients. It must follow the result's
+            ``decided``.
         sharers: the data-parallel ranks, whose partitions are in the same order.
-        holders: for each partition, the ranks among which its parameters are divided.
+        holders: for each partition, the ranks that its parameters are sharded over.
 
     Raises:
-        ConfigError: settings contradict each other, or the optimizer is another.
+        ConfigError: settings contradict each other, or ZenFlow does not run this optimizer.
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena, or the
-            accelerator its share.
-        WorkerError: the worker does not start, or another rank has raised one of these errors.
+            accelerator cannot hold its share.
+        WorkerError: the worker does not start, or another rank raised one of these errors.
     """
     ranks, parts = start.ranks, [weights(index) for index in range(len(groups))]
     with together(ranks, otherwise=None):
@@ -139,18 +139,18 @@ def _mover(
     *,
     is_on_cpu: bool,
 ) -> Tuner | None:
-    """Who measures steps and moves to a better plan; None: this one stays.
+    """The tuner that measures steps and moves to a better plan; None: the plan stays.
 
-    Under the selective rule the state of hot blocks moves by itself. On the CPU as accelerator
-    forward and backward would be measured against the same cores. A pass that decides the interval
-    runs on all threads, and so does one whose threads are pinned, each near its memory. Weights
-    that arrive in the forward leave no synchronous step to measure.
+    No tuner under the selective rule, whose hot blocks move already; on the CPU as accelerator,
+    where the pass and forward share cores; and with weights that arrive in forward, where no step
+    is synchronous. Threads stay if the interval is measured, and if they are pinned near their
+    memory.
     """
     if plan.weights_arrive is WeightsArrival.IN_FORWARD:
         return None
     if not config.autotune or is_on_cpu or not isinstance(plan.rule, PredictiveSettings):
         return None
-    pinned = threads.placement is not None and threads.placement.one_each
+    pinned = threads.placement is not None and threads.placement.pin_each_thread
     stays = pinned or plan.rule.update_interval is None
     counts = (threads.count,) if stays else thread_counts(threads.count)
     return Tuner(metrics, config, chooses_share=plan.measures_share, threads=counts)
@@ -159,7 +159,7 @@ def _mover(
 def _plan_with_buffers(
     facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup
 ) -> tuple[ZenFlowPlan, list[LandingBuffer]]:
-    """The plan, and its landing buffers; another plan if a rank cannot allocate them. A
+    """The plan and its landing buffers, or a plan without them if a rank cannot allocate them. A
     collective."""
     plan = agreed_plan(facts, run, ranks)
     buffers = landing_buffers(plan, ranks)
@@ -187,14 +187,15 @@ def _threads(start: ZenFlowStart) -> WorkerThreads:
 
 
 def _cpus(threads: WorkerThreads) -> Cpus:
-    """The CPUs of this process and those of the worker."""
+    """The CPUs of this process and of the worker."""
     placement = threads.placement
     optimizer = "" if placement is None else format_cpulist(placement.cpus)
     return Cpus(format_cpulist(os.sched_getaffinity(0)), optimizer, threads.count)
 
 
 def _adviser(start: ZenFlowStart, plan: ZenFlowPlan, threads: WorkerThreads) -> Adviser | None:
-    """Who judges steps; None: they hide nothing, because they wait for their own update."""
+    """The adviser that judges steps; None if steps wait for their own update and so hide
+    nothing."""
     if not plan.rule.overlapped:
         return None
     cores = None if start.cores is None else Cores(threads.count, start.cores)
@@ -203,22 +204,22 @@ def _adviser(start: ZenFlowStart, plan: ZenFlowPlan, threads: WorkerThreads) -> 
 
 
 def _require_open(run: ZenFlowRun, plan: ZenFlowPlan, ranks: RankGroup) -> None:
-    """Raise on every rank if the config asks for landing buffers, which a rank could not
+    """Raise on every rank if the config demands landing buffers, which a rank could not
     allocate."""
     if run.config.hide_transfers:
         raise agreed(
             OutOfMemoryError(
                 "zenflow.hide_transfers is true, but a rank cannot allocate the landing buffers, "
                 f"which take {plan.held.landing_bytes:,} bytes of device memory on rank "
-                f"{ranks.rank}. Leave the field out, and the copies run inside of the step"
+                f"{ranks.rank}. Remove the field: copies then run inside the step"
             ),
             ranks,
         )
 
 
 def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:
-    """Make p (1-D fp32 [n], host) from weights of any dtype, without an fp32 copy of all of them on
-    the accelerator."""
+    """Fill p (`master`, 1-D fp32 [n], host) from weights of any dtype, without an fp32 copy of them
+    all on the accelerator."""
     if weights.device == master.device:
         master.copy_(weights)
     else:

@@ -12,7 +12,10 @@ USED_OTHERWISE = {
     "deepspeed_ext.integrations.transformers.log_measurements",  # by users
     *(  # by name, where Triton is there
         f"deepspeed_ext.zenflow.kernels.device.{kernel}"
-        for kernel in ("hot_step", "move", "norms", "predict", "predict_lion", "sums_of_squares")
+        for kernel in (
+            *("hot_step", "move", "norms", "predict", "predict_lion", "share_step"),
+            "sums_of_squares",
+        )
     ),
     # by name, when they are needed
     *(f"deepspeed_ext.commands.memory.command.parse_{what}" for what in ("gib", "speed")),

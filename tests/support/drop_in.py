@@ -389,9 +389,7 @@ ROWS = (
         "Lion", WORKS, "8 bytes of state per parameter", resumes=True, rules=("predictive",)
     ),
     replace(
-        _optimizer(
-            "Lion", REFUSED, "that rule steps its blocks as Adam does", named="DeepSpeedCPULion"
-        ),
+        _optimizer("Lion", REFUSED, "that rule runs only Adam", named="DeepSpeedCPULion"),
         setting='optimizer.type: "Lion", zenflow.update_rule: "selective"',
         rules=("selective",),
     ),

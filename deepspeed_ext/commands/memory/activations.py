@@ -1,4 +1,4 @@
-"""Estimates the activations of a typical language model, which a plan of memory does not know. Pure
+"""Estimates the activations of a typical language model, which a memory plan does not include. Pure
 functions."""
 
 from __future__ import annotations
@@ -6,16 +6,16 @@ from __future__ import annotations
 __all__ = ["HEAD", "TOKENS", "VOCABULARY", "activation_bytes", "typical_activations"]
 
 HEAD, VOCABULARY = 128, 32768
-"""A dense decoder as Llama's: heads of 128, as many layers as heads, 12 d^2 parameters in each, and
-an embedding and an output matrix of 32,768 rows."""
+"""A dense decoder like Llama: heads of 128, as many layers as heads, 12 d^2 parameters per layer,
+and an embedding and an output matrix of 32,768 rows."""
 TOKENS = 4096
 """One sequence."""
 
 
 def activation_bytes(layers: float, width: float) -> int:
-    """Bytes of activations of one sequence, if each layer's input is kept and everything else
+    """Activation bytes of one sequence if each layer's input is kept and everything else
     recomputed: the inputs, and the larger of one layer at work (18 values per token and width, and
-    as many gradients) and the logits (16-bit, fp32 and the gradient)."""
+    as many gradients) and the logits (16-bit, fp32 and their gradient)."""
     kept = 2 * layers * TOKENS * width
     layer, logits = 2 * 2 * 18 * TOKENS * width, (2 + 4 + 4) * TOKENS * VOCABULARY
     return round(kept + max(layer, logits))

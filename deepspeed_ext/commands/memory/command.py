@@ -56,7 +56,8 @@ def parse_numel(text: str) -> int:
 
 
 def run_from_cli(arguments: Any) -> str:
-    """The report for the parsed arguments, after writing the suggested config if asked to.
+    """Return the report for the parsed arguments, after writing the suggested config if ``--write``
+    asks for it.
 
     Raises:
         ConfigError: arguments or config contradict each other.
@@ -100,14 +101,14 @@ def run_from_cli(arguments: Any) -> str:
 def _require_one_model(arguments: Any) -> None:
     if arguments.params is not None and arguments.model is not None:
         raise ConfigError(
-            "--params and --model: give one of them; --model says how many parameters there are"
+            "--params and --model: give only one; --model has the number of parameters"
         )
     if arguments.model is not None and arguments.largest_param is not None:
-        raise ConfigError("--largest-param: --model says it")
+        raise ConfigError("--largest-param: not with --model, which has it")
     if arguments.config is not None:
         for name in ("write", "tokens", "all"):
             if getattr(arguments, name) is not None:
-                raise ConfigError(f"--{name}: not with --config, which is one run")
+                raise ConfigError(f"--{name}: not with --config, which names one run to plan")
     if vars(arguments)["for"] is not None and arguments.write is None:
         raise ConfigError("--for: only with --write")
 
@@ -136,8 +137,8 @@ def _write(file: OutputFile, found: list[Fit], reader: Reader) -> str:
     best = suggested(found)
     if best is None:
         raise ConfigError(
-            "--write: no run fits, or --gpu-gb or --host-gb "
-            "is missing, so there is no config to write"
+            "--write: there is no config to write, because no run fits, or --gpu-gb or --host-gb "
+            "is missing"
         )
     dtype = best.plan.model.dtype
     file.write(f"{json.dumps(config_of(best.setup, dtype, reader), indent=2)}\n".encode())
@@ -146,12 +147,12 @@ def _write(file: OutputFile, found: list[Fit], reader: Reader) -> str:
 
 _READ_BY: dict[Reader, str] = {
     "script": "for deepspeed.initialize; --for trainer writes one for the Hugging Face Trainer",
-    "trainer": "for a trainer, whose arguments say batch sizes, learning rate and dtype",
+    "trainer": "for a trainer, whose arguments set batch sizes, learning rate and dtype",
 }
 
 
 def _of_config(arguments: Any, named: ModelFile, ranks: Ranks, capacity: Capacity) -> str:
-    """The report on the run of a config."""
+    """The report on the run that ``--config`` names."""
     # DeepSpeed's logger would write into the report
     with contextlib.redirect_stdout(io.StringIO()):
         from deepspeed_ext.commands.memory.config_file import read_config
@@ -168,10 +169,10 @@ def _of_config(arguments: Any, named: ModelFile, ranks: Ranks, capacity: Capacit
 
 
 def parse_speed(text: str) -> float:
-    """Read a speed, in the unit that its argument names.
+    """Parse a speed, in its argument's unit.
 
     Raises:
-        ValueError: it is no number above 0 and below 1e9.
+        ValueError: it is not a number above 0 and below 1e9.
     """
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text, re.ASCII) and float(text) > 0:
         return float(text)
@@ -203,7 +204,7 @@ def _notes_of_this_machine() -> list[str]:
 
 
 def parse_gib(text: str) -> float | str:
-    """Read GiB of memory, or `HERE`. Makers of GPUs and memory write GB and mean GiB.
+    """Parse GiB of memory, or `HERE`. Vendors write GB and mean GiB.
 
     Raises:
         ValueError: it is neither.

@@ -48,7 +48,7 @@ def read_config(path: str, ranks: int) -> FileSettings:
     default.
 
     Raises:
-        ConfigError: the file cannot be read, or asks for a feature of unknown memory.
+        ConfigError: the file cannot be read, or asks for a feature whose memory cannot be computed.
     """
     config = read_json(path)
     section = section_of(config, "zero_optimization")
@@ -94,7 +94,9 @@ def _require_known(zero: ZeroConfig, section: Mapping[str, Any], config: Mapping
             name: any(section.get(name) is True for section in sections) for name in _LOW_PRECISION
         }
     if found := [name for name, given in unknown.items() if given]:
-        raise ConfigError(f"plan --memory does not know the memory of {' and '.join(found)}")
+        raise ConfigError(
+            f"plan --memory cannot compute the memory of {' and '.join(found)}: plan without it"
+        )
 
 
 def _setup(

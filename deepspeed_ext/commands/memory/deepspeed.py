@@ -24,12 +24,12 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 __all__ = ["Zero", "offload_traffic"]
 
 MOMENTS = ("moment m", "moment v")
-_there = partial(Part, memory=Memory.ACCELERATOR)
-_here = partial(Part, memory=Memory.PAGEABLE)
+_device_part = partial(Part, memory=Memory.ACCELERATOR)
+_host_part = partial(Part, memory=Memory.PAGEABLE)
 
 
 def offload_traffic(model: Model) -> Traffic:
-    """What ZeRO-Offload moves: gradients become fp32 on the accelerator, and go down so."""
+    """What ZeRO-Offload moves: gradients are converted to fp32 before they go down."""
     down, up = float(FLOAT_BYTES), float(model.itemsize)
     adam = 7 * FLOAT_BYTES  # reads p, m, v and the gradient, writes p, m, v
     copy = FLOAT_BYTES + model.itemsize if model.itemsize < FLOAT_BYTES else 0
@@ -50,8 +50,8 @@ class Zero:
     """DeepSpeed's ZeRO optimizer of one rank: a `phases.Holder`.
 
     Attributes:
-        plan: ZenFlow's, around which it is built; None: DeepSpeed's own optimizer steps.
-        is_first: whether it is the first rank of the job, which alone writes the module.
+        plan: ZenFlow's plan; None: DeepSpeed's own optimizer steps.
+        is_first: whether this is the job's first rank, which alone writes the module.
     """
 
     model: Model
@@ -73,15 +73,15 @@ class Zero:
             Phase.LOAD: self._loading,
             Phase.SLEEP: self._asleep,
         }
-        there = {
+        on_accelerator = {
             Phase.START: self._starting,
             Phase.BACKWARD: self._backward,
             Phase.STEP: self._step,
             Phase.SAVE: self._gathering,
-            Phase.LOAD: self._loading_there,
-            Phase.SLEEP: self._left_there,
+            Phase.LOAD: self._loading_on_device,
+            Phase.SLEEP: self._left_on_device,
         }
-        found = (on_host if place is Place.HOST else there).get(phase)
+        found = (on_host if place is Place.HOST else on_accelerator).get(phase)
         return {} if found is None else found()
 
     # -- sizes -------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Zero:
         return not self.setup.partitions_weights
 
     @property
-    def _weights_here(self) -> bool:
+    def _weights_on_host(self) -> bool:
         return self.setup.weights is Place.HOST
 
     @property
@@ -120,7 +120,7 @@ class Zero:
         return min(self.setup.reduce_bucket_size, self.model.params)
 
     @property
-    def _leaves_early(self) -> bool:
+    def _gradients_on_host(self) -> bool:
         """Whether gradients go to ZenFlow during backward."""
         return self.plan is not None and self.plan.places.gradient is Place.HOST
 
@@ -134,12 +134,11 @@ class Zero:
 
     @property
     def _sums_apart(self) -> bool:
-        return self.plan is not None and self._leaves_early and self.plan.dtypes.sums_apart
+        return self.plan is not None and self._gradients_on_host and self.plan.dtypes.sums_apart
 
     @property
     def _across(self) -> int:
-        """Bytes of a copy of the bucket's contents, which is made if they belong to several
-        ranks."""
+        """Bytes of a copy of the bucket, made if its contents belong to several ranks."""
         return self._weight * self._filled if self.ranks.count > 1 else 0
 
     @property
@@ -154,7 +153,7 @@ class Zero:
     def _by_torch(
         self, kind: str, nbytes: int, arrays: Sequence[Run] = (Run(1, 1),), pins: bool | None = None
     ) -> Part:
-        """Arrays of `nbytes` an element that torch allocates on the host, page-locked if `pins`, by
+        """Host arrays of `nbytes` per element, allocated by torch; page-locked if `pins`, by
         default as the config says."""
         pins = self.setup.pins if pins is None else pins
         rounded = _power_of_two if pins and self.setup.rounds_pinned else int
@@ -165,21 +164,25 @@ class Zero:
 
     def _on_accelerator(self) -> list[Part]:
         setup, weight = self.setup, self._weight
-        held = [_there(Buffer.WEIGHTS.shown, 0 if self._weights_here else self._weight_bytes)]
+        held = [
+            _device_part(Buffer.WEIGHTS.shown, 0 if self._weights_on_host else self._weight_bytes)
+        ]
         if setup.on_accelerator:
             aliased = not self._is_whole and weight == FLOAT_BYTES  # the weights are the masters
-            held.append(_there(Buffer.MASTER.shown, 0 if aliased else FLOAT_BYTES * self._numel))
-            held += map(_there, MOMENTS, self._states())
+            held.append(
+                _device_part(Buffer.MASTER.shown, 0 if aliased else FLOAT_BYTES * self._numel)
+            )
+            held += map(_device_part, MOMENTS, self._states())
         if self._is_whole:
             buffer = weight * self.model.largest if setup.offload else 0
-            return [*held, _there(Buffer.OFFLOAD.shown, buffer)]
-        if not (setup.offload or self._leaves_early):
-            held.append(_there(Buffer.GRADIENTS.shown, self._accumulated * self._numel))
+            return [*held, _device_part(Buffer.OFFLOAD.shown, buffer)]
+        if not (setup.offload or self._gradients_on_host):
+            held.append(_device_part(Buffer.GRADIENTS.shown, self._accumulated * self._numel))
         bucket = weight * setup.reduce_bucket_size if setup.contiguous_gradients else 0
-        return [*held, _there(Buffer.BUCKETS.shown, bucket)]
+        return [*held, _device_part(Buffer.BUCKETS.shown, bucket)]
 
     def _on_host(self) -> list[Part]:
-        whole = self._weight * self._numel if self._weights_here else 0
+        whole = self._weight * self._numel if self._weights_on_host else 0
         weights = self._by_torch(Buffer.WEIGHTS.shown, whole, pins=True)
         if self.plan is not None:
             sums = FLOAT_BYTES * self._numel if self._sums_apart else 0
@@ -192,7 +195,7 @@ class Zero:
         pins_masters = setup.pins and self._is_whole
         parts = [
             self._by_torch(Buffer.MASTER.shown, FLOAT_BYTES, self._partitions, pins_masters),
-            *(_here(kind, FLOAT_BYTES * self._numel) for kind in MOMENTS),
+            *(_host_part(kind, FLOAT_BYTES * self._numel) for kind in MOMENTS),
             self._by_torch(Buffer.GRADIENTS.shown, FLOAT_BYTES, self._partitions),
         ]
         if not self._is_whole:
@@ -214,35 +217,38 @@ class Zero:
     # -- start-up ----------------------------------------------------------------------------------
 
     def _starting(self) -> Moments:
-        """Moments come with the first step."""
+        """The optimizer's moments are allocated in the first step."""
         weight, setup = self._weight, self.setup
         built = [part for part in self._on_accelerator() if part.kind not in MOMENTS]
         if self._is_whole:
-            weights = _there(Buffer.WEIGHTS.shown, self._weight_bytes)
+            weights = _device_part(Buffer.WEIGHTS.shown, self._weight_bytes)
             facts = FlattenFacts(weights.nbytes, self.ranks.count, weights.nbytes, weights.nbytes)
             copy = required_bytes(setup.flatten_tier or TIERS[0], facts)
             zeros = FLOAT_BYTES * self._numel if setup.on_accelerator else 0
             buffer = weight * self.model.largest if self.plan is not None else 0  # for a moment
             return {
-                "flattening": [weights, _there("copy for flattening", copy)],
-                "buffer": [weights, _there(Buffer.OFFLOAD.shown, buffer)],
-                "built": [*built, _there("zeros", zeros)],
+                "flattening": [weights, _device_part("copy for flattening", copy)],
+                "buffer": [weights, _device_part(Buffer.OFFLOAD.shown, buffer)],
+                "built": [*built, _device_part("zeros", zeros)],
             }
         converts = setup.offload and weight != FLOAT_BYTES  # before the copy to the host
-        conversion = _there("conversion", FLOAT_BYTES * self._most if converts else 0)
-        weights = _there(Buffer.WEIGHTS.shown, weight * self._numel)
+        conversion = _device_part("conversion", FLOAT_BYTES * self._most if converts else 0)
+        weights = _device_part(Buffer.WEIGHTS.shown, weight * self._numel)
         states = built[:2] if setup.on_accelerator else []
         zeros = FLOAT_BYTES * self._most if states else 0  # of the first, empty step
         return {
-            "built": [*built, _there("parameter being partitioned", weight * self.model.largest)],
-            "converted": [] if self._weights_here else [weights, conversion],
-            "first step": [*states, _there("zeros", zeros)],
+            "built": [
+                *built,
+                _device_part("parameter being partitioned", weight * self.model.largest),
+            ],
+            "converted": [] if self._weights_on_host else [weights, conversion],
+            "first step": [*states, _device_part("zeros", zeros)],
         }
 
     def _starting_on_host(self) -> Moments:
         if self._is_whole:
             return {**self._flattening(), **self._building()}
-        collected = [_here("defragmentation", self._weight * self._numel)]
+        collected = [_host_part("defragmentation", self._weight * self._numel)]
         return {"defragmentation": collected, **self._partitioning()}
 
     def _flattening(self) -> Moments:
@@ -250,12 +256,14 @@ class Zero:
         if self.setup.flatten_tier != "host":
             return {}
         chunks = passing(self._weight * self._most, 2)
-        return {"flattening": [_here("slice for flattening", self._weight * self._numel), chunks]}
+        return {
+            "flattening": [_host_part("slice for flattening", self._weight * self._numel), chunks]
+        }
 
     def _building(self) -> Moments:
         built = self._on_host()
         if self.plan is not None:
-            buffer = _here("DeepSpeed's buffer", self._weight * self.model.largest)
+            buffer = _host_part("DeepSpeed's buffer", self._weight * self.model.largest)
             return {"sums": built, "buffer": [buffer]}
         if not self.setup.offload:
             return {}
@@ -267,16 +275,16 @@ class Zero:
         }
 
     def _partitioning(self) -> Moments:
-        """Stage 3; DeepSpeed locks the pages of an array by copying it."""
+        """At stage 3, DeepSpeed page-locks an array by copying it."""
         held = self._on_host()
         if self.plan is not None:
             weights, sums = held
             copied = sums.nbytes if sums.memory.is_page_locked else 0
-            return {"build": [weights], "sums": [*held, _here("copy of the sums", copied)]}
+            return {"build": [weights], "sums": [*held, _host_part("copy of the sums", copied)]}
         if not self.setup.offload:
             return {}
         pinning = self._weight * self._numel if self.setup.pins else 0
-        conversion = _here("conversion", max(pinning, FLOAT_BYTES * self._most))
+        conversion = _host_part("conversion", max(pinning, FLOAT_BYTES * self._most))
         return {"built": [*(part for part in held if part.kind not in MOMENTS), conversion]}
 
     # -- forward and backward ----------------------------------------------------------------------
@@ -292,48 +300,50 @@ class Zero:
         """Stages 1 and 2, where each rank has all weights."""
         fits = self.setup.reduce_bucket_size >= self.model.params
         made = 0 if fits else self._weight * self.model.largest
-        buckets = _there(Buffer.BUCKETS.shown, self._buckets(self._weight))
-        common = [buckets, _there("gradient being made", made)]
-        copied = partial(_there, "reduction copies")
+        buckets = _device_part(Buffer.BUCKETS.shown, self._buckets(self._weight))
+        common = [buckets, _device_part("gradient being made", made)]
+        copied = partial(_device_part, "reduction copies")
         if self.setup.offload:
             return [[*common, copied(max(self._across, NORM_BYTES * self.model.largest))]]
-        if self._leaves_early:
+        if self._gradients_on_host:
             return [[*common, *moment] for moment in self._leaving()]
-        own = _there(Buffer.GRADIENTS.shown, self._accumulated * self._numel)
+        own = _device_part(Buffer.GRADIENTS.shown, self._accumulated * self._numel)
         if self._accumulated != self._weight:
             converted = self._weight * self._filled + FLOAT_BYTES * self.model.largest
             return [[own, *common, copied(converted)]]
-        before = _there(Buffer.ACCUMULATED.shown, own.nbytes if self.setup.accumulation > 1 else 0)
+        before = _device_part(
+            Buffer.ACCUMULATED.shown, own.nbytes if self.setup.accumulation > 1 else 0
+        )
         if not fits:
             return [[own, before, *common, copied(self._across)]]
         return [[before, *common, copied(self._across)], [own, before, *common]]
 
     def _leaving(self) -> list[list[Part]]:
-        """While gradients that go to the host are reduced, and while one is added to earlier
+        """While gradients bound for the host are reduced, and while one is added to earlier
         ones."""
         largest = self.model.largest
         earlier = self._accumulated * largest if self.setup.accumulation > 1 else 0
-        copied = partial(_there, "reduction copies")
+        copied = partial(_device_part, "reduction copies")
         if self._accumulated == self._weight:
             return [[copied(max(self._across, earlier))]]
-        sums = _there("sums of gradients", self._accumulated * self._filled)
+        sums = _device_part("sums of gradients", self._accumulated * self._filled)
         reduced = copied(self._weight * self._filled + FLOAT_BYTES * largest)
         return [[sums, reduced], [sums, copied(earlier + self._weight * largest)]]
 
     def _whole_gradients(self) -> list[list[Part]]:
         """Stage 1, if every parameter's gradient is kept until the last micro-step."""
         filled = self._accumulated * self._filled
-        gradients = _there(Buffer.GRADIENTS.shown, self._accumulated * self.model.params)
-        rest = _there(Buffer.GRADIENTS.shown, gradients.nbytes - filled)
-        buckets = _there(Buffer.BUCKETS.shown, self._buckets(self._accumulated))
-        copied = partial(_there, "reduction copies")
+        gradients = _device_part(Buffer.GRADIENTS.shown, self._accumulated * self.model.params)
+        rest = _device_part(Buffer.GRADIENTS.shown, gradients.nbytes - filled)
+        buckets = _device_part(Buffer.BUCKETS.shown, self._buckets(self._accumulated))
+        copied = partial(_device_part, "reduction copies")
         full = [gradients, buckets]
         if not self.setup.contiguous_gradients:
             return [[*full, copied(filled)]]
         if self.setup.offload:
             copies = copied(max(self._across, NORM_BYTES * self.model.largest))
             return [full, [rest, buckets, copies]]
-        own = _there("partition of the gradients", self._accumulated * self._numel)
+        own = _device_part("partition of the gradients", self._accumulated * self._numel)
         if self._accumulated != self._weight:  # reduced in the weights' dtype
             return [full, [rest, buckets, own, copied(filled + self._weight * self._filled)]]
         return [full, [rest, buckets, own], [rest, buckets, copied(self._across)]]
@@ -346,32 +356,40 @@ class Zero:
         return itemsize * self.setup.reduce_bucket_size * (2 if self.setup.overlaps else 1)
 
     def _partitioned_backward(self) -> list[list[Part]]:
-        """Stage 3, which gathers parameters, also in the forward pass."""
+        """Stage 3, which also gathers parameters, in forward as well."""
         setup, weight, params = self.setup, self._weight, self.model.params
         again = min(setup.max_live_parameters, params - self._filled)
         reused = setup.max_reuse_distance // 2 + self.model.largest
         live = min(params, max(setup.max_live_parameters, reused))
         single = setup.stage3_allgather_single_param
         copy = 0 if single else min(setup.prefetch_bucket_size, params)
-        if self.ranks.count == 1 and not self._weights_here:  # a partition is its whole parameter
+        if (
+            self.ranks.count == 1 and not self._weights_on_host
+        ):  # a partition is its whole parameter
             live = again = copy = 0
-        lives, copied = partial(_there, "live parameters"), partial(_there, "reduction copies")
-        made, reduced = _there("gradient being made", weight * self.model.largest), self._reduced()
+        lives, copied = (
+            partial(_device_part, "live parameters"),
+            partial(_device_part, "reduction copies"),
+        )
+        made, reduced = (
+            _device_part("gradient being made", weight * self.model.largest),
+            self._reduced(),
+        )
         return [
-            [lives(weight * live), _there("gather copies", weight * copy)],
+            [lives(weight * live), _device_part("gather copies", weight * copy)],
             [lives(weight * live), made, copied(reduced)],
             [lives(weight * again), made, copied(weight * self._filled + reduced)],
         ]
 
     def _reduced(self) -> int:
-        """Bytes of copies of a gradient that stage 3 has reduced."""
-        if self._sums_apart and self._weights_here:
+        """Bytes of stage 3's copies of a reduced gradient."""
+        if self._sums_apart and self._weights_on_host:
             floats = FLOAT_BYTES * (2 if self.ranks.count == 1 else 1)  # one rank's sum is a copy
             return (NORM_BYTES + floats + self._weight) * self._per_rank
         if self._accumulated != self._weight:
             return FLOAT_BYTES * -(-self._filled // self.ranks.count)
-        if self.setup.offload or self._leaves_early:
-            norm = 0 if self._leaves_early and not self._weights_here else NORM_BYTES
+        if self.setup.offload or self._gradients_on_host:
+            norm = 0 if self._gradients_on_host and not self._weights_on_host else NORM_BYTES
             return (norm + self._weight) * self._per_rank
         return 0
 
@@ -379,36 +397,41 @@ class Zero:
 
     def _step(self) -> Moments:
         """Stage 3 goes from sub-group to sub-group."""
-        if self.setup.offload or self._leaves_early:
+        if self.setup.offload or self._gradients_on_host:
             return {}
         numel, summed, handed = self._most, self._accumulated, self._handed
         converted = handed * numel if handed != summed else 0
-        flat = partial(_there, "flat gradient")
+        flat = partial(_device_part, "flat gradient")
         gathered = [flat(summed * numel + converted)]
         if self._is_whole:
             made = summed * numel if summed == self._weight else 0  # else one flat tensor already
-            gathered = [_there(Buffer.GRADIENTS.shown, summed * numel), flat(made + converted)]
+            gathered = [
+                _device_part(Buffer.GRADIENTS.shown, summed * numel),
+                flat(made + converted),
+            ]
         uses_torch = self.plan is None and not self.setup.fused_adam
-        temporaries = [_there("temporaries", FLOAT_BYTES * numel)] if uses_torch else []
+        temporaries = [_device_part("temporaries", FLOAT_BYTES * numel)] if uses_torch else []
         return {"gather": gathered, "update": [flat(handed * numel), *temporaries]}
 
     def _host_step(self) -> Moments:
         """Torch's AdamW on the host has two temporaries of a partition's size."""
         uses_torch = self.setup.offload and not self.setup.fused_adam
-        return {"step": [_here("temporaries", 2 * FLOAT_BYTES * self._most if uses_torch else 0)]}
+        return {
+            "step": [_host_part("temporaries", 2 * FLOAT_BYTES * self._most if uses_torch else 0)]
+        }
 
     # -- save and load -----------------------------------------------------------------------------
 
     def _saving(self) -> Moments:
-        """The first rank writes the module, of which DeepSpeed makes a copy on the host. Ours
-        passes through a chunk, but for what stage 3 gathers."""
-        copy = [_here("copy of the module", self._weight * self.model.params)]
+        """The first rank writes the module, which DeepSpeed copies to the host first. We copy it in
+        chunks, except what stage 3 gathers."""
+        copy = [_host_part("copy of the module", self._weight * self.model.params)]
         gathers = self.is_first and not self._is_whole and self.setup.gathers_on_save
         writes = self.is_first and self._is_whole
         module = copy if writes else []
         found: dict[str, list[Part]] = {"module": module, "export": copy if gathers else module}
         if self.setup.on_accelerator:  # copied tensor by tensor
-            found["state"] = [_here("copy of the state", FLOAT_BYTES * self._most)]
+            found["state"] = [_host_part("copy of the state", FLOAT_BYTES * self._most)]
         if self.plan is not None and writes:
             chunk = [passing(self._weight * self.model.largest)]
             found |= {"export": chunk} | ({} if self.plan.saves_beside else {"module": chunk})
@@ -418,38 +441,38 @@ class Zero:
         """An export at stage 3 gathers layer by layer."""
         if self._is_whole or not self.setup.gathers_on_save:
             return {}
-        uploaded = self._per_rank if self._weights_here else 0
+        uploaded = self._per_rank if self._weights_on_host else 0
         gathered = self._weight * (self.model.largest + uploaded)
-        return {"export": [_there("gathered layer", gathered)]}
+        return {"export": [_device_part("gathered layer", gathered)]}
 
     def _loading(self) -> Moments:
-        """Each rank reads the module's file, at stages 1 and 2, and its optimizer's. The first is
-        gone when ZenFlow adopts what the second holds."""
+        """Each rank reads the module's file (stages 1 and 2) and its optimizer file. The former is
+        freed before ZenFlow adopts the latter's content."""
         state = FLOAT_BYTES * self._numel + sum(self._states())
         read = state if self.plan is None else self.plan.held.file_bytes
         module = self._weight * self.model.params if self._is_whole else 0
-        files = partial(_here, "files that are read")
+        files = partial(_host_part, "files that are read")
         read, module = (0, 0) if self.setup.maps_files else (read, module)
         return {"load": [files(read + module)], "adopt": [files(read)]}
 
-    def _loading_there(self) -> Moments:
+    def _loading_on_device(self) -> Moments:
         states = sum(self._states()) if self.setup.on_accelerator else 0
-        return {"load": [_there("loaded moments", states)]}
+        return {"load": [_device_part("loaded moments", states)]}
 
     # -- asleep ------------------------------------------------------------------------------------
 
     def _asleep(self) -> Moments:
         """DeepSpeed refuses it with weights on the host."""
-        if self._weights_here:
+        if self._weights_on_host:
             return {}
         buffers = (Buffer.OFFLOAD.shown, Buffer.BUCKETS.shown)
         away = [part for part in self._on_accelerator() if part.kind not in buffers]
         moved = [self._by_torch(f"{part.kind}, away", part.nbytes, pins=True) for part in away]
         return {"asleep": [*self._on_host(), *moved]}
 
-    def _left_there(self) -> Moments:
+    def _left_on_device(self) -> Moments:
         """ZeRO-Offload keeps a buffer."""
-        if self._weights_here:
+        if self._weights_on_host:
             return {}
         kept = [part for part in self._on_accelerator() if part.kind == Buffer.OFFLOAD.shown]
         return {"asleep": kept}

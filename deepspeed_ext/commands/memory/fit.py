@@ -1,5 +1,5 @@
-"""Answers whether a model fits a machine, which way to train it is the best, and what it lacks.
-Pure functions."""
+"""Answers whether a model fits a machine, how to train it best, and what is missing. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ __all__ = [
 
 _GIB = 1 << 30
 GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * _GIB, 8 * _GIB, _GIB // 2
-"""Bytes that stay free: of a GPU for its context, collectives and fragmentation; of a host; and of
-a host for each of its ranks."""
-_SMALLEST = 10**6
+"""Bytes that stay free: per GPU for its context, collectives and fragmentation; per host; and per
+rank of a host."""
+_MOST_TIMES_SMALLER = 10**6
 SAME_TIME = 0.85
-"""Ways count as equally fast unless one takes less than this part of the other's time: times are
-arithmetic, and most runs are slower (docs/lab/archive/time_model.md)."""
+"""Ways count as equally fast unless one takes less than this fraction of the other's time: times
+are arithmetic, and most runs are slower (docs/lab/archive/time_model.md)."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be trained where.
+    """What to train, and on which machine.
 
     Attributes:
         ranks: GPUs, and how many share a host.
         capacity: memory of a GPU and of a host, as far as it is known.
         active: parameters that a token uses.
-        tokens: tokens per GPU and optimizer step, by which ways are compared.
+        tokens: tokens per GPU and optimizer step, for the step times.
     """
 
     model: Model
@@ -67,12 +67,12 @@ class Fit:
         plan: its memory.
         time: its optimizer step.
         step_seconds: an optimizer step with forward and backward.
-        tokens: tokens per GPU and optimizer step from which nothing of the step is exposed; None:
-            some always is.
+        tokens: tokens per GPU and step above which the optimizer adds no time; None: it always
+            does.
         room: bytes of a GPU that are left for activations; None: its memory is not known.
-        left: bytes that are left at the peak with activations and what stays free, by place; empty:
-            the machine is not known.
-        missing: share of a GPU's memory that is missing, and of a host's, added up.
+        left: by place, bytes left at the peak beside activations and the reserve; empty: the
+            machine is not known.
+        missing: missing fraction of a GPU's memory plus that of a host's.
     """
 
     plan: MemoryPlan
@@ -100,7 +100,7 @@ class Fit:
 
 
 def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]:
-    """Every way on this machine, or those given."""
+    """Rate all ways on this machine, or only `setups`."""
     return [_fit(question, setup) for setup in (ways() if setups is None else setups)]
 
 
@@ -128,8 +128,8 @@ def _fit(question: Question, setup: Setup) -> Fit:
 
 
 def _best(found: Sequence[Fit]) -> Fit | None:
-    """Of ways with the same numerics: of the fastest, the simplest, that is without offload, at the
-    lower stage, and with the whole optimizer on the host."""
+    """Among ways with the same numerics, the simplest of the fastest: without offload, then at the
+    lower stage, then with the whole optimizer on the host."""
     most = min((fit.step_seconds for fit in found), default=0.0) / SAME_TIME
     fast = [fit for fit in found if fit.step_seconds <= most]
     return min(fast, key=_simplicity, default=None)
@@ -140,14 +140,13 @@ def _simplicity(fit: Fit) -> tuple[float, ...]:
 
 
 def _fitting(found: Sequence[Fit]) -> list[Fit]:
-    """Those that fit, the most exact first; none if the GPU's memory is not known."""
+    """The ways that fit, the most exact first; none if the GPU's memory is not known."""
     fitting = [fit for fit in found if Place.ACCELERATOR in fit.left and not fit.short]
     return sorted(fitting, key=lambda fit: inexactness(fit.setup))
 
 
 def suggested(found: Sequence[Fit]) -> Fit | None:
-    """The best way that fits, with the numerics that are nearest to exact; None: no way fits, or
-    the machine is not known."""
+    """The best of the most exact ways that fit; None: no way fits, or the machine is not known."""
     fitting = _fitting(found)
     return _best(
         [fit for fit in fitting if inexactness(fit.setup) == inexactness(fitting[0].setup)]
@@ -165,12 +164,12 @@ def faster(found: Sequence[Fit]) -> Fit | None:
 
 
 def nearest(found: Sequence[Fit]) -> Fit:
-    """The way that lacks the least."""
+    """The way that misses the least memory."""
     return min(found, key=lambda fit: (fit.missing, fit.step_seconds))
 
 
 def best_of_kinds(found: Sequence[Fit]) -> list[Fit]:
-    """The best way of each kind: one that fits, or else lacks the least."""
+    """The best way of each kind: one that fits, or else the one that misses the least memory."""
     kinds: dict[str, list[Fit]] = {}
     for fit in found:
         kinds.setdefault(kind_of(fit.setup), []).append(fit)
@@ -181,9 +180,9 @@ def best_of_kinds(found: Sequence[Fit]) -> list[Fit]:
 
 
 def largest(question: Question, found: Sequence[Fit]) -> tuple[int, Fit] | None:
-    """The most parameters of a typical model that fit this machine, with two digits, and how; None:
-    not even a millionth of this model's. Only ways that no other one beats at both places are
-    tried."""
+    """The most parameters of a typical model that fit this machine, to two digits, and the way;
+    None: not even a millionth of this model's. Tries only ways that no other one beats at both
+    places."""
     setups = [fit.setup for fit in found if not any(_beats(other, fit) for other in found)]
 
     def tried(params: int) -> Fit | None:
@@ -192,7 +191,7 @@ def largest(question: Question, found: Sequence[Fit]) -> tuple[int, Fit] | None:
         asked = replace(question, model=model, active=active)
         return suggested(fits(asked, (replace(setup, flatten_tier=None) for setup in setups)))
 
-    low, high = question.model.params // _SMALLEST, question.model.params
+    low, high = question.model.params // _MOST_TIMES_SMALLER, question.model.params
     if low == 0 or tried(low) is None:
         return None
     while high - low > max(1, low // 200):

@@ -33,7 +33,7 @@ def config_of(setup: Setup, dtype: str, reader: Reader = "script") -> dict[str, 
 
     Args:
         dtype: dtype of the weights.
-        reader: a script gets numbers to change, a trainer "auto" for all that its arguments say.
+        reader: a script gets numbers to edit, a trainer "auto" for all that its arguments set.
     """
     is_trainer = reader == "trainer"
     return {

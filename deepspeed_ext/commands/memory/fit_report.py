@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.plan.places import Place
 __all__ = ["as_json", "as_text"]
 
 _GIB = 1 << 30
-_COLUMNS = ("GPU GiB", "host GiB", "exposed ms", "step ms", "hidden from")
+_COLUMNS = ("GPU GiB", "host GiB", "exposed ms", "step ms", "free above")
 _WIDTH = 13
 _NAMES = {Place.ACCELERATOR: "GPU", Place.HOST: "host"}
 
@@ -43,7 +43,7 @@ def as_text(
     Args:
         name: the model, in a few words.
         found: every way.
-        notes: what a reader must know of the model.
+        notes: remarks on the model.
         all_ways: a line for each way, instead of one for the best of each kind.
     """
     model, ranks, machine = question.model, question.ranks, question.machine
@@ -56,7 +56,7 @@ def as_text(
         f"{ranks.per_host} per host.",
         f"Assumed: {machine.link / 1e9:g} GB/s each way between a GPU and its host, "
         f"{machine.host / 1e9:g} GB/s of "
-        f"host memory, {machine.flops / 1e12:g} TFLOP/s a GPU.",
+        f"host memory, {machine.flops / 1e12:g} TFLOP/s per GPU.",
         f"Kept free: {GPU_RESERVE / _GIB:g} GiB of a GPU, {HOST_RESERVE / _GIB:g} GiB of a host "
         f"and {RANK_RESERVE / _GIB:g} for each of its ranks. Counted for activations: "
         f"{typical_activations(question.active) / _GIB:.1f} GiB.",
@@ -65,13 +65,13 @@ def as_text(
         f"{'stage, run':<{width}}{''.join(f'{column:>{_WIDTH}}' for column in _COLUMNS)}   fits",
         *(_line(fit, width) for fit in shown),
         "",
-        "GPU: the peak of one GPU without activations. Host: "
-        "the peak of all ranks of a host. Exposed: what every",
-        "step waits for. Step: with forward and backward "
-        f"of {question.tokens:,} tokens per GPU. Hidden from: tokens",
-        "per GPU and step from which nothing is exposed. "
-        f"Activations: of one sequence of {TOKENS:,} tokens,",
-        "recomputed. Times are arithmetic.",
+        "GPU: peak of one GPU without activations. Host: peak of all ranks of a host. Exposed: "
+        "what",
+        f"every step waits for. Step: with forward and backward of {question.tokens:,} tokens per "
+        "GPU. Free",
+        "above: tokens per GPU and step above which the optimizer adds no time. Activations: of "
+        "one",
+        f"sequence of {TOKENS:,} tokens, recomputed. Times are arithmetic.",
     ]
     if not all_ways:
         lines.append(f"Each line is the best of its kind; --all shows all {len(found)} ways.")
@@ -79,13 +79,13 @@ def as_text(
 
 
 def answer(question: Question, found: Sequence[Fit]) -> str:
-    """Whether the model fits, and how, in one line; a second one if what is less exact would be
-    clearly faster."""
+    """Whether the model fits, and how, in one line; a second line if a less exact way is clearly
+    faster."""
     capacity = question.capacity
     if capacity.accelerator is None:
         return (
-            "Does it fit? Add --gpu-gb and --host-gb, "
-            "as makers write them (80, 512), or here for this machine's."
+            "Does it fit? Add --gpu-gb and --host-gb, as vendors write them (80, 512), or here for "
+            "this machine's."
         )
     best = suggested(found)
     if best is None:
@@ -112,9 +112,7 @@ def _miss(question: Question, found: Sequence[Fit]) -> str:
     near, most = nearest(found), largest(question, found)
     text = f"It does not fit. Nearest: {near.name}, {_missing(near)}."
     if most is None:
-        return (
-            f"{text} More GPUs divide what is held on each; more hosts also what each host holds."
-        )
+        return f"{text} With more GPUs each holds less; with more hosts each host does, too."
     params, how = most
     return (
         f"{text} The largest model that fits has about {_billions(params)} parameters: "
@@ -152,7 +150,7 @@ def _row_name(fit: Fit) -> str:
 
 
 def _missing(fit: Fit) -> str:
-    """What is missing, rounded up, so that it is never nothing."""
+    """What is missing, rounded up, so that it is never 0."""
     tenths = {place: -(10 * left // _GIB) for place, left in fit.left.items() if left < 0}
     return (
         f"{', '.join(f'{_NAMES[place]} {tenth / 10:,.1f}' for place, tenth in tenths.items())} "

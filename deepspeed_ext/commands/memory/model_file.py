@@ -1,9 +1,9 @@
 """Counts the parameters of a Hugging Face ``config.json``, by shapes on the meta device.
 
-No weights are read or made, nothing is downloaded, and no code is run but transformers' own. A
-config comes from a stranger, so three lines keep it from deciding what is loaded:
-`model_references` takes every reference out, or refuses it; another process builds the model,
-offline and without tokens; and this process is confined (`runtime.confined`).
+No weights are read or made, nothing is downloaded, and no code runs but transformers' own. A config
+may be hostile, so three lines of defence keep it from loading anything: `model_references` removes
+or refuses every reference; another process builds the model, offline and without tokens; and that
+process is confined (`runtime.confined`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from deepspeed_ext.runtime.log import quoted
 __all__ = ["ModelFile", "read_model"]
 
 MOST_BYTES = 1 << 24
-"""No config.json is larger, even if it names 21,000 classes of images; a larger file holds
-weights."""
+"""Larger than any config.json, even with 21,000 image classes; a larger file holds weights."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _OF_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 _SHAPES = "deepspeed_ext.commands.memory.model_shapes"
@@ -42,8 +41,8 @@ class ModelFile:
         name: class of the model.
         params: elements of all parameters; one that is used twice counts once.
         largest: elements of the largest parameter.
-        active: elements that a token uses: of the experts only those that it is sent to.
-        notes: what a reader must know of the count.
+        active: elements that a token uses; of experts, only those it is routed to.
+        notes: remarks on the count.
     """
 
     name: str
@@ -66,7 +65,7 @@ def read_model(path: str) -> ModelFile:
     try:
         found = _answer(inert(described))
     except ConfigError as error:
-        raise ConfigError(f"--model: {_shown(file)}: {error}; mend it, or give --params") from None
+        raise ConfigError(f"--model: {_shown(file)}: {error}; fix it, or give --params") from None
     if "absent" in found:
         raise UnsupportedError(
             f"--model needs transformers ({found['absent']}): pip install "
@@ -82,7 +81,7 @@ def read_model(path: str) -> ModelFile:
 
 
 def _answer(described: dict[str, Any]) -> dict[str, Any]:
-    """What `model_shapes` answers, from a process that has neither network nor tokens."""
+    """Ask `model_shapes`, in a process without network or tokens."""
     with tempfile.TemporaryDirectory(prefix="dsext-plan-") as folder:
         done = subprocess.run(
             python_command(_SHAPES),
@@ -128,7 +127,7 @@ def _file_of(path: str) -> str:
             "give the one that does, or --params"
         )
     name = (
-        "; nothing is downloaded: of a model on a hub, download config.json first"
+        "; nothing is downloaded: for a model on a hub, download config.json first"
         if _HUB.fullmatch(path)
         else ""
     )
@@ -150,18 +149,18 @@ def _object_in(file: str) -> dict[str, Any]:
             described = json.load(opened)
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--model: {_shown(file)} is no JSON ({str(error)[:100]}); "
-            "mend it, or give another config.json or --params"
+            f"--model: {_shown(file)} is not JSON ({str(error)[:100]}); "
+            "fix it, or give another config.json or --params"
         ) from None
     if isinstance(described, dict) and isinstance(described.get("model_type"), str):
         return described
     if isinstance(described, dict) and not described.keys().isdisjoint(_OF_DEEPSPEED):
         raise ConfigError(
-            f"--model: {_shown(file)} is a config of DeepSpeed; "
+            f"--model: {_shown(file)} is a DeepSpeed config; "
             "give it as --config, and the model's config.json here"
         )
     raise ConfigError(
-        f"--model: {_shown(file)} names no model_type, as a config.json of transformers does; give "
+        f"--model: {_shown(file)} names no model_type, which transformers' config.json has; give "
         "one that does, or --params"
     )
 
@@ -172,11 +171,11 @@ def _notes(described: dict[str, Any], towers: int) -> Iterator[str]:
     if isinstance(quantized, dict) and quantized:
         method = quoted(str(quantized.get("quant_method", "it does not say how")))
         yield (
-            f"the weights are quantized ({method}); counted: "
-            "all train, unquantized. Of an adapter, give --params."
+            f"the weights are quantized ({method}); counted as if all train, unquantized. For an "
+            "adapter, give --params."
         )
     if towers:
         yield (
             f"{towers:,} of the parameters are for images or sound; "
-            "if they stay frozen, give --params of the others."
+            "if they stay frozen, give the number of the others as --params."
         )

@@ -1,4 +1,4 @@
-"""Takes out of a ``config.json`` what refers to other files, hubs or code. Imports neither torch
+"""Removes from a ``config.json`` what refers to other files, hubs or code. Imports neither torch
 nor transformers.
 
 A config describes shapes. Some fields of transformers name something to load instead: the code of
@@ -17,7 +17,7 @@ from deepspeed_ext.runtime.log import quoted
 __all__ = ["MOST_LAYERS", "inert", "require_inert"]
 
 MOST_LAYERS = 10_000
-"""More layers, or experts per layer, than any model has."""
+"""More than any model has, of layers or of experts per layer."""
 _LEFT_OUT = re.compile(
     r"auto_map|_?name_or_path|configuration_files|custom_pipelines|trust_remote_code|_?commit_hash|token|use_auth_token"
     r"|quantization_config|\w*_implementation(_internal)?"
@@ -26,7 +26,7 @@ _REFERENCE = re.compile(
     r"backbone|backbone_kwargs|use_timm_backbone|use_pretrained_backbone|model_args|checkpoint_path|pretrained_cfg\w*"
     r"|\w+_name_or_path"
 )
-"""``backbone_config`` is no reference: it holds the shapes."""
+"""``backbone_config`` is not a reference: it holds the shapes."""
 _COUNT = re.compile(r"(\w*_)?(n|num)_(\w+_)?(layers?|blocks|experts)|(\w+_)?(layers|depth)")
 _HUB = re.compile(r"\s*(hf[-_]hub|local[-_]dir|https?|file):", re.IGNORECASE)
 

@@ -36,7 +36,7 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 def main() -> None:
     """Answer for the config on standard input, confined."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # a library that prints does not garble the answer
+    os.dup2(2, 1)  # a library's prints must not garble the answer
     described = json.load(sys.stdin)
     try:
         import torch  # noqa: F401
@@ -54,11 +54,9 @@ def answer(described: dict[str, Any]) -> dict[str, Any]:
     """Count the parameters of the model that `described`, an inert config, describes.
 
     Returns:
-        The class's ``name``; ``params``, ``largest``, ``active`` and ``towers`` in elements, the
-        last of what is for
-        images and sound. Or why not: ``problem``, ``change``, which is what to do, and
-            ``is_unknown``, whether
-        transformers does not know the type.
+        The class's ``name``, and ``params``, ``largest``, ``active`` and ``towers`` (parameters for
+        images and sound) in elements. Or, if that fails, ``problem``, ``change`` (what to do) and
+        ``is_unknown`` (whether transformers does not know the type).
     """
     import transformers
 
@@ -77,9 +75,9 @@ def answer(described: dict[str, Any]) -> dict[str, Any]:
             warnings.simplefilter("ignore")
             return _counted(described, transformers)
     except ConfigError as error:
-        return {"problem": str(error), "change": "mend it", "is_unknown": False}
+        return {"problem": str(error), "change": "fix it", "is_unknown": False}
     except Exception as error:  # whatever transformers raises for a file that describes no model
-        change = "install what it names" if isinstance(error, ImportError) else "mend the file"
+        change = "install what it names" if isinstance(error, ImportError) else "fix the file"
         said = " ".join(str(error).split())[:250]
         problem = f"{here} builds no model from it: {type(error).__name__}: {said}"
         return {"problem": problem, "change": change, "is_unknown": False}
@@ -88,7 +86,7 @@ def answer(described: dict[str, Any]) -> dict[str, Any]:
 def _counted(described: dict[str, Any], transformers: Any) -> dict[str, Any]:
     import torch
 
-    # a copy: transformers reads other files beside a config
+    # a copy, because transformers reads files beside a config
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "config.json")
         with open(path, "w", encoding="utf-8") as file:
@@ -97,7 +95,7 @@ def _counted(described: dict[str, Any], transformers: Any) -> dict[str, Any]:
         config = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-    # a class may have other names for a field, or a reference by default
+    # a config class may rename fields, or have a reference by default
     require_inert(config.to_dict())
     with torch.device("meta"):
         model = _class_of(config, transformers)(config)
@@ -116,8 +114,7 @@ def _counted(described: dict[str, Any], transformers: Any) -> dict[str, Any]:
 
 
 def _class_of(config: Any, transformers: Any) -> Any:
-    """What builds the model: the class that the file names, otherwise the first that there is for
-    its type."""
+    """The class that the file names, otherwise the first that exists for its type."""
     named = getattr(config, "architectures", None)
     for name in named if isinstance(named, list) else ():
         found = getattr(transformers, str(name), None)
@@ -131,7 +128,7 @@ def _class_of(config: Any, transformers: Any) -> Any:
 
 
 def _share(config: Any) -> float:
-    """The share of the experts to which a token is sent; 1: the file does not say."""
+    """The fraction of the experts that a token is routed to; 1 if the file does not say."""
     text = getattr(config, "text_config", config)
     experts = next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), 0)
     chosen = next((getattr(text, name) for name in _CHOSEN if getattr(text, name, None)), 0)

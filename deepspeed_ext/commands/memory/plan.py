@@ -32,7 +32,7 @@ class MemoryPlan:
         parts: memory of the job's first rank at the largest moment of a phase, by place and phase.
             Only this rank writes the module in a save.
         others: host bytes of every other rank, by phase.
-        notes: facts that the plan does not know.
+        notes: what the plan assumes or leaves out.
     """
 
     model: Model
@@ -45,7 +45,7 @@ class MemoryPlan:
 
     @property
     def copies(self) -> Copies | None:
-        """What crosses the link because of ZenFlow; None: no ZenFlow."""
+        """What crosses the link for ZenFlow; None without ZenFlow."""
         return None if self.zenflow is None else self.zenflow.copies
 
     def nbytes(self, place: Place, phase: Phase) -> int:
@@ -91,8 +91,8 @@ UNKNOWN = Capacity()
 def plan_memory(
     model: Model, ranks: Ranks, setup: Setup, capacity: Capacity = UNKNOWN
 ) -> MemoryPlan:
-    """Plan one run, with what it chooses on a machine of this capacity, on whose accelerators only
-    the weights lie: the flatten tier, and what ZenFlow decides.
+    """Plan one run. The flatten tier and ZenFlow's decisions are those of a machine of this
+    capacity whose accelerators hold nothing but the weights.
 
     Raises:
         ConfigError: the ``zenflow`` section contradicts itself.
@@ -137,10 +137,13 @@ def _flattened(capacity: Capacity, model: Model, ranks: Ranks, setup: Setup) -> 
 
 
 def _notes(setup: Setup, plan: ZenFlowPlan | None, *, is_known: bool) -> Iterator[str]:
-    zenflow, leaves_early = setup.zenflow, plan is not None and plan.places.gradient is Place.HOST
+    zenflow, gradients_leave = (
+        setup.zenflow,
+        plan is not None and plan.places.gradient is Place.HOST,
+    )
     if setup.partitions_weights:
         yield "live parameters: the most that max_live_parameters and max_reuse_distance allow"
-    if setup.partitions_weights and leaves_early:
+    if setup.partitions_weights and gradients_leave:
         yield (
             "start-up: a module that zero.Init has not partitioned "
             "is moved to the accelerator whole; not counted"
@@ -148,7 +151,7 @@ def _notes(setup: Setup, plan: ZenFlowPlan | None, *, is_known: bool) -> Iterato
     if plan is not None and plan.rule.update_interval is None:
         longest = plan.rule.longest_interval
         yield f"the interval is measured at the start: 1 to {longest}, counted as the longest"
-    if zenflow is not None and not leaves_early:
+    if zenflow is not None and not gradients_leave:
         if zenflow.hide_transfers is None and not is_known:
             yield (
                 "the landing buffers are left out if a rank would "

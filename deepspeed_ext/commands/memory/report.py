@@ -17,7 +17,7 @@ _GIB, _MIB = 1 << 30, 1 << 20
 _NAME_WIDTH = 36
 _COLUMNS = [phase for phase in Phase if phase.is_in_every_run]
 _WIDTHS = [max(11, len(phase.value)) for phase in _COLUMNS]
-"""Of the columns of all tables, which have one for each phase or as many others."""
+"""Column widths of all tables: each has as many columns as there are phases."""
 _OTHERS = {Phase.LOAD: "to load a checkpoint", Phase.SLEEP: "asleep, after offload_states"}
 
 

@@ -1,4 +1,4 @@
-"""Describes the settings of a run that determine its memory. Plain values, no torch and no
+"""Describes the settings that determine a run's memory. Plain values, without torch and
 DeepSpeed."""
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class Setup:
         fused_adam: the optimizer has no temporaries (DeepSpeed's FusedAdam and CPUAdam); False:
             torch's.
         pins: ``offload_optimizer.pin_memory``.
-        rounds_pinned: each array that torch page-locks takes a power of two of bytes, as on CUDA.
-            ZenFlow's arena is page-locked as it is.
+        rounds_pinned: each array that torch page-locks is rounded up to a power of two, as on CUDA.
+            ZenFlow's arena is not rounded.
         offload_param: ``offload_param`` on the CPU.
         host_share: ``offload_optimizer.ratio``, with ZenFlow.
         gathers_on_save: ``stage3_gather_16bit_weights_on_model_save``.
         maps_files: ``pipeline_loading_checkpoint``: files of a checkpoint are mapped, not read.
-        others: fields of ``zero_optimization`` of the same names.
+        others: the ``zero_optimization`` fields of the same names.
     """
 
     stage: Stage = 1
@@ -126,8 +126,8 @@ class Setup:
 
     @property
     def copies(self) -> Copies | None:
-        """What crosses the link because of ZenFlow, if there is room for what the config does not
-        forbid; None: no ZenFlow."""
+        """What crosses the link for ZenFlow, if everything that the config allows fits; None
+        without ZenFlow."""
         return None if self.zenflow is None else self.zenflow_plan(_ANY_MODEL, Ranks(1, 1)).copies
 
     @property
@@ -141,8 +141,7 @@ class Setup:
         """ZenFlow's plan of a rank.
 
         Args:
-            mine: what each rank of a host has; None: there is room for what the config does not
-                forbid.
+            mine: each rank's memory; None: everything that the config allows fits.
         """
         return _zenflow_plan(model, ranks, self, mine)
 
@@ -182,7 +181,7 @@ class Setup:
 
 
 _ANY_MODEL = Model(1, 1, "bfloat16")
-"""For what does not depend on sizes."""
+"""For values that do not depend on sizes."""
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ _FLOPS_PER_TOKEN = 6
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds, which are assumptions.
+    """Assumed speeds.
 
     Attributes:
         link: bytes per second between one GPU and its host, each way, both ways at once.
@@ -42,7 +42,7 @@ class StepTime:
 
     Attributes:
         transfer: the longer of the transfers down and up.
-        host: the pass over host memory.
+        host: the optimizer's pass over host memory.
         exposed: what every step waits for, however long forward and backward take.
         beside: what is hidden if forward and backward take at least as long.
     """
@@ -69,11 +69,10 @@ def traffic(model: Model, setup: Setup) -> Traffic:
 
 
 def step_time(model: Model, ranks: Ranks, setup: Setup, machine: Machine) -> StepTime:
-    """How long the optimizer's chain takes, and which part of it a step can hide (see
-    `plan.lanes`).
+    """How long the optimizer's chain takes, and how much of it a step can hide (see `plan.lanes`).
 
-    Weights on the host come up twice beside forward and backward. ZeRO-Offload hides only gradients
-    that go down during backward; its pass and the weights' way up follow.
+    Weights on the host are fetched twice beside forward and backward. ZeRO-Offload hides only
+    gradients that go down during backward; its pass and the weights' upload follow.
     """
     numel, moves = setup.partition_numel(model, ranks), traffic(model, setup)
     # DeepSpeed fetches weights that are on the host in every forward and backward pass

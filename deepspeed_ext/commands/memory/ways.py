@@ -1,6 +1,6 @@
-"""Lists every way to train that the product has, as the settings of a run. Pure functions.
+"""Lists every way to train, as the settings of a run. Pure functions.
 
-Stage 1 is left out: it is as fast as stage 2 and holds more.
+Stage 1 is left out: it is as fast as stage 2 but needs more memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SELECTIVE: dict[str, Any] = {
     "update_interval": 4,
     "overlap_step": True,
 }
-"""As published."""
+"""The settings of the published ZenFlow."""
 PLACES: tuple[dict[str, bool], ...] = (
     {"hide_transfers": True},
     {"hide_transfers": False, "gradients_on_host": False},
     {"gradients_on_host": True},
 )
-"""Gradients leave beside the next step, inside the step, or during backward."""
+"""Gradients leave the accelerator beside the next step, inside the step, or during backward."""
 HOST_SHARES = (0.75, 0.5, 0.25)
-"""Of ``offload_optimizer.ratio``, beside 1."""
+"""Values of ``offload_optimizer.ratio`` besides 1."""
 MOMENTS = {"float32": "", "bfloat16": "bf16 moments", "int8": "8-bit moments"}
 
 
@@ -68,8 +68,7 @@ def _sections() -> Iterator[dict[str, Any]]:
 
 
 def _shared(plain: Setup, section: dict[str, Any]) -> Iterator[Setup]:
-    """With a part of the optimizer on the accelerator, where gradients then stay during
-    backward."""
+    """With a part of the optimizer on the accelerator, so gradients stay there during backward."""
     for share in HOST_SHARES:
         for place in PLACES[:2]:
             yield replace(plain, zenflow=_zenflow(section, place), host_share=share, pins=True)
@@ -80,8 +79,8 @@ def _zenflow(section: dict[str, Any], place: dict[str, bool]) -> ZenFlowConfig:
 
 
 def inexactness(setup: Setup) -> int:
-    """How far a run's numerics are from exact steps of the optimizer: 0, they are exact; then
-    moments in bf16, those of 8 bits, a longer interval, and blocks that wait for their step."""
+    """How far a run's numerics are from exact optimizer steps: 0 is exact; then bf16 moments, 8-bit
+    moments, a longer interval, and blocks that wait for their step."""
     zenflow = setup.zenflow
     if zenflow is None:
         return 0
@@ -92,8 +91,8 @@ def inexactness(setup: Setup) -> int:
 
 
 def kind_of(setup: Setup) -> str:
-    """The way without the places of gradients, optimizer and weights, and at a longer interval
-    without its moments."""
+    """The way's kind: without the places of gradients, optimizer and weights, and at longer
+    intervals without the dtype of moments."""
     zenflow = setup.zenflow
     if zenflow is None:
         return "ZeRO-Offload" if setup.offload else "ZeRO"
@@ -108,7 +107,7 @@ def name_of(setup: Setup, copies: Copies | None = None) -> str:
     """The way in a few words, without its stage.
 
     Args:
-        copies: what crosses the link on a machine; None: what the config says alone.
+        copies: what crosses the link on a machine; None: as the config alone says.
     """
     copies = copies or setup.copies
     parts = [kind_of(setup)]

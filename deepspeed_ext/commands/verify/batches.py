@@ -1,4 +1,4 @@
-"""Decides the batches of a rank in one step, from the batch sizes of a config. Pure."""
+"""Decides a rank's batch sizes from those of a config. Pure."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def plan_batches(config: Mapping[str, Any], ranks: int, changes: list[str]) -> B
     step = (given or 1) * (steps or 1)
     if total is not None and total % step:
         raise ConfigError(
-            f"train_batch_size {total} is no multiple of train_micro_batch_size_per_gpu x "
-            f"gradient_accumulation_steps "
-            f"= {given or 1} x {steps or 1}: no number of ranks fits"
+            f"train_batch_size {total} is not a multiple of train_micro_batch_size_per_gpu x "
+            f"gradient_accumulation_steps = {given or 1} x {steps or 1}, so no number of ranks "
+            "fits: change one of them"
         )
     if total is None and given is None and "auto" not in _sizes(config):
         raise ConfigError(
-            "train_batch_size or train_micro_batch_size_per_gpu is needed, as for DeepSpeed"
+            "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu: set one of them"
         )
     micro = given or (AUTO_MICRO if total is None else max(1, total // (ranks * (steps or 1))))
     accumulation = steps or (

@@ -1,10 +1,10 @@
 """Judges the measurements of a check's ranks. Pure.
 
-Tolerances are measured, not chosen: plain training runs a second time with gradients that are
-rounded differently, by up to one unit in the last place of the dtype in which the config
-communicates them. The distance between the two results is the noise of rounding with this config; a
-few times that is allowed. Deviations that a rule of ZenFlow adds by design are allowed up to a
-fraction of plain training's progress.
+Tolerances are measured, not chosen: plain training runs twice, the second time with gradients
+changed by up to one unit in the last place of the dtype in which the config communicates them. The
+distance between the two results is this config's rounding noise; a few times that is allowed.
+Deviations that a ZenFlow rule adds by design are allowed up to a fraction of plain training's
+progress.
 """
 
 from __future__ import annotations
@@ -25,36 +25,35 @@ Status = Literal["PASS", "WARN", "FAIL", "SKIPPED"]
 NOISE_FACTOR = 5.0
 """Allowed deviation as a multiple of the measured noise, which is a single sample."""
 LOSS_ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3, "float16": 2e-4}
-"""Relative rounding error of a loss by dtype of its logits: other kernels, such as those of stage
-3, add in another order."""
+"""Relative rounding error of a loss, by dtype of its logits: other kernels, such as stage 3's, add
+in another order."""
 SMALLEST_DEVIATION = {"float32": 0.02, "bfloat16": 0.05, "float16": 0.02}
 """Deviation that is always allowed, as a fraction of a parameter's movement, by dtype of
-communication. One gradient dropped in a dozen steps deviates more. Many ranks that add in 16 bits
-in another order than the reference deviate by a few units in the last place."""
+communication. Many ranks that add in 16 bits, in another order than the reference, deviate by a few
+units in the last place. One gradient dropped in a dozen steps deviates more."""
 CODED_DEVIATION = 0.2
-"""The same with moments of 8 bits. One dropped gradient still deviates more."""
+"""The same with 8-bit moments. One dropped gradient still deviates more."""
 JUDGED_NOISE = 0.25
 """A parameter is not judged if rounding alone changes its movement by more than that."""
 PREDICTED_LOSS = 0.1
-"""Predictive rule: allowed difference of a loss, as a fraction of plain training's progress. Its
-progress within one interval is also allowed, because the weights are at most that far ahead or
-behind."""
+"""Predictive rule: allowed difference of a loss, as a fraction of plain training's progress. The
+progress within one interval is allowed, too: the weights are at most that far ahead or behind."""
 MIN_MOVEMENT_PER_INTERVAL, MAX_PROGRESS = 0.5, 1.5
 """Deferred updates, relative to plain training. MIN_MOVEMENT_PER_INTERVAL: minimum movement of a
-parameter, to be divided by the interval. MAX_PROGRESS: maximum progress and movement. The minimum
-progress is 1 / interval, which parameters reach that step once per interval."""
+parameter, times the interval. MAX_PROGRESS: maximum progress and movement. The minimum progress is
+1 / interval: that of parameters that step once per interval."""
 GOOD_PROGRESS = 0.9
-"""Deferred updates: with less of plain training's progress, the run is as configured but slow to
-learn."""
+"""Deferred updates: below this fraction of plain training's progress, warn that the run learns
+slowly."""
 DEFERRED_DIRECTION = 0.4
 """Deferred updates: minimum cosine between a parameter's movement and plain training's."""
 DEFERRED_ELEMENTS = 16
-"""Deferred updates: a parameter with fewer elements must move, but its direction is not judged,
-because it may turn."""
+"""Deferred updates: a parameter with fewer elements must move, but may turn, so its direction is
+not judged."""
 NORM_DEVIATION = 0.02
 ROUNDED_WEIGHTS = 0.1
-"""Share of 16-bit weights that may round to a neighbouring value because of last bits of the
-masters. Lost moments would change most weights."""
+"""Fraction of 16-bit weights that may round to a neighbouring value because the masters differ in
+their last bits. Lost moments would change most weights."""
 NAMED = 3
 """Maximum number of parameters that a line names."""
 
@@ -85,8 +84,8 @@ def check_all(
     Args:
         found: measurements of the first phase.
         resumed: measurements of the second phase; None: it was not run.
-        why_ended: why the first phase's processes were killed, or which ended with an error; empty
-            if none.
+        why_ended: why the first phase's processes were killed, or which of them failed; empty if
+            none.
         why_resumed_ended: the same for the second phase.
     """
     checks = [
@@ -111,19 +110,19 @@ def check_end(found: Found, why_ended: str) -> Check:
     if at_its_end and found.failure is None and not why_ended:
         return Check("end", "PASS", "the processes ended by themselves")
     reason = found.failure or why_ended or "a process died"
-    return Check("end", "FAIL", f"the run broke off while it was at: {found.stage}: {reason}")
+    return Check("end", "FAIL", f"the run stopped in its stage {found.stage}: {reason}")
 
 
 def _not_reached(name: str, found: Found) -> Check:
-    return Check(name, "SKIPPED", f"the run ended before, while it was at: {found.stage}")
+    return Check(name, "SKIPPED", f"the run stopped before, in its stage {found.stage}")
 
 
 def check_initialize(found: Found) -> Check:
     """`deepspeed.initialize` changes no weight."""
     name = "initialize"
     if found.changed is None:
-        reason = found.failure or f"the ranks ended while they were at: {found.stage}"
-        return Check(name, "FAIL", f"there is no engine: {reason}")
+        reason = found.failure or f"the ranks ended in their stage {found.stage}"
+        return Check(name, "FAIL", f"no engine was built: {reason}")
     changed = found.changed.changed
     figures = {"changed": changed, "elements": found.changed.elements}
     if not changed:
@@ -198,7 +197,7 @@ def _learned_within(learned_by: Sequence[float], steps: int) -> float:
 
 
 def _deferred_losses(plan: Plan, found: Found, what: str, figures: dict[str, Any]) -> Check:
-    """Progress is at least a share of plain training's, because most parameters step once per
+    """Progress must reach a fraction of plain training's, because most parameters step once per
     interval."""
     last = range(plan.steps - max(1, plan.steps // 4), plan.steps)
     ours, plain = (
@@ -244,8 +243,8 @@ def check_gradients(plan: Plan, found: Found) -> Check:
         return _stopped(name, plan, found)
     if not any(each.length or each.plain for each in found.movements):
         detail = (
-            f"no parameter moves in {plan.steps} steps: "
-            "is the learning rate 0? More --steps pass a warm-up"
+            f"no parameter moves in {plan.steps} steps. Is the learning rate 0, or does its "
+            "warm-up take longer? Raise --steps"
         )
         return Check(name, "FAIL", detail)
     if plan.optimizer is None:
@@ -285,7 +284,7 @@ def check_gradients(plan: Plan, found: Found) -> Check:
 
 
 def _all_move(plan: Plan, found: Found) -> Check:
-    """The judgement that is possible without plain training."""
+    """Without plain training, check only that every parameter moves."""
     still = [each.name for each in found.movements if not each.length]
     if still:
         return Check("gradients", "FAIL", f"parameters that never move: {_listed(still)}")
@@ -403,7 +402,7 @@ def _norm_noise(found: Found) -> float:
 
 
 def check_resume(plan: Plan, found: Found, resumed: Found | None) -> Check:
-    """New processes that load the checkpoint make bitwise the same steps."""
+    """New processes that load the checkpoint take bitwise the same steps."""
     name = "resume"
     if resumed is None:
         if found.failure is not None and found.failure.stage == "save":
@@ -413,7 +412,7 @@ def check_resume(plan: Plan, found: Found, resumed: Found | None) -> Check:
         return _not_reached(name, found)
     steps = plan.steps - plan.save_after
     if resumed.resumed is None:
-        reason = resumed.failure or f"the ranks ended while they were at: {resumed.stage}"
+        reason = resumed.failure or f"the ranks ended in their stage {resumed.stage}"
         return Check(
             name, "FAIL", f"new processes could not continue from step {plan.save_after}: {reason}"
         )
@@ -497,8 +496,8 @@ def check_worker(plan: Plan, found: Found, why_ended: str) -> Check:
 
 
 def _stopped(name: str, plan: Plan, found: Found) -> Check:
-    """The verdict of a check that needs a complete run, if the run failed: the failure is reported
-    where it happened."""
+    """The verdict of a check that needs a complete run, if the run failed. Only the check of the
+    failed stage reports the failure."""
     reached = len(found.losses)
     if (
         found.failure is not None

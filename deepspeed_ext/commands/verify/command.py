@@ -36,8 +36,8 @@ __all__ = ["Outcome", "run_from_cli", "verify"]
 RANKS_WITHOUT_ACCELERATOR = 2
 DOES = {"train": "training", "resume": "resuming"}
 NEEDED_BYTES, FULL_BYTES = 64 << 20, 1 << 20
-"""Free bytes in the temporary folder: required before a check begins; and the limit below which a
-failure is not blamed on the config."""
+"""Free bytes in the temporary folder: required before a check begins, and below which a failure is
+blamed on the full disk."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,10 @@ def run_from_cli(arguments: Any) -> tuple[str, bool]:
     config = read_json(arguments.config)
     count = accelerators.count()
     if arguments.ranks is not None and count and arguments.ranks > count:
-        raise ConfigError(f"--ranks {arguments.ranks}: this machine has {count} accelerator(s)")
+        raise ConfigError(
+            f"--ranks {arguments.ranks}: this machine has {count} accelerator(s), and each rank "
+            "needs one"
+        )
     ranks = arguments.ranks or count or RANKS_WITHOUT_ACCELERATOR
     with _signals_noted() as leave:
         how = {
@@ -88,8 +91,7 @@ def _signals_noted() -> Iterator[Callable[[], None]]:
     """Record signals that would end this process (SIGTERM, SIGHUP of a closing terminal, SIGINT)
     instead of ending at once.
 
-    Yields a function that exits if a signal has come. So no signal can interrupt the ending of
-    ranks or the removal of folders.
+    Yields a function that exits if a signal has come. So signals cannot interrupt cleanup.
     """
     came: list[int] = []
 
@@ -178,7 +180,7 @@ def _require_room(folder: Path, needed: int) -> None:
     if free < needed:
         why = (
             f"a check needs {NEEDED_BYTES >> 20} MiB for temporary files, "
-            f"and {free >> 20} are free. Set TMPDIR"
+            f"and {free >> 20} are free. Set TMPDIR to a larger folder"
         )
         raise OSError(errno.ENOSPC, why, str(folder.parent))
 

@@ -34,18 +34,18 @@ WRITES_ELSEWHERE = (
 )
 """Sections that write outside the check's own folder."""
 OF_THE_JOB = (
-    *(
-        "elasticity",
-        "nebula",
-        "curriculum_learning",
-        "data_efficiency",
-        "compression_training",
-        "eigenvalue",
-    ),
-    *("progressive_layer_drop", "tensor_parallel", "sequence_parallel_size", "pipeline"),
+    "elasticity",
+    "nebula",
+    "curriculum_learning",
+    "data_efficiency",
+    "compression_training",
+    "eigenvalue",
+    "progressive_layer_drop",
+    "tensor_parallel",
+    "sequence_parallel_size",
+    "pipeline",
 )
-"""Sections about the user's own data, model or set of machines, which the small model does not
-have."""
+"""Sections about the user's data, model or cluster, which do not apply to the small model."""
 QUIET = {
     "steps_per_print": 10**9,
     "wall_clock_breakdown": False,
@@ -62,7 +62,7 @@ AUTOCAST_DTYPES = {
     "float": "float32",
 }
 ELEMENTWISE = ("SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax")
-"""Optimizers of torch whose result does not depend on how parameters are cut."""
+"""torch optimizers whose result does not depend on how parameters are partitioned."""
 
 Rule = Literal["exact", "predicted", "deferred"]
 """How the weights follow the optimizer. exact: each step's weights are those of plain ZeRO.
@@ -72,7 +72,7 @@ for several steps (ZenFlow as published)."""
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a check. It is sent to the ranks as JSON.
+    """The plan of a check, sent to the ranks as JSON.
 
     Attributes:
         config: the config for ``deepspeed.initialize``.
@@ -82,15 +82,14 @@ class Plan:
         dtype: dtype of the weights.
         autocast: dtype of ``torch_autocast``; None: off.
         communication: dtype in which gradients are reduced.
-        optimizer: the torch optimizer to compare with, as its type and arguments; None: there is
-            none.
+        optimizer: type and arguments of the torch optimizer to compare with; None: there is none.
         why_no_optimizer: why there is none.
         rule: how the weights follow the optimizer.
         interval: steps per hand-over to the optimizer process; None: chosen while it runs.
         has_worker: whether there is an optimizer process.
-        rounds_on_resume: whether the optimizer is DeepSpeed's CPU Adam. It updates its bias
-            corrections by multiplication at each step, but recomputes them after loading, so a
-            resumed run differs in the last bits.
+        rounds_on_resume: whether the optimizer is DeepSpeed's CPU Adam, whose resumed runs differ
+            in the last bits: it multiplies its bias corrections up at each step, but recomputes
+            them after loading.
         flat_model: whether no parameter of the model has more than two dimensions.
         summary: the config in a few words.
         changes: differences from the user's config.
@@ -122,7 +121,7 @@ class Plan:
 
     @property
     def has_coded_moments(self) -> bool:
-        """Whether the moments are rounded to codes of 8 bits."""
+        """Whether the moments are 8-bit codes."""
         return (
             section_of(section_of(self.config, "zero_optimization"), "zenflow").get("state_dtype")
             == "int8"
@@ -197,21 +196,21 @@ def plan_check(
 
 
 def _save_after(steps: int, *, is_measured: bool) -> int:
-    """The step after which the run is saved. While the interval is being measured it is too early:
-    a resumed run would measure again and choose later."""
+    """The step after which the run is saved, but not while the interval is being measured: a
+    resumed run would measure again and choose later."""
     middle = min(steps - 1, steps // 2 | 1)
     if not is_measured:
         return middle
     if steps <= (first := max(middle, MEASURED_STEPS + 1)):
         raise ConfigError(
-            f"--steps: expected more than {first} where zenflow.update_interval is measured, "
-            f"got {steps}"
+            f"--steps: expected more than {first}, because zenflow.update_interval is measured "
+            f"first, got {steps}"
         )
     return first
 
 
 def _dtype(config: dict[str, Any], changes: list[str]) -> str:
-    """The dtype of the weights; an "auto" is decided here."""
+    """The dtype of the weights; resolves "auto"."""
     sections = {
         name: dict(section_of(config, name))
         for name in ("bf16", "bfloat16", "fp16")
@@ -273,7 +272,7 @@ def _shorten_warm_up(
     steps: int | None,
     changes: list[str],
 ) -> int:
-    """Limit the warm-up to five intervals if `steps` leave none after it; return its number of
+    """Limit the warm-up to five intervals if `steps` end too soon after it; return its number of
     steps."""
     shorter = 5 * (interval or 1)
     if warm_up <= shorter or (steps or 0) >= warm_up + 4 * (interval or LONGEST_MEASURED):
@@ -287,10 +286,10 @@ def _shorten_warm_up(
 
 
 def _enough_steps(rule: Rule, interval: int | None, warm_up: int) -> int:
-    """Number of steps that show the rule at work: its warm-up and some intervals."""
+    """Enough steps to see the rule at work: its warm-up and some intervals."""
     if rule == "exact":
         return FEWEST_STEPS
-    if interval is None:  # chosen by measurement, after five steps or at the first selection
+    if interval is None:  # measured: chosen after five steps or at the first selection
         return 24 if rule == "predicted" else 40
     wanted = warm_up + (4 if rule == "predicted" else 6) * interval
     return min(MOST_DEFAULT_STEPS, max(FEWEST_STEPS, wanted))

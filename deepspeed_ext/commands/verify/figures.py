@@ -73,10 +73,10 @@ class Movement:
     """How one parameter moved from its initial value: lengths are L2 norms.
 
     Attributes:
-        length: of the movement in the run.
-        plain: of the movement in plain training; 0 if there is none.
-        distance: between the two final values.
-        noise: the distance between two plain trainings with differently rounded gradients.
+        length: how far it moved in the run.
+        plain: how far it moved in plain training; 0 without plain training.
+        distance: distance between the two final values.
+        noise: distance between two plain trainings with differently rounded gradients.
     """
 
     name: str
@@ -92,8 +92,7 @@ class EndWeights:
     """Errors in the weights after the last step.
 
     Attributes:
-        astray: number of elements that do not follow from the fp32 masters by the rule, by
-            parameter.
+        astray: by parameter, number of elements that do not follow from the fp32 masters.
         still: parameters whose weights have their initial values, although their masters have
             moved.
         divided: parameters that differ between ranks.
@@ -130,9 +129,9 @@ class Found:
 
     Attributes:
         stage: the part of the check that it is in.
-        norms: of the gradients, if the engine reports them.
+        norms: gradient norms, if the engine reports them.
         in_flight: number of steps by which the masters are behind, because gradients are in flight.
-        noise: of the losses, as in `Movement`.
+        noise: noise of the losses, as in `Movement`.
     """
 
     stage: Stage = "start"

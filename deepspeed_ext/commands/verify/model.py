@@ -1,5 +1,5 @@
-"""Defines the check's small model and its data. The parameters have many shapes, and a dozen steps
-move all of them."""
+"""Defines the check's small model and its data. Its parameters have many shapes, and all of them
+move within a dozen steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ __all__ = ["SmallModel", "data_of", "new_model"]
 
 VOCABULARY, TAGS, WIDTH, HIDDEN, LENGTH = 2053, 61, 64, 131, 24
 COMMON = 89
-"""Number of tokens that follow one another by a rule; the other tokens occur at random, one in
-ten."""
+"""Number of tokens that follow one another by a rule; one token in ten is a random other one."""
 SEED = 20
 
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of a check, bounds their time, and leaves none of their processes behind."""
+"""Starts the ranks of a check, limits their time, and ends all their processes."""
 
 from __future__ import annotations
 
@@ -152,7 +152,9 @@ class Ranks:
             now = time.monotonic()
             if not failed and any(statuses):
                 failed = True
-                limits[now + GRACE_SECONDS] = "the other ranks had not ended when one had failed"
+                limits[now + GRACE_SECONDS] = (
+                    f"the other ranks had not ended {GRACE_SECONDS:.0f} s after one failed"
+                )
             if not killed and (self.folder / KILLED).exists() and self.phase == "train":
                 killed = True
                 limits[now + DEATH_SECONDS] = (

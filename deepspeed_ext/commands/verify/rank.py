@@ -1,5 +1,5 @@
-"""One rank of a check: trains plainly, then with the user's config, saves, resumes, and loses its
-optimizer process.
+"""Runs one rank of a check: trains plainly, trains with the user's config, saves, resumes, and
+kills the optimizer process.
 
 `main` takes the folder of the check, which holds the plan, and the phase. The phase ``train`` does
 everything up to the worker's death; ``resume`` continues from the checkpoint in new processes. The
@@ -55,7 +55,7 @@ def result_file(folder: Path, phase: str, rank: int) -> Path:
 
 
 def step_file(folder: Path, phase: str) -> Path:
-    """The file that holds the number of the step which the first rank has begun, from 1."""
+    """The file with the number of the step that the first rank has begun, from 1."""
     return folder / f"{phase}.step"
 
 
@@ -152,9 +152,9 @@ class Rank:
             )
 
     def replay(self) -> None:
-        """Make both plain trainings take their gradients at the engine's weights from now on. The
-        masters must then equal the engine's, even if weights are predicted, or if stage 3 has
-        replaced functions of torch."""
+        """Make both plain trainings take their gradients at the engine's weights from now on. Their
+        masters must then equal the engine's, even if weights are predicted or stage 3 has replaced
+        functions of torch."""
         if self.plan.optimizer is None or self.plan.rule == "deferred":
             return
         from deepspeed_ext.commands.verify.reference import PlainRun, PlainTraining
@@ -189,7 +189,7 @@ class Rank:
         return found
 
     def train(self) -> None:
-        """All steps, with a save after one of them."""
+        """Take all steps, and save after one of them."""
         with self.stage("train"):
             self._train(0, self.plan.save_after)
         with self.stage("save"):
@@ -323,7 +323,7 @@ class Rank:
         write(self.found, self._file)
 
     def resume(self) -> None:
-        """Load the checkpoint and make the steps after it once more."""
+        """Load the checkpoint and repeat the steps after it."""
         expected = Found.read(result_file(self.folder, "train", self.number))
         with self.stage("initialize"):
             from deepspeed_ext.commands.verify.model import new_model

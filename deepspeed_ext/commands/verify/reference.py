@@ -1,4 +1,4 @@
-"""Plain training: torch's own optimizer over fp32 masters, gradients reduced as torch's DDP does,
+"""Trains plainly: torch's own optimizer over fp32 masters, gradients reduced as torch's DDP does,
 nothing else.
 
 It shares no code with ZeRO. DeepSpeed provides only the learning rate schedule and the loss scale,
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import deepspeed_ext.runtime.first_calls  # noqa: F401 (it is compared with DeepSpeed's, in other threads)
+import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.adapter.upstream import GRADIENT_CLIPPING_DEFAULT, loss_scaler, schedule_class
 from deepspeed_ext.commands.verify.config import Plan
 from deepspeed_ext.commands.verify.model import data_of, new_model
@@ -130,8 +130,8 @@ class PlainTraining:
                 param.copy_(weights[name])
 
     def step(self, number: int) -> tuple[float, float]:
-        """Optimizer step `number`. Returns this rank's mean loss, and the norm of the gradient;
-        infinite: skipped."""
+        """Take optimizer step `number`; return this rank's mean loss and the gradient norm,
+        infinite if the step was skipped."""
         losses, data = [], self._data(number)
         for batch in data:
             with self._autocast():

@@ -1,4 +1,4 @@
-"""Lets DeepSpeed and this package read a config before anything is started, and reports what they
+"""Lets DeepSpeed and this package read a config before anything starts, and reports what they
 refuse."""
 
 from __future__ import annotations

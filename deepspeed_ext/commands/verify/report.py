@@ -68,7 +68,7 @@ def as_text(
     lines += [f"warning: {warning}" for warning in warnings]
     if output:
         lines += [
-            "output of a rank that did not end well:",
+            "output of a failed rank:",
             *(f"  | {line}" for line in output.splitlines()),
         ]
     failed = sum(check.status == "FAIL" for check in checks)

@@ -54,7 +54,7 @@ def compare_weights(
     Args:
         weights: all weights of this rank's module.
         masters: all masters, or the weights if there are none.
-        earlier: earlier weights and masters, each at least one update ago.
+        earlier: weights and masters from earlier steps, each at least one update ago.
         lr: the largest learning rate of the run.
     """
     rounded = _rounded(plan, masters)
@@ -110,8 +110,8 @@ def prediction_bound(lr: float, interval: int, betas: tuple[float, float]) -> tu
 def _stands_still(
     weights: Tensor, rounded: Tensor, old_weights: Tensor, old_rounded: Tensor
 ) -> bool:
-    """Whether no weight has changed, although most of the rounded masters have. No rule does
-    that."""
+    """Whether no weight has changed although most rounded masters have, which is wrong under every
+    rule."""
     moved = int((rounded != old_rounded).sum())
     return (
         weights.numel() >= LEAST_NUMEL

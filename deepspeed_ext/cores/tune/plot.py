@@ -10,7 +10,7 @@ __all__ = ["plot_format", "plot_result"]
 
 
 def plot_format(path: str) -> str:
-    """Return the format for the file name of a picture; PNG if it has no ending. Call it before
+    """Return the picture format of a file name, lower case; PNG if it has no suffix. Call it before
     measuring.
 
     Raises:

@@ -151,10 +151,17 @@ class MeasuringProcesses:
 
 
 def send(connection: Connection, request: Move | Steps) -> None:
+    """Send `request` to one process.
+
+    Raises:
+        WorkerError: the process has ended.
+    """
     try:
         connection.send(request)
     except (BrokenPipeError, ConnectionError):
-        raise WorkerError("a measuring process has ended") from None
+        raise WorkerError(
+            "a measuring process has ended; if memory was short, lower --elements"
+        ) from None
 
 
 class ForeignLoad:

@@ -32,8 +32,8 @@ class Point:
     """One number of optimizer cores, measured on all ranks at once."""
 
     cores: int
-    step_seconds: float
-    """Median step time of the slowest rank; infinite if the measurement failed."""
+    step_seconds: float | None
+    """Median step time of the slowest rank; None if the measurement failed."""
     spread: float
     """Interquartile range divided by median, for that rank."""
     gb_per_s: float
@@ -70,7 +70,11 @@ def choose(points: Iterable[Point], hidden_seconds: float | None = None) -> int:
     best = max(point.gb_per_s for point in by_cores)
     chosen = next(point.cores for point in by_cores if point.gb_per_s >= SATURATED_FRACTION * best)
     if hidden_seconds is not None:
-        hiding = [point.cores for point in by_cores if point.step_seconds <= hidden_seconds]
+        hiding = [
+            point.cores
+            for point in by_cores
+            if point.step_seconds is not None and point.step_seconds <= hidden_seconds
+        ]
         chosen = min([chosen, *hiding])
     return chosen
 
@@ -131,8 +135,8 @@ class Sweep:
         return sum(point.cores > choose(self.points) for point in self.points) >= 2
 
     def _look_around_the_best(self) -> None:
-        """Halve the gaps between the best point and its neighbours, where the peak may lie, as long
-        as it improves."""
+        """Halve the gaps between the best point and its neighbours, as long as the best
+        improves."""
         best = None
         while (
             not self._out_of_time()

@@ -110,7 +110,7 @@ def local_host(
         if ranks not in (None, len(host.ranks)):
             raise ConfigError(
                 f"--ranks {ranks}, but --allowed or --gpu-node was given {len(host.ranks)} "
-                f"time(s): give it per rank"
+                "time(s): give it once per rank"
             )
         return host
     number = ranks or max(1, accelerators.count())
@@ -211,7 +211,7 @@ class Tuner:
             doubt = foreign_load.verdict()
         except WorkerError as error:
             self._end_optimizers()
-            return Point(cores, float("inf"), 0.0, 0.0, str(error))
+            return Point(cores, None, 0.0, 0.0, str(error))
         slowest = max(taken, key=statistics.median)
         median, spread = statistics.median(slowest), relative_spread(slowest)
         noise = doubt or (f"steps vary by {spread:.0%}" if spread > NOISY_SPREAD else "")
@@ -437,8 +437,10 @@ def as_text(result: Any) -> str:
     for point in result["points"]:
         mark = "  <- chosen" if point["cores"] == result["opt_cores_per_rank"] else ""
         doubt = f"  ({point['noise']})" if point["noise"] else ""
+        seconds = point["step_seconds"]
+        took = "failed" if seconds is None else f"{seconds * 1e3:.1f}"
         lines.append(
-            f"{point['cores']:5d} {point['gb_per_s']:13.1f} {point['step_seconds'] * 1e3:11.1f} "
+            f"{point['cores']:5d} {point['gb_per_s']:13.1f} {took:>11} "
             f"{point['spread']:7.1%}{doubt}{mark}"
         )
     lines.append("PyTorch beside the optimizer (launch-bound step, against PyTorch alone):")

@@ -8,13 +8,13 @@ devices. A 16-bit result is rounded once, when it is stored. So results depend n
 nor on the number of threads, and equal those of the kernels bitwise. Symbols are those of
 `deepspeed_ext.zenflow.optimizers.adam_estimator`.
 
-Estimates are *dithered* where they are stored in 16 bits: rounded up or down at random, so that the
+Estimates are *dithered* when they are stored in 16 bits: rounded up or down at random, so that the
 mean is right (Gupta et al., 2015, arXiv 1502.02551). A gradient's effect on one step is mostly less
-than half a step of bfloat16, and rounding to the nearest value would lose it. The random number is
-a hash of the value's own bits, so it needs no state, and does not depend on where an element lies::
+than half a step of bfloat16, and rounding to nearest would lose it. The random number is a hash of
+the value's own bits, so it needs no state and does not depend on the element's position::
 
-    x dithered = the upper bits of (bits of x) + (the lower k bits of hash(bits of x))      k: 16
-    (bf16), 13 (fp16)
+    x dithered = the upper bits of (bits of x) + (the lower k bits of hash(bits of x))
+    k: 16 (bf16), 13 (fp16)
 
 A NaN stays a NaN. Numbers below the normal range of fp16 are rounded to the nearest value. The hash
 is that of `deepspeed_ext.zenflow.worker.kernel.rounding`.
@@ -55,15 +55,14 @@ that dominates it."""
 _CHUNK_NUMEL = {"cpu": HOST_CHUNK_NUMEL}
 
 _BITS_OF_ONE = 25
-"""1 minus less than 2^-25 is 1 in fp32."""
+"""1 - x is 1 in fp32 for x below 2^-25."""
 _MOST_CORRECTIONS = 1 << 22
-"""Entries of a table. With a beta above 0.999996, updates beyond the 4 millionth are corrected as
-that one."""
+"""Largest table. With a beta above 0.999996, updates beyond the 4 millionth use its last entry."""
 
 _SIGNED_FACTORS = tuple(factor - (1 << 32) if factor >> 31 else factor for factor in HASH_FACTORS)
-"""As numbers of int32, whose products are cut to 32 bits."""
+"""As int32, whose products wrap to 32 bits."""
 _CUT_BITS = {torch.bfloat16: 16, torch.float16: 13}
-"""Bits of an fp32 number that a dtype has no room for."""
+"""Bits of an fp32 number that the dtype drops."""
 
 
 def chunk_numel(device: torch.device, block_size: int) -> int:
@@ -72,8 +71,8 @@ def chunk_numel(device: torch.device, block_size: int) -> int:
 
 
 class Chunks:
-    """The parts of 1-D arrays of n elements as rows of blocks, [rows, block_size]; a short last
-    block is a separate part. All parts use the same memory for temporaries."""
+    """Parts of 1-D arrays of n elements, each as rows of blocks [rows, block_size]; a short last
+    block is a separate part. All parts share the memory for temporaries."""
 
     def __init__(self, n: int, block_size: int, device: torch.device, temporaries: int) -> None:
         self._n, self._block = n, block_size
@@ -106,8 +105,8 @@ class _Part:
         return self.temporaries[number, : self.end - self.begin].view(-1, self.row)
 
     def dithered(self, x: torch.Tensor, dtype: torch.dtype, *free: int) -> torch.Tensor:
-        """`x`, one of the temporaries, with values that `dtype` can hold; `free` are two others to
-        work with."""
+        """`x`, one of the temporaries, dithered to values of `dtype` in place; `free` are two
+        temporaries that may be overwritten."""
         if dtype not in _CUT_BITS:
             return x
         mask, bits = (1 << _CUT_BITS[dtype]) - 1, x.view(torch.int32)
@@ -197,7 +196,7 @@ class HotConstants:
     """The numbers of one Adam step of hot blocks.
 
     Attributes:
-        grad_scale: multiplies the gradient.
+        grad_scale: factor of the gradient.
         lr, beta1, beta2, eps: Adam's.
         weight1, weight2: 1 - beta1 and 1 - beta2.
         l2: weight decay that is added to the gradient; 0: none.
@@ -218,7 +217,7 @@ class HotConstants:
     correction_beta2: float
 
     def of_kernel(self) -> tuple[float, ...]:
-        """All but those of the bias corrections, in order."""
+        """All but the bias corrections' betas, in order."""
         return astuple(self)[:-2]
 
     @classmethod
@@ -276,7 +275,7 @@ def _bias_correction(beta: float, device: torch.device) -> torch.Tensor:
     length = min(_MOST_CORRECTIONS, 2 + math.ceil(-_BITS_OF_ONE * math.log(2.0) / math.log(beta)))
     exponents = torch.arange(length, dtype=torch.float64, device="cpu") * math.log(beta)
     table = exponents.expm1_().neg_().float()
-    # Without a wait for the device: a schedule may change the betas in every step.
+    # Do not wait for the device: a schedule may change the betas in every step.
     return (
         table
         if device.type == "cpu"

@@ -6,9 +6,9 @@ rounded once, when it is stored: estimates at random, others to the nearest valu
 
 A kernel works on rows of `BLOCK` contiguous elements, `ROWS` of them at once. Rows are masked as a
 whole, so memory accesses are wide for any length; the first program handles a short last block. No
-argument is specialized: not the length, not a number that happens to be 1, and not a pointer.
-Instead `ALIGNED` says that every row of every array begins at a multiple of 16 bytes. So there are
-two variants for each set of dtypes, aligned and unaligned. Offsets have 64 bits.
+argument is specialized: neither the length, nor a number that happens to be 1, nor a pointer.
+Instead `ALIGNED` says that every row of every array begins at a multiple of 16 bytes, so there are
+two variants for each set of dtypes. Offsets have 64 bits.
 """
 
 # ruff: noqa: N803
@@ -54,7 +54,7 @@ def _normalized(grad, offsets, inside, factor, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _dithered(x, like):
-    """`x`, fp32, rounded at random to what `like` points to."""
+    """`x`, fp32, dithered to the dtype that `like` points to."""
     if like.dtype.element_ty == tl.float32:
         return x
     else:  # noqa: RET505 - Triton compiles only one of two branches, but all that follows them

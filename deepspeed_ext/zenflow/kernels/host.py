@@ -1,5 +1,5 @@
-"""`predict` and `move` on a CPU that is the accelerator: one pass of the native library, bitwise as
-the definition.
+"""`predict` and `move` if the CPU is the accelerator: one pass of the native library, bitwise equal
+to the definition.
 
 Without the library, the definition runs.
 """
@@ -19,7 +19,7 @@ __all__ = ["move", "predict", "serves"]
 
 _CODES = {getattr(torch, name): code for name, code in DTYPE_CODES.items()}
 _NUMEL_PER_THREAD = 1 << 16
-"""An additional thread costs more than it saves for fewer elements."""
+"""With fewer elements per thread, another thread costs more than it saves."""
 
 
 class _Estimate(ctypes.Structure):
@@ -43,8 +43,8 @@ def _library() -> ctypes.CDLL | None:
 def serves(
     inverse: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor, *others: torch.Tensor | None
 ) -> bool:
-    """Whether the library can run on these arrays: `others` are y and D, which have the dtype of
-    the weights in every run."""
+    """Whether the library can run on these arrays. `others` are y and D, in the dtype of the
+    weights."""
     like_weights = [weights, *(array for array in others if array is not None)]
     return (
         all(

@@ -1,8 +1,8 @@
-"""Runs the elementwise arithmetic of a step on flat arrays: as one Triton kernel or, on the CPU,
-one pass of the native library if possible, otherwise by its definition.
+"""Runs the elementwise arithmetic of a step on flat arrays: if possible as one Triton kernel or, on
+the CPU, as one pass of the native library, otherwise by its definition.
 
-All give bitwise the same result (norms: up to the last bits of fp64, which depend on the order of a
-sum), so ranks, steps and resumed runs may differ in which of them they use.
+All give bitwise the same result (norms: up to the last bits of fp64, which depend on the order of
+addition), so ranks, steps and resumed runs may use different ones.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ __all__ = [
 ]
 
 Variant = tuple[str, tuple[torch.dtype, ...], tuple[tuple[str, Any], ...]]
-"""A kernel, the dtypes of its arrays and its constants: it is compiled once for each such
-combination."""
+"""A kernel, the dtypes of its arrays and its constants; each combination is compiled once."""
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """Options of every kernel. A fused multiply-add would round once, unlike the definition."""
@@ -56,8 +55,8 @@ _TILE_NUMEL = {
     **dict.fromkeys(("hot_step", "share_step"), 1024),
 }
 _UNALIGNED_TILE_NUMEL = 512
-"""A thread loads its elements of an unaligned tile one by one: more of them only take registers and
-time to compile."""
+"""A thread loads the elements of an unaligned tile one by one: more of them only cost registers and
+compile time."""
 NORM_PART = {"PART": 1 << 15, "TILE": 1 << 11}
 NORM_SUM = {"TILE": 256}
 
@@ -102,7 +101,7 @@ def missing(device: torch.device) -> str | None:
 
 
 def give_up(device: torch.device, reason: str) -> None:
-    """Run no kernel on this type of device any more, because of an error."""
+    """Launch no more kernels on this type of device, because of an error."""
     _given_up[device.type] = f"A kernel failed at the start ({reason})"
 
 

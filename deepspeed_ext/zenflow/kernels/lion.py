@@ -1,8 +1,8 @@
 """Lion's arithmetic on the accelerator: the definition in torch operations, and the choice of the
 Triton kernel.
 
-As for Adam's in `definition` and `launch`, each operation rounds once in fp32, so results depend
-neither on the chunks nor on which of them runs. The step of what stays on the accelerator is torch
+As for Adam in `definition` and `launch`, each operation rounds once in fp32, so results depend
+neither on the chunks nor on which of the two runs. The step of the accelerator's share uses torch
 operations on every device.
 """
 

@@ -1,5 +1,4 @@
-"""Compiles the kernels of a run while its engine is built, on small arrays, so that no step has
-to."""
+"""Compiles a run's kernels on small arrays while its engine is built, so that no step has to."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def prepare(
 ) -> None:
     """Run `calls`, each of which launches one variant of a kernel, if kernels run on `device`.
 
-    If one does not compile, this process computes everything by torch operations.
+    If one does not compile, this process uses torch operations for everything.
 
     Args:
         device: where the weights are.
@@ -144,8 +143,7 @@ def share_steps(
 
 
 def first_elements(alignments: Iterable[bool]) -> list[int]:
-    """The first elements of arrays that are aligned, or not, if all elements before them are one
-    array with them."""
+    """Start offsets, in elements, of slices that are aligned or not."""
     return sorted({0 if aligned else 1 for aligned in alignments})
 
 

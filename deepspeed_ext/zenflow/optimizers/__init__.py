@@ -1,2 +1,2 @@
-"""The optimizers that ZenFlow can run: what each of them keeps, steps and estimates. `choose` finds
-the user's."""
+"""The optimizers that ZenFlow can run: their state, step and estimate. `choose` finds the
+user's."""

@@ -57,20 +57,17 @@ class AdamKind(OptimizerKind):
             beta1, beta2 = map(float, group["betas"])
             place = f"parameter group {index} of {name} has betas=({beta1:g}, {beta2:g})"
             if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-                raise ConfigError(
-                    f"{place}, but each has to be at least 0 and below 1: change them"
-                )
+                raise ConfigError(f"{place}, but each must be at least 0 and below 1: change them")
             if predicts and 2.0 * beta2 < beta1**2:
                 raise ConfigError(
                     f"{place}: v forgets gradients so much faster than m that m / sqrt(v) has no "
-                    f"useful "
-                    "bound, and zenflow's predicted weights need one. Raise beta2 to at least "
-                    "beta1^2 / 2, "
-                    'or set "zenflow": {"overlap_step": false}, which predicts nothing'
+                    "useful bound, and zenflow's predicted weights need one. Raise beta2 to at "
+                    'least beta1^2 / 2, or set "zenflow": {"overlap_step": false}, which predicts '
+                    "nothing"
                 )
 
     def step(self, group: int, number: int, grad_scale: float) -> AdamStep:
-        """As the base class says; the sign of `grad_scale` changes where a group is maximized."""
+        """As in the base class; `grad_scale` changes its sign if the group is maximized."""
         values = self.optimizer.param_groups[group]
         beta1, beta2 = values["betas"]
         sign = -1.0 if values.get("maximize") else 1.0
@@ -184,11 +181,10 @@ def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def require_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Check the user's Adam or AdamW; return whether its groups decouple weight decay unless they
-    say otherwise.
+    """Check the user's Adam or AdamW; return whether weight decay is decoupled by default.
 
     Raises:
-        ConfigError: it steps in a way of its own, or keeps state that the worker does not have.
+        ConfigError: it overrides `step`, or keeps state that the worker does not have.
     """
     assert _is_adam(optimizer)
     name = type(optimizer).__name__
@@ -201,7 +197,7 @@ def require_adam(optimizer: torch.optim.Optimizer) -> bool:
     if name not in _DEEPSPEED_ADAMS and not _steps_like_torch(type(optimizer)):
         raise ConfigError(
             "zero_optimization.zenflow updates weights as torch's Adam and AdamW do, "
-            f"but {name} has a step() of its own, which would never run: "
+            f"but {name} has its own step(), which would never run: "
             "use Adam or AdamW, or remove the zenflow section"
         )
     for index, group in enumerate(optimizer.param_groups):
@@ -219,7 +215,6 @@ def _require_two_moments(index: int, group: dict[str, Any], name: str) -> None:
 
 
 def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether `step` is that of torch's Adam or AdamW, below the wrappers that torch's profiler
-    puts around it."""
+    """Whether `step` is that of torch's Adam or AdamW, without the wrappers of torch's profiler."""
     ours = {inspect.unwrap(adam.step) for adam in (torch.optim.Adam, torch.optim.AdamW)}
     return inspect.unwrap(kind.step) in ours

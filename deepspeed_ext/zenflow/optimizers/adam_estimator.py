@@ -1,49 +1,46 @@
 """Estimates updates that are still in flight, by elementwise arithmetic on a flat partition, on any
 device.
 
-This docstring is the one place where the formulas are written out. Symbols are as in the glossary
-of `deepspeed_ext.zenflow`; b1, b2 are Adam's betas, wd is the weight decay.
+The formulas are written out only here. Symbols are those of the glossary in
+`deepspeed_ext.zenflow`; b1, b2 are Adam's betas, wd is the weight decay.
 
 Let p, m, v be the worker's newest result, after update t. S gradients g_1 .. g_S follow (S is the
 interval), which Adam will use in updates t_j = t + j. A gradient enters m with weight 1 - b1 and
 then decays by b1 per update. After n updates it has moved the weights by
 ``lr q_j (1 - b1) E(t_j, n)``. The momentum already in m moves them by ``lr M(t, n) m / d``::
 
-    E(t, n) = sum_(l=0..n-1) b1^l / (1 - b1^(t+l))        M(t, n) = sum_(i=1..n) b1^i / (1 -
-    b1^(t+i))
+    E(t, n) = sum_(l=0..n-1) b1^l / (1 - b1^(t+l))
+    M(t, n) = sum_(i=1..n) b1^i / (1 - b1^(t+i))
 
     d = sqrt(v / (1 - b2^t)) + eps            d_b = d with the mean of v over the element's block
     q_j = clamp(c_j g_j / d_b, -K, K)         K = CLAMP = 4.5
 
-q uses d_b because the mean of v is all that the accelerator knows of v. It is clamped because that
-mean says little about an element that dominates its block, and no Adam update is much larger than K
-lr. v is taken as constant over these few updates.
+q uses d_b because the accelerator knows only the block means of v. It is clamped because a mean
+says little about an element that dominates its block, and no Adam update is much larger than K lr.
+v is assumed constant over these few updates.
 
-At the end of an interval the weights must serve the next S steps, whose own result will again
-arrive one interval later. So they are extrapolated to the mean position of the next interval: S + k
-updates ahead, averaged over k = 0 .. S - 1::
+At the end of an interval the weights must serve the next S steps, whose result again arrives one
+interval later. So they are extrapolated to the mean position of the next interval: S + k updates
+ahead, averaged over k = 0 .. S - 1::
 
-    y = (1 - S lr wd) p - lr mean_k M(t, S + k) m / d                                        (AdamW)
-    y = p - lr mean_k M(t, S + k) m / d - A clamp(wd p / d_b, -K, K)                         (Adam
-    with L2)
+    y = (1 - S lr wd) p - lr mean_k M(t, S + k) m / d                      (AdamW)
+    y = p - lr mean_k M(t, S + k) m / d - A clamp(wd p / d_b, -K, K)       (Adam with L2)
 
     A = sum_j a_j        a_j = lr (1 - b1) mean_k E(t_j, S - j + 1 + k)
     D = sum_j a_j q_j
     W = dither(y - D)
 
-Without bias correction, update t divides m by ``sqrt(v) + eps``, which is s_t d with s_t = sqrt(1 -
-b2^t). So every 1 / (1 - b1^(t+l)) above is 1 / s_(t+l), and d, which stays about constant while v
-grows from zero, is as above but for epsilon, which is eps / s_t. The worker knows only s_t d; its
-coefficients of 1 / d are therefore times s_t.
+Without bias correction, update t divides m by ``sqrt(v) + eps`` = s_t d with s_t = sqrt(1 - b2^t).
+So every 1 / (1 - b1^(t+l)) above becomes 1 / s_(t+l), and the epsilon in d becomes eps / s_t; d
+stays about constant while v grows from zero. The worker knows only s_t d, so its factors of ``1/d``
+are multiplied by s_t.
 
-dither() rounds to the dtype of the weights, up or down at random so that the mean is right
-(`kernels.definition`): the part of one gradient is mostly less than half a step of bfloat16, and
-rounding to the nearest value would lose it.
+dither() rounds stochastically to the dtype of the weights (`kernels.definition`): one gradient's
+effect is mostly less than half a step of bfloat16, and rounding to nearest would lose it.
 
-The L2 term: under Adam with L2 regularization each of the S gradients in flight gets the addend wd
-p, which is known beforehand. It is estimated like a gradient, with d_b and clamped, because
-gradient and L2 term may cancel; the element's own d is then close to zero, and dividing by it would
-blow the term up.
+The L2 term: under Adam with L2 regularization, wd p is added to each of the S gradients in flight,
+and is known beforehand. It is estimated like a gradient, with d_b and a clamp, because gradient and
+L2 term may cancel: the element's own d is then close to zero, and dividing by it would explode.
 
 The worker computes y in the same pass as the update. D is accumulated on the accelerator as the
 gradients arrive. Within an interval, after step j < S, the weights also move at once, by
@@ -88,7 +85,7 @@ def _momentum(step: AdamStep, t: int, updates: int) -> float:
 
 
 def _worker_unit(step: AdamStep) -> float:
-    """What the worker's denominator is in units of d."""
+    """The worker's denominator in units of d."""
     return 1.0 if step.bias_correction else _without_correction(step, step.step)
 
 
@@ -147,8 +144,8 @@ def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
 class Estimator:
     """Computes weights from the published y and the gradients in flight.
 
-    On an accelerator it is one kernel if all arrays are there, otherwise torch operations in chunks
-    (see `deepspeed_ext.zenflow.kernels`). Results are the same to the bit.
+    Runs as one kernel if all arrays are on the accelerator, otherwise as torch operations in chunks
+    (see `deepspeed_ext.zenflow.kernels`), with bitwise the same results.
 
     Attributes:
         inverse: 1 / d_b of each block, 1-D fp32 [ceil(n / block_size)]; the estimator's only state.
@@ -164,8 +161,8 @@ class Estimator:
         self, block_means: torch.Tensor, block_size: int, bias_correction2_sqrt: float, eps: float
     ) -> None:
         self._block_size = block_size
-        # not divided by the number: torch multiplies by its
-        # inverse on some devices, and divides on the CPU
+        # Multiply by the inverse: torch turns a division by a number into that on some devices, but
+        # not on the CPU.
         self.inverse = block_means.sqrt().mul_(1.0 / bias_correction2_sqrt).add_(eps).reciprocal_()
 
     @classmethod
@@ -239,7 +236,7 @@ class Estimator:
             drift: D, 1-D [n], on grad's device; None at interval 1.
             grad: 1-D [n], any float dtype.
             grad_scale: c.
-            coefficient: what q is multiplied with.
+            coefficient: factor of q.
         """
         numbers = (grad_scale, coefficient)
         kernels.predict(weights, published, drift, grad, self.inverse, *numbers, self._block_size)

@@ -1,4 +1,4 @@
-"""Finds which of ZenFlow's optimizers runs the user's."""
+"""Finds the class that runs the user's optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def kind_of(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> Optimize
         config: the section: the update rule in use and the dtype of the moments.
 
     Raises:
-        ConfigError: ZenFlow does not run it, or not with this rule or dtype.
+        ConfigError: ZenFlow does not run it at all, or not with this rule or dtype.
     """
     name = type(optimizer).__name__
     kind = next((each for each in _KINDS if each.serves(optimizer)), None)
@@ -34,16 +34,14 @@ def kind_of(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> Optimize
         )
     if config.rule == "selective" and kind is not AdamKind:
         raise ConfigError(
-            f'zero_optimization.zenflow.update_rule = "selective" with {name}: that rule steps '
-            f"its blocks as Adam "
-            'does. Set it to "predictive" and remove topk_ratio and the select_* fields, or use '
+            f'zero_optimization.zenflow.update_rule = "selective" with {name}: that rule runs only '
+            'Adam. Set it to "predictive" and remove topk_ratio and the select_* fields, or use '
             "Adam or AdamW"
         )
     if config.state_dtype != "float32" and kind is not AdamKind:
         raise ConfigError(
             f'zero_optimization.zenflow.state_dtype = "{config.state_dtype}" with {name}: only '
-            f"the moments of Adam and "
-            "AdamW can be rounded so; Lion keeps one moment and takes 4 bytes a parameter less "
-            "than they do. Remove it"
+            "Adam's and AdamW's moments can be rounded; Lion keeps one moment, which saves 4 bytes "
+            "per parameter. Remove the field"
         )
     return kind(optimizer, config.state_dtype)

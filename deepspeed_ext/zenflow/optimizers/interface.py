@@ -1,4 +1,4 @@
-"""Defines what ZenFlow needs to know of an optimizer.
+"""Defines what ZenFlow needs from an optimizer.
 
 Everything that depends on the user's optimizer is behind `OptimizerKind`: its state, the constants
 of an update, the worker's pass, the estimate of an update in flight, and the step of what stays on
@@ -26,7 +26,7 @@ class Estimate(Protocol):
 
     @property
     def kept(self) -> torch.Tensor:
-        """All of it: one tensor on the accelerator."""
+        """Its whole content, as one tensor on the accelerator."""
 
     def of(self, begin: int, end: int) -> Estimate:
         """The estimate of the elements from `begin`, where a block begins, to `end` (exclusive),
@@ -40,17 +40,16 @@ class OptimizerKind(ABC):
     `deepspeed_ext.zenflow`.
 
     Attributes:
-        layout: its state.
+        layout: the optimizer's state.
         task: builds the worker's task: one step per gradient, then publish as `exact` or `ahead`
-            say.
+            says.
 
     Args:
-        optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight
-            itself.
+        optimizer: holds hyperparameters and, for checkpoints, the state; it never updates a weight.
         moment_dtype: dtype of the moments on the host.
 
     Raises:
-        ConfigError: it has a setting that the worker does not know.
+        ConfigError: it has a setting that the worker does not support.
     """
 
     layout: StateLayout

@@ -1,14 +1,14 @@
 """Lion of DeepSpeed. The formulas of its update are in `worker.kernel.lion_pass`.
 
-Of m the accelerator knows one sign bit per element and the mean of |m| over each block, a quarter
-of a byte per element at the default block size. With the newest gradient g and its constants, while
-the update before it is in flight::
+The accelerator knows of m one sign bit per element and the mean of |m| over each block, together a
+quarter of a byte per element at the default block size. With the newest gradient g and its
+constants, while the update before it is in flight::
 
-    y = (1 - lr wd) p        W = round(y - lr sign(beta1 k + (1 - beta1) c g))        k = the mean
-    with the sign of m
+    y = (1 - lr wd) p
+    W = round(y - lr sign(beta1 k + (1 - beta1) c g))        k = the mean with the sign of m
 
-That is the exact update, except that k stands for m. The estimate is for interval 1;
-docs/results.md has what else was tried. None of it enters p or m, so errors do not accumulate.
+That is the exact update, except that k stands for m. The estimate supports interval 1 only
+(docs/results.md has what else was tried). It never enters p or m, so errors do not accumulate.
 """
 
 from __future__ import annotations

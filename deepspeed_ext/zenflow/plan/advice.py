@@ -1,6 +1,6 @@
 """Says what limits a measured step, and what would help: pure functions over plain values.
 
-What changes numerics is suggested here, with its worth and its price, and never chosen.
+Changes that affect numerics are only suggested, with gain and price, never made.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = [
 ]
 
 NOT_WORTH = 0.05
-"""A step that takes longer by less than this is not limited by the optimizer."""
+"""A step that the optimizer makes longer by less than this fraction counts as not limited by it."""
 
 ENOUGH = 0.02
-"""A remedy that comes so near to the best one is as good."""
+"""A remedy within this slowdown of the best one is as good."""
 
 CORES_OF_PYTORCH = 2
 """Fewer cores than this are not suggested for PyTorch."""
 
 SHARES = (0.875, 0.75, 0.625, 0.5, 0.25, 0.0)
-"""Of the optimizer on the host, if the rest steps on the accelerator."""
+"""Fractions of the optimizer on the host that may be suggested."""
 
 _BF16_PRICE = "but rounds both moments at random"
 _INTERVAL_PRICE = (
@@ -46,7 +46,7 @@ _INTERVAL_PRICE = (
 
 
 class Limit(enum.IntEnum):
-    """What makes a step longer than one without the optimizer; a number in metrics."""
+    """What makes a step longer than one without the optimizer; metrics show its number."""
 
     NOTHING = 0
     WORKER = 1
@@ -76,10 +76,10 @@ class MeasuredStep:
 
     Attributes:
         device: from the end of one optimizer step to the start of the next.
-        inside: of the optimizer step.
+        inside: duration of the optimizer step.
         wait: the part of `inside` in which the accelerator waited for the worker or for copies.
-        worker: of the optimizer process, per step.
-        link: copies beside the step; 0: they run inside, or there are none.
+        worker: duration of the worker's pass, per step.
+        link: duration of copies beside the step; 0: they run inside, or there are none.
         gather: the part of `inside` between the weights and the end of the step.
     """
 
@@ -97,17 +97,17 @@ class MeasuredStep:
 
     @property
     def busy(self) -> float:
-        """What the accelerator takes by itself."""
+        """Seconds without waits."""
         return self.total - self.wait
 
     @property
     def slowdown(self) -> float:
-        """How many times as long as a step without the optimizer it takes."""
+        """Its duration divided by that of a step without the optimizer."""
         return self.total / self.device
 
     @property
     def limit(self) -> Limit:
-        """What the largest part of the optimizer step is."""
+        """What takes the largest part of the optimizer step."""
         if self.slowdown < 1.0 + NOT_WORTH:
             return Limit.NOTHING
         own = self.inside - self.wait - self.gather
@@ -119,8 +119,8 @@ class MeasuredStep:
 
     @property
     def exposed_copies(self) -> float:
-        """The part of `wait` that is copies inside the step: what the worker does not explain by
-        taking longer than the accelerator."""
+        """The part of `wait` spent on copies inside the step: what is not explained by a worker
+        slower than the accelerator."""
         return 0.0 if self.link else max(0.0, self.wait - max(0.0, self.worker - self.busy))
 
 
@@ -130,9 +130,9 @@ class Remedy:
 
     Attributes:
         change: a field with its value, as a config would give it.
-        price: what it costs, as the rest of a sentence.
-        worker, link: factors of the seconds of the pass and of the copies.
-        hides: whether it puts copies that run inside the step beside it.
+        price: what it costs, as the end of a sentence.
+        worker, link: factors on the durations of the pass and of the copies.
+        hides: whether it moves copies from inside the step to beside it.
         room: bytes of accelerator memory that it takes.
     """
 
@@ -146,7 +146,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Cores:
-    """How many cores of a rank's the optimizer process has."""
+    """How many of a rank's cores the optimizer process has."""
 
     optimizer: int
     rank: int
@@ -154,10 +154,10 @@ class Cores:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to tell a person.
+    """A judgement of a step.
 
     Attributes:
-        slowdown: against a step without the optimizer.
+        slowdown: duration relative to a step without the optimizer.
         helped: slowdown with the remedy; None: nothing is suggested.
         line: all of it in one line.
     """
@@ -169,10 +169,10 @@ class Advice:
 
 
 def remedies_of(plan: ZenFlowPlan, *, is_settled: bool = False) -> tuple[Remedy, ...]:
-    """What can be changed about a run with this plan; first what leaves the numerics.
+    """What could be changed about a run with this plan; what keeps the numerics comes first.
 
     Args:
-        is_settled: whether the share has been chosen, if it is measured.
+        is_settled: whether the share has been chosen by measurement.
     """
     return tuple(_remedies(plan, is_settled)) if plan.rule.overlapped else ()
 
@@ -201,7 +201,7 @@ def _remedies(plan: ZenFlowPlan, is_settled: bool) -> Iterator[Remedy]:
 
 
 def _shares(plan: ZenFlowPlan) -> Iterator[Remedy]:
-    """A share on the accelerator, the smallest first."""
+    """Shares on the accelerator, the smallest first."""
     if plan.copies not in (Copies.INSIDE_STEP, Copies.BESIDE_STEP):
         return
     for host_share in SHARES:
@@ -252,14 +252,14 @@ def advise(
 
 
 def _best(found: Sequence[tuple[float, Remedy]]) -> tuple[float, Remedy] | None:
-    """The first that is nearly as good as any."""
+    """The first that is nearly as good as the best."""
     least = min((helped for helped, _ in found), default=0.0)
     return next((each for each in found if each[0] <= least + ENOUGH), None)
 
 
 def _helped(step: MeasuredStep, remedy: Remedy) -> float:
-    """The slowdown with `remedy`. What limits becomes shorter by its factor; what else a step takes
-    beside it stays."""
+    """The slowdown with `remedy`: what limits the step shrinks by its factor, and everything else
+    stays."""
     exposed = 0.0 if remedy.hides else remedy.link * step.exposed_copies
     worker, link = remedy.worker * step.worker, remedy.link * (step.link or step.exposed_copies)
     total = step.total - step.exposed_copies + exposed

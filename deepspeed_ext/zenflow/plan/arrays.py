@@ -1,5 +1,4 @@
-"""Describes the arrays of the arena, and places them: pure functions and plain values.
-`worker.arena` maps the memory."""
+"""Describes the arena's arrays and places them. Pure functions; `worker.arena` maps the memory."""
 
 from __future__ import annotations
 
@@ -28,13 +27,12 @@ __all__ = [
 ]
 
 OF_CHUNKS = -1
-"""In place of a partition's number: places that chunks of all partitions take in turn."""
+"""In place of a partition's number: slots that chunks of all partitions take in turn."""
 
 PAGE_BYTES = 4096
 _LINE_BYTES = 64
 _BIG_BYTES = 1 << 20
-"""The position of an array matters only from this size on; smaller arrays stay in a cache
-anyway."""
+"""Arrays below this size stay in a cache wherever they start."""
 _HUGE_PAGE_BYTES = 1 << 21
 _APART_BYTES = 3 * PAGE_BYTES + 5 * _LINE_BYTES
 """Staggers the starts of arrays so that they do not share cache sets. Both numbers are odd, so
@@ -66,10 +64,10 @@ class ArraySpec:
     """The worker touches its pages at start, which places them on its memory node; otherwise on
     first use."""
     exchanged: bool = False
-    """It is copied to or from the accelerator and therefore page-locked."""
+    """It is copied to or from the accelerator, so it is page-locked."""
     before: int = 0
-    """Elements directly before it that step on the accelerator (see `Arena.whole`). The worker does
-    not know them; they take memory only while they are shown."""
+    """Elements directly before it that step on the accelerator (see `Arena.whole`). The worker
+    ignores them; they take memory only while they are shown."""
     replaced_by: str | None = None
     """Dtype of y, which takes the place of this gradient; None: it does not. Both have the same
     item size, so y of an element replaces only the gradient of that element."""
@@ -105,8 +103,8 @@ class ArenaLayout:
     nbytes: int
 
     def by_key(self) -> Mapping[ArrayKey, PlacedArray]:
-        """The arrays by key. There is a y for each slot of the ring: in the place of its gradient,
-        or always the same array."""
+        """The arrays by key. Every slot of the ring has a y: in its gradient's place, or the one
+        shared array."""
         found = {array.spec.key: array for array in self.arrays}
         for spec, offset in self.arrays:
             if spec.replaced_by is not None:
@@ -133,13 +131,13 @@ def _page_bytes(array: PlacedArray) -> int:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Names of dtypes, keys of `DTYPE_BYTES`.
+    """Names of dtypes: keys of `DTYPE_BYTES`.
 
     Attributes:
-        weights: of the model's weights.
-        summed: in which gradients of micro-steps are added up.
-        gradient: in which they are handed over.
-        published: of y.
+        weights: dtype of the model's weights.
+        summed: dtype in which gradients of micro-steps are added up.
+        gradient: dtype in which they are handed over.
+        published: dtype of y.
     """
 
     weights: str
@@ -165,9 +163,9 @@ class Dtypes:
 
     @property
     def y_replaces_gradient(self) -> bool:
-        """Whether y takes the place of the newest gradient: their items have one size. Otherwise y
-        of some elements would replace gradients of others, which another thread may not have
-        read."""
+        """Whether y takes the place of the newest gradient: only if their items have equal sizes.
+        Otherwise y of one element would overwrite gradients of others, which another thread may not
+        have read."""
         return DTYPE_BYTES[self.published] == DTYPE_BYTES[self.gradient]
 
 
@@ -191,7 +189,8 @@ class ArenaKinds:
         per_block: the rule's array.
         lifts_y: whether y is copied to the accelerator; gradients always come from there.
         slots: slots of the gradient ring.
-        touched_slots: those that are certainly used; the others take memory only on first use.
+        touched_slots: number of slots that are certainly used; others take memory only on first
+            use.
     """
 
     layout: StateLayout
@@ -245,7 +244,7 @@ class ArenaKinds:
 
 
 def slot_arrays(slots: int, numel: int, dtypes: Dtypes) -> list[ArraySpec]:
-    """Places of `numel` elements for chunks in transit: gradients of a chunk, and then its y."""
+    """Slots of `numel` elements for chunks in transit: a chunk's gradient, and then its y."""
     gradient = ArraySpec(
         "g", dtypes.gradient, numel, OF_CHUNKS, exchanged=True, replaced_by=dtypes.published
     )
@@ -261,9 +260,9 @@ def plan_layout(specs: Sequence[ArraySpec]) -> ArenaLayout:
     """Place `specs` one after the other, no two on one page, because page-locking is per page.
 
     A pass reads several arrays at once. If arrays of a power-of-two size simply followed each
-    other, their starts would fall into the same cache sets and memory banks and evict each other.
-    So each big array starts behind a multiple of 2 MiB, at a distance that grows by `_APART_BYTES`
-    per array. The bytes between arrays are never touched: they take addresses but no memory.
+    other, their starts would fall into the same cache sets and memory banks. So each big array
+    starts at a multiple of 2 MiB plus an offset that grows by `_APART_BYTES` per array. The bytes
+    between arrays are never touched: they take addresses but no memory.
     """
     assert len({spec.key for spec in specs}) == len(specs), "keys of arrays are unique"
     arrays: list[PlacedArray] = []

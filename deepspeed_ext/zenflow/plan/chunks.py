@@ -35,7 +35,7 @@ ACCELERATOR_CHUNK_NUMEL = 1 << 23
 """Elements computed at once on an accelerator without a kernel, before rounding to blocks."""
 
 ROUNDED_CHUNK_NUMEL = 1 << 22
-"""Elements on an accelerator whose moments are rounded at once: a random number takes 8 bytes."""
+"""Elements whose moments are rounded at once on an accelerator: a random number takes 8 bytes."""
 
 HOST_CHUNK_NUMEL = 1 << 16
 """The same on the host."""
@@ -53,9 +53,9 @@ cost launches, two per chunk and step; fewer make a step wait longer, by about o
 and pass."""
 
 SLOTS_OF_CHUNKS = 4
-"""Chunks that are on the host at once, if each has a place only while it is there: one with the
-worker, the next one behind it, and one on its way in each direction. At least 2: the courier hands
-a chunk over before it waits for the one before."""
+"""Chunks on the host at once, if they reuse slots: one with the worker, the next one waiting, and
+one on its way in each direction. At least 2: the courier hands a chunk over before it waits for the
+one before."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Chunks:
     Attributes:
         block_size: elements of a block.
         numel: elements of a chunk, whole blocks; the last chunk of a partition may be shorter.
-        slots: places on the host, which take turns: a gradient of the chunk, and then its y. 0:
-            chunks lie in whole gradients.
-        slot_numel: elements of each place.
+        slots: number of host slots that chunks take in turn, each for a chunk's gradient and then
+            its y; 0: chunks lie in whole gradients.
+        slot_numel: elements of each slot.
     """
 
     block_size: int

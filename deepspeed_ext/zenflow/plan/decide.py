@@ -1,9 +1,9 @@
-"""Decides everything about a run: one pure function from facts and config to the plan.
+"""Decides everything about a run: a pure function from facts and config to the plan.
 
-The order of the decisions: where gradients may wait, how much steps on the accelerator, whether
-copies may run beside the next step, whether gradients and y pass through the host in chunks. Each
-one sees those before it, and the memory of all ranks. Where several answers fit, `search` takes the
-fastest by prediction.
+Decisions in order: where gradients may wait, how much steps on the accelerator, whether copies may
+run beside the next step, whether gradients and y pass through the host in chunks. Each sees those
+before it, and the memory of all ranks. If several answers fit, `search` takes the one predicted to
+be fastest.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 __all__ = ["MOST_FOR_GRADIENTS", "decide"]
 
 MOST_FOR_GRADIENTS = 0.5
-"""Share of the accelerator's free memory that gradients may take."""
+"""Fraction of the accelerator's free memory that gradients may take."""
 
 LEAST_FREE = 0.1
-"""Share of the accelerator's memory that must stay free beside landing buffers, unless the user
+"""Fraction of the accelerator's memory that must stay free beside landing buffers, unless the user
 asks for them."""
 
 Partitions = tuple[Run, ...]
@@ -67,17 +67,16 @@ def decide(
     is_asked: bool = True,
     steps_per_epoch: int | None = None,
 ) -> ZenFlowPlan:
-    """The plan of a run: the fastest by prediction of those that fit.
+    """The plan of a run: of those that fit, the one predicted to be fastest.
 
     Args:
         config: the ``zenflow`` section.
-        host_share: the share of each partition that steps on the host
+        host_share: the fraction of each partition that steps on the host
             (``offload_optimizer.ratio``); None: all of it until steps are measured (`plan.share`),
             or as little as the accelerators' free memory allows if the rule has no steps to
             measure, `autotune` is off or a host is too small.
-        is_asked: whether the config asks for a share to be chosen (``"auto"``). Otherwise
-            `host_share` None means 1, unless a share is promised to be harmless
-            (`_Choice.may_share`).
+        is_asked: whether the config asks for a chosen share (``"auto"``). Otherwise `host_share`
+            None means 1, unless a share is harmless (`_Choice.may_share`).
         steps_per_epoch: optimizer steps per epoch; None: unknown.
 
     Raises:
@@ -101,7 +100,7 @@ def _settings_of(
 
 @dataclass(frozen=True)
 class _Choice:
-    """The decisions, each a method."""
+    """Makes the decisions, one per method."""
 
     facts: ZenFlowFacts
     config: ZenFlowConfig
@@ -109,7 +108,7 @@ class _Choice:
     dtypes: Dtypes
 
     def made(self, wanted_share: float | None, *, is_asked: bool) -> ZenFlowPlan:
-        """All of them, in order: the fastest of the plans that fit."""
+        """Make all decisions, in order, and take the fastest plan that fits."""
         if wanted_share is None and not (is_asked or self.may_share()):
             wanted_share = 1.0
         measures = self.measures_share(wanted_share)
@@ -159,9 +158,9 @@ class _Choice:
             )
         weights_arrive, of_weights = self.weights(measures)
         rule = self.rule
-        begins_longer = measures and is_asked
         if (
-            begins_longer
+            measures
+            and is_asked  # so the warm-up may be prolonged until enough steps are measured
             and isinstance(rule, PredictiveSettings)
             and rule.warm_up_steps is not None
         ):
@@ -184,8 +183,8 @@ class _Choice:
     # -- when weights arrive -----------------------------------------------------------------------
 
     def weights(self, measures_share: bool) -> tuple[WeightsArrival, Reason]:
-        """When the weights of exact steps arrive. At stages 1 and 2 anybody may read them between
-        the step and the forward without a call; at stage 3 they are gathered first."""
+        """When the weights of exact steps arrive. At stages 1 and 2 they can be read between step
+        and forward without any call that could wait; at stage 3 they are gathered first."""
         name, why = "weights arrive in the step", None
         if not self.config.arrives_late:
             why = "the config does not ask for the exact rule, or turns overlap_step off"
@@ -201,19 +200,19 @@ class _Choice:
     # -- where gradients wait ----------------------------------------------------------------------
 
     def gradients(self, host_share: float | None) -> list[tuple[Places, Reason]]:
-        """Where the weights are, and where gradients may wait for their step."""
+        """Where gradients may wait for their step, and the places that follow."""
         if self.facts.is_on_cpu and self.facts.caller.weights is Place.ACCELERATOR:
             why = "the CPU is the accelerator, so all memory is the host's"
             return [(EVERYTHING_ON_HOST, Reason("gradients", why))]
-        there = replace(_IN_BACKWARD, weights=self.facts.caller.weights)
-        found = {True: there, False: _ON_ACCELERATOR}
+        on_host = replace(_IN_BACKWARD, weights=self.facts.caller.weights)
+        places = {True: on_host, False: _ON_ACCELERATOR}
         name = "zenflow.gradients_on_host"
         return [
-            (found[leave], Reason(f"{name} = {leave}", why))
-            for leave, why in self._leave(host_share)
+            (places[answer], Reason(f"{name} = {answer}", why))
+            for answer, why in self._gradients_on_host(host_share)
         ]
 
-    def _leave(self, host_share: float | None) -> list[tuple[bool, str]]:
+    def _gradients_on_host(self, host_share: float | None) -> list[tuple[bool, str]]:
         """Whether gradients may go to the host during backward, and why: one answer, or both."""
         caller, wanted = self.facts.caller, self.config.gradients_on_host
         if caller.weights is Place.HOST:
@@ -226,10 +225,10 @@ class _Choice:
             return [(False, "hide_transfers needs gradients on the accelerator")]
         if host_share != 1.0:
             return [(False, "what steps on the accelerator needs its gradients there")]
-        return self._leave_by_memory()
+        return self._gradients_by_memory()
 
-    def _leave_by_memory(self) -> list[tuple[bool, str]]:
-        """Where accelerators and hosts have room for them.
+    def _gradients_by_memory(self) -> list[tuple[bool, str]]:
+        """Whether accelerators have room for gradients; if not, the host takes them if it has.
 
         Landing buffers would not fit beside gradients that take too much of an accelerator.
         """
@@ -257,8 +256,8 @@ class _Choice:
         return [(False, why), *([(True, why)] if is_open else [])]
 
     def _gradient_bytes(self, partitions: Partitions) -> int:
-        """Bytes of accelerator memory that gradients take at once if they stay there until their
-        step: all that DeepSpeed keeps, and one partition that it makes flat."""
+        """Bytes of accelerator memory that gradients take if they stay there until their step: all
+        that DeepSpeed keeps, and the flat copy of one partition."""
         names = self.dtypes.weights, self.dtypes.summed, self.dtypes.gradient
         weights, summed, handed_over = (DTYPE_BYTES[name] for name in names)
         largest = max((run.numel for run in partitions), default=0)
@@ -272,7 +271,7 @@ class _Choice:
     # -- what steps on the accelerator -------------------------------------------------------------
 
     def share(self, wanted: float | None) -> tuple[float, Reason]:
-        """The share of each partition that steps on the host."""
+        """The fraction of each partition that steps on the host."""
         if wanted is not None:
             return wanted, Reason(f"offload_optimizer.ratio = {wanted:.4g}", "the config says so")
         if self.facts.is_on_cpu:
@@ -283,8 +282,8 @@ class _Choice:
         return self.share_that_fits()
 
     def measures_share(self, wanted: float | None) -> bool:
-        """Whether the share on the accelerator is chosen by measured steps: the rule begins with
-        synchronous ones, and the hosts have room for the whole optimizer until then."""
+        """Whether the share on the accelerator is chosen by measuring steps: the rule must begin
+        with synchronous ones, and hosts need room for the whole optimizer until then."""
         if wanted is not None or self.facts.is_on_cpu or not self.config.autotune:
             return False
         if isinstance(self.rule, SelectiveSettings):
@@ -294,9 +293,9 @@ class _Choice:
     def may_share(self) -> bool:
         """Whether a share may be chosen although the config does not ask for one.
 
-        Steps overlap: otherwise a run is promised to be ZeRO-Offload's, and a share's last bit may
-        differ. The model is spread over data-parallel ranks alone: ranks that hold copies of a
-        parameter at different places would step them differently.
+        Steps must overlap: otherwise a run must equal ZeRO-Offload's, and a share's last bits may
+        differ. The model must be spread over data-parallel ranks alone: other ranks hold copies of
+        parameters at other places, and would step them differently.
         """
         facts, rule, config = self.facts, self.rule, self.config
         return (
@@ -311,12 +310,14 @@ class _Choice:
         )
 
     def share_if_a_host_is_short(self) -> float:
-        """The share by free memory if nobody asked for one, and it lets the optimizer fit."""
+        """If the config asks for no share: the one that free memory allows, if the optimizer then
+        fits; else 1."""
         share, _ = self.share_that_fits()
         return 1.0 if self._host_shortage(_ON_ACCELERATOR, share) is not None else share
 
     def share_that_fits(self) -> tuple[float, Reason]:
-        """The smallest share on the host by the accelerators' free memory before the first step."""
+        """The smallest share on the host that the accelerators' free memory before the first step
+        allows."""
         units, tightest = min((self._units(rank), at) for at, rank in enumerate(self.facts.ranks))
         rank, share = self.facts.ranks[tightest], 1.0 - units / UNITS
         why = (
@@ -328,8 +329,8 @@ class _Choice:
         return share, Reason(f"offload_optimizer.ratio = {share:.4g}", why, is_open=True)
 
     def _units(self, rank: RankFacts) -> int:
-        """The largest share of a rank's optimizer that fits into its accelerator, in units; 0 if
-        there is no room for any. An element takes more bytes where it steps there."""
+        """The largest share of a rank's optimizer that fits on its accelerator, of `UNITS`; 0 if
+        none fits. An element takes more bytes there if it steps there."""
         reserve = round((rank.accelerator_total or 0) * self.config.offload_reserve_fraction)
         room = (rank.accelerator_free or 0) - self._later(rank.partitions) - reserve
         units = range(UNITS + 1)
@@ -339,12 +340,12 @@ class _Choice:
         return max(fitting - 1, 0)
 
     def _later(self, partitions: Partitions) -> int:
-        """Bytes of the accelerator that gradients will take: none of them exists at the start."""
+        """Bytes of the accelerator that gradients will take; at the start there are none."""
         return self._gradient_bytes(partitions) + self.facts.caller.bucket_bytes
 
     def _bytes_at(self, partitions: Partitions, host_share: float) -> int:
-        """Bytes of the accelerator for the share of the optimizer, and for what the rest keeps
-        there: the rule's state and, if copies may run beside the step, landing buffers."""
+        """Bytes of the accelerator for its share of the optimizer, and for the rest of the
+        partitions: the rule's state and, if copies may run beside the step, landing buffers."""
         nbytes = self._share_bytes(partitions, host_share)
         for run in self._on_host(partitions, host_share):
             of_rule = bytes_of(self.rule, run.numel, DTYPE_BYTES[self.dtypes.weights])
@@ -369,7 +370,7 @@ class _Choice:
 
     def landing(self, places: Places, host_share: float) -> list[tuple[Places, Reason]]:
         """Whether y may land on the accelerator beside the next step: one answer, or both."""
-        wanted, inside = self.config.hide_transfers, "copies inside of the step"
+        wanted, inside = self.config.hide_transfers, "copies inside the step"
         if places.copies is not Copies.INSIDE_STEP:
             return [
                 (places, Reason("no copies of gradients and y", "the host computes the weights"))
@@ -401,7 +402,7 @@ class _Choice:
         return sum(landing_bytes(kinds, run.numel) * run.times for run in found)
 
     def _left(self, rank: RankFacts, host_share: float) -> int:
-        """Bytes of a rank's accelerator for landing buffers, beside gradients, its share of the
+        """Bytes of a rank's accelerator left for landing buffers, after gradients, its share of the
         optimizer and what must stay free."""
         free, total = rank.accelerator_free or 0, rank.accelerator_total or 0
         taken = self._later(rank.partitions) + self._share_bytes(rank.partitions, host_share)
@@ -410,12 +411,11 @@ class _Choice:
     def chunks(
         self, partitions: Partitions, places: Places, host_share: float
     ) -> tuple[Chunks | None, Reason]:
-        """The chunks of copies beside the step, and whether gradients are on the host only while
-        their chunk is.
+        """The chunks of copies beside the step, and whether they share a few slots on the host.
 
-        They have slots only if nobody reads a gradient or y on the host after its chunk has been
-        stepped and sent back, at least while the interval is open; if y fits into the place of the
-        gradient; and if slots take less than whole gradients.
+        Chunks may reuse slots if no gradient or y is read on the host after its chunk has been
+        stepped and sent back, at least until the interval is chosen; if y fits in its gradient's
+        place; and if slots take less memory than whole gradients.
         """
         name = "gradients on the host"
         if places.copies is not Copies.BESIDE_STEP:
@@ -430,18 +430,18 @@ class _Choice:
             return whole, Reason(name, "whole, because y does not fit into their place")
         slot_numel = min(whole.numel, largest)
         if chunks.SLOTS_OF_CHUNKS * slot_numel >= numel:
-            return whole, Reason(name, "whole, because places for chunks would take as much")
+            return whole, Reason(name, "whole, because slots for chunks would take as much")
         slots = replace(whole, slots=chunks.SLOTS_OF_CHUNKS, slot_numel=slot_numel)
-        return slots, Reason(name, f"in {slots.slots} places, which chunks take in turn")
+        return slots, Reason(name, f"in {slots.slots} slots, which chunks take in turn")
 
     # -- the host ----------------------------------------------------------------------------------
 
     def _host_shortage(self, places: Places, host_share: float, sums: int = 0) -> str | None:
-        """What the first host that is short lacks, in words, if its ranks touch all that they need
-        at start; None: nothing.
+        """Describe what the first host that is short of memory lacks if its ranks touch all that
+        they need at start; None: no host is short.
 
         Args:
-            sums: bytes of an element of the sums of gradients that are on the host, too.
+            sums: bytes per element of gradient sums that are on the host, too.
         """
         needs = self._by_shape(
             partial(self._host_bytes, places=places, host_share=host_share, sums=sums)
@@ -474,7 +474,7 @@ class _Choice:
         return arrays + bytes_at_start(slots) + sums * _total(partitions)
 
     def _by_shape(self, function: Callable[[Partitions], int]) -> dict[Partitions, int]:
-        """The result of `function` for the partitions of each rank. Most ranks have equal ones."""
+        """`function` of each distinct tuple of partitions: most ranks have equal ones."""
         return {shape: function(shape) for shape in {rank.partitions for rank in self.facts.ranks}}
 
 

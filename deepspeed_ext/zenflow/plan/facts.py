@@ -1,4 +1,4 @@
-"""Lists what a plan depends on besides the config: what ranks measure, and what their caller can
+"""Defines what a plan depends on besides the config: what ranks measure, and what their caller can
 do. Plain values."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Cpus(NamedTuple):
 
     pytorch: str
     optimizer: str
-    """Empty: the optimizer process is unbound, and runs on those of PyTorch, too."""
+    """Empty: the optimizer process is unbound, and runs on PyTorch's CPUs."""
     threads: int
     """Threads of the optimizer process."""
 
@@ -38,12 +38,12 @@ class Cpus(NamedTuple):
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank has.
+    """One rank's partitions and memory.
 
     Attributes:
         partitions: its partitions, in the same order on every rank.
         accelerator_free, accelerator_total: bytes of its accelerator once the weights are in their
-            places; None: not known, so there is room for what the config does not forbid.
+            places; None: not known, so everything that the config allows is assumed to fit.
         host: identifies its host.
         host_free: for each limit of host memory, such as the machine's or a control group's, the
             bytes that are still available. Ranks of one host with the same limit share it. Empty:
@@ -66,13 +66,12 @@ class Caller:
     Attributes:
         weights_dtype: name of the weights' dtype.
         summed_dtype: name of the dtype in which gradients of micro-steps are added up.
-        weights: where partitions of the weights are.
+        weights: where the partitions' weights are.
         takes_gradients: whether a gradient can go to the host during backward.
-        partitions_weights: whether a rank has a part of the weights, as at stage 3. Then a
-            partition's gradients are copied to a flat tensor even if they are added up in another
-            dtype.
+        partitions_weights: whether weights are partitioned, as at stage 3. Then a partition's
+            gradients are copied to a flat tensor even if they are added up in another dtype.
         bucket_bytes: bytes of the accelerator for gradients that are being reduced.
-        ranks: the data-parallel ranks.
+        ranks: number of data-parallel ranks.
     """
 
     weights_dtype: str
@@ -85,19 +84,19 @@ class Caller:
 
     @property
     def kept_partitions(self) -> int:
-        """How many ranks' partitions of the gradients a rank keeps until they are reduced, its own
-        among them."""
+        """Number of ranks' gradient partitions that a rank keeps until they are reduced, its own
+        included."""
         return 1 if self.takes_gradients else self.ranks
 
 
 @dataclass(frozen=True)
 class ZenFlowFacts:
-    """The facts of a run, equal on all ranks but for `rank`.
+    """The facts of a run; all but `rank` are equal on all ranks.
 
     Attributes:
-        ranks: what each rank has.
+        ranks: each rank's facts.
         caller: the same on every rank.
-        rank: for which of them the plan is made.
+        rank: index of the rank that the plan is for.
         layout: the optimizer's state; its moments are fp32.
         is_on_cpu: the CPU is the accelerator.
         refuses_landing: a rank could not allocate landing buffers for which there seemed to be
@@ -113,5 +112,5 @@ class ZenFlowFacts:
 
     @property
     def mine(self) -> RankFacts:
-        """What the rank of the plan has."""
+        """The facts of the rank that the plan is for."""
         return self.ranks[self.rank]

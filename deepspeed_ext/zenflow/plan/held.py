@@ -1,7 +1,7 @@
-"""Says what ZenFlow holds in memory, by kind and phase, from the values of a plan alone.
+"""Computes what ZenFlow holds in memory, by kind and phase, from a plan alone.
 
-`plan.ZenFlowPlan.held` is the one place where a rank's bytes are computed. What DeepSpeed holds
-around it is added by `commands.memory`.
+A rank's bytes are computed only here (`plan.ZenFlowPlan.held`). `commands.memory` adds what
+DeepSpeed holds.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _ARENA_KINDS = {
     "updates": "update counts",
 }
 """Names of the arena's kinds of arrays in a report; "chunks" are gradients and y that pass through
-a few places. Others take no memory between steps: where moments that are codes are shown to those
-who read or load them."""
+a few slots. Kinds that are not listed take no memory between steps: they show coded moments in
+fp32."""
 
 _HOT = "new hot weights"
 
@@ -61,14 +61,13 @@ _MOST_PLACED = 32
 
 _FLOAT_BYTES = 4
 _DECODING_BYTES = 16
-"""Of an element that is decoded: its value, two temporaries of fp32, and a value of the chunk
-before."""
+"""Per element that is decoded: its value, two fp32 temporaries, and a value of the chunk before."""
 _ENCODING_BYTES = 21
-"""Temporaries of an element that is encoded."""
+"""Temporaries per element that is encoded."""
 
 
 def passing(most: int, chunks: int = 1) -> Part:
-    """The page-locked chunks through which arrays of up to `most` bytes come to the host."""
+    """The page-locked chunks through which arrays of up to `most` bytes are copied to the host."""
     return Part("staging", chunks * min(STAGING_CHUNK_BYTES, most), Memory.PAGE_LOCKED)
 
 
@@ -141,8 +140,8 @@ class Held:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of this rank's file of a checkpoint: p and the moments, the rule's state, and at
-        the most all gradients of an interval but one, which wait for their step."""
+        """Bytes of this rank's checkpoint file: p and the moments, the rule's state, and at most
+        the gradients of an interval but one, which wait for their step."""
         layout, waiting = self.rule.layout, self.rule.longest_interval - 1
         moment = _FLOAT_BYTES if layout.is_coded else DTYPE_BYTES[layout.moment_dtype]
         gradients = waiting * DTYPE_BYTES[self.dtypes.gradient]
@@ -214,8 +213,8 @@ class Held:
         return head_of(numel, self.host_share, self.rule.block_size)
 
     def _lifting(self, numel: int) -> list[Part]:
-        """Temporaries while weights that the host has computed come to a partition of `numel`
-        elements. Those of weights that are on the host are counted there."""
+        """Temporaries while host-computed weights are copied to a partition of `numel` elements on
+        the accelerator; none if the weights stay on the host."""
         if self.partitions[0].places.weights is Place.HOST:
             return []
         arrived = DTYPE_BYTES[self.dtypes.published]
@@ -224,8 +223,8 @@ class Held:
         return _parts({"temporaries": converted, _HOT: waiting}, Memory.ACCELERATOR)
 
     def _exchange(self) -> list[Part]:
-        """While stages 1 and 2 exchange only hot weights; with a share, all change in every
-        step."""
+        """Temporaries while stages 1 and 2 exchange only hot weights; with a share, all weights
+        change in every step."""
         if any(each.head for each in self.partitions):
             return []
         ranks = self.caller.ranks
@@ -233,13 +232,13 @@ class Held:
         return _parts({"hot weights of all ranks": nbytes}, Memory.ACCELERATOR)
 
     def _aside(self, memory: Memory) -> Part:
-        """The predicted weights, while a model is saved whose weights are p."""
+        """The predicted weights, set aside while the model is saved with p as its weights."""
         return Part("predicted weights, aside", self._item * self.numel, memory)
 
     # -- on the host -------------------------------------------------------------------------------
 
     def _on_host(self) -> list[Part]:
-        """The arena, state of hot blocks, and what is kept to compute weights there."""
+        """The arena, the hot blocks' state, and what the host keeps to compute weights."""
         hot = sum(self._of_rule(each.on_host).kept_on_host * each.times for each in self.partitions)
         found = [*self._arena(at_start=False), Part("hot state", hot, Memory.PAGE_LOCKED)]
         if self.computes_there:
@@ -320,8 +319,8 @@ class Held:
     # -- while it saves and loads ------------------------------------------------------------------
 
     def _saving(self) -> Moments:
-        """State moves back from the accelerator before anything is written. What steps on the
-        accelerator is shown during all of it. An export puts the predicted weights aside."""
+        """State moves back from the accelerator before anything is written. The accelerator's share
+        is shown all the time. An export sets the predicted weights aside."""
         moved = Part("temporaries", self._of_rule(self._most).moved, Memory.PAGEABLE)
         shown = self._shown()
         counts = Part("copy of the rule's state", self._copied_bytes(), Memory.PAGEABLE)
@@ -344,14 +343,14 @@ class Held:
         return max([*(saved if self.computes_there else []), weights])
 
     def _shown(self) -> Part:
-        """What steps on the accelerator, shown on the host."""
+        """The accelerator's share, shown on the host."""
         heads = sum(each.head * each.times for each in self.partitions)
         size = sum(DTYPE_BYTES[dtype] for _, dtype in self.rule.layout.arrays) * heads
         return Part("shown state", size, Memory.ARENA)
 
     def _adopted(self) -> list[Part]:
-        """Loaded moments: in fp32, if they are kept in 16 bits; those that are codes are shown and
-        then encoded."""
+        """Loaded moments: an fp32 copy if they are kept in 16 bits; codes are made from shown fp32
+        values."""
         layout = self.rule.layout
         on_host = sum(each.on_host * each.times for each in self.partitions)
         size = len(layout.moments) * _FLOAT_BYTES * on_host

@@ -1,4 +1,4 @@
-"""Predicts how long a step's copies and its pass take, and which part of them every step waits for.
+"""Predicts how long a step's copies and its pass take, and how much of that every step waits for.
 
 A step's chain is: gradients down the link, the optimizer's pass over host memory, y up the link.
 All three work at once, chunk by chunk, so the slowest of them decides. What runs beside the next
@@ -22,7 +22,7 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 __all__ = ["Lanes", "Speeds", "Traffic", "lanes_of", "traffic_of"]
 
 _NUMEL = 1 << 20
-"""Elements of the partition whose arrays are counted."""
+"""Elements of a model partition from which bytes per element are derived."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Speeds:
     """Speeds of one rank, in bytes per second.
 
     Attributes:
-        link: between its accelerator and its host, each way, both ways at once.
+        link: speed between its accelerator and its host, each way, both ways at once.
         host: its share of the host's memory; reads and writes count alike.
     """
 
@@ -43,7 +43,7 @@ class Traffic:
     """Bytes per element of a rank's partition in an optimizer step, on average over an interval.
 
     Attributes:
-        down, up: over the link.
+        down, up: bytes over the link.
         passed: moved in host memory, by the optimizer's pass and by the transfers.
     """
 
@@ -71,7 +71,7 @@ class Lanes:
 
 
 def traffic_of(plan: ZenFlowPlan) -> Traffic:
-    """What a step moves: every gradient goes down; y and the block means come up once an
+    """What a step moves: every gradient goes down; y and the block means come up once per
     interval."""
     rule, dtypes, interval = plan.rule, plan.dtypes, plan.rule.longest_interval
     specs = plan.kinds.of(0, _NUMEL)
@@ -87,11 +87,11 @@ def traffic_of(plan: ZenFlowPlan) -> Traffic:
 
 
 def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
-    """How long the chain takes, and which part of it a step can hide.
+    """How long the chain takes, and how much of it a step can hide.
 
-    With landing buffers all of it is hidden, and without them the pass. If the host computes the
-    weights, the estimate there is exposed, which reads gradients and y and writes weights, or the
-    weights' way up at the same time, if they are not on the host, too.
+    With landing buffers all of it can be hidden, without them only the pass. If the host computes
+    the weights, the longer of two things is exposed: its estimate, which reads gradients and y and
+    writes weights, and the upload of the weights, unless they stay on the host.
     """
     moves, item = traffic_of(plan), DTYPE_BYTES[plan.dtypes.weights]
     numel = sum(each.on_host * each.times for each in plan.partitions)

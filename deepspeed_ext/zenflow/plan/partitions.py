@@ -1,5 +1,4 @@
-"""What follows from the sizes of partitions: their arrays, and the bytes that each decision
-takes."""
+"""Derives arrays and bytes from the sizes of partitions."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ class PartitionPlan:
     """One partition of ZeRO, or some of equal size.
 
     Attributes:
-        numel: its elements.
-        head: how many of them, at its start, step on the accelerator.
+        numel: number of elements.
+        head: number of elements, at its start, that step on the accelerator.
         places: where the arrays of the rest are.
         times: number of such partitions; above 1 only in a plan that nothing is built from.
     """
@@ -43,8 +42,8 @@ def kinds_of(
     *,
     may_open: bool = False,
 ) -> ArenaKinds:
-    """The arrays of partitions with these places. While the interval is open, only the slots of the
-    gradient ring that interval 1 needs are touched at start.
+    """The arrays of partitions with these places. Until the interval is chosen, only the ring slots
+    that interval 1 needs are touched.
 
     Args:
         may_open: whether gradients that pass through in chunks may stay whole later.

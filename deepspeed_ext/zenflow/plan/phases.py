@@ -1,4 +1,4 @@
-"""Names the phases of a run and the kinds of memory, and finds the most bytes within a phase."""
+"""Names the phases of a run and the kinds of memory, and finds a phase's peak."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Phase(enum.Enum):
 
     @property
     def is_in_every_run(self) -> bool:
-        """Whether a run that starts, trains and saves passes it."""
+        """Whether it occurs in every run that starts, trains and saves."""
         return self not in (Phase.LOAD, Phase.SLEEP)
 
     @property
     def keeps(self) -> bool:
-        """Whether what is held between steps is held during it, too."""
+        """Whether what is held between steps is also held during it."""
         return self not in (Phase.START, Phase.SLEEP)
 
 
@@ -70,7 +70,7 @@ class Part:
     """Memory of one kind.
 
     Attributes:
-        kind: the kind of its content.
+        kind: what it contains.
         nbytes: bytes of one rank.
         memory: where they are.
     """
@@ -84,7 +84,7 @@ class Part:
 
 
 Moments = Mapping[str, Sequence[Part]]
-"""By name, what is held at some moments of one phase. Moments of one name are the same moment."""
+"""By name, what is held at moments of one phase. Equal names mean the same moment."""
 
 
 class Holder(Protocol):
@@ -94,12 +94,11 @@ class Holder(Protocol):
         """What it holds between steps."""
 
     def moments(self, place: Place, phase: Phase) -> Moments:
-        """What it holds besides, or if the phase does not keep that, instead."""
+        """What it holds in addition or, if the phase does not keep `held`, instead."""
 
 
 def parts_within(holders: Sequence[Holder], place: Place, phase: Phase) -> tuple[Part, ...]:
-    """What they hold together at the moment of a phase at which that is the most bytes, without
-    empty parts."""
+    """What `holders` hold together at a phase's peak, without empty parts."""
     held = [part for holder in holders for part in holder.held(place)] if phase.keeps else []
     found = [holder.moments(place, phase) for holder in holders]
     names = dict.fromkeys(chain(*found)) or [""]

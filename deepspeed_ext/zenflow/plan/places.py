@@ -1,4 +1,4 @@
-"""Names the places where the arrays of a partition live, and when they move between them."""
+"""Names the places where a partition's arrays live, and when they move."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ class Place(enum.Enum):
     ACCELERATOR = "accelerator"
     HOST = "host"
     IN_TRANSIT = "in transit"
-    """Nowhere as a whole: it passes through the host in chunks, each of which takes one of a few
-    slots while it is there."""
+    """Nowhere as a whole: it passes through the host in chunks, which take turns in a few slots."""
 
 
 class Arrival(enum.Enum):
-    """When a gradient comes to its slot of the ring on the host."""
+    """When a gradient reaches its slot of the ring on the host."""
 
     IN_BACKWARD = "in backward"
     """Before its step begins."""
     BEFORE_Y = "before y is read"
     """In its step, perhaps before the step reads y: DeepSpeed's gradients are host memory, too."""
     AFTER_Y = "after y is read"
-    """In its step, after that has read y in the same slot."""
+    """In its step, after the step has read y in the same slot."""
 
 
 class WeightsArrival(enum.Enum):
     """When the weights of an exact step come from the worker."""
 
     IN_STEP = "in the step"
-    """They are complete when the step returns."""
+    """All of them before the step returns."""
     IN_FORWARD = "in the next forward"
     """Each chunk when it is first used after the step."""
 
 
 class Copies(enum.Enum):
-    """What crosses the link between accelerator and host because of the optimizer, and when."""
+    """What crosses the link between accelerator and host for the optimizer, and when."""
 
     NONE = "none"
     """Gradients and weights are on the host."""
@@ -64,7 +63,7 @@ class Places:
         handed_over: gradients from their step to the worker's pass; whole in the ring, or in
             transit.
         published: y when the step reads it; on the accelerator in a landing buffer.
-        arrival: when a gradient comes to the ring.
+        arrival: when a gradient reaches the ring.
         state: p and the moments; those of the elements that step on the accelerator are there.
     """
 
@@ -77,7 +76,7 @@ class Places:
 
     @property
     def copies(self) -> Copies:
-        """What follows for the link."""
+        """What crosses the link."""
         if self.published is Place.ACCELERATOR:
             return Copies.BESIDE_STEP
         if self.weights is Place.HOST:

@@ -1,5 +1,4 @@
-"""Holds the plan of a run: a frozen value from which everything is built, and that whoever steps
-asks."""
+"""Defines the plan of a run: a frozen value that everything is built from and steps consult."""
 
 from __future__ import annotations
 
@@ -39,11 +38,11 @@ class Kernel(enum.Enum):
 
 @dataclass(frozen=True)
 class Reason:
-    """Why something was decided.
+    """A decision and why it was made.
 
     Attributes:
-        decision: its name and value, as a config would give it.
-        why: in a sentence.
+        decision: name and value, as a config would give them.
+        why: the reason, in a sentence.
         is_open: whether the config left it to be decided.
     """
 
@@ -57,21 +56,21 @@ class Reason:
 
 @dataclass(frozen=True)
 class ZenFlowPlan:
-    """Everything that is decided about a run of one rank.
+    """All decisions about one rank's run.
 
     Attributes:
         rule: settings of the update rule.
-        dtypes: of weights, gradients and y.
+        dtypes: dtypes of weights, gradients and y.
         partitions: this rank's partitions.
-        host_share: share of each that steps on the host.
-        chunks: of copies beside the next step; None: there are none.
-        shortage: why a host cannot hold this; None: it can, as far as is known.
-        reasons: why it was decided so, the same on every rank.
-        measures_share: whether the share is chosen once steps are measured (`plan.share`).
-        caller: what the ZeRO optimizer around it does.
-        cpus: those of both processes of this rank; None: not known.
+        host_share: fraction of each partition that steps on the host.
+        chunks: sizes of the chunks copied beside the next step; None: no such copies.
+        shortage: why a host has too little memory; None: it fits, as far as is known.
+        reasons: the reason of each decision, the same on every rank.
+        measures_share: whether the share is chosen after steps were measured (`plan.share`).
+        caller: what the ZeRO optimizer around ZenFlow does.
+        cpus: CPUs of this rank's two processes; None: not known.
         saves_beside: whether checkpoints are written beside training.
-        weights_arrive: when the weights of exact steps do.
+        weights_arrive: when the weights of exact steps arrive.
     """
 
     rule: PredictiveSettings | SelectiveSettings
@@ -91,7 +90,7 @@ class ZenFlowPlan:
 
     @property
     def places(self) -> Places:
-        """Where the arrays of the partitions are: today the same for all."""
+        """Where the partitions' arrays are; the same for all partitions."""
         return self.partitions[0].places
 
     @property
@@ -101,12 +100,13 @@ class ZenFlowPlan:
 
     @property
     def arrival(self) -> Arrival:
-        """When gradients come to the ring."""
+        """When gradients reach the ring."""
         return self.places.arrival
 
     @property
     def decisions(self) -> tuple[object, ...]:
-        """What all ranks must have decided alike: all but the sizes of this rank's arrays."""
+        """The decisions that must agree on all ranks: everything but the sizes of this rank's
+        arrays."""
         places = replace(self.places, handed_over=Place.HOST)  # in transit if partitions are large
         share = self.host_share, self.measures_share
         return (self.rule, self.dtypes, places, share, self.shortage, self.weights_arrive)
@@ -120,7 +120,7 @@ class ZenFlowPlan:
 
     @cached_property
     def arena(self) -> tuple[ArraySpec, ...]:
-        """The arrays of the arena; of partitions of equal size, those of one."""
+        """The arena's arrays; partitions of equal size are listed once."""
         partitions = (
             spec
             for index, each in enumerate(self.partitions)
@@ -153,7 +153,7 @@ class ZenFlowPlan:
         )
 
     def parts(self, place: Place, phase: Phase) -> tuple[Part, ...]:
-        """Its parts at the largest moment of a phase, without what DeepSpeed holds."""
+        """What ZenFlow holds at a phase's peak, without what DeepSpeed holds."""
         return parts_within([self.held], place, phase)
 
     def nbytes(self, place: Place, phase: Phase) -> int:
@@ -163,12 +163,12 @@ class ZenFlowPlan:
     # -- the interval ------------------------------------------------------------------------------
 
     def ring_slots(self, interval: int | None) -> int:
-        """Slots of whole gradients on the host at `interval`; None: while it is open."""
+        """Slots for whole gradients on the host at `interval`; None: not chosen yet."""
         slots = self.rule.ring_at(interval, self.arrival)
         return 0 if slots == 1 and self.places.handed_over is Place.IN_TRANSIT else slots
 
     def _ring_bytes(self, interval: int | None) -> int:
-        """Bytes of the gradients that are on the host at `interval`, without chunks in transit."""
+        """Bytes of whole gradients on the host at `interval`, without chunks in transit."""
         elements = sum(each.on_host * each.times for each in self.partitions)
         return self.ring_slots(interval) * elements * DTYPE_BYTES[self.dtypes.gradient]
 

@@ -16,15 +16,15 @@ __all__ = ["LONGEST_MEASURED", "PredictiveSettings", "ring_of"]
 
 LONGEST_MEASURED = 2
 """Longest interval chosen by measurement. Interval 4 raises the loss by 7 % with larger batches
-(docs/results.md), so only a config may choose it."""
+(docs/results.md), so it must be configured."""
 
 
 # Note: [the slot of y]
-# y lies in the slot of the newest gradient that went into it. An interval's gradients are in flight
-# while the next interval's are collected. The last of these may reuse a slot that was in flight,
-# because its step waits for the worker first; not if it arrives in backward, before its step. At
-# interval 1 that is the slot of y, which the step has read by then; not if the gradient arrives
-# before the step reads y.
+# y replaces the newest gradient that went into it, in its slot. An interval's gradients are in
+# flight while the next interval's are collected. The last of the latter may reuse a slot in flight,
+# because its step waits for the worker first; but not if it arrives in backward, before its step.
+# At interval 1 that is the slot of y: it may be reused once the step has read y, so not if the
+# gradient arrives before that.
 
 
 def ring_of(interval: int, arrival: Arrival) -> int:
@@ -56,8 +56,8 @@ class PredictiveSettings(RuleSettings):
             if interval is not None and interval > longest:
                 raise ConfigError(
                     "zero_optimization.zenflow.update_interval "
-                    f"= {interval} with {layout.name.capitalize()}: "
-                    f"the estimate for it has been measured at {longest} only (docs/results.md). "
+                    f"= {interval} with {layout.name.capitalize()}: its estimate is validated for "
+                    f"interval {longest} only (docs/results.md). "
                     f"Set the interval to {longest} or leave it out"
                 )
             interval = longest
@@ -94,7 +94,7 @@ class PredictiveSettings(RuleSettings):
         return False
 
     def per_block(self, places: Places) -> PerBlock:
-        """What the estimate is made from, copied to the accelerator if that computes it."""
+        """What the estimate is made from, copied to the accelerator if the estimate runs there."""
         return PerBlock(*self.layout.per_block, exchanged=places.gradient is Place.ACCELERATOR)
 
     @property
@@ -104,6 +104,5 @@ class PredictiveSettings(RuleSettings):
 
     @property
     def with_drift(self) -> tuple[bool, ...]:
-        """Whether estimates use D; both values while the interval is not chosen yet, because some
-        then do."""
+        """Whether estimates use D; both values until the interval is chosen."""
         return (True, False) if self.overlapped and self.update_interval is None else (self.drifts,)

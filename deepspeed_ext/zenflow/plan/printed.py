@@ -12,8 +12,8 @@ __all__ = ["as_config"]
 
 
 def as_config(plan: ZenFlowPlan) -> dict[str, Any]:
-    """The fields of ``zero_optimization`` that fix what `plan` has chosen; plain values. Beside the
-    other fields of the run's config they make the same plan, on any machine that has room."""
+    """The ``zero_optimization`` fields that fix what `plan` chose; plain values. With the other
+    fields of the run's config they give the same plan on any machine that has room."""
     rule, places = plan.rule, plan.places
     section: dict[str, Any] = {"autotune": False}
     if isinstance(rule, PredictiveSettings) and rule.warm_up_steps is not None:

@@ -1,5 +1,4 @@
-"""Defines what the plan needs to know of an update rule: its settings, and the sizes that follow
-from them."""
+"""Defines what the plan needs to know of an update rule: its settings, and the resulting sizes."""
 
 from __future__ import annotations
 
@@ -38,13 +37,13 @@ class RuleSettings(ABC):
 
     @abstractmethod
     def ring_at(self, interval: int | None, arrival: Arrival) -> int:
-        """Slots of the gradient ring in use at `interval`; None: while it is open, as many as
+        """Slots of the gradient ring in use at `interval`. None (not chosen yet): as many as
         interval 1 needs, so that it always fits."""
 
     @property
     @abstractmethod
     def steps_each_gradient(self) -> bool:
-        """Whether the worker steps with each gradient alone, so that a gradient may come in chunks.
+        """Whether the worker takes one step per gradient, so gradients may come in chunks.
         Otherwise it reads all gradients of an interval at once."""
 
     @property
@@ -63,5 +62,5 @@ class RuleSettings(ABC):
 
     @property
     def per_block_width(self) -> int:
-        """Elements of that array for one block."""
+        """Elements of the per-block array for one block."""
         return self.layout.per_block_width(self.block_size)

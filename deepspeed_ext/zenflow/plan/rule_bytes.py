@@ -1,4 +1,4 @@
-"""Computes how many bytes an update rule takes for one partition besides the arena."""
+"""Computes how many bytes an update rule takes per partition, besides the arena."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["RuleBytes", "bytes_of", "share_step_bytes"]
 
 FLOAT_BYTES = DTYPE_BYTES["float32"]
 _RANDOM_BYTES = 5 * 8
-"""Temporaries of an element whose moments are rounded at random."""
+"""Temporaries per element whose moments are rounded stochastically."""
 _STATE_BYTES = 3 * FLOAT_BYTES
 """Bytes per element of a hot block: p, m and v in fp32."""
 _COUNT_BYTES, _ID_BYTES, _SIGN_BYTES = 4, 8, 1
@@ -30,14 +30,14 @@ class RuleBytes:
     """Bytes that a rule takes for a partition.
 
     Attributes:
-        kept: on the accelerator besides the weights, by kind.
-        kept_on_host: page-locked on the host, outside the arena.
+        kept: kept on the accelerator besides the weights, by kind.
+        kept_on_host: page-locked host memory, outside the arena.
         moved: temporaries on the host, while state moves to the accelerator.
-        saved: for each tensor in a checkpoint, beside the arena and `copied`.
-        copied: on the host, by a save.
+        saved: size of each tensor in a checkpoint, besides the arena and `copied`.
+        copied: copies that a save makes on the host.
         step: maximum temporaries while the weights are computed.
-        waiting: new weights on the accelerator that wait until all partitions are stepped.
-        exchange: on the accelerator, for an exchange of only the changed weights at stages 1 and 2.
+        waiting: new weights on the accelerator until all partitions are stepped.
+        exchange: accelerator memory to exchange only the changed weights at stages 1 and 2.
     """
 
     kept: dict[str, int] = field(default_factory=dict)
@@ -65,9 +65,9 @@ def bytes_of(
     Args:
         weights_bytes: bytes of an element of the weights.
         arrived_bytes: bytes of an element of y.
-        in_place: whether y is in a landing buffer on the accelerator, so that it is not copied
-            there in parts.
+        in_place: whether y is in a landing buffer, so it is not copied to the accelerator in parts.
         on_host: whether hot blocks step on the host.
+        ranks: number of data-parallel ranks, for `RuleBytes.exchange`.
     """
     if isinstance(rule, SelectiveSettings):
         return _selective(rule, numel, weights_bytes, ranks, on_host)
@@ -77,8 +77,8 @@ def bytes_of(
 def share_step_bytes(
     numel: int, block_size: int, layout: StateLayout = ADAM_STATE, *, on_host: bool = False
 ) -> int:
-    """Temporaries while `numel` elements step beside the worker, if no kernel can run: two fp32
-    arrays of one chunk, and three numbers per block. Lion has no kernel for it, and three fp32
+    """Bytes of temporaries while `numel` elements step beside the worker, if no kernel can run: two
+    fp32 arrays of one chunk, and three numbers per block. Lion has no kernel and takes three fp32
     arrays."""
     at_once = HOST_CHUNK_NUMEL if on_host else ACCELERATOR_CHUNK_NUMEL
     chunk = min(numel, chunk_of(at_once, block_size))

@@ -22,7 +22,7 @@ __all__ = [
 
 _AUTO_SELECT_STEPS = 16
 LONGEST_CHOSEN = 8
-"""The longest interval that the rule chooses if the config does not set one."""
+"""Longest interval that the rule chooses by itself."""
 _BALANCE = 2
 _STATE_BYTES = 3 * 4
 """Bytes per element of a hot block: p, m and v in fp32."""
@@ -30,10 +30,10 @@ _COUNT_BYTES = 4
 
 
 def ring_of(interval: int, lag: int, arrival: Arrival) -> int:
-    """Number of ring slots needed: an interval's gradients stay in flight for `lag` steps, and the
-    last of these waits before it writes its own gradient; not if that arrives in backward, before
-    its step. At interval 1 that gradient reuses the slot of y, which its step has read; not if it
-    arrives before the step reads y (see Note: [the slot of y])."""
+    """Number of ring slots needed. An interval's gradients stay in flight for `lag` steps. The last
+    of these steps waits before it writes its own gradient, unless that arrives in backward, before
+    the step. At interval 1 that gradient reuses the slot of y, which its step has read, unless it
+    arrives before that (see Note: [the slot of y])."""
     least = 2 if lag and arrival is Arrival.BEFORE_Y else 1
     return max(interval + max(0, lag - (arrival is not Arrival.IN_BACKWARD)), least)
 
@@ -44,13 +44,13 @@ def hot_blocks(blocks: int, ratio: float) -> int:
 
 
 def most_hot_blocks(blocks: int, ratio: float) -> int:
-    """Maximum number of hot blocks of a rank that has `blocks` blocks: twice its share."""
+    """Maximum number of hot blocks of a rank with `blocks` blocks: twice its equal share."""
     return min(blocks, _BALANCE * hot_blocks(blocks, ratio))
 
 
 @dataclass(frozen=True)
 class SelectiveSettings(RuleSettings):
-    """Settings of the selective rule, which knows Adam only."""
+    """Settings of the selective rule, which runs Adam only."""
 
     lag: int | None
     """Optimizer steps from a hand-over to applying its result; None: not overlapped, the step waits
@@ -126,7 +126,7 @@ class SelectiveSettings(RuleSettings):
 
     @property
     def steps_each_gradient(self) -> bool:
-        """False: the mean of several gradients is made on the host."""
+        """False: the host averages an interval's gradients."""
         return False
 
     @property
@@ -176,8 +176,7 @@ def _select_every_steps(config: ZenFlowConfig, steps_per_epoch: int | None) -> i
     if strategy == "step" and given is None:
         raise ConfigError(
             'zero_optimization.zenflow.select_strategy = "step" needs select_interval, the number '
-            "of optimizer steps "
-            'between two selections: set it, or set select_strategy to "auto"'
+            'of optimizer steps between two selections: set it, or set select_strategy to "auto"'
         )
     if strategy != "epoch":
         return given
@@ -185,13 +184,11 @@ def _select_every_steps(config: ZenFlowConfig, steps_per_epoch: int | None) -> i
 
 
 def unknown_epoch(config: ZenFlowConfig, steps_per_epoch: int | None) -> str | None:
-    """A warning if hot blocks are to be selected every so many epochs of unknown length; None:
-    there is nothing to warn of."""
+    """A warning if hot blocks are selected by epochs of unknown length; else None."""
     if config.rule != "selective" or config.select_strategy != "epoch" or steps_per_epoch:
         return None
     return (
         'zenflow.select_strategy = "epoch": the length of an epoch is known only if '
-        "deepspeed.initialize is "
-        "given training_data; hot blocks are selected once. Set select_strategy = step and "
-        "select_interval"
+        "deepspeed.initialize gets training_data, so hot blocks are selected only once. Set "
+        'select_strategy to "step", and select_interval'
     )

@@ -1,2 +1,1 @@
-"""The update rules: when a step hands gradients over, and how weights follow from what has
-arrived."""
+"""The update rules: when a step hands gradients over, and how it computes weights from results."""

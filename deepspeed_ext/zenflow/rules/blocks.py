@@ -76,7 +76,7 @@ class BlockSet:
 
 
 class BlocksOfRanks:
-    """The same number of blocks per rank, applicable to the partitions of all ranks, of n elements
+    """The same number of blocks for each rank, applicable to all ranks' partitions of n elements
     each.
 
     Args:
@@ -120,7 +120,7 @@ class AdamBlocks:
 
     Attributes:
         p, m, v: fp32 [k, block_size], one row per block.
-        updates: int32 [k], number of updates each block has had.
+        updates: int32 [k], number of updates that each block has had.
     """
 
     blocks: BlockSet
@@ -141,11 +141,9 @@ class AdamBlocks:
             grad: [k, block_size], any float dtype, any device.
 
         Returns:
-            The new p, fp32 [k, block_size], on grad's device. Compute weights from this tensor, not
-            from the attribute
-            `p`: that may be page-locked host memory to which the asynchronous copy back has not
-                finished. If the host
-            reads or converts it, it may see the previous step or a mixture.
+            The new p, fp32 [k, block_size], on grad's device. Compute weights from it, not from the
+            attribute `p`: that may be page-locked host memory whose asynchronous copy is still
+            running.
         """
         state_device, device = self.p.device, grad.device
         p, m, v, updates = (

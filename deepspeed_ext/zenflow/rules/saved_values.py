@@ -1,4 +1,4 @@
-"""Defines what both rules' saved states share: strict pydantic models of plain values and
+"""Defines what the saved states of both rules share: strict pydantic models of plain values and
 tensors."""
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class SavedSchedule(SavedValues):
 
 
 class PartitionValues(SavedValues, ABC):
-    """The part of a partition's saved state that does not depend on the rule.
+    """The part of a partition's saved state that both rules have.
 
     Attributes:
         numel: its number of elements.
-        on_accelerator: how many of them, at its start, step on the accelerator. They have no part
-            in the other values.
-        updates: its number of updates; None: that of the run.
+        on_accelerator: how many of them, at its start, step on the accelerator; the other values
+            leave them out.
+        updates: its number of updates; None: the run's.
     """
 
     numel: Count
@@ -132,21 +132,21 @@ class PartitionValues(SavedValues, ABC):
     def apply_collected(
         self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
     ) -> None:
-        """Apply the collected gradients to a part of what the rule sees, as the rule would have, in
-        this process.
+        """Apply the collected gradients to a part of what the rule sees, as the rule would, in this
+        process.
 
         Args:
             state: p, m, v of the part, changed in place; 1-D [n], host; p is fp32.
-            begin: the first element of the part behind those on the accelerator, at the start of a
-                block. The part ends where a block or the partition ends.
-            moment_dtype: that to which the rule rounded the moments.
+            begin: first element of the part, not counting those on the accelerator, at the start of
+                a block. The part ends where a block or the partition ends.
+            moment_dtype: dtype that the rule rounded the moments to.
         """
 
     def catch_up(
         self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
     ) -> None:
-        """`apply_collected` for a part of the whole partition, which begins at element `begin` of
-        it, where a block begins."""
+        """`apply_collected` for a part that begins at element `begin` of the whole partition, where
+        a block begins."""
         skipped = max(0, self.on_accelerator - begin)
         parts, begin = [array[skipped:] for array in state], begin + skipped - self.on_accelerator
         self.apply_collected(parts, block_size, begin, moment_dtype)

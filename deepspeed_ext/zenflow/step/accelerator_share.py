@@ -1,11 +1,11 @@
-"""Steps a share of every partition on the accelerator: exactly, in the same step as the gradient.
+"""Steps a share of every partition on the accelerator: exactly, in the step of its gradient.
 
 ``offload_optimizer.ratio`` is the share of the optimizer on the host. The first blocks of each
 partition, up to that share, have p and the moments in accelerator memory: with Adam 12 bytes per
 element there, or 8 with moments in bf16, and none on the host. They never wait for the worker, and
-the update rule does not see them. The host's arrays begin in front of the rule's part (see
-`Arena.whole`), so what DeepSpeed saves, loads and shows is the whole partition: `show` copies the
-share there, `take` copies it back.
+the update rule does not see them. The host's arrays begin before the rule's part (see
+`Arena.whole`), so DeepSpeed saves, loads and shows the whole partition: `show` copies the share
+there, `take` copies it back.
 
 Source of the idea: ZeRO-Offload++ (DeepSpeed's "Twin-Flow"), which moves whole sub-groups.
 """
@@ -48,7 +48,7 @@ class AcceleratorShare:
     """The share of all partitions of this rank.
 
     Args:
-        weights: of each partition, 1-D [n], on the accelerator; the initial values of p.
+        weights: each partition's weights, 1-D [n], on the accelerator; the initial values of p.
         numels: elements of each partition, from its start, that step on the accelerator.
     """
 
@@ -83,8 +83,8 @@ class AcceleratorShare:
         kind: OptimizerKind,
         ranks: RankGroup,
     ) -> AcceleratorShare | None:
-        """Allocate it on every rank; None on every rank if the accelerator of any has no memory for
-        it. A collective."""
+        """Allocate it on every rank; None on every rank if any accelerator has no memory for it. A
+        collective."""
         heads, block_size = [each.head for each in plan.partitions], plan.rule.block_size
         return allocation.try_on_all_ranks(
             "zenflow.accelerator_share",
@@ -104,16 +104,14 @@ class AcceleratorShare:
         """As `if_all_have_room`.
 
         Raises:
-            OutOfMemoryError: on every rank, if the accelerator of any has no memory for it.
+            OutOfMemoryError: on every rank, if any accelerator has no memory for it.
         """
         share = cls.if_all_have_room(plan, weights, arena, kind, ranks)
         if share is None:
             raise OutOfMemoryError(
                 f"offload_optimizer.ratio keeps {plan.held.share_bytes:,} bytes of the optimizer "
-                f"on the "
-                f"accelerator of rank {ranks.rank}, and a rank has no memory for that: raise the "
-                f"ratio, "
-                'or set it to "auto"'
+                f"on the accelerator of rank {ranks.rank}, and a rank has no memory for its part: "
+                'raise the ratio, or set it to "auto"'
             )
         return share
 
@@ -162,8 +160,8 @@ class AcceleratorShare:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Copy p and the moments to the host, where they take memory until `hide`. Nothing of the
-        arena may be in use."""
+        """Copy p and the moments to the host, where they take memory until `hide`. The arena must
+        not be in use."""
         for part in self._parts:
             for shown, values in zip(part.shown, part.state, strict=True):
                 shown.copy_(values.view(-1))
@@ -171,7 +169,7 @@ class AcceleratorShare:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy p and the moments back, which may have been written on the host."""
+        """Copy p and the moments back from the host, where they may have been written."""
         for part in self._parts:
             for shown, values in zip(part.shown, part.state, strict=True):
                 values.copy_(shown.view_as(values))
@@ -179,11 +177,11 @@ class AcceleratorShare:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the host has memory for it."""
+        """Whether it takes memory on the host."""
         return self._is_shown
 
     def hide(self) -> None:
-        """Free the host memory of what is shown. The copies from there must have ended."""
+        """Free the host memory of what is shown. Copies from there must be complete."""
         if self._is_shown:
             for index in range(len(self._parts)):
                 for each in self._kind.layout.kinds:

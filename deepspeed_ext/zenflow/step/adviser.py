@@ -1,4 +1,4 @@
-"""Tells a person, at most once a minute, what limits the steps of a run and what would help."""
+"""Logs, at most once a minute, what limits a run's steps and what would help."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Adviser"]
 
 SECONDS_BETWEEN = 60.0
 FEWEST_STEPS = 5
-"""Overlapped steps that are measured before anything is said."""
+"""Overlapped steps to measure before the first judgement."""
 
 
 class Adviser:
@@ -20,11 +20,11 @@ class Adviser:
 
     Args:
         remedies: what may be suggested.
-        cores: of the optimizer process; None: not known.
-        leads: whether this rank logs. Its times count: its step on the accelerator includes waits
-            for other ranks.
-        room: bytes of accelerator memory that were never used so far.
-        clock: seconds.
+        cores: cores of the optimizer process; None: not known.
+        leads: whether this rank logs. Its times stand for all, because they include waits for other
+            ranks.
+        room: returns the bytes of accelerator memory that have never been used.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Adviser:
         self._said: Advice | None = None
 
     def settle(self, remedies: Sequence[Remedy]) -> None:
-        """Suggest nothing but these from now on: the run has another plan."""
+        """Suggest only these from now on, because the run has another plan."""
         self._remedies = remedies
 
     def is_due(self, steps: int) -> bool:
@@ -54,7 +54,7 @@ class Adviser:
         return steps >= FEWEST_STEPS and self._clock() >= self._due
 
     def judge(self, step: MeasuredStep | None) -> None:
-        """Judge a typical step, and log what is new. None: there is none yet."""
+        """Judge a typical step, and log what is new; None: do nothing."""
         if step is None:
             return
         self._due = self._clock() + SECONDS_BETWEEN

@@ -1,10 +1,9 @@
-"""Shows moments that are codes of 8 bits as fp32: to DeepSpeed, to users and to checkpoints.
+"""Shows moments kept as 8-bit codes in fp32: to DeepSpeed, users and checkpoints.
 
-The codes and their scales are the state; the worker knows nothing else. Everyone else sees fp32
-arrays of the arena, which take memory only while they are shown: what is read there has been
-decoded, and what is written there is encoded before the next step, to the nearest value. What was
-not written gives the same codes again. A save does not show the moments: they are decoded chunk by
-chunk, on their way to the file.
+The codes and their scales are the state, and the worker knows nothing else. Everyone else sees fp32
+arrays of the arena, which take memory only while they are shown: reads see decoded values, and
+writes are encoded before the next step, to the nearest value. Unwritten values give the same codes
+again. A save does not show the moments: it decodes them chunk by chunk on their way to the file.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ class CodedMoment(NamedTuple):
     """One moment of one partition of n elements.
 
     Attributes:
-        kind, shown_kind, partition: those of the arrays of codes and of shown values in the arena.
+        kind, shown_kind, partition: kinds and partition of the arena's arrays of codes and shown
+            values.
         codes: int8 [n] of m, uint8 [n] of v.
         scales: uint8 [ceil(n / block_size)].
         shown: fp32 [n].
@@ -49,14 +49,14 @@ class CodedMoment(NamedTuple):
             yield Span(begin, min(begin + step, self.codes.numel()))
 
     def decode(self, span: Span, values: torch.Tensor) -> torch.Tensor:
-        """Decode a run of whole blocks to the first elements of `values`, 1-D fp32, and return
+        """Decode a run of whole blocks into the first elements of `values`, 1-D fp32, and return
         these."""
         values = values[: span.numel]
         decode(self.codes[slice(*span)], self._scales_of(span), self.block_size, values)
         return values
 
     def decoded(self) -> Iterator[torch.Tensor]:
-        """The fp32 values in order, each part valid until the next."""
+        """Yield the fp32 values in order, in parts, each valid until the next."""
         chunk = torch.empty(
             min(chunk_of(CODED_CHUNK_NUMEL, self.block_size), self.codes.numel()),
             dtype=torch.float32,
@@ -66,7 +66,7 @@ class CodedMoment(NamedTuple):
             yield self.decode(span, chunk)
 
     def encode(self, span: Span) -> None:
-        """Encode what is shown of a run of whole blocks."""
+        """Encode the shown values of a run of whole blocks."""
         part = slice(*span)
         encode(self.shown[part], self.codes[part], self._scales_of(span), self.block_size)
 
@@ -78,8 +78,8 @@ class CodedMoments:
     """The moments of a rank's partitions.
 
     Attributes:
-        is_shown: whether the state is what is shown, which may have been written. From the
-            beginning of a step on, it is the codes.
+        is_shown: whether the shown values are the state, because they may have been written. From
+            the beginning of a step, the codes are.
     """
 
     def __init__(
@@ -105,8 +105,7 @@ class CodedMoments:
         ]
 
     def show(self) -> None:
-        """Decode the moments, which take memory until `hide`. Nothing of the arena may be in
-        use."""
+        """Decode the moments, which take memory until `hide`. The arena must not be in use."""
         self._has_memory = self.is_shown = True
         for moment in self._moments:
             for span in moment.spans(CODED_CHUNK_NUMEL):
@@ -114,23 +113,22 @@ class CodedMoments:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Encode what is shown, if it is; it may have been written."""
+        """Encode what is shown, if anything is, because it may have been written."""
         if self.is_shown:
             for moment in self._moments:
                 for span in moment.spans(CODED_CHUNK_NUMEL):
                     moment.encode(span)
 
     def hide(self) -> None:
-        """Free the memory of what was shown, unless it is the state. Nothing may read it any
-        more."""
+        """Free the memory of what was shown, unless it is the state. Nothing may still read it."""
         if self._has_memory and not self.is_shown:
             self._has_memory = False
             for moment in self._moments:
                 self._arena.release(moment.shown_kind, moment.partition)
 
     def behind(self, values: torch.Tensor) -> CodedMoment | None:
-        """The moment that `values`, a storage of the host, would show; None: it holds other values,
-        or it does show them."""
+        """The moment that would be shown in `values`, a host storage, but is not decoded there
+        now; else None."""
         if self.is_shown:
             return None
         return next(

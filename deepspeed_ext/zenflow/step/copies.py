@@ -1,10 +1,8 @@
-"""Finds parameters of which several ranks have a copy, and whose copies would be predicted
-differently.
+"""Finds replicated parameters whose copies would be predicted differently on different ranks.
 
-With tensor parallelism a rank has parts of some parameters and copies of others. The estimate of an
-element depends on the mean of v over its block. A block with elements of both kinds has another
-mean on each rank, so predicted weights of the copies would differ, silently. Plain values, no
-torch.
+With tensor parallelism a rank has shards of some parameters and copies of others. An element's
+estimate depends on the mean of v over its block. A block with elements of both kinds has a
+different mean on each rank, so the copies would silently diverge. Plain values, no torch.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class Run(NamedTuple):
 
 
 def mixed(runs: Sequence[Run], block_size: int) -> list[str]:
-    """Names of the copies that share a block with a divided parameter.
+    """Names of the copies that share a block with a sharded parameter.
 
     Args:
         runs: of one partition, in any order.
@@ -48,8 +46,7 @@ def mixed(runs: Sequence[Run], block_size: int) -> list[str]:
 
 
 def largest_block_apart(partitions: Sequence[Sequence[Run]], block_size: int) -> int:
-    """The largest power of two up to `block_size` as a block size at which no copy shares a
-    block."""
+    """The largest power of two up to `block_size` with which no copy shares a block."""
     size = 1 << (block_size.bit_length() - 1)
     while size > 1 and any(mixed(runs, size) for runs in partitions):
         size //= 2

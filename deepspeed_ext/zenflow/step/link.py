@@ -45,7 +45,7 @@ from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 __all__ = ["UpdatePhase", "WorkerLink", "WorkerThreads"]
 
 _SHARE_OF_GROUP_TIMEOUT = 0.8
-"""The remaining share allows for other ranks that reached the collective earlier."""
+"""The rest allows for other ranks that reached the collective earlier."""
 
 
 class UpdatePhase(enum.Enum):
@@ -55,10 +55,9 @@ class UpdatePhase(enum.Enum):
     """The update is in p, m, v, and the rule has read what it needs. The trainer may read p, m and
     v."""
     IN_FLIGHT = "in flight"
-    """Handed over and not awaited: p, m, v, y and the handed-over gradients belong to the
-    worker."""
+    """Handed over and not awaited yet: p, m, v, y and those gradients belong to the worker."""
     ARRIVED = "arrived"
-    """The update is in p, m, v and y; the rule has not read the block means yet."""
+    """The update is in p, m, v and y; the rule has not read the per-block array yet."""
     EXPOSED = "exposed"
     """Like `READ`, but p, m, v may have been written from outside: the next step publishes them
     again."""
@@ -66,7 +65,7 @@ class UpdatePhase(enum.Enum):
 
 @dataclass(frozen=True)
 class WorkerThreads:
-    """How a worker runs.
+    """Where and how a worker runs.
 
     Attributes:
         placement: its cores and memory node; None: inherited.
@@ -92,13 +91,13 @@ class WorkerThreads:
 
 
 def _told(error: Exception) -> Exception:
-    """What to keep of an error within a step."""
+    """The error to keep for one that was raised within a step."""
     if not is_of_handler(error):
         return error
     told = StateError(
-        f"{type(error).__name__} ({error}), raised by a signal handler, has broken off "
-        "an optimizer step or a wait for it: build a new engine, and load the last "
-        "checkpoint. Let the handler only set a flag, and check the flag between steps"
+        f"{type(error).__name__} ({error}), raised by a signal handler, interrupted an optimizer "
+        "step or a wait for it: build a new engine, and load the last checkpoint. Let the handler "
+        "only set a flag, and check the flag between steps"
     )
     told.__cause__ = error
     return told
@@ -110,23 +109,23 @@ class WorkerLink:
     Args:
         plan: the arena, and what crosses the link.
         buffers: landing buffers of each partition, if copies run beside the next step.
-        threads: of the worker, where they run, and how long it may make no progress.
-        ranks: the ranks that the model is spread over; each of them builds one of these, and all
-            get the error of one.
+        threads: the worker's threads, their placement, and how long it may make no progress.
+        ranks: the ranks that the model is spread over; each builds a link, and an error on one is
+            raised on all.
 
     Attributes:
-        home: the process that this belongs to.
+        home: the process that owns this object.
         arena, process, transfers, page_locks, metrics: see their classes.
         phase: state of the newest update.
         arrivals: the weights that are on their way.
         write_wait_seconds: total time spent waiting for the worker to write parts of the arena to
             files.
-        longest_wait_seconds: longest wait even with progress; after it, the collective of other
-            ranks would time out.
+        longest_wait_seconds: longest wait, even with progress, before other ranks' collective would
+            time out.
 
     Raises:
         OutOfMemoryError, UnsupportedError: this host cannot hold or share the arena.
-        WorkerError: the worker does not start, or another rank has one of these errors.
+        WorkerError: the worker does not start, or another rank raised one of these errors.
     """
 
     arena: Arena
@@ -167,25 +166,26 @@ class WorkerLink:
             )
 
     def _carry(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> None:
-        """Begin to carry what `plan` says."""
+        """Build the transfers of `plan`, and lock their memory."""
         self.transfers = self._transfers(plan, buffers)
         parts = self.process, self.transfers, self.page_locks
-        # Runs at `close` or at garbage collection, but not
-        # at exit, which frees everything without waiting.
+        # Runs at `close` or at garbage collection, but not at exit, which frees everything without
+        # waiting.
         self._end_copies = weakref.finalize(self, _end_copies, *parts, os.getpid())
         self._end_copies.atexit = False
         self.lock([spec.key for spec in plan.arena if spec.touched and spec.exchanged])
 
     def relay(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> None:
-        """Go on with the same memory and worker, but with fewer elements on the host, as `plan`
-        says. Nothing may be in flight, and no result that has arrived is read afterwards.
+        """Switch to `plan`, with fewer elements on the host, in the same memory and worker. Nothing
+        may be in flight, and no result that has arrived is read afterwards.
 
         Raises:
             WorkerError: the worker has failed, or copies do not end.
         """
         if not self.transfers.close():
             raise WorkerError(
-                "copies between accelerator and host have not ended, so no share can move"
+                "copies between accelerator and host have not ended, so the plan cannot change: "
+                "resume from the last checkpoint"
             )
         self._end_copies.detach()
         self.page_locks.unlock()
@@ -195,8 +195,8 @@ class WorkerLink:
         self._carry(plan, buffers)
 
     def limit_threads(self, threads: int) -> None:
-        """Let later passes run on the first `threads` threads of the worker; results are the same.
-        Waits for nothing.
+        """Run later passes on the worker's first `threads` threads, with the same results. Does not
+        wait.
 
         Raises:
             WorkerError: the worker has failed.
@@ -214,7 +214,7 @@ class WorkerLink:
         """Page-lock these arrays, so that their copies overlap with computation. Idempotent.
 
         The worker touches them first: locking untouched pages would place them on this process's
-        memory node and clear them with a single thread.
+        memory node and clear them in a single thread.
         """
         new = [key for key in keys if key not in self._touched]
         if new:
@@ -223,18 +223,18 @@ class WorkerLink:
         self.page_locks.lock([self.arena.tensor(*key) for key in keys])
 
     # Note: [an error of one rank]
-    # Between two of DeepSpeed's collectives a rank is alone. If it raised there, the others would
-    # wait in the next collective until the group's timeout. So each part of a step that can fail
-    # runs inside `keeping`: the rank keeps its error and goes on to the same collectives, with
-    # values that make every rank skip the step (a norm of NaN) or that nobody reads. The next wait
-    # that all ranks make together raises the error on each of them. A call outside of `keeping`
-    # must be unable to fail alone; tests/unit/faults/test_one_rank_fails.py lists those calls with
-    # the reason.
+    # If a rank raised between two of DeepSpeed's collectives, the others would wait in the next one
+    # until the group's timeout. So each part of a step that can fail runs inside `keeping`: the
+    # rank keeps its error and goes on to the same collectives, with values that make every rank
+    # skip the step (a norm of NaN) or that are not read. The next wait of all ranks together raises
+    # the error on each of them. A call outside `keeping` must not be able to fail on one rank
+    # alone; tests/unit/faults/test_one_rank_fails.py lists those calls with the reason.
 
     def keeping(self) -> AbstractContextManager[None]:
         """Wrap this rank's own part of a step; see Note: [an error of one rank]. Until all ranks
         wait together, `failed` is true and work may be skipped."""
-        self.home.require()  # not kept: it would be raised after a collective of the parent's group
+        # not kept: that would raise it only after a collective of the parent's group
+        self.home.require()
         return self._kept.keeping(_told)
 
     @property
@@ -250,14 +250,14 @@ class WorkerLink:
         publishes: bool,
         arriving: Iterable[int] = (),
     ) -> None:
-        """Send off the gradients that `transfers` has taken, and hand over work on them and earlier
+        """Send the gradients that `transfers` has taken, and hand over work on them and earlier
         ones. Does nothing if this rank has failed.
 
         Args:
             tasks: at most one task per partition.
             gradients: number of gradients per task.
             publishes: whether the worker's results are read before the next gradients are taken.
-            arriving: partitions whose weights become what is published.
+            arriving: partitions whose weights will be copied from what the worker publishes.
         """
         self.arrivals.expect(self.transfers, arriving)
         if self.failed:
@@ -275,11 +275,11 @@ class WorkerLink:
                 self.transfers.start()
 
     def wait(self) -> Exception | None:
-        """Wait for everything in flight on this rank, and write the weights that were. Even with
-        progress, the wait ends before the collective of the ranks that wait for this one times out.
+        """Wait for everything in flight on this rank, and write weights that were on their way.
+        Even with progress, the wait ends before other ranks' collective times out.
 
         Returns:
-            The kept error, if any, which `wait_together` raises on all ranks.
+            The kept error, if any, which `raise_kept` raises on all ranks.
         """
         if not self.failed:
             with self.keeping():
@@ -294,11 +294,11 @@ class WorkerLink:
         return self._kept.error
 
     def complete(self, parts: Iterable[tuple[int, Span]] | None = None) -> None:
-        """Let weights that are used now be those of the last step, on this rank alone; see Note:
+        """Complete the last step's weights that are used now, on this rank alone; see Note:
         [weights on their way]. If the worker has failed, they are NaN.
 
         Args:
-            parts: partitions and elements of them; None: everything.
+            parts: partitions, and spans of their elements; None: everything.
 
         Raises:
             StateError: this is a forked process, whose parent's weights are on their way.
@@ -321,7 +321,7 @@ class WorkerLink:
         """Wait for everything in flight. A collective.
 
         Raises:
-            WorkerError: on every rank, if any rank's worker has failed, or has ended although idle;
+            WorkerError: on every rank, if any rank's worker has failed, or has ended while idle;
                 every later wait raises it again.
         """
         with self.keeping():
@@ -381,14 +381,13 @@ def _end_copies(
     else:
         page_locks.leave(transfers)
         logger.warning(
-            "copies between accelerator and host have not ended, perhaps behind a collective that "
-            "a rank has left: their memory stays locked until this process ends"
+            "copies between accelerator and host have not ended, perhaps because of a collective "
+            "that another rank has left: their memory stays locked until this process ends"
         )
 
 
 def _results(arena: Arena, block_size: int) -> list[list[Results]]:
-    """The arrays that the worker writes for the trainer, for each partition in order, for each slot
-    of its ring."""
+    """The arrays that the worker writes for the trainer, by partition and slot of its ring."""
     keys = [array.spec.key for array in arena.layout.arrays]
     means = {
         key.partition: _by_block(arena, key, block_size)
@@ -402,7 +401,7 @@ def _results(arena: Arena, block_size: int) -> list[list[Results]]:
         results = Results(arena.tensor("y", partition, slot), means.get(partition))
         found[partition].append(results)
     for partition, each in found.items():
-        if not each:  # y passes through the places of chunks
+        if not each:  # y passes through chunk slots
             numel, dtype = arena.tensor("p", partition).numel(), arena.tensor("y", OF_CHUNKS).dtype
             each.append(
                 Results(torch.empty(numel, dtype=dtype, device="meta"), means.get(partition))
@@ -411,7 +410,7 @@ def _results(arena: Arena, block_size: int) -> list[list[Results]]:
 
 
 def _slots_of_chunks(arena: Arena) -> list[ChunkSlot]:
-    """The places through which chunks pass; none: partitions keep whole gradients."""
+    """The slots that chunks pass through; empty: partitions keep whole gradients."""
     return [
         ChunkSlot(
             arena.tensor(*key), arena.tensor("y", OF_CHUNKS, key.slot), streams.blocking_event()
@@ -421,7 +420,7 @@ def _slots_of_chunks(arena: Arena) -> list[ChunkSlot]:
 
 
 def _by_block(arena: Arena, key: ArrayKey, block_size: int) -> torch.Tensor:
-    """A per-block array, one row per block if a block has several elements of it."""
+    """A per-block array, with one row per block if a block has several elements."""
     array = arena.tensor(*key)
     blocks = -(-arena.tensor("p", key.partition).numel() // block_size)
     return array if array.numel() == blocks else array.view(blocks, -1)

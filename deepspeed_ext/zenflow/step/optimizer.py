@@ -36,20 +36,20 @@ __all__ = ["Mover", "HostOptimizer"]
 
 
 class Mover(Protocol):
-    """Moves a run to a better plan. Every rank of the model has one, or none has.
+    """Moves a run to a better plan. Every rank of the model has one, or none.
 
     Attributes:
-        device_seconds: of the accelerator between two steps when the plan was chosen; 0: it has not
-            been.
+        device_seconds: accelerator time between two steps when the plan was chosen; 0: not chosen
+            yet.
     """
 
     device_seconds: float
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
-        """Look at a step that has ended. A collective if it chooses."""
+        """Observe a step that has ended. A collective if a choice is due."""
 
     def adopt(self, host: HostOptimizer, heads: Sequence[int]) -> None:
-        """Take over a checkpoint's share, if there is room for it; p and the moments have been
+        """Take over a checkpoint's share if there is room for it, after p and the moments were
         loaded. A collective.
 
         Args:
@@ -59,12 +59,12 @@ class Mover(Protocol):
     def resumed(
         self, host: HostOptimizer, threads: int | None, device_seconds: float, *, is_elsewhere: bool
     ) -> None:
-        """Go on from a checkpoint's plan. A collective.
+        """Continue with a checkpoint's plan. A collective.
 
         Args:
-            threads: of the optimizer process; None: not known.
+            threads: threads of the optimizer process; None: not known.
             device_seconds: see `Mover`.
-            is_elsewhere: whether another machine has saved it, so that steps are measured again.
+            is_elsewhere: whether it was saved on another machine, so that steps are measured again.
         """
 
 
@@ -76,21 +76,20 @@ class HostOptimizer:
         decided: the plan that everything was built from.
         rule: the update rule, built on the same partitions and link.
         state: this rank's partitions, with p in place.
-        kind: the user's optimizer, and what depends on which it is.
-        ranks: the ranks that the model is spread over; each of them builds one of these.
+        kind: the user's optimizer as ZenFlow runs it.
+        ranks: the ranks that the model is spread over; each builds one of these.
 
     Attributes:
         decided, rule, link, kind, ranks: the arguments.
-        partitions, states, share, coded: see `OptimizerState`; `states` are its wholes.
+        partitions, states, share, coded: see `OptimizerState`; `states` are its `wholes`.
         ring: the slots of gradients.
         counts: for each partition, the updates of p and the moments whose gradients have been taken
-            so far (t of the newest). They differ only if a user has reset the state of some
-            partitions.
-        shown: what users reach of the optimizer.
-        plan: the plan of the current step; None between steps. It stays if an exception interrupts
-            the step.
+            so far (t of the newest). They differ only if a user has reset some partitions' state.
+        shown: the optimizer's state as users reach it.
+        plan: plan of the current step; None between steps. Kept if an exception interrupts the
+            step.
         is_offloaded: whether `offload` was called, and `reload` was not.
-        mover: chooses how much steps on the accelerator; None: that has been decided.
+        mover: may move the run to a better plan; None: the plan stays.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class HostOptimizer:
                 last step ended.
         """
         with in_profile("zenflow.begin_step"):
-            # the last step has failed, perhaps before its interval was chosen
+            # the last step failed, perhaps before its interval was chosen
             if self.plan is not None:
                 self.link.raise_kept()
             with self.link.keeping():
@@ -172,8 +171,8 @@ class HostOptimizer:
                 reused after the call.
             grad_scale: c, the multiplier of the gradient (loss scale and clipping).
         """
-        # Runs even if the worker has failed: weights that do
-        # not depend on it stay correct until all ranks wait.
+        # Runs even if the worker has failed: weights that do not depend on it stay correct until
+        # all ranks wait.
         with in_profile("zenflow.step_partition"), self.link.keeping():
             plan = self._current_plan
             partition = self.partitions[index]
@@ -203,8 +202,8 @@ class HostOptimizer:
 
         Args:
             starts_copies: whether copies of gradients start now, beside what the caller does with
-                the weights; False if that waits for the whole device, and so for copies. Then they
-                start in `end_step`.
+                the weights. False if that waits for the whole device, and so for the copies, which
+                then start in `end_step`.
 
         Raises:
             WorkerError: on every rank, if any rank's worker has failed.
@@ -221,8 +220,8 @@ class HostOptimizer:
                 self._metrics.gathering.start()
 
     def end_step(self) -> None:
-        """Hand over what the plan says, without waiting for the worker. A collective only while no
-        interval or share is chosen."""
+        """Hand over what the plan says, without waiting for the worker. A collective only until
+        interval and share are chosen."""
         with in_profile("zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
             with self.link.keeping():
@@ -250,8 +249,8 @@ class HostOptimizer:
                 self.shown.advance(self._shown_counts())
             self.plan = None
             with self.link.keeping():
-                # No parameter has a gradient, so no weight changes;
-                # schedulers and step hooks still see a step.
+                # No parameter has a gradient, so no weight changes; schedulers and step hooks still
+                # see a step.
                 self.kind.optimizer.step()
             if self.mover is not None:
                 self.mover.after_step(self, plan)
@@ -266,9 +265,9 @@ class HostOptimizer:
 
     def coming_slot(self, index: int) -> torch.Tensor:
         """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the
-        arena. Not for gradients that pass through in chunks. After `begin_step` it is free, but on
-        an accelerator that is not the CPU the step may still read y there. Weights that are on
-        their way are complete when this returns: y of them may be in the slot."""
+        arena. Not for gradients that pass through in chunks. It is free after `begin_step`, but on
+        an accelerator other than the CPU the step may still read y there. Completes the partition's
+        weights that are on their way, because their y may be in the slot."""
         self.link.complete([(index, Span(0, self.partitions[index].master.numel()))])
         return self.partitions[index].ring[self.rule.schedule.coming]
 
@@ -280,11 +279,11 @@ class HostOptimizer:
     # -- weights -----------------------------------------------------------------------------------
 
     def complete_weights(self, parts: Iterable[tuple[int, Span]] | None = None) -> None:
-        """Let weights that are used now be those of the last step, on this rank alone. Only if they
-        arrive during the forward (`ZenFlowPlan.weights_arrive`) may this have to wait.
+        """Complete the last step's weights that are used now, on this rank alone. Waits only if
+        weights arrive in forward (`ZenFlowPlan.weights_arrive`).
 
         Args:
-            parts: partitions of ZeRO and elements of them; None: everything.
+            parts: ZeRO's partitions, and spans of their elements; None: everything.
         """
         if parts is None:
             self.link.complete()
@@ -298,13 +297,12 @@ class HostOptimizer:
     # -- state -------------------------------------------------------------------------------------
 
     def drain(self, *, shows_moments: bool = True) -> None:
-        """Wait until p, m, v, and the step count beside them, include every gradient that was
-        handed over. Later steps are bitwise unaffected.
+        """Wait until p, m, v and their step count include every gradient that was handed over.
+        Later steps are bitwise unaffected.
 
         Args:
-            shows_moments: whether moments that are codes are then in fp32 where others see them;
-                otherwise only p is, and what writes the moments to a file decodes them (see
-                `CodedMoments`).
+            shows_moments: whether to show coded moments in fp32; otherwise whatever writes them to
+                a file decodes them (see `CodedMoments`).
 
         Raises:
             WorkerError: this rank's worker has failed.
@@ -322,11 +320,11 @@ class HostOptimizer:
             self._state.show(moments=shows_moments)
 
     def _take_over(self) -> None:
-        """Let the next step start from what a user has changed by other means than writing in
-        place, if anything.
+        """Take over what a user has changed, other than by writing in place, so that the next step
+        starts from it.
 
         Raises:
-            StateError: something of it has no exact meaning.
+            StateError: a change has no exact meaning.
             WorkerError: this rank's worker has failed.
         """
         if changes := self.shown.changes():
@@ -350,7 +348,7 @@ class HostOptimizer:
         self.rule.recounted(partition, updates)
 
     def _used(self) -> None:
-        """A user uses values of p or a moment."""
+        """Called before a user's access to values of p or a moment."""
         if self.plan is None and not self._expose():
             error = self.link.wait()
             assert error is not None
@@ -379,8 +377,8 @@ class HostOptimizer:
 
     def offload(self, *, pins: bool = True) -> None:
         """Wait for the update in flight, and free the accelerator memory that is held between
-        steps. Call `reload` before the next step. Idempotent. If the host has no memory for it,
-        nothing is freed.
+        steps. Call `reload` before the next step. Idempotent. Frees nothing if the host has no
+        memory for it.
 
         Args:
             pins: whether the copies on the host are page-locked, if possible.
@@ -427,11 +425,11 @@ class HostOptimizer:
 
     @property
     def updates(self) -> int:
-        """Updates of the partition that has had most."""
+        """Updates of the partition that has had the most."""
         return max(self.counts, default=0)
 
     def masters_changed(self, counts: Sequence[int] | None = None) -> None:
-        """Start over from p, m, v, which were written from outside, with synchronous steps. Nothing
+        """Start over with synchronous steps from p, m, v, which were written from outside. Nothing
         may be in flight.
 
         Args:
@@ -464,12 +462,12 @@ class HostOptimizer:
     def move_to(
         self, plan: ZenFlowPlan, partitions: Sequence[Partition], share: AcceleratorShare
     ) -> None:
-        """Go on with `plan`, by which more elements step on the accelerator. Between two
-        synchronous steps: p and the moments are complete on the host, and nobody reads y or the
-        per-block arrays of the last update.
+        """Continue with `plan`, in which more elements step on the accelerator. Call it only when p
+        and the moments are complete on the host, and y and the per-block arrays of the last update
+        are not read again.
 
         Args:
-            partitions: what remains for the rule.
+            partitions: the partitions as the rule now sees them.
             share: holds p and the moments of the rest.
         """
         self.decided = plan

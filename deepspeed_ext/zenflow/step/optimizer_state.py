@@ -1,4 +1,4 @@
-"""Holds the state of the optimizer on one rank: p and the moments of its partitions."""
+"""Holds one rank's optimizer state: p and the moments of its partitions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["OptimizerState"]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """This rank's p and moments. Some of them are elsewhere, or coded, and are shown in the arena
-    on demand.
+    """This rank's p and moments. Those on the accelerator, or coded, are shown in the arena on
+    demand.
 
     Attributes:
         partitions: as the update rule steps them.
         wholes: the same partitions as DeepSpeed sees them.
-        share: steps the first elements of each on the accelerator; None: all of them are the
-            rule's.
-        coded: shows moments that are codes; None: they are none.
+        share: steps the first elements of each partition on the accelerator; None: the rule steps
+            all.
+        coded: shows coded moments; None: moments are not coded.
     """
 
     partitions: Sequence[Partition]
@@ -33,27 +33,27 @@ class OptimizerState:
     coded: CodedMoments | None = None
 
     def show(self, *, moments: bool) -> None:
-        """Let the arena hold everything; of coded moments only if `moments`. Nothing of it may be
-        in use."""
+        """Make the arena hold everything, coded moments only if `moments`. The arena must not be in
+        use."""
         if self.share is not None:
             self.share.show()
         if self.coded is not None and moments:
             self.coded.show()
 
     def take(self) -> None:
-        """Take what others may have written where it was shown."""
+        """Take back what others may have written where it was shown."""
         if self.share is not None:
             self.share.take()
         if self.coded is not None:
             self.coded.take()
 
     def hide(self) -> None:
-        """Free the memory of what was shown, which nobody reads any more."""
+        """Free the memory of what was shown and is no longer read."""
         if self.share is not None:
             self.share.hide()
         if self.coded is not None:
             self.coded.hide()
 
     def on_accelerator(self, index: int) -> list[torch.Tensor]:
-        """What a partition keeps there besides its weights and what the rule keeps."""
+        """What a partition keeps on the accelerator besides its weights and the rule's state."""
         return [] if self.share is None else self.share.tensors(index)

@@ -1,5 +1,4 @@
-"""Describes one partition on the trainer's side: as the update rule sees it, and as DeepSpeed
-does."""
+"""Describes one partition on the trainer's side, as the update rule and as DeepSpeed see it."""
 
 from __future__ import annotations
 
@@ -21,17 +20,16 @@ __all__ = ["Partition", "WholeState"]
 
 @dataclass(frozen=True)
 class WholeState:
-    """p and the moments of a partition of ZeRO, with n elements, as DeepSpeed saves, loads and
-    shows them. Some of its first elements may step on the accelerator; the rest is the rule's
-    `Partition`.
+    """p and the moments of a ZeRO partition of n elements, as DeepSpeed saves, loads and shows
+    them. Its first elements may step on the accelerator; the rest is the rule's `Partition`.
 
     Attributes:
         group: index of its parameter group.
         weights: returns its weights, 1-D [n], in the model's dtype, on the accelerator.
-        master: p in the arena, 1-D fp32 [n]; a leaf that requires a gradient. Elements on the
-            accelerator are only there while they are shown (see `AcceleratorShare`).
-        moments: m and v, or m alone, likewise, by their names in the optimizer's state. If they are
-            codes, these are the arrays that show them (see `CodedMoments`).
+        master: p in the arena, 1-D fp32 [n]; a leaf that requires a gradient. Elements that step on
+            the accelerator are in it only while they are shown (see `AcceleratorShare`).
+        moments: likewise m and v, or m alone, by their names in the optimizer's state. For codes,
+            the arrays that show them (see `CodedMoments`).
     """
 
     group: int
@@ -47,24 +45,24 @@ class WholeState:
 
 @dataclass
 class Partition:
-    """The trainer's data of one partition of n elements; the same for every rule. Elements that
-    step on the accelerator are not among them.
+    """The trainer's data of one partition of n elements, for any rule. Elements that step on the
+    accelerator are not among them.
 
     Attributes:
         index: number of the partition.
         group: index of its parameter group.
-        ranks: the ranks among which its parameters are divided, in the order of their partitions;
-            for experts, fewer than all.
+        ranks: the ranks that its parameters are sharded over, in the order of their partitions; for
+            experts, fewer than all.
         weights: returns its weights, 1-D [n], in the model's dtype, on the accelerator; they are
             written in place.
         master, moments: p, and m and v or m alone, in the arena, 1-D [n]; owned by the worker while
             an update is in flight.
-        scales: of m and of v, if they are codes, uint8 [ceil(n / block_size)].
+        scales: scales of m and v, if they are codes, uint8 [ceil(n / block_size)].
         publish_dtype: dtype of y, the model's or fp32.
         grad_dtype: dtype in which gradients are handed over.
         per_block: the rule's per-block array in the arena, 1-D [ceil(n / block_size)].
         ring: slots of the gradient ring in the arena, each 1-D [n]. y replaces the newest gradient
-            that went into it. Empty, or not used: gradients and y pass through the host in chunks.
+            that went into it. Empty or unused if gradients and y pass through the host in chunks.
         places: where its arrays are.
         collected: constants of the gradients that have not been handed over, oldest first, made by
             `OptimizerKind.step`.
@@ -97,12 +95,11 @@ class Partition:
     def take_published(
         self, transfers: Transfers, chunk: Span | None = None, within: Patience | None = None
     ) -> int:
-        """Copy published weights to the weights; return the bytes of them. Arguments as for
-        `Transfers.published`."""
+        """Copy y to the weights; return the bytes of y. Arguments as for `Transfers.published`."""
         weights, nbytes = self.weights(), 0
         for span, published in transfers.published(self.index, chunk, within):
-            # A converting copy needs a temporary of the published
-            # dtype on the accelerator; copying in parts bounds it.
+            # A converting copy needs a temporary of y's dtype on the accelerator; copying in parts
+            # bounds it.
             part_numel = published.numel() if published.dtype == weights.dtype else CONVERTED_NUMEL
             parts = weights[slice(*span)].split(part_numel)
             for part, arrived in zip(parts, published.split(part_numel), strict=True):

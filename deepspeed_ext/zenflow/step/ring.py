@@ -1,4 +1,4 @@
-"""Chooses how many slots of the gradient ring a run uses, which is known once its interval is."""
+"""Chooses how many slots of the gradient ring a run uses, once its interval is known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["GradientRing"]
 
 
 class GradientRing:
-    """The slots for the gradients of an interval on this rank's host.
+    """The slots for an interval's gradients on this rank's host.
 
     Args:
         schedule: has the interval; None until it is chosen.
@@ -40,7 +40,7 @@ class GradientRing:
         collective.
 
         Raises:
-            OutOfMemoryError: on every rank, if there is none on any rank.
+            OutOfMemoryError: on every rank, if no interval fits on some rank.
         """
         interval = self._agreed_interval(wanted)
         with self._link.keeping():
@@ -88,5 +88,5 @@ class GradientRing:
 
 
 def _available_bytes() -> int:
-    """This rank's share of the host memory that is available."""
+    """This rank's share of the available host memory."""
     return available_host_bytes() // local_world_size()

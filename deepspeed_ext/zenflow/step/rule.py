@@ -1,9 +1,8 @@
 """Defines the interface between the optimizer and its update rule.
 
-`HostOptimizer` collects gradients, hands them over and waits, as the plan of the step says. The
-rule makes that plan, computes the weights and keeps its own state between steps. Methods called
-inside a step run on this rank alone, between DeepSpeed's collectives, unless their docstrings call
-them collectives.
+`HostOptimizer` collects gradients, hands them over and waits, as the step's plan says. The rule
+makes that plan, computes the weights and keeps its own state between steps. Methods called inside a
+step run on this rank alone, between DeepSpeed's collectives, unless documented as collectives.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class UpdateRule(ABC, Generic[PlanT]):
     def arrived(self) -> None:
         """Inspect the update that has arrived, while its gradients are still in their slots, before
         the step is planned. Called if the coming step waits first. A collective if the schedule
-        asks for it, which it does on every rank or on none."""
+        asks for it, on every rank or on none."""
 
     @abstractmethod
     def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor) -> None:
@@ -71,7 +70,7 @@ class UpdateRule(ABC, Generic[PlanT]):
         Args:
             partition: the partition; its newest constants are ``partition.collected[-1]``.
             grad: 1-D [n], in the dtype of its slot, on the accelerator; neither unscaled nor
-                clipped: its factor is among those constants.
+                clipped (those constants have the factor).
         """
 
     @abstractmethod
@@ -91,7 +90,7 @@ class UpdateRule(ABC, Generic[PlanT]):
         """Choose the interval that the config left open, once enough steps are measured. Called
         after the step.
 
-        A collective if the schedule asks for it, which it does on every rank or on none.
+        A collective if the schedule asks for it, on every rank or on none.
 
         Returns:
             The interval, the same on every rank; None: nothing to choose, or not yet.
@@ -110,12 +109,12 @@ class UpdateRule(ABC, Generic[PlanT]):
     # -- state -------------------------------------------------------------------------------------
 
     def write_back(self) -> None:
-        """Copy state from the accelerator into p, m and v, which may be changed afterwards. Nothing
-        may be in flight."""
+        """Copy state from the accelerator into p, m and v, which others may change afterwards.
+        Nothing may be in flight."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Let the worker publish again, because p, m or v may have changed."""
+        """Make the worker publish again, because p, m or v may have changed."""
 
     def restart(
         self,
@@ -133,18 +132,18 @@ class UpdateRule(ABC, Generic[PlanT]):
             self._partitions = partitions
 
     def recounted(self, partition: Partition, updates: int) -> None:
-        """Take over that p and the moments of a partition count as the result of `updates` updates.
+        """Count p and the moments of a partition as the result of `updates` updates from now on.
         Nothing may be in flight."""
 
     @abstractmethod
     def saved(self) -> list[dict[str, Any]]:
-        """Return what a checkpoint stores of the rule, per partition: its state besides p, m, v and
-        the collected gradients. Nothing may be in flight."""
+        """Return the rule's state for a checkpoint, per partition, besides p, m, v and the
+        collected gradients. Nothing may be in flight."""
 
     @abstractmethod
     def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
-        """Name the setting whose change keeps a checkpoint from being continued bitwise; None: it
-        can be continued.
+        """Name the setting that keeps a checkpoint from being continued bitwise because it changed;
+        None: nothing does.
 
         Args:
             schedule: state of the schedule in the checkpoint.
@@ -171,5 +170,5 @@ class UpdateRule(ABC, Generic[PlanT]):
         return here == there or (here is None and (there or 1) <= settings.longest_interval)
 
     def _take_published(self, partition: Partition) -> None:
-        """Copy a partition's published weights to its weights."""
+        """Copy a partition's y to its weights."""
         self._metrics.bytes_up += partition.take_published(self._link.transfers)

@@ -1,4 +1,4 @@
-"""Adds to the ``zenflow`` section the values that are known only at run time."""
+"""Adds run-time values to the ``zenflow`` section."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["ZenFlowRun"]
 
 @dataclass(frozen=True)
 class ZenFlowRun:
-    """The section as the user wrote it, with what else a run needs to know.
+    """The section as the user wrote it, with values that are known only at run time.
 
     Attributes:
-        worker_timeout_seconds: longest wait for the worker: as the user set it, or a default that
-            may be lowered.
+        worker_timeout_seconds: longest wait for the worker, as the user set it, or a default that
+            may have been lowered.
         steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build
             the data loader.
-        host_share: the share of each partition that steps on the host
+        host_share: the fraction of each partition that steps on the host
             (``offload_optimizer.ratio``); None: chosen (see `decide`).
         asks_for_share: whether the config asks for that choice.
     """

@@ -1,4 +1,4 @@
-"""Defines what both rules' schedules share, and chooses an interval by measurement.
+"""Defines what the schedules of both rules share, and chooses an interval by measurement.
 
 A schedule is a state machine over plain values. For each optimizer step it says what is handed
 over, awaited and applied. Overflowed steps neither query nor advance the schedule.
@@ -41,8 +41,8 @@ class StepPlan(ABC):
 
     @property
     def weights_arrive(self) -> bool:
-        """Whether what the worker publishes for the gradients handed over in this step becomes the
-        weights (see `WeightArrivals`)."""
+        """Whether the weights are copied from what the worker publishes for this step's gradients
+        (see `WeightArrivals`)."""
         return False
 
 
@@ -96,12 +96,12 @@ class Schedule(ABC, Generic[PlanT, StateT]):
 
     @property
     def coming(self) -> int:
-        """Slot of the coming step's gradient; free once that step has waited."""
+        """Slot for the coming step's gradient; free once that step has waited."""
         return self.state.written % self.ring
 
     @property
     def handed_over(self) -> int:
-        """Slot of the newest gradient that was handed over; y is in its place until the slot's next
+        """Slot of the newest gradient that was handed over. It holds y until the slot's next
         gradient."""
         return (self.state.written - self.state.position - 1) % self.ring
 
@@ -121,8 +121,8 @@ class Schedule(ABC, Generic[PlanT, StateT]):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing that waits for a later step refers to elements of the arena, once the
-        update in flight has arrived: no gradient is collected."""
+        """Whether no gradient is collected: after the update in flight has arrived, nothing refers
+        to elements of the arena."""
         return self.state.position == 0
 
     def restart(self) -> None:
@@ -148,7 +148,7 @@ MEASURED_STEPS = 5
 
 
 def smallest_interval(worker_seconds: float, device_seconds: float, limit: int) -> int:
-    """The smallest interval at which the worker keeps up, at most `limit`.
+    """The smallest interval, at most `limit`, at which the worker keeps up.
 
     A pass over S steps moves ``24 + 2 + 2 S`` bytes per element (p, m, v both ways, y, S
     gradients); a pass over one step moves 28. The pass may take as long as S steps of the

@@ -1,16 +1,16 @@
 """Shows the optimizer's state to its users, and takes over what they change.
 
-p and the moments lie in memory that the optimizer process writes while training goes on. What
-leaves the optimizer is a `ShownTensor` on the same memory: each use of its values, also of a handle
-or of a view that was kept for many steps, first waits for the update in flight. The tensors by
-which the optimizer itself finds its memory are never handed out.
+p and the moments are in memory that the optimizer process writes during training. Users get a
+`ShownTensor` on the same memory, their handle: each access to its values, also through a handle or
+view kept for many steps, first waits for the update in flight. The optimizer's own tensors are
+never handed out.
 
-`changes` compares what the user's optimizer holds with what was shown, so every way to change the
-state is noticed:
+`changes` compares what the user's optimizer holds with what was shown, so it notices every way to
+change the state:
 
 ==============================  ================================================================
-written in place                `ShownTensor` reports the use; the next step starts from the new
-                                values
+written in place                `ShownTensor` reports the access; the next step starts from the
+                                new values
 ``.data`` rebound, entry        the values are copied to the optimizer's memory, and the handle
 assigned                        is bound again
 entry deleted, dict cleared or  as torch: state that is missing is fresh, with moments of zero
@@ -19,7 +19,7 @@ replaced                        and step 0
 step assigned                   the next update is number step + 1
 ==============================  ================================================================
 
-What has no exact meaning (another shape, a dtype that is no float, half of an entry) is a
+A change without an exact meaning (another shape, a dtype that is not float, half of an entry) is a
 `StateError`.
 """
 
@@ -93,13 +93,13 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class ShownTensor(torch.Tensor):
-    """A tensor of the optimizer's state that a user may keep: p, a moment, or a view of one; on the
+    """A tensor of the optimizer's state that a user may keep: p, a moment, or a view of one, on the
     host.
 
     Any function that uses its values waits for the update in flight, and the next step starts from
-    what is there afterwards. Views are again of this class, all other results and pickled or deep
-    copies plain tensors. What takes the address of the memory is not followed: ``numpy()``, DLPack
-    and extensions in C++.
+    the values that it leaves. Views are of this class, too; all other results, and pickled or deep
+    copies, are plain tensors. Accesses by address are not noticed: ``numpy()``, DLPack and C++
+    extensions.
     """
 
     shown_by: weakref.ref[ShownState]
@@ -111,7 +111,7 @@ class ShownTensor(torch.Tensor):
         """Another tensor on the memory of `tensor`.
 
         Args:
-            is_leaf: whether it begins a graph of its own; otherwise it is a view, also to autograd.
+            is_leaf: whether it is a leaf of autograd; otherwise it is a view of `tensor`.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if is_leaf:
@@ -153,7 +153,7 @@ class ShownTensor(torch.Tensor):
 
 
 def _shown_again(result: Any, memory: Mapping[int, weakref.ref[ShownState]]) -> Any:
-    """`result`, as a `ShownTensor` if it is a tensor on memory that is shown."""
+    """`result`, as a `ShownTensor` if it is a tensor on shown memory."""
     if type(result) is not torch.Tensor or result.layout != torch.strided:
         return result
     owner = memory.get(result.untyped_storage().data_ptr())
@@ -183,8 +183,8 @@ class Change:
 
     Attributes:
         partition: its index.
-        values: p or a moment in the optimizer's memory, 1-D [n], and its new value: 1-D [n], any
-            device; None: zero.
+        values: pairs of p or a moment in the optimizer's memory, 1-D [n], and its new value, 1-D
+            [n] on any device; None: zero.
         updates: the new step; None: as before.
     """
 
@@ -195,8 +195,7 @@ class Change:
 
 @torch.no_grad()
 def write(changes: Sequence[Change]) -> None:
-    """Write the values of all `changes` to the optimizer's memory, of which nothing may be in
-    flight."""
+    """Write the values of all `changes` to the optimizer's memory. Nothing may be in flight."""
     pairs = [pair for change in changes for pair in change.values]
     memory = {target.untyped_storage().data_ptr() for target, _ in pairs}
     # a handle may have been assigned to another entry: copy it before its memory is written
@@ -214,7 +213,7 @@ def write(changes: Sequence[Change]) -> None:
 
 
 class _Handles:
-    """The handles on one partition's state, and what was bound with them last."""
+    """The handles on one partition's state, and the step count bound with them last."""
 
     def __init__(self, state: WholeState, owner: weakref.ref[ShownState]) -> None:
         self.state = state
@@ -232,14 +231,14 @@ class _Handles:
 
 
 class ShownState:
-    """Owns everything by which users of one optimizer reach its p, moments and step counts.
+    """Owns everything through which users reach an optimizer's p, moments and step counts.
 
     Args:
         optimizer: the user's Adam or Lion, whose ``state`` shows them.
         states: this rank's partitions.
-        step_value: the step count in the form in which the optimizer keeps it.
-        use: called before values are used: waits for the update in flight, and lets the next step
-            start from what is there afterwards. It raises if that is impossible.
+        step_value: converts a step count to the form that the optimizer keeps.
+        use: called before values are accessed; waits for the update in flight, and makes the next
+            step start from the values left there. Raises if that is impossible.
 
     Attributes:
         masters: the handles on p, in order of the partitions; each a leaf that requires a gradient,
@@ -273,14 +272,14 @@ class ShownState:
         return handles.master if moment is None else handles.moments[moment]
 
     def used(self) -> None:
-        """Note that values of a handle are used."""
+        """Report that a handle's values are accessed."""
         if self._use is not None and not self._is_quiet:
             self._use()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Context for uses by DeepSpeed that need not be noted: nothing is in flight, and what is
-        written is taken over in another way."""
+        """Context for DeepSpeed's own accesses, which need no report: nothing is in flight, and
+        what is written is taken over in another way."""
         before, self._is_quiet = self._is_quiet, True
         try:
             yield
@@ -288,18 +287,17 @@ class ShownState:
             self._is_quiet = before
 
     def close(self) -> None:
-        """Stop to note uses; what is there stays readable."""
+        """Stop reporting accesses; values stay readable."""
         self._use = None
 
     # -- showing -----------------------------------------------------------------------------------
 
     def bind(self, updates: Sequence[int]) -> None:
-        """Let the optimizer's state show the handles, with these step counts. Entries of the user's
-        own stay.
+        """Put the handles and these step counts into the optimizer's state. The user's own entries
+        stay.
 
         Args:
-            updates: for each partition, how many updates p and the moments have had once nothing is
-                in flight.
+            updates: for each partition, the updates of p and the moments once nothing is in flight.
         """
         with torch._C.DisableTorchFunctionSubclass():
             for handles, count in zip(self._handles, updates, strict=True):
@@ -314,7 +312,7 @@ class ShownState:
                 handles.updates = count
 
     def advance(self, updates: Sequence[int]) -> None:
-        """Let the optimizer's state show these step counts, in place; nothing else has changed."""
+        """Update the step counts in the optimizer's state, in place; nothing else has changed."""
         for handles, count in zip(self._handles, updates, strict=True):
             if entry := self._optimizer.state.get(handles.master):
                 if isinstance(shown := entry["step"], torch.Tensor):
@@ -338,7 +336,7 @@ class ShownState:
     # -- taking over -------------------------------------------------------------------------------
 
     def changes(self) -> list[Change]:
-        """What differs from what was shown, other than values that were written in place.
+        """Find what differs from what was shown, other than values written in place.
 
         Raises:
             StateError: something of it has no exact meaning.
@@ -382,11 +380,8 @@ class ShownState:
         return Change(index, values, None if updates == handles.updates else updates)
 
     def loaded(self) -> list[Change]:
-        """What DeepSpeed has put into the optimizer's state from a checkpoint: every partition. A
-        moment that the checkpoint does not have is zero.
-
-        Raises:
-            StateError: something does not fit.
+        """What DeepSpeed has put into the optimizer's state from a checkpoint, for every partition.
+        A moment missing in the checkpoint is zero.
         """
         found = []
         with torch._C.DisableTorchFunctionSubclass():

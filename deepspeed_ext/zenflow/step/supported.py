@@ -1,8 +1,8 @@
-"""Refuses every combination of settings that ZenFlow does not support.
+"""Refuses combinations of settings that ZenFlow does not support.
 
-It checks two things, each as soon as it is known: the ``zero_optimization`` section, and
-DeepSpeed's reading of the rest of the config. `zenflow.optimizers` checks the user's optimizer.
-Contradictions between fields of one section are found when it is read.
+Each function checks one part as soon as it is known: the ``zero_optimization`` section, then what
+DeepSpeed makes of the rest of the config. `zenflow.optimizers` checks the user's optimizer.
+Contradictions within a section are found when it is read.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ IDLE = {
         "all ranks load at once, and map their files to read only what they need"
     ),
     "bf16.bf16_master_weights_and_grads": (
-        "ZenFlow keeps p in fp32, which takes 2 bytes a parameter more"
+        "ZenFlow keeps p in fp32, which takes 2 more bytes per parameter"
     ),
     "fp16.fp16_master_weights_and_grads": (
-        "ZenFlow keeps p in fp32, which takes 2 bytes a parameter more"
+        "ZenFlow keeps p in fp32, which takes 2 more bytes per parameter"
     ),
     "bf16.bf16_optimizer_states": (
         "zenflow.state_dtype says float32, or this rule keeps m and v in fp32"
     ),
 }
-"""Settings that ZenFlow replaces by something that does at least as much, each with what that
-is."""
+"""Settings that ZenFlow replaces with something at least as good, each with that replacement."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def require_section(section: Any) -> None:
 
 
 def _field(section: Any, name: str) -> Any:
-    """A field that not every release of DeepSpeed has; None: this one has not."""
+    """The value of a field that some releases of DeepSpeed lack; None: this one does."""
     return section.model_dump(include={name}).get(name)
 
 
@@ -137,7 +136,7 @@ def require_shared_folder(section: Any, node_local: bool) -> None:
         node_local: whether each node saves to its own storage.
 
     Raises:
-        ConfigError: saves beside training are on, and could not be completed on such storage.
+        ConfigError: saves beside training are on, and such storage cannot complete them.
     """
     if section.zenflow is not None and section.zenflow.async_save and node_local:
         raise ConfigError(
@@ -157,13 +156,13 @@ def require_spreadable(
         makes_experts: whether DeepSpeed's AutoEP replaces layers by its own.
 
     Raises:
-        ConfigError: ranks that hold copies of a parameter would train them apart, or it is not
+        ConfigError: copies of a parameter on several ranks would diverge, or the combination is not
             built.
     """
     is_selective = zenflow.rule == "selective"
     why = (
-        "each data-parallel group chooses the blocks that step at once, so copies of a parameter "
-        "in several groups would become different; the predictive rule has it"
+        "each data-parallel group chooses its own hot blocks, so copies of a parameter in several "
+        "groups would diverge; the predictive rule supports it"
     )
     _refuse(
         Refusal(
@@ -179,8 +178,8 @@ def require_spreadable(
         Refusal(
             "expert_parallel.enabled = true",
             makes_experts,
-            "AutoEP is not built; DeepSpeed's MoE layer at stages 1 and 2, "
-            "and experts that are not distributed, train",
+            "AutoEP is not built; DeepSpeed's MoE layer works at stages 1 and 2, and experts that "
+            "are not distributed work at any stage",
         ),
     )
 
@@ -195,7 +194,7 @@ def require_compilable(is_deepcompile: bool) -> None:
     if is_deepcompile:
         raise ConfigError(
             "zero_optimization.zenflow does not support engine.compile() with compile.deepcompile "
-            "(it removes the hooks by which an offloaded optimizer gets its gradients, so "
+            "(it removes the hooks that give an offloaded optimizer its gradients, so "
             "ZeRO-Offload does not train with it either): remove that setting, and "
             "engine.compile() compiles the model with torch.compile"
         )
@@ -210,8 +209,7 @@ def require_publishable(zenflow: ZenFlowConfig, weights_dtype: str) -> None:
     if zenflow.publish_dtype not in (None, "float32", weights_dtype):
         raise ConfigError(
             f'zero_optimization.zenflow.publish_dtype = "{zenflow.publish_dtype}" with a '
-            f"{weights_dtype} model: "
-            f'set it to "{weights_dtype}" or "float32", or leave it out'
+            f'{weights_dtype} model: set it to "{weights_dtype}" or "float32", or leave it out'
         )
 
 
@@ -229,14 +227,13 @@ def require_group_timeout(timeout_seconds: float, group_timeout_seconds: float) 
         raise ConfigError(
             f"zero_optimization.zenflow.worker_timeout_seconds = {timeout_seconds:g} is not below "
             f"the process group's timeout of {group_timeout_seconds:g} s, after which the "
-            f"communication library ends "
-            "the job: lower it, or raise the group's timeout (init_distributed, or "
-            "DEEPSPEED_TIMEOUT in minutes)"
+            "communication library ends the job: lower it, or raise the group's timeout "
+            "(init_distributed, or DEEPSPEED_TIMEOUT in minutes)"
         )
 
 
 def _of_gradients(section: Any) -> list[Refusal]:
-    """What contradicts ``gradients_on_host`` = true, which has no effect with ``offload_param``."""
+    """What contradicts ``gradients_on_host: true``, which has no effect with ``offload_param``."""
     name, zenflow, offload = "gradients_on_host = true", section.zenflow, section.offload_optimizer
     given = bool(zenflow.gradients_on_host) and section.offload_param is None
     on_accelerator = offload is not None and section.host_share != 1.0

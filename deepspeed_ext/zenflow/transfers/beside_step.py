@@ -6,9 +6,9 @@ From there it is copied to the host during the next forward, in chunks of whole 
 steps each chunk as it arrives, and y of the chunk is copied back during backward, into the part of
 the buffer that its gradient has left.
 
-On the host a chunk has a place only while it is there, if nobody reads it afterwards
-(`plan.decide`): a few slots, which chunks take in turn. A chunk is sent once the one before it in
-its slot has been sent back. Otherwise every partition keeps whole gradients.
+If no chunk is read on the host afterwards (`plan.decide`), chunks take turns in a few host slots: a
+chunk is sent once the one before it in its slot has been sent back. Otherwise every partition keeps
+whole gradients.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ __all__ = ["ChunkSlot", "HiddenTransfers", "LandingBuffer", "allocated_on_all_ra
 
 
 class LandingBuffer:
-    """Device memory of one partition of n elements, which holds its gradient and then its results.
+    """Device memory that holds the gradient of one partition of n elements, and then its results.
 
     Note: [y follows its gradient]
-    The gradient lies at the end and y at the start. If their sizes are equal, y of a chunk
-    overwrites its own gradient; otherwise that of this and earlier chunks, so chunks then travel in
-    the order of their elements. What is overwritten has been copied to the host. No event orders
-    the two copies: the worker has answered with y of a chunk, so its gradient has arrived.
+    The gradient is at the end and y at the start. If their sizes are equal, y of a chunk overwrites
+    its own gradient; otherwise it also overwrites those of earlier chunks, so chunks must travel in
+    the order of their elements. No event orders the two copies: the worker has answered with y of a
+    chunk, so its gradient has arrived on the host.
 
     Args:
-        host: what the worker writes; only dtypes and sizes are read.
+        host: the arrays that the worker writes; only dtypes and sizes are used.
 
     Attributes:
         gradient: 1-D [n].
-        results: `Results` on the accelerator.
+        results: y and the per-block array on the accelerator.
         landed: event on the stream of the copies up, recorded after the newest copy.
-        is_full: whether it holds a gradient that has not been sent.
-        slot: destination of that gradient; None: the chunks' own.
+        is_full: whether it holds a gradient whose copy down has not been started.
+        slot: destination of that gradient; None: the slots of its chunks.
     """
 
     gradient: torch.Tensor
@@ -116,13 +116,12 @@ def allocated_on_all_ranks(
 
 @dataclass(frozen=True)
 class ChunkSlot:
-    """A place on the host through which chunks pass.
+    """A slot on the host that chunks pass through.
 
     Note: [a chunk's place]
-    The gradient of a chunk, and then its y, have the same place, which the chunks take in turn. The
-    copy down of the next chunk waits for `free`, which the copy up of y records. The courier sends
-    that chunk only after it has started the copy up, so the event that is waited for is the newest
-    one.
+    Chunks take turns in a slot, each with its gradient and then its y. The copy down of the next
+    chunk waits for `free`, which the copy up of y records. The courier sends that chunk only after
+    it has started the copy up, so `free` is the newest event.
 
     Attributes:
         gradient, published: the same memory, 1-D, in the dtypes of gradients and of y.
@@ -139,8 +138,8 @@ class Chunk:
     """A run of blocks of a partition.
 
     Attributes:
-        slot: the place that it takes on the host; None: in the partition's own arrays.
-        landed: event on the stream of the copies up, recorded after its own.
+        slot: its slot on the host; None: it lies in the partition's own arrays.
+        landed: event on the stream of the copies up, recorded after the chunk's copy.
     """
 
     span: Span
@@ -150,7 +149,7 @@ class Chunk:
     landed: Any
 
     def start_down(self) -> None:
-        """Start copying the gradient to its place, on the current stream."""
+        """Start copying the gradient to the host, on the current stream."""
         gradient = self.buffer.gradient[slice(*self.span)]
         if self.slot is not None:
             target = self.slot.gradient[: gradient.numel()]
@@ -160,11 +159,11 @@ class Chunk:
         target.copy_(gradient, non_blocking=True)
 
     def start_up(self, host: Results, stream: Any) -> None:
-        """Start copying the results to the buffer, from the chunk's place or from `host`, the
-        arena.
+        """Start copying the results to the buffer, from the chunk's slot or from `host`, the
+        arena's arrays.
 
-        The gradient has arrived, so all work launched before it is done and nothing still reads the
-        buffer's older contents.
+        The gradient has arrived, so all work launched before its copy is done, and nothing still
+        reads the buffer's older contents.
         """
         part, results = slice(*self.span), self.buffer.results
         with get_accelerator().stream(stream):
@@ -188,10 +187,10 @@ class HiddenTransfers(Transfers):
 
     Args:
         process, results, waiting: as for `Transfers`.
-        buffers: of each partition in order.
-        chunks: their sizes.
-        timeout_seconds: longest time without progress, before waiting is an error.
-        slots: places through which chunks pass, until `keep_whole`; empty: they lie in the
+        buffers: one for each partition, in order.
+        chunks: sizes of chunks.
+        timeout_seconds: time without progress after which waiting is an error.
+        slots: slots that chunks pass through, until `keep_whole`; empty: chunks lie in the
             partitions' own arrays.
     """
 
@@ -208,7 +207,8 @@ class HiddenTransfers(Transfers):
         super().__init__(process, results, chunks.block_size, waiting, Copies.BESIDE_STEP)
         accelerator = get_accelerator()
         self.chunk_numel = chunks.numel
-        # of each chunk: its newest parcel's latch, and the event after the copy of its y
+        # by partition and first element of a chunk: its newest latch, and the event after the copy
+        # of its y
         self._here: dict[tuple[int, int], Latch] = {}
         self._landed_chunks: defaultdict[tuple[int, int], Any] = defaultdict(accelerator.Event)
         self._buffers = buffers
@@ -216,10 +216,10 @@ class HiddenTransfers(Transfers):
         self._fit_any_order = all(each.fits_any_order for each in buffers)
         self._chunk_slots = slots
         self._has_y = not slots  # the host has the newest y
-        # in order: with a gradient, and not given to the courier yet
+        # parcels with a gradient that the courier does not have yet, in order
         self._coming: list[Parcel] = []
         self._up = accelerator.Stream()
-        # of two threads, of which one sends down
+        # one per direction; the trainer's thread and the courier's run them
         self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()
         self._courier = Courier(accelerator.current_device(), timeout_seconds)
 
@@ -285,7 +285,7 @@ class HiddenTransfers(Transfers):
     def _parcels(
         self, indices: Sequence[int], before: int, send: Callable[[Chunk], Any]
     ) -> list[Parcel]:
-        """The parcels of partitions, behind `before` others of the same shipment."""
+        """The parcels of partitions, after `before` others in the same shipment."""
         found: list[Parcel] = []
         for number, (index, span) in enumerate(self.in_order(indices), before):
             slots, blocks = self._chunk_slots, self._blocks(span)
@@ -298,8 +298,8 @@ class HiddenTransfers(Transfers):
         return found
 
     def _send_down(self, chunk: Chunk) -> Any:
-        """Start the chunk's copy to the host, once its place is free; return an event on which a
-        thread can sleep."""
+        """Start the chunk's copy to the host, once its slot is free; return an event that a thread
+        can sleep on."""
         with get_accelerator().stream(self._down):
             if chunk.slot is None:
                 chunk.start_down()
@@ -310,8 +310,8 @@ class HiddenTransfers(Transfers):
             return self._arrived()
 
     def _nothing_down(self, departed: Any, chunk: Chunk) -> Any:
-        """As `_send_down` for a chunk without a gradient: the worker writes to its place once that
-        is free and everything that reads what it writes is done."""
+        """`_send_down` for a chunk without a gradient: the event after which the slot is free and
+        nothing reads what the worker will write."""
         if chunk.slot is None:
             return departed
         with get_accelerator().stream(self._down):

@@ -1,9 +1,9 @@
-"""Carries gradients to the worker and its results back, beside the trainer's computation, in a
-separate thread.
+"""Carries gradients to the worker and its results back, in a thread beside the trainer's
+computation.
 
-An update travels in parcels, each a run of whole blocks of one partition. The trainer starts all
-copies to the host and continues. The courier waits until a parcel has arrived in the arena, tells
-the worker, and starts the copy back once the worker has stepped it. It tells the worker of the next
+An update travels in parcels, each a run of whole blocks of one partition. The trainer starts the
+copies to the host and continues. The courier waits until a parcel has arrived in the arena, submits
+its task to the worker, and starts the copy back once the worker has stepped it. It submits the next
 parcel before it waits for the answer to this one, so the worker is never idle.
 """
 
@@ -36,7 +36,7 @@ comes first."""
 
 
 class Latch:
-    """Opens once, for everyone who waits.
+    """Opens once, for all who wait.
 
     Attributes:
         is_open: whether it has been opened.
@@ -66,16 +66,16 @@ class Parcel:
     """A run of blocks in transit.
 
     Attributes:
-        start_down: starts its copy to the host, and returns an event that is recorded after it. If
-            there is no gradient, the event is recorded after everything that reads what the task
-            writes.
+        start_down: starts its copy to the host; returns an event recorded after the copy or,
+            without a gradient, after everything that reads what the task will overwrite.
         task: the worker's task once the gradient has arrived; None: none.
         bring_up: called by the courier to start the copy of the worker's result to the accelerator;
             None: the result stays on the host.
-        index, span: the partition, and the run of its elements.
+        index, span: the partition, and its elements in this parcel.
         number: its number in the shipment.
         arrived: the event; None before `send`.
-        here: opens once the copy of the result is started, or an error has ended the shipment.
+        here: opens once the copy of the result has been started, or an error has ended the
+            shipment.
     """
 
     start_down: Callable[[], Any]
@@ -97,13 +97,13 @@ class Shipment:
     """Parcels sent together, in order.
 
     Args:
-        parcels: what is carried; the first `at_once` of them may have been sent.
+        parcels: the parcels; the first `at_once` may already have been sent.
         at_once: how many of them may be on the host at once, at least 2; None: all.
 
     Attributes:
         carried: parcels delivered so far.
-        done: opens once everything is delivered or an error has ended it. It then holds no more
-            references.
+        done: opens once everything is delivered or an error has ended it. The shipment then holds
+            no more references.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Courier:
     def send(
         self, parcels: Sequence[Parcel], process: OptimizerProcess, at_once: int | None = None
     ) -> None:
-        """Queue `parcels` behind everything sent before, without waiting. `at_once` as for
+        """Queue `parcels` after everything sent before, without waiting. `at_once` as for
         `Shipment`."""
         while self._shipments and self._shipments[0].done.is_open:
             self._shipments.popleft()
@@ -203,7 +203,7 @@ class Courier:
             within: longest wait in all; None: unlimited while parcels are delivered.
 
         Raises:
-            Exception: the error that ended the courier's work, as raised there.
+            Exception: the error that ended the courier's work.
             WorkerError: no parcel was delivered for `timeout_seconds`, or `within` has expired.
         """
         self._calls.put(True)  # the handler may have interrupted `send`
@@ -231,15 +231,14 @@ class Courier:
                 seen = carried
             if within is not None and within.is_over:
                 raise WorkerError(
-                    "copies between accelerator and optimizer process, "
-                    "and its passes between them, have not ended within "
-                    f"{within.seconds:g} s. {within_group_timeout()}"
+                    "copies between accelerator and optimizer process, and its passes, have not "
+                    f"ended within {within.seconds:g} s. {within_group_timeout()}"
                 )
             if patience.is_over or not self._thread.is_alive():
                 raise WorkerError(
-                    "copies between accelerator and optimizer process "
-                    f"have not moved for {self._timeout_seconds:g} s "
-                    "(zenflow.worker_timeout_seconds): is the accelerator stuck?"
+                    "copies between accelerator and optimizer process have made no progress for "
+                    f"{self._timeout_seconds:g} s: the accelerator may be stuck. If it is only "
+                    "slow, raise zenflow.worker_timeout_seconds"
                 )
             latch.wait_a_slice(patience)
 
@@ -252,7 +251,7 @@ class Courier:
         Idempotent.
 
         Returns:
-            Whether it has ended; if not, it waits for the accelerator.
+            Whether the thread has ended; if not, it still waits for the accelerator.
         """
         self._finalizer()
         return not self._thread.is_alive()
@@ -264,7 +263,7 @@ def _carry_all(
     errors: list[BaseException],
     device: int,
 ) -> None:
-    """Run the thread. While idle it refers to no worker, so that an unreferenced engine can be
+    """The thread's function. While idle it refers to no worker, so an unreferenced engine can be
     freed."""
     get_accelerator().set_device(device)
     while calls.get():
@@ -285,11 +284,10 @@ def _explained(error: BaseException) -> BaseException:
     calls."""
     if isinstance(error, RuntimeError) and "captur" in str(error).lower():
         explained = WorkerError(
-            "copies between accelerator and optimizer process were under way while a graph was "
-            "captured in a mode that "
-            f"forbids calls of other threads ({str(error).splitlines()[0]}): capture with "
-            'capture_error_mode="thread_local", an argument of torch\'s context for graphs, or '
-            "before the first step"
+            "copies between accelerator and optimizer process were running while a graph was "
+            f"captured in a mode that forbids other threads' calls ({str(error).splitlines()[0]}): "
+            'capture with capture_error_mode="thread_local" (an argument of torch\'s graph '
+            "context), or before the first step"
         )
         explained.__cause__ = error
         return explained

@@ -33,10 +33,9 @@ class Results:
     """The worker's results for one partition of n elements.
 
     Attributes:
-        published: y, 1-D [n]; on the meta device if it passes through the host in chunks.
+        published: y, 1-D [n]; on the meta device if y passes through the host in chunks.
         block_means: what the estimate is made from: means of v, 1-D fp32 [ceil(n / block_size)], or
-            with Lion signs and means of m, int32, one row per block; None: the rule does not use
-                it.
+            with Lion signs and means of m, int32, one row per block; None: the rule has none.
     """
 
     published: torch.Tensor
@@ -47,24 +46,24 @@ class Transfers:
     """Copies inside the step: gradients to the arena on a separate stream, and results when they
     are read.
 
-    If gradients come to the ring in backward, they are in their slots before they are taken, and
-    the host computes the weights: only these are copied, or nothing, if they are on the host, too
-    (`Copies`). On the CPU as the accelerator nothing crosses a link either, and copies are done
-    when the calls return.
+    If gradients arrive in backward, they are in their slots before they are taken, and the host
+    computes the weights: only the weights are copied, or nothing if they are on the host, too
+    (`Copies`). If the CPU is the accelerator, nothing crosses a link either, and copies are
+    complete when the calls return.
 
     A step calls `ready` and `take` for each partition, then `start`, then `depart`. `wait` comes
     before `block_means` and `published` of whole partitions, in this step or a later one.
     `published` of a chunk waits for that chunk.
 
     Note: [y before the next gradient]
-    y lies in a slot of the gradient ring, and the coming gradient may go to the same slot (Note:
-    [the slot of y]). The two copies run on different streams, in opposite directions. So
-    `published` records an event after each part of y, and `take` lets the copy of the same part of
-    the gradient wait for it: part by part, because the link is busy in both directions then.
+    The coming gradient may go to the slot that holds y (Note: [the slot of y]). The two copies run
+    on different streams, in opposite directions. So `published` records an event after each part of
+    y, and `take` makes the copy of the same part of the gradient wait for it: part by part, so that
+    the link is busy in both directions.
 
     Args:
-        results: the arrays of the arena that the worker writes, of each partition in order, for
-            each slot of its ring.
+        results: for each partition, and each slot of its ring, the arena's arrays that the worker
+            writes.
         waiting: runs while the accelerator waits for copies.
         copies: what crosses the link.
 
@@ -111,7 +110,7 @@ class Transfers:
         return None if self._down is None else get_accelerator().current_stream().record_event()
 
     def take(self, index: int, grad: torch.Tensor, slot: torch.Tensor | None, ready: Any) -> None:
-        """Take a partition's gradient, whose copy to `slot` has started when `depart` returns.
+        """Take a partition's gradient; its copy to `slot` has started when `depart` returns.
 
         Args:
             grad: 1-D [n], on the accelerator; may be reused by later work on the current stream.
@@ -119,7 +118,7 @@ class Transfers:
                 gradients pass through the host in chunks.
             ready: from `ready`.
         """
-        assert slot is not None, "only chunks beside the step have places of their own"
+        assert slot is not None, "only chunks beside the step have slots of their own"
         if self._down is None:
             if grad.data_ptr() != slot.data_ptr():
                 slot.copy_(grad)
@@ -133,18 +132,18 @@ class Transfers:
             grad.record_stream(self._down)
             self._older, self._newest = self._newest, streams.blocking_event()
             self._newest.record(self._down)
-        # otherwise flat gradients pile up if the host runs ahead of the link
+        # otherwise flat gradients would pile up if the host runs ahead of the link
         if self._older is not None:
             self._older.synchronize()
             self._older = None
 
     def start(self) -> None:
-        """Start the copies of all gradients taken now, so that later work on the current stream
-        does not delay them. That work must not read results, which the worker's next results
-        replace."""
+        """Start the copies of all taken gradients now, so that later work on the current stream
+        does not delay them. That work must not read results, because the worker's next ones replace
+        them."""
 
     def depart(self, tasks: Sequence[WorkerTask], publishes: bool) -> None:
-        """Hand `tasks` over, once the gradients taken since the last call have arrived.
+        """Hand over `tasks`, once the gradients taken since the last call have arrived.
 
         Args:
             tasks: at most one per partition.
@@ -176,15 +175,15 @@ class Transfers:
         return self._results[index][self._slots[index]]
 
     def wait(self, within: Patience | None = None) -> float:
-        """Wait until everything that departed has arrived and is processed, and until work launched
-        on the trainer's stream before the last gradients started, such as copies to the host, is
-        done.
+        """Wait until everything that departed has arrived and is processed. Work launched on the
+        trainer's stream before the last gradients started, such as copies to the host, is then
+        done, too.
 
         Args:
             within: longest wait in all; None: unlimited while there is progress.
 
         Returns:
-            Seconds that the worker has worked since the last call that waited for work.
+            Seconds of the worker's passes since the last call that waited for any.
         """
         return self._process.wait(within=within).seconds
 
@@ -200,7 +199,7 @@ class Transfers:
             within: longest wait for the chunk in all; None: unlimited while there is progress.
 
         Yields:
-            The part's elements, and y of them; on the host or on the accelerator.
+            The part's elements, and their y; on the host or on the accelerator.
         """
         published = self._host_results(index).published
         run, size = chunk or Span(0, published.numel()), published.numel()
@@ -222,9 +221,8 @@ class Transfers:
     def computed(
         self, weights: torch.Tensor, span: Span, *, reads: bool
     ) -> Iterator[tuple[Span, torch.Tensor]]:
-        """The weights of `span` in parts of whole blocks, in order, as memory to write where
-        gradients are. Write a part's before the next one is taken; arguments and results as for
-        `WeightUpload.parts`."""
+        """The weights of `span` in parts of whole blocks, in order, as memory to write on the
+        device of the gradients. Arguments and results as for `WeightUpload.parts`."""
         if self._upload is None:
             yield span, weights[slice(*span)]
         else:
@@ -241,8 +239,8 @@ class Transfers:
 
     @property
     def handed_over(self) -> Place:
-        """Where gradients that are handed over, and their y, are on the host: whole in their slots,
-        or in transit."""
+        """Whether gradients that are handed over, and their y, are whole on the host or in
+        transit."""
         return Place.HOST
 
     def keep_whole(self) -> None:
@@ -252,12 +250,12 @@ class Transfers:
         """Free the accelerator memory that is held between steps. Nothing may be in flight."""
 
     def restore(self) -> bool:
-        """Allocate it again. Return whether it has the newest results; otherwise the worker must
-        publish them again."""
+        """Allocate that memory again. Return whether it holds the newest results; if not, the
+        worker must publish them again."""
         return True
 
     def copying_seconds(self) -> float:
-        """Duration of the copies beside the step that has become known since the last call."""
+        """Seconds of copies beside the step that were measured since the last call."""
         return 0.0
 
     def _finish(self) -> None:
@@ -270,8 +268,8 @@ class Transfers:
                 streams.synchronize(get_accelerator().current_stream())
 
     def close(self) -> bool:
-        """Start no more copies, and wait some seconds for those that still run. Close the worker
-        first. Idempotent.
+        """Start no more copies, and wait a few seconds for running ones. Close the worker first.
+        Idempotent.
 
         Returns:
             Whether all of them have ended. If not, the memory that they use must not be freed.
@@ -279,7 +277,7 @@ class Transfers:
         return streams.have_ended(self._used(), _CLOSE_SECONDS)
 
     def _used(self) -> list[Any]:
-        """Streams on which memory of the arena may be read or written."""
+        """Streams that may read or write the arena."""
         if not self._lifts:
             return []
         copying = [self._down, self._reader, *([] if self._upload is None else self._upload.used)]

@@ -31,11 +31,11 @@ _left: list[Any] = []
 
 
 class PageLocks:
-    """Page-locked parts of the host's memory.
+    """Host memory that this object has page-locked.
 
-    If memory were unmapped while it is page-locked, later mappings at its address would count as
-    page-locked. So memory that is never passed to `unlock` stays locked and mapped until the
-    process ends.
+    If memory were unmapped while page-locked, later mappings at its address would count as
+    page-locked. So memory that is not passed to `unlock` stays locked and mapped until the process
+    ends.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class PageLocks:
                 del self._locked[begin]
 
     def leave(self, *others: object) -> None:
-        """Keep all of it locked, and `others` in memory, until the process ends, because copies may
+        """Keep everything locked, and `others` alive, until the process ends, because copies may
         still run."""
         _leave(self._locked)
         self._locked.clear()
@@ -105,8 +105,8 @@ def remedy_for_refused(
     """Say why memory could not be page-locked, and what to change. A pure function.
 
     Args:
-        error: what the accelerator's runtime said.
-        limit: bytes of memory that this process may lock; None: any number.
+        error: the accelerator runtime's error.
+        limit: bytes that this process may lock; None: unlimited.
         shares_memory: whether the accelerator's memory is the host's.
         without: name of DeepSpeed's accelerator, if its class cannot lock memory at all.
     """
@@ -128,17 +128,17 @@ def remedy_for_refused(
 
 
 def _refusal(address: int, nbytes: int) -> str | None:
-    """Page-lock memory; return why that did not succeed, or None."""
+    """Page-lock memory; return the error, or None."""
     registered: list[Any] = []
     error = _error_of(lambda: registered.append(page_lock(get_accelerator(), address, nbytes)))
     return error if error is not None or any(registered) else "it was not registered"
 
 
 def _error_of(call: Any) -> str | None:
-    """The error that a call of the accelerator's runtime raises, or None; clears it if it does. A
-    runtime that has no such call raises an `AttributeError`.
+    """The error that a call of the accelerator's runtime raises, or None; clears it in the runtime.
+    A runtime without such a call raises an `AttributeError`.
 
-    The runtime keeps the error of a refused call and reports it at the next kernel launch check,
+    The runtime would report the error of a refused call again at the next check of a kernel launch,
     wherever that is. torch has no function to clear it, but launching a kernel through torch does.
     """
     try:

@@ -1,5 +1,5 @@
-"""Waits for streams of the accelerator: asleep if the accelerator supports it, and with a limit if
-a peer may be gone."""
+"""Waits for accelerator streams: asleep if the accelerator supports it, and with a limit if a peer
+may be gone."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Lets the host compute weights that are on the accelerator, part by part, through two page-locked
-buffers.
+"""Lets the host compute the accelerator's weights, part by part, through two page-locked buffers.
 
 While the host computes one part, the accelerator receives the one before it and, if the old weights
-are needed, sends the one after it. So only the weights of a partition need accelerator memory, not
-its gradient or y. Only they cross the link, too: half as many bytes upwards as y and the gradient
-would be, if the accelerator computed.
+are needed, sends the one after it. So of a partition, only the weights take accelerator memory and
+cross the link, not the gradient or y.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ class WeightUpload:
 
     Args:
         most: elements of the largest partition.
-        waiting: runs while the accelerator waits for the weights.
+        waiting: stopwatch that runs while the accelerator waits for the weights.
     """
 
     def __init__(self, most: int, block_size: int, waiting: Stopwatch) -> None:
@@ -53,7 +51,7 @@ class WeightUpload:
 
         Yields:
             The part's elements, and host memory for its weights: with the old ones if `reads`,
-                otherwise undefined.
+            otherwise undefined.
         """
         if not self._buffers:
             self._buffers = [
@@ -78,8 +76,8 @@ class WeightUpload:
                 self._sent[number % 2].record(get_accelerator().current_stream())
 
     def _fetch(self, weights: torch.Tensor, piece: Span, number: int) -> Any:
-        """Start the copy of old weights to their buffer, once its copy up has ended; return an
-        event after it."""
+        """Start the copy of old weights to their buffer, once the buffer's copy up has ended;
+        return an event after the copy."""
         accelerator = get_accelerator()
         if self._down is None:
             self._down = accelerator.Stream()
@@ -95,5 +93,5 @@ class WeightUpload:
 
     @property
     def used(self) -> list[Any]:
-        """Streams on which a buffer may be read or written."""
+        """Streams that may read or write a buffer."""
         return [] if self._down is None else [self._down]

@@ -1,10 +1,10 @@
-"""Provides the memory that trainer and worker share: one memfd with typed arrays, placed by
+"""Provides the memory that trainer and worker share: one memfd with typed arrays, laid out by
 `plan.arrays`.
 
 A memfd needs no /dev/shm and vanishes with the last process that holds it. A page takes memory only
-once it is touched, so an array that is planned but never used costs nothing. The mapping is
-excluded from core dumps and from forked processes, which would otherwise keep the memory alive and
-see it change. Importing this module does not import torch.
+once it is touched, so an unused array costs nothing. The mapping is excluded from core dumps and
+from forked processes, which would keep the memory alive and see it change. Importing this module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Arena:
-    """A mapping of the shared memory. `create` makes the memory; the constructor maps what another
-    process made.
+    """A mapping of the shared memory. `create` allocates it; the constructor maps another
+    process's.
 
     Args:
-        fileno: the memfd, of which this takes ownership.
+        fileno: the memfd; the arena takes ownership.
         layout: positions of the arrays.
 
     Attributes:
@@ -100,8 +100,8 @@ class Arena:
         return self._address
 
     def find(self, address: int, nbytes: int) -> int | None:
-        """The offset in the arena of the `nbytes` bytes at `address`; None: they are not in the
-        arena."""
+        """The offset in the arena of the `nbytes` bytes at `address`; None if they are not in
+        it."""
         begin = address - self._address
         return begin if begin >= 0 and begin + nbytes <= self.layout.nbytes else None
 
@@ -142,8 +142,7 @@ class Arena:
         )
 
     def relay(self, layout: ArenaLayout) -> None:
-        """Find arrays where `layout` says from now on. Tensors and addresses from before stay
-        valid."""
+        """Use `layout` from now on. Existing tensors and addresses stay valid."""
         assert layout.nbytes == self.layout.nbytes, "the same memory"
         self.layout = layout
         self._arrays = layout.by_key()
@@ -179,8 +178,8 @@ class Arena:
 def _map(fileno: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
     """Create a shared mapping that ends with the last reference to the result.
 
-    Not with `mmap.mmap`, which keeps a copy of the descriptor: every forked process would then keep
-    the memory alive.
+    `mmap.mmap` would keep a copy of the descriptor, with which every forked process would keep the
+    memory alive.
     """
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fileno, 0)
     _require(address != _MAP_FAILED)

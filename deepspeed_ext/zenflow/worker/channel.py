@@ -34,14 +34,14 @@ class GarbledError(Exception):
 class Patience:
     """A timeout counted in slices, which ignores time during which the process was suspended.
 
-    When a job is suspended or a machine sleeps, both processes stop while the clock keeps running.
-    A slice that took much longer than intended counts as such a gap: it does not use up the
-    timeout, and at least 10 seconds remain for the other process to resume.
+    When a job is suspended or a machine sleeps, both processes stop while the clock runs on. A
+    slice that took much longer than intended counts as such a gap: it does not use up the timeout,
+    and at least 10 seconds remain for the other process to resume.
 
     Args:
         seconds: the whole timeout; may be infinite. NaN counts as expired.
-        within: an outer timeout that runs at the same time and that `renew` does not affect; when
-            it expires, so does this one.
+        within: an outer timeout that runs at the same time, unaffected by `renew`; when it expires,
+            so does this one.
     """
 
     def __init__(self, seconds: float, within: Patience | None = None) -> None:
@@ -79,8 +79,8 @@ class Patience:
 class Channel:
     """One end of a connection; the other end is a `Channel` too.
 
-    Incoming messages are read with `first` and removed with `drop_first`. A message that was
-    handled only in part, because a signal handler raised, is therefore still there.
+    Read incoming messages with `first` and remove them with `drop_first`: a message whose handling
+    was interrupted by a signal handler's exception is then still there.
 
     Args:
         end: a connected stream socket; the channel takes ownership.
@@ -117,7 +117,7 @@ class Channel:
         """The first message that has arrived and was not dropped; None if there is no complete one.
 
         Raises:
-            EOFError, OSError: the other end is gone and left no complete message.
+            EOFError, OSError: the other end is gone, and no complete message is left.
             GarbledError: the received bytes are not a message.
         """
         with contextlib.suppress(BlockingIOError):
@@ -151,8 +151,8 @@ class Channel:
 
     def idle(self, patience: Patience | None = None, *, is_shared: bool = False) -> None:
         """Block until unsent bytes can be sent or, if there are none, something can be read; at
-        most for one slice of `patience`. The slice is short if another thread reads, too
-        (`is_shared`), because it may take the message that this one waits for."""
+        most for one slice of `patience`. The slice is short if another thread also reads
+        (`is_shared`), because that thread may take the message that this one waits for."""
         poller = select.poll()
         with contextlib.suppress(ValueError):  # closed by another thread; the caller will notice
             poller.register(self._end, select.POLLIN if self.is_flushed else select.POLLOUT)

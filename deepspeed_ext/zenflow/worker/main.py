@@ -2,9 +2,8 @@
 ``python start_process.py MODULE SOCKET_FD ARENA_FD PARENT_PID BY_MAIN_THREAD``.
 
 Started only by `process.OptimizerProcess`. The process binds itself to its cores before it imports
-anything heavy, and imports torch only if the native kernel is missing. It ends when told to, when
-the trainer's end of the socket closes, and when the trainer dies, no matter what it is doing at
-that moment.
+anything heavy, and imports torch only if the native kernel is missing. It ends when the trainer
+closes its end of the socket, or dies, whatever it is doing at that moment.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from deepspeed_ext.zenflow.worker.messages import (
 __all__ = ["block_bytes", "main", "write_from_arena"]
 
 PER_BLOCK = ("block_means", "known", "updates", "m_scales", "v_scales")
-"""Kinds of arrays that have a value, or several, for each block."""
+"""Kinds of arrays with one or more values per block."""
 
 _WATCH_SECONDS = 0.2
 
@@ -71,12 +70,12 @@ def main() -> None:
     """Serve one trainer until it closes the connection."""
     socket_fd, arena_fd, parent_pid, by_main_thread = map(int, sys.argv[1:5])
     _end_with_parent(parent_pid, bool(by_main_thread))
-    # Launchers and schedulers signal all processes of a job at once. The signals are meant for the
-    # trainer, which may still save with this process, and then closes it.
+    # Launchers and schedulers signal all processes of a job at once. Leave it to the trainer, which
+    # may still save with this process, and then closes it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=socket_fd))
-    # The trainer may die at any moment; then there is no one to report to.
+    # If the trainer has died, there is no one to report to.
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
             _serve(channel, arena_fd)
@@ -88,8 +87,8 @@ def main() -> None:
 
 
 def _end_with_parent(parent_pid: int, by_main_thread: bool) -> None:
-    """Let the kernel kill this process when the thread that started it dies. If that thread may end
-    before the trainer, poll instead."""
+    """Let the kernel kill this process when the thread that started it dies. If that is not the
+    trainer's main thread, which lives longest, poll instead."""
     if by_main_thread:
         end_with_parent()
     else:
@@ -111,7 +110,7 @@ def _serve(channel: Channel, arena_fd: int) -> None:
     kernel = load_kernel(plan.library, plan.threads)
     if (
         placement is not None
-        and placement.one_each
+        and placement.pin_each_thread
         and warning is None
         and isinstance(kernel, NativeKernel)
     ):
@@ -164,8 +163,7 @@ def _touch(arena: Arena, kernel: Kernel, keys: Sequence[ArrayKey], plan: WorkerP
 
 
 def _misplaced(arena: Arena, plan: WorkerPlan, node: int) -> str | None:
-    """What is to be said if touched memory does not lie on `node`: a full node gives way to others
-    silently."""
+    """A warning if touched memory is not on `node`: a full node silently spills to others."""
     if node < 0:
         return None
     touched = [array for array in plan.layout.arrays if array.spec.touched and array.spec.numel]
@@ -174,7 +172,7 @@ def _misplaced(arena: Arena, plan: WorkerPlan, node: int) -> str | None:
 
 
 def block_bytes(arena: Arena, key: ArrayKey, block_size: int) -> int:
-    """Bytes that an array of the arena, of elements or per block, has for one block."""
+    """Bytes per block of an array of the arena, whether it has values per element or per block."""
     array = arena.array(*key)
     itemsize = DTYPE_BYTES[array.dtype]
     if key.partition == OF_CHUNKS:
@@ -216,10 +214,11 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, plan: Worke
 def write_from_arena(
     work: ArenaWrite, arena: Arena, kernel: Kernel | None = None, block_size: int = 1
 ) -> str | None:
-    """Write a file's parts; return what went wrong, or None.
+    """Write a file's parts; return the error as text, or None.
 
     Args:
-        kernel: decodes moments, whose blocks have `block_size` elements; None: no part needs it.
+        kernel: decodes moments; None: no part needs it.
+        block_size: elements of a block of moments.
     """
     try:
         with files.opened(work.path, os.O_RDWR) as descriptor:
@@ -240,7 +239,7 @@ def write_from_arena(
 def _write_decoded(
     descriptor: int, part: CodedPart, arena: Arena, kernel: Kernel, block_size: int, crc: int
 ) -> int:
-    """Write moments as fp32, which pass through one chunk; return the CRC that `crc` becomes."""
+    """Write moments as fp32, chunk by chunk; return `crc` updated with them."""
     codes = arena.array(part.kind, part.partition)
     scales = arena.array(f"{part.kind}_scales", part.partition)
     step = chunk_of(CODED_CHUNK_NUMEL, block_size)
@@ -306,7 +305,7 @@ def _arrays(work: WorkerTask, arena: Arena, state: StateLayout) -> list[Array]:
 
 
 def _per_block(work: WorkerTask, arena: Arena, kind: str, block_size: int, width: int = 1) -> Array:
-    """The part of a per-block array, with `width` elements for a block, of the task's span."""
+    """The task's span of a per-block array with `width` elements per block."""
     whole, span = arena.array(kind, work.partition), work.span
     return (
         whole

@@ -42,7 +42,7 @@ class WorkerPlan:
     library: str | None
     """Path of the native kernel; None: the torch reference."""
     chunk_numel: int | None = None
-    """Elements of the largest pass; None: whole partitions."""
+    """Elements of the largest pass; None: passes take whole partitions."""
 
 
 class Span(NamedTuple):
@@ -55,13 +55,13 @@ class Span(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass over one partition, with the gradients in ``slots`` of its ring; then it publishes
+    """One pass over one partition, with the gradients in ``slots`` of its ring; it then publishes
     y."""
 
     partition: int
@@ -70,15 +70,15 @@ class _Pass:
     """The part to process; None: all of it. Parts may be processed in any order, with the same
     result."""
     again: int | None = field(default=None, kw_only=True)
-    """Without gradients: the slot whose place y takes. Its gradient is lost, so it must have been
-    handed over."""
+    """If there are no gradients: the slot that y is written to. Its gradient, handed over before,
+    is lost."""
     chunk_slot: int | None = field(default=None, kw_only=True)
-    """The place in which the part's gradient is, and its y is to be; None: the partition's own
+    """The chunk slot that holds the part's gradient and then its y; None: the partition's own
     slots."""
 
     @property
     def y_slot(self) -> int:
-        """The slot whose place y takes: that of the newest gradient."""
+        """The slot that y is written to: that of the newest gradient."""
         assert bool(self.slots) is (self.again is None), "y has one place"
         return self.slots[-1] if self.again is None else self.again
 
@@ -93,8 +93,8 @@ class PartitionPass(_Pass):
 
 @dataclass(frozen=True)
 class MeanPartitionPass(_Pass):
-    """One step of a partition's cold blocks with ``sum_k scales[k] g[slots[k]]``. Without
-    gradients: only publish p again."""
+    """One step of a partition's cold blocks with the gradient ``sum_k scales[k] g[slots[k]]``.
+    Without gradients it only publishes p again."""
 
     scales: tuple[float, ...]
     step: AdamStep
@@ -122,14 +122,14 @@ class FilePart(NamedTuple):
     crc_offsets: tuple[int, ...] = ()
     """Where in the file the CRC of these bytes belongs."""
     continues: bool = False
-    """Whether it goes on from the CRC that stands there, of the bytes before."""
+    """Whether to continue the CRC that is there already, of the bytes before."""
 
 
 class CodedPart(NamedTuple):
-    """Moments that are codes, and the place of their fp32 values in a file."""
+    """Coded moments, and the place of their fp32 values in a file."""
 
     kind: str
-    """Of the array of codes."""
+    """Kind of the array of codes."""
     partition: int
     span: Span
     offset: int
@@ -141,8 +141,8 @@ class CodedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class ArenaWrite:
-    """Write parts of the arena to an existing file, and the CRCs of records. An error is not the
-    worker's end: `Done` has it."""
+    """Write parts of the arena to an existing file, and the CRCs of records. A failure does not end
+    the worker: `Done.failed_write` reports it."""
 
     path: str
     parts: tuple[FilePart | CodedPart, ...]
@@ -150,23 +150,23 @@ class ArenaWrite:
 
 @dataclass(frozen=True)
 class ArenaTouch:
-    """Touch the pages of arrays, which places those that nobody has touched on the worker's memory
-    node. Their values stay."""
+    """Touch the pages of arrays, which places untouched ones on the worker's memory node. Values do
+    not change."""
 
     keys: tuple[ArrayKey, ...]
 
 
 @dataclass(frozen=True)
 class ArenaRelay:
-    """From now on, the arrays of the arena are where `layout` says."""
+    """Use this layout of the arena from now on."""
 
     layout: ArenaLayout
 
 
 @dataclass(frozen=True)
 class ThreadLimit:
-    """Later passes of the native kernel run on the first so many threads of `WorkerPlan.threads`.
-    Their results are the same."""
+    """Run later passes of the native kernel on this many of the `WorkerPlan.threads` threads.
+    Results are the same."""
 
     threads: int
 
@@ -188,7 +188,8 @@ class Ready:
     kernel: str
     cpus: tuple[int, ...]
     warning: str | None
-    """Why its placement could not be applied in full, or what memory is elsewhere; None: it was."""
+    """Why its placement was not applied in full, or which memory is on another node; None: all is
+    well."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class Done:
     seconds: float
     """Duration of the passes."""
     failed_write: str | None = None
-    """Why a file could not be written."""
+    """Why a file could not be written; None: it was."""
 
 
 @dataclass(frozen=True)

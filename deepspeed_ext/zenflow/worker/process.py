@@ -46,21 +46,20 @@ _REMEDIES: dict[int, str] = {
 
 
 class OptimizerProcess:
-    """A process that runs passes over a shared arena. Starts in the constructor; a context manager.
+    """A process that runs passes over a shared arena. The constructor starts it; a context manager.
 
     Submissions are processed in order; `wait` waits for all of them. Every wait ends: with the
-    result, with the worker's own exception, when the worker dies, or after `timeout_seconds`
-    without an answer to any submission. Time during which this process was suspended does not
-    count. After an error the process is closed, and later calls raise the same error.
+    result, with the worker's exception, when the worker dies, or after `timeout_seconds` without
+    any answer (time in which this process was suspended does not count). After an error the process
+    is closed, and later calls raise the same error.
 
     `submit` and `wait` may be called from any thread; `wait` also from a signal handler. In a
     forked process every call raises StateError (see Note: [Forked processes]).
 
     Args:
-        arena: the shared memory. Its descriptor is closed here: the worker has its own, and every
-            process forked from this one would inherit it. The mapping must outlive the optimizer
-            process.
-        plan: what the worker does at start.
+        arena: the shared memory. Its descriptor is closed here, because forked processes would
+            inherit it; the worker has its own. The mapping must outlive the optimizer process.
+        plan: sent to the worker at start.
         rank: used in messages.
         timeout_seconds: longest duration of the start, and of a wait without any answer.
 
@@ -105,8 +104,8 @@ class OptimizerProcess:
             raise
 
     def _launch(self, arena: Arena, plan: WorkerPlan) -> tuple[subprocess.Popen[bytes], Channel]:
-        # PR_SET_PDEATHSIG refers to the thread that starts the
-        # process; only the main thread lives as long as we do.
+        # PR_SET_PDEATHSIG refers to the thread that starts the process; only the main thread lives
+        # as long as this process.
         by_main_thread = threading.current_thread() is threading.main_thread()
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(plan.threads)}
         try:
@@ -153,14 +152,13 @@ class OptimizerProcess:
     def submit(
         self, tasks: Sequence[WorkerTask | ArenaWrite | ArenaTouch | ArenaRelay | ThreadLimit]
     ) -> int:
-        """Hand over work without waiting for it. The arrays it names belong to the worker until
-        `wait`.
+        """Hand over work without waiting for it. Its arrays belong to the worker until `wait`.
 
         Returns:
             The number of the submission, for `wait_for`.
 
         Raises:
-            WorkerError: the worker has ended, or does not read.
+            WorkerError: the worker has ended, or does not accept the work in time.
         """
         with self._alone():
             self._require_open()
@@ -171,18 +169,17 @@ class OptimizerProcess:
                 self._newest_write = number
         seconds = self._timeout_seconds
         self._await(
-            lambda: self._channel.is_flushed, seconds, f"read its orders within {seconds:g} s"
+            lambda: self._channel.is_flushed, seconds, f"accept its work within {seconds:g} s"
         )
         return number
 
     def wait_for(
         self, number: int, timeout_seconds: float | None = None, *, within: Patience | None = None
     ) -> None:
-        """Wait until submission `number` is done; its seconds are still counted by the next `wait`.
+        """Wait until submission `number` is done; the next `wait` still counts its seconds.
 
         Args:
-            timeout_seconds: longest wait without an answer, if that is more than the value given to
-                the constructor.
+            timeout_seconds: longest wait without an answer, if longer than the constructor's.
             within: longest wait in all; None: unlimited while there are answers.
 
         Raises:
@@ -192,7 +189,7 @@ class OptimizerProcess:
         self._await(lambda: self._done >= number, seconds, f"answer within {seconds:g} s", within)
 
     def wait_for_writes(self, within: Patience | None = None) -> float:
-        """Wait until the arena may change without changing what a submitted `ArenaWrite` writes.
+        """Wait until no submitted `ArenaWrite` still reads the arena.
 
         Args:
             within: as for `wait_for`.
@@ -259,8 +256,8 @@ class OptimizerProcess:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Guard sending, reading and counting: one thread at a time, and no signal handler in the
-        middle of the code that it interrupted. The guarded code is short and never waits."""
+        """Guard sending, reading and counting against other threads, and against a signal handler
+        that interrupts them. The guarded code is short and never waits."""
         self._home.require()  # before the lock, which another thread may have held at the fork
         with self._lock:
             if self._is_inside:
@@ -281,11 +278,11 @@ class OptimizerProcess:
     def _await(
         self, is_over: Callable[[], bool], seconds: float, what: str, within: Patience | None = None
     ) -> None:
-        """Exchange messages until `is_over`, which is checked again after every slice, because
-        another thread may have made it true.
+        """Exchange messages until `is_over`, checked again after every slice because another thread
+        may make it true.
 
-        Also polls the process itself: its end of the socket may stay open after its death, because
-        a process forked while this one was being started has a copy.
+        Also polls the process itself: its end of the socket may stay open after its death, in a
+        process forked during its start.
         """
         with self._waiting():
             self._exchange_until(is_over, Patience(seconds, within), what, within)
@@ -417,7 +414,7 @@ class OptimizerProcess:
 
 
 def within_group_timeout() -> str:
-    """Why even a wait with progress is limited, and what to do."""
+    """Say why even a wait with progress is limited, and what to do."""
     return (
         "The other ranks do not wait longer for this one: the process group's timeout would end "
         "the job. Raise it (init_distributed, or DEEPSPEED_TIMEOUT in minutes)"

@@ -91,7 +91,7 @@ def test_the_command_reads_the_example_and_draws(
     ("name", "text", "says"),
     [
         ("metrics.jsonl", '{"step": 1, "loss": 2.0}\n', "call log_measurements"),
-        ("metrics.jsonl", '{"worker_ms": 3.0}\n', "warm-up never do"),
+        ("metrics.jsonl", '{"worker_ms": 3.0}\n', "Warm-up steps never do"),
         ("metrics.jsonl", "not json\n", "expected the Trainer's trainer_state.json"),
         ("metrics.jsonl", "[1]\n", "expected the Trainer's trainer_state.json"),
         ("trainer_state.json", "{}", "expected the Trainer's trainer_state.json"),

@@ -108,7 +108,7 @@ def test_a_subclass_that_steps_like_adam_is_one(kind: Any) -> None:
 
 VARIANTS = [
     (amsgrad, "amsgrad"),
-    (Cautious, "step() of its own"),
+    (Cautious, "its own step()"),
 ]
 
 

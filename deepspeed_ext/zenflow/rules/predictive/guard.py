@@ -7,19 +7,17 @@ times the larger of
 
 - the error of rounding the result to the dtype of the weights, which is harmless, and
 - a third of the update. At the default factor of 3, the predicted weights must be nearer to the
-  result than the weights before the update were; otherwise the accelerator would do better with
-  those.
+  result than the weights before the update; otherwise the latter would be the better choice.
 
 The guard is a circuit breaker, a state machine over the outcomes::
 
     overlapped    After an error above the allowed one, the next hand-over is probed, too. A second
-    such error in a row
-                  makes steps synchronous; a single one, as at a spike of the loss, does not.
+                  such error in a row makes steps synchronous; a single one, as at a loss spike,
+                  does not.
     synchronous   Weights are exact; the guard still predicts its sample. Several small errors in a
-    row make steps
-                  overlap again, on trial, because an error that only arises from the feedback of
-                  predicted weights does not show here. Each time that steps become synchronous
-                  again, they stay so for twice as long.
+                  row make steps overlap again, on trial: an error that arises only from the
+                  feedback of predicted weights does not show here. Each time steps become
+                  synchronous again, they stay so twice as long.
 """
 
 from __future__ import annotations
@@ -32,11 +30,12 @@ __all__ = ["GuardState", "PredictionErrors"]
 PROBE_EVERY = 20
 """Optimizer steps from one probe to the next, rounded up to whole intervals."""
 STRIKES = 2
-"""Steps become synchronous after this many probes in a row with an error above the allowed one."""
+"""Number of successive probes above the allowed error after which steps become synchronous."""
 CALM_PROBES = 10
-"""The first time, steps overlap again after this many probes in a row with a small error."""
+"""Number of successive probes with a small error after which steps overlap again, the first
+time."""
 CALM_EXCESS = 0.75
-"""An error is small up to this share of the allowed one."""
+"""An error is small up to this fraction of the allowed one."""
 _MOST_DOUBLINGS = 6
 _SHARE_OF_UPDATE = 1 / 3
 
@@ -78,7 +77,7 @@ class PredictionErrors:
         return distance / self.update if self.update else math.nan
 
     def in_words(self, factor: float) -> str:
-        """Describe the result, for a message that begins with the place."""
+        """Describe the result, as the predicate of a sentence."""
         if math.isinf(self.excess(factor)):
             return "has numbers that are not finite, in the gradients, moments or weights"
         error, rounding, allowed = map(
@@ -100,10 +99,10 @@ class GuardState:
     Attributes:
         synchronous: whether every step waits for its own update.
         trips: how often steps have become synchronous.
-        streak: number of newest probes in a row that support changing `synchronous`.
+        streak: number of latest successive probes that speak for changing `synchronous`.
         steps_to_probe: optimizer steps until the next hand-over is probed; 0: the coming hand-over
             is.
-        probed: whether the newest hand-over is probed and its errors are not judged yet.
+        probed: whether the newest hand-over is probed and not judged yet.
     """
 
     synchronous: bool = False
@@ -118,8 +117,7 @@ class GuardState:
         return self.steps_to_probe == 0
 
     def handed_over(self, steps: int, probed: bool) -> GuardState:
-        """The state after a hand-over of the gradients of `steps` steps, which was `probed` or
-        not."""
+        """The state after the gradients of `steps` steps were handed over."""
         left = PROBE_EVERY if probed else self.steps_to_probe
         return replace(self, probed=probed, steps_to_probe=max(left - steps, 0))
 

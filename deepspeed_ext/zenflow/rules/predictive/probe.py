@@ -1,10 +1,9 @@
-"""Measures the error of predictions on a sample of weights, on the host alone.
+"""Measures the prediction error on a sample of weights, on the host alone.
 
-The worker's p and moments, the gradients that it takes and its result are all in the arena, but for
-the newest gradient, whose place y takes. So the trainer can repeat the accelerator's prediction for
-some blocks and compare it with the result. This adds no wait: it happens once the worker's result
-has arrived, for which the step waits anyway. It works whether or not the accelerator has applied
-that prediction.
+The arena holds the worker's p and moments, its gradients and its result, except the newest
+gradient, which y replaces. So the trainer can repeat the accelerator's prediction for some blocks
+and compare it with the result. This adds no wait: it happens after the worker's result has arrived,
+for which the step waits anyway. It works whether or not the accelerator used that prediction.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ class Sample:
     next gradients.
 
     Attributes:
-        newest: the newest of the gradients that the worker takes next, 1-D [k], host; its copy from
-            the accelerator has ended when the worker's result has arrived.
+        newest: the newest gradient that the worker takes next, 1-D [k], host; its copy from the
+            accelerator is complete when the worker's result has arrived.
         blocks: numbers of the blocks, 1-D int64; a shorter last block of the partition is excluded.
             None: the partition is shorter than a block, and all of it is taken.
         last: constants of the newest update in p, m, v.
-        slots, steps: where those gradients are in the ring, until y replaces the newest, and their
+        slots, steps: ring slots of those gradients, until y replaces the newest, and their
             constants.
         state: p and the moments, 1-D fp32 [k].
-        weights_dtype: of the weights, which may be away when the result is compared.
+        weights_dtype: dtype of the weights, which may be offloaded when the result is compared.
     """
 
     partition: Partition
@@ -86,13 +85,13 @@ class Sample:
         most_blocks: int,
         seed: int,
     ) -> Sample:
-        """Draw blocks spread over the partition; they depend on `seed`. Nothing may be in flight.
+        """Draw blocks spread over the partition, by `seed`. Nothing may be in flight.
 
         Args:
-            grad: the newest of the gradients that the worker takes next, 1-D [n], on any device.
+            grad: the newest gradient that the worker takes next, 1-D [n], any device.
             last: constants of the newest update in the state.
             most_blocks: maximum number of blocks.
-            seed: decides which.
+            seed: decides which blocks are drawn.
         """
         whole = partition.master.numel() // block_size
         blocks = None
@@ -119,9 +118,9 @@ class Sample:
     def predicted(self) -> torch.Tensor:
         """The weights as the accelerator predicts them, 1-D [k].
 
-        Bitwise at interval 1, if the worker's kernel is the reference. At longer intervals only
-        approximately: the accelerator has normalized all but the newest gradient with v of the
-        interval before, which is no longer available.
+        Bitwise at interval 1, if the worker's kernel is the reference. Approximate at longer
+        intervals: the accelerator normalized all but the newest gradient with v of the interval
+        before, which is gone.
         """
         kind, interval, numel = self.kind, len(self.steps), self.state[0].numel()
         published = torch.empty(numel, dtype=self.partition.publish_dtype, device="cpu")
@@ -155,8 +154,8 @@ def _sampled(flat: torch.Tensor, blocks: torch.Tensor | None, block_size: int) -
 
 
 def _on_host(grad: torch.Tensor, blocks: torch.Tensor | None, block_size: int) -> torch.Tensor:
-    """The sample of a gradient. From an accelerator it is copied in the order of the current
-    stream, and the host does not wait."""
+    """The sample of a gradient. From an accelerator it is copied on the current stream, without
+    waiting."""
     if grad.device.type == "cpu":
         return _sampled(grad, blocks, block_size)
     if blocks is not None:

@@ -47,8 +47,7 @@ class PredictionState:
         last: constants of the newest gradient that was handed over; None before the first.
         estimator: built from the newest per-block array; None before the first result.
         drift: D, 1-D [n], dtype of the weights, accelerator; None at interval 1.
-        sample: taken before the newest hand-over; None if that is not probed or its result has been
-            measured.
+        sample: taken before the newest hand-over; None if that is not probed or has been measured.
         errors: the result of the newest probe; None once it is judged.
     """
 
@@ -60,7 +59,8 @@ class PredictionState:
 
 
 class PredictiveRule(UpdateRule[PredictivePlan]):
-    """Computes weights as the published y minus an estimate of what is in flight (see `estimator`).
+    """Computes weights as y minus an estimate of what is in flight (see
+    `optimizers.adam_estimator`).
 
     Attributes:
         states: state of each partition, in order.
@@ -188,8 +188,8 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         return interval
 
     def _publish_again(self) -> None:
-        """Let the worker recompute y and the per-block array from p and the moments, for overlapped
-        steps."""
+        """Make the worker recompute y and the per-block array from p and the moments, for
+        overlapped steps."""
         passes = []
         for index, state in enumerate(self.states):
             assert state.last is not None, "publishing again needs a first step"
@@ -198,7 +198,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self._link.depart(passes, gradients=0, publishes=self.schedule.plan().waits_first)
 
     def _read_results(self) -> None:
-        """Build the estimators from the newest per-block arrays, unless that is done."""
+        """Build the estimators from the newest per-block arrays, once per result."""
         if self._link.phase is not UpdatePhase.ARRIVED:
             return
         self._link.phase = UpdatePhase.READ

@@ -55,7 +55,7 @@ class PredictivePartitionValues(PartitionValues):
 
     Attributes:
         last: constants of the newest gradient that was handed over.
-        errors: of the newest probe, if the guard has not judged it yet.
+        errors: errors of the newest probe, if the guard has not judged it yet.
         inverse: what the estimate remembers (`Estimate.kept`).
     """
 

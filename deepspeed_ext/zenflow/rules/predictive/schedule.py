@@ -36,9 +36,9 @@ _WARM_UP_STEPS, _LONGER_WARM_UP_STEPS = 10, 40
 
 
 def default_warm_up_steps(interval: int | None) -> int:
-    """Synchronous steps at the start, while moments have seen too few gradients to predict from: as
-    many as the study of losses needed at interval 1 (docs/results.md), and more at the intervals
-    that it leaves out; None: measured."""
+    """Synchronous steps at the start, while the moments have seen too few gradients to predict
+    from: the measured need at interval 1 (docs/results.md), and more at other intervals and while
+    the interval is not chosen (None)."""
     return _WARM_UP_STEPS if interval == 1 else _LONGER_WARM_UP_STEPS
 
 
@@ -62,7 +62,7 @@ class PredictivePlan(StepPlan):
 
     source: WeightSource
     position: int
-    """Number of this step within its interval, from 0."""
+    """Position of this step within its interval, from 0."""
     publish_ahead: bool
     """Whether the next step is overlapped, so that the worker publishes the extrapolated y."""
     probes: bool = False
@@ -88,7 +88,7 @@ class PredictiveState(State):
     """The position in the schedule."""
 
     is_ahead: bool = False
-    """Whether the worker has published the extrapolated y and the block means, which overlapped
+    """Whether the worker has published the extrapolated y and the per-block array, which overlapped
     steps need."""
     guard: GuardState = field(default_factory=GuardState)
 
@@ -103,8 +103,8 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         warm_up_steps: synchronous steps at the start, at least an interval; None:
             `default_warm_up_steps`.
         guarded: whether the guard judges probes.
-        arrival: when gradients come to the ring.
-        weights_arrive: when exact weights do, if steps never overlap.
+        arrival: when gradients reach the ring.
+        weights_arrive: when exact weights arrive, if steps never overlap.
     """
 
     def __init__(
@@ -178,13 +178,13 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
 
     @property
     def wants_verdict(self) -> bool:
-        """Whether the newest hand-over is probed, so that `judge` must be called before the next
-        one is planned."""
+        """Whether the newest hand-over is probed: then call `judge` before the next one is
+        planned."""
         return self._guarded and self.state.guard.probed
 
     @property
     def is_settled(self) -> bool:
-        """Nor is a probe waiting for its verdict."""
+        """As for all schedules, and no probe waits for its verdict."""
         return super().is_settled and not self.wants_verdict
 
     def judge(self, excess: float) -> bool:

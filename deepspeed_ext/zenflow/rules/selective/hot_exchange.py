@@ -21,7 +21,7 @@ class HotExchange:
     """Replaces DeepSpeed's all-gather of weight partitions at the end of a step.
 
     Args:
-        host: steps with the selective rule.
+        host: the optimizer, with the selective rule.
         all_gather: DeepSpeed's function, called after steps that may have changed all blocks.
 
     Attributes:
@@ -55,7 +55,7 @@ class HotExchange:
             self._exchange(index, blocks, flat.data.view(ranks.size, -1), ranks)
 
     def _changed(self, index: int) -> BlockSet | None:
-        """The blocks of a partition whose weights the step that runs changes; None: all may
+        """The blocks of a partition whose weights the current step changes; None: all may
         change."""
         if self._host.share is not None:  # its weights change in every step
             return None
@@ -70,21 +70,21 @@ class HotExchange:
         if ranks.size == 1:
             return
         if index not in self._known or self._known[index][0] is not blocks:
-            self._known[index] = blocks, *_everyones(blocks, weights, ranks)
-        _, mine, everyones = self._known[index]
+            self._known[index] = blocks, *_gathered(blocks, weights, ranks)
+        _, mine, of_ranks = self._known[index]
         rows = ranks.all_gather(mine.take(weights[ranks.rank]))
-        everyones.put(weights, rows)
+        of_ranks.put(weights, rows)
         self.bytes_received += rows.nbytes - rows[0].nbytes
 
 
-def _everyones(
+def _gathered(
     blocks: BlockSet, weights: torch.Tensor, ranks: RankGroup
 ) -> tuple[BlockSet, BlocksOfRanks]:
     """This rank's hot blocks and those of every rank, on the device of the `weights`, [ranks, n]. A
     collective.
 
-    The number of blocks may differ per rank, but a collective needs one shape on all ranks. So
-    shorter rows are padded at the start with block 0; sending it again changes none of its values.
+    The number of blocks may differ per rank, but a collective needs one shape. So shorter rows are
+    padded at the start with block 0, which may be sent twice without harm.
     """
     most = -ranks.minimum(-len(blocks))[0]
     ids = torch.cat([blocks.ids.new_zeros(most - len(blocks)), blocks.ids]).to(weights.device)

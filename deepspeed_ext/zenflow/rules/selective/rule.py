@@ -6,8 +6,8 @@ the arena and move there and back at each selection; nothing is reset or rounded
 the worker makes one exact Adam step of the cold blocks with the mean of the clipped gradients.
 Every block counts its own updates.
 
-Source: ZenFlow (Lan et al., 2025, arXiv 2505.12242). DeepSpeed's implementation selects columns,
-this one blocks.
+Source: ZenFlow (Lan et al., 2025, arXiv 2505.12242). DeepSpeed's implementation selects columns
+instead of blocks.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         return task
 
     def write_weights(self, plan: SelectivePlan) -> None:
-        """Write the weights of cold blocks, if the worker's result has arrived, then the weights of
-        hot blocks."""
+        """Write the weights of cold blocks if the worker's result has arrived, then those of hot
+        blocks."""
         chosen: list[torch.Tensor] = []
         for partition, state in (
             zip(self._partitions, self.states, strict=True) if plan.selects else ()
@@ -141,8 +141,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
             self._link.raise_kept()
 
     def measured_interval(self, plan: SelectivePlan) -> int | None:
-        """Choose the interval over which a cold block's gradients add up to one step's gradient of
-        a hot block."""
+        """Choose the interval over which a cold block's gradients add up to a hot block's gradient
+        of one step."""
         if self.schedule.interval is not None or not plan.selects:
             return None
         mean_hot = mean_cold = 0.0
@@ -183,8 +183,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         state.scores = None
 
     def _taken_away(self, partition: Partition, blocks: BlockSet) -> AdamBlocks:
-        """Copy the state of `blocks` out of the arena to where hot blocks keep it, and mark them in
-        the arena."""
+        """Copy the state of `blocks` from the arena to where hot blocks keep it, and mark them
+        there."""
         room: Iterator[torch.Tensor] | None = None
         if self._settings.keeps_hot_on_host:
             pages = allocation.host_pages(self._settings.hot_state_bytes(len(blocks)))
@@ -214,8 +214,8 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
         self._forget_hot(self.states[partition.index])
 
     def _forget_hot(self, state: SelectionState) -> None:
-        """Free the state of the hot blocks. Its copies have ended, because all ranks have waited
-        since they were launched."""
+        """Free the state of the hot blocks. Its copies are complete: all ranks have waited since
+        their launch."""
         state.hot = None
         if state.pages is not None:
             self._link.page_locks.unlock([state.pages])

@@ -34,7 +34,7 @@ class SelectivePlan(StepPlan):
     applies: bool
     """The result of an earlier hand-over is applied."""
     waits: bool
-    """The result of this step's hand-over is awaited and applied in this step."""
+    """The step waits for the result of its own hand-over and applies it."""
     selects: bool
     """Hot blocks are selected again, from this step's gradient."""
 
@@ -63,7 +63,7 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
     Args:
         settings: settings of the rule. If they leave the interval open, call `choose_interval` at
             the end of the warm-up, which has at least one step.
-        arrival: when gradients come to the ring.
+        arrival: when gradients reach the ring.
     """
 
     def __init__(self, settings: SelectiveSettings, arrival: Arrival = Arrival.AFTER_Y) -> None:

@@ -42,13 +42,13 @@ def select(
 ) -> torch.Tensor:
     """Choose this rank's blocks among those with the largest scores over all ranks. A collective.
 
-    In total ``ratio`` of all blocks are chosen, rounded up, independent of how blocks are
-    distributed over ranks. But no rank gets more than `most_hot_blocks`: hot blocks cost memory,
-    and all ranks wait for the one with the most. Of equal scores at the limit, those of the lowest
-    ranks and with the lowest block numbers are chosen.
+    In total ``ratio`` of all blocks are chosen, rounded up, however the blocks are distributed over
+    ranks. But no rank gets more than `most_hot_blocks`: hot blocks take memory, and all ranks wait
+    for the one with the most. Of equal scores at the limit, those of the lowest ranks and block
+    numbers are chosen.
 
-    The ranks never exchange scores, only counts of scores per digit: they find the smallest score
-    to choose digit by digit, as in a radix sort. So the exchange is a few KB for any size of model.
+    Ranks exchange only counts of scores per digit: they find the smallest score to choose digit by
+    digit, as in a radix sort. So the exchange takes a few KB for any model size.
 
     Args:
         scores: fp32 [blocks], none negative; the same number on every rank.
@@ -64,7 +64,7 @@ def select(
     bits = candidates.int()
     with keeping():
         candidates = torch.topk(scores, most_hot_blocks(count, ratio)).indices.sort().values
-        # as integers, floats without a sign keep their order
+        # non-negative floats keep their order as integers
         bits = scores[candidates].abs().view(torch.int32)
     left, smallest = hot_blocks(ranks.size * count, ratio), 0
     for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
@@ -90,8 +90,8 @@ def select(
 
 
 def _digit_of(counts: list[int], left: int) -> tuple[int, int]:
-    """The digit of the `left`-th largest of some numbers, of which `counts` have each digit; and
-    how many to choose of those with this digit."""
+    """The digit of the `left`-th largest number, if `counts` numbers have each digit; and how many
+    numbers with this digit to choose."""
     digit = len(counts) - 1
     while digit and counts[digit] < left:
         left -= counts[digit]

@@ -3,15 +3,14 @@
 Adam and AdamW as in ``torch.optim`` (Kingma and Ba, 2015; Loshchilov and Hutter, 2019). Each step k
 of a pass computes, elementwise in fp32::
 
-    g = c_k * gradient_k                      (+ weight_decay * p   when not decoupled)
+    g = c_k * gradient_k                (+ weight_decay * p, unless decoupled)
     m = m + (1 - beta1) (g - m)
     v = beta2 v + (1 - beta2) g^2
     d = sqrt(v) / sqrt(1 - beta2^t) + eps
-    p = (1 - lr weight_decay) p - lr / (1 - beta1^t) m / d      (the first factor only when
-    decoupled)
+    p = (1 - lr weight_decay) p - lr / (1 - beta1^t) m / d      (first factor only if decoupled)
 
-Without bias correction, both 1 - beta^t are 1. A gradient is maximized by a negative c. If m and v
-have 16 or 8 bits, each step rounds them as `rounding` says, before d and p are computed from them.
+Without bias correction, both 1 - beta^t are 1. A negative c maximizes. If m and v have 16 or 8
+bits, each step rounds them (see `rounding`) before it computes d and p.
 
 After the last step, with that step's d and the values of `Publish`::
 
@@ -88,8 +87,8 @@ class AdamStep:
 
     @property
     def correction_betas(self) -> tuple[float, float]:
-        """The betas of the bias corrections ``1 - beta^t``; zeros, with which these are 1, if there
-        are none."""
+        """The betas of the bias corrections ``1 - beta^t``; zeros, which make them 1, if there are
+        none."""
         return (self.beta1, self.beta2) if self.bias_correction else (0.0, 0.0)
 
     @property
@@ -148,8 +147,8 @@ class AdamPass:
     first: int = 0
     """Number of the first element in its partition: random numbers depend on it."""
     scales: tuple[Array, Array] | None = None
-    """Of the codes of m and of v, uint8 [ceil(n / block_size)] each; None: the moments are no
-    codes."""
+    """Scales of the codes of m and of v, uint8 [ceil(n / block_size)] each; None: the moments are
+    not coded."""
 
     def __post_init__(self) -> None:
         n = self.p.numel

@@ -1,5 +1,5 @@
-"""Rounds moments with torch operations: to bfloat16, or to codes of 8 bits and back (`rounding` has
-the definition)."""
+"""Rounds moments with torch operations: to bfloat16, or to 8-bit codes and back (defined in
+`rounding`)."""
 
 from functools import partial
 
@@ -50,13 +50,13 @@ def round_moments(
 def _random_halves(
     step: int, first: int, numel: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The random numbers below 2^16 with which an update rounds m and v.
+    """The random numbers, below 2^16, that an update rounds m and v with.
 
     Args:
         step: number of the update.
         first: number of the first element in its partition.
         numel: n.
-        device: where they are needed.
+        device: device of the results.
 
     Returns:
         Both for each element, int64 [n].
@@ -126,7 +126,7 @@ def decode(
 
 
 def _in_blocks(values: torch.Tensor, block_size: int) -> torch.Tensor:
-    """As [blocks, block_size]; what a shorter last block lacks is zero."""
+    """View as [blocks, block_size], with a shorter last block padded with zeros."""
     missing = -values.numel() % block_size
     return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(
         -1, block_size

@@ -14,7 +14,7 @@ from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
 __all__ = ["BUILT", "library_path"]
 
 BUILT = Path(__file__).parent / "_adam_pass.so"
-"""The library. Its name contains no version of Python, because it does not use Python."""
+"""The library. Its name has no Python version, because it does not use Python."""
 
 _ELF64_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _ELF64_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
@@ -30,8 +30,8 @@ def library_path() -> str | None:
     if why := _why_unusable(BUILT):
         warn_once(
             "ZenFlow's optimizer step uses torch operations, several times slower than the native "
-            f"kernel: {why}. Install the wheel, or a C++ compiler and deepspeed_ext once more; "
-            "DSEXT_NATIVE_KERNEL=0 accepts this"
+            f"kernel: {why}. Install the wheel, or install a C++ compiler and reinstall "
+            "deepspeed_ext; DSEXT_NATIVE_KERNEL=0 accepts this"
         )
         return None
     return str(BUILT)
@@ -42,10 +42,10 @@ def _why_unusable(library: Path) -> str:
     process."""
     try:
         if not _is_whole(library):
-            return f"{library} is only a part of a library"
+            return f"{library} is truncated"
         NativeKernel(str(library), threads=1)
     except FileNotFoundError:
-        return f"there is no {library}, because deepspeed_ext was installed without a C++ compiler"
+        return f"{library} does not exist: deepspeed_ext was installed without a C++ compiler"
     except (OSError, AttributeError) as error:
         return f"{library} does not load ({error})"
     return ""

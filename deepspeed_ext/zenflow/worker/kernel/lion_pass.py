@@ -5,8 +5,8 @@ Lion (Chen et al., 2023, arXiv 2302.06675) as DeepSpeed's CPU Lion computes it. 
 pass computes, elementwise in fp32::
 
     g = c_k * gradient_k
-    p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g)          m = beta2 m + (1 -
-    beta2) g
+    p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g)
+    m = beta2 m + (1 - beta2) g
 
 sign(x) is the sign bit of x, so it is never zero. Only a positive weight decay has an effect. In
 each sum, the product with m is rounded and the other product is fused with the addition, as in
@@ -16,11 +16,10 @@ rounded, and results differ in the last bit.
 After the last step, with the values of `LionPublish`::
 
     y = p_factor p
-    known[b] = mean of |m| over block b, as the bits of an fp32 number, and then the sign bit of
-    each m of the block
+    known[b] = mean of |m| over block b, as the bits of an fp32 number; then the block's sign bits
 
-Bit k of the w-th word behind the mean belongs to element 32 w + k of the block; bits without an
-element are zero.
+Bit k of the w-th word after the mean (from 0) is that of element 32 w + k; bits without an element
+are zero.
 """
 
 import ctypes

@@ -199,11 +199,12 @@ def _lion_step(step: LionStep) -> _LionStep:
 
 
 class NativeKernel:
-    """Runs passes with the shared library at ``library`` on ``threads`` threads: the caller's, and
-    others that the library starts for the first pass and keeps.
+    """Runs passes with the shared library at ``library``, on ``threads`` threads: the caller's, and
+    others that the library starts at the first pass and keeps.
 
     Args:
-        vectors: whether Adam's passes may take AVX-512 where the CPU has it. The bits are the same.
+        vectors: whether Adam's passes may use AVX-512 if the CPU has it; results are bitwise the
+            same.
 
     Raises:
         OSError: the file cannot be loaded, or has another version.
@@ -323,15 +324,15 @@ class NativeKernel:
         blocks_per_chunk: int | None = None,
         touchers: Any = None,
     ) -> None:
-        """Touch every page of an array, each on the thread that passes over it, which places it on
+        """Touch every page of an array on the thread that will process it, which places the page on
         that thread's memory node.
 
         Args:
             block_bytes: bytes of the array for one block.
             block_size: elements of a block.
             blocks_per_chunk: blocks of a pass; None: one pass goes over all.
-            touchers: a ctypes array of int32 that receives the thread's number for each page; None:
-                it is not wanted.
+            touchers: ctypes int32 array that receives the thread id for each page; None: not
+                wanted.
         """
         most = max(1, -(-nbytes // block_bytes))
         blocks = min(blocks_per_chunk or most, most)
@@ -340,7 +341,7 @@ class NativeKernel:
         )
 
     def passers(self, numel: int, block_size: int) -> list[int]:
-        """The number of the thread that a pass over `numel` elements processes each of them on."""
+        """For each of `numel` elements, the id of the thread on which a pass processes it."""
         found = (ctypes.c_int32 * numel)()
         self._library.dsext_passers(found, numel, block_size, self._threads)
         return list(found)

@@ -1,5 +1,5 @@
-"""Implements the passes with chunked torch operations: the definition that the native kernel is
-tested against, and its fallback."""
+"""Implements the passes with chunked torch operations: the native kernel's definition in tests, and
+its fallback."""
 
 import ctypes
 import threading
@@ -37,10 +37,10 @@ def as_tensor(array: Array) -> torch.Tensor:
 class ReferenceKernel:
     """Runs passes with torch on the CPU, in a pool of ``threads`` threads.
 
-    Each thread processes whole chunks and runs every operation alone: if operations were split
-    among threads, each would wait for the slowest thread. Results depend neither on the number of
-    threads nor on the chunk size, because every operation is elementwise and chunks end at block
-    boundaries. The calling process's number of torch threads does not change.
+    Each thread processes whole chunks and runs its operations alone: operations split among threads
+    would each wait for the slowest thread. Results depend neither on the number of threads nor on
+    the chunk size, because every operation is elementwise and chunks end at block boundaries. The
+    calling process's number of torch threads does not change.
 
     Args:
         threads: number of threads.
@@ -149,7 +149,7 @@ def _undivided_threads(number: int) -> ThreadPoolExecutor:
     all_limited = threading.Barrier(number + 1, timeout=_START_SECONDS)
 
     def take_limit() -> None:
-        # a thread's first call resets it to the default; a later one would undo the next line
+        # a thread's first call resets its limit to the default, and would undo the next line later
         torch.get_num_threads()
         torch.set_num_threads(1)
         all_limited.wait()
@@ -216,12 +216,12 @@ def take_steps(
     """Take the steps of an `AdamPass` without publishing, in the calling thread.
 
     Args:
-        p, m, v: of a part of a partition, changed in place; 1-D [n], host. p is fp32, the moments
+        p, m, v: part of a partition, changed in place; 1-D [n], host. p is fp32; the moments are
             fp32, or bfloat16 if that is `dtype`.
         grads: one for each step; 1-D [n], any float dtype, host.
         steps: their constants.
         first: number of the part's first element in its partition, where a block begins.
-        dtype: that to which each step rounds the moments: ``float32``, ``bfloat16`` or ``int8``.
+        dtype: what each step rounds the moments to: ``float32``, ``bfloat16`` or ``int8``.
         block_size: elements per block.
     """
     chunk = max(1, _CHUNK_NUMEL // block_size) * block_size
@@ -236,7 +236,8 @@ def take_steps(
 def _loaded(
     stored: tuple[torch.Tensor, torch.Tensor], scales: Sequence[torch.Tensor], block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """m and v in fp32: the arrays themselves if they are that; `scales` are those of codes."""
+    """m and v in fp32: the arrays themselves if they are fp32, else copies; `scales` belong to
+    codes."""
     if not scales:
         return stored[0].float(), stored[1].float()
     moments = torch.empty(2, stored[0].numel(), dtype=torch.float32, device="cpu")

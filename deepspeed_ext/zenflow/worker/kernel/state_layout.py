@@ -1,5 +1,5 @@
-"""Describes what an optimizer keeps for each element, in plain values: what lies in the arena and
-what crosses the link. Each pass declares its own (`ADAM_STATE`, `LION_STATE`)."""
+"""Describes an optimizer's state per element, as plain values: what is in the arena and what
+crosses the link. Each pass declares its own (`ADAM_STATE`, `LION_STATE`)."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +12,7 @@ _WORD_BITS = 32
 
 
 class StepConstants(Protocol):
-    """What all optimizers' constants of one optimizer step have in common. They are dataclasses."""
+    """What the constants of a step have in common for all optimizers. They are dataclasses."""
 
     @property
     def lr(self) -> float:
@@ -32,14 +32,14 @@ class StateLayout:
     """The state of one optimizer.
 
     Attributes:
-        name: in messages and checkpoints.
+        name: name in messages and checkpoints.
         moments: for each array besides p, its kind in the arena and its name in the optimizer's
             state.
         per_block: kind and dtype of the array from which the predictive rule's estimate is made.
-        with_signs: whether that array holds, behind one number, a sign bit for each element of the
+        with_signs: whether that array holds, after one number, a sign bit for each element of the
             block.
         counts_updates: whether a step depends on the number of updates.
-        longest_interval: longest interval of overlapped steps that its estimate is made for; None:
+        longest_interval: longest interval that its estimate supports for overlapped steps; None:
             any.
         moment_dtype: dtype of the moments; p is always fp32. ``int8``: codes, with a scale for each
             block (`rounding`).
@@ -76,8 +76,8 @@ class StateLayout:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Kinds of the arrays in which others see the moments: fp32 arrays that take memory only
-        while they are shown, if the moments are codes; otherwise the moments themselves."""
+        """Kinds of the arrays that show the moments to others: the moments themselves or, if they
+        are coded, fp32 arrays that take memory only while they are shown."""
         return (
             tuple(f"{kind}_shown" for kind in self.kinds[1:]) if self.is_coded else self.kinds[1:]
         )

@@ -106,15 +106,15 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         (
             '{"model_type": "llama",\n "hidden_size": }',
-            r"is no JSON \(.*line 2 column 17",
-            "mend it",
+            r"is not JSON \(.*line 2 column 17",
+            "fix it",
         ),
-        ("<!DOCTYPE html>", "is no JSON", "give another config.json or --params"),
-        ("[" * 100_000, "is no JSON", "mend it"),
+        ("<!DOCTYPE html>", "is not JSON", "give another config.json or --params"),
+        ("[" * 100_000, "is not JSON", "fix it"),
         ([LLAMA], "names no model_type", "give one that does"),
         ({"hidden_size": 3}, "names no model_type", "give one that does, or --params"),
         (LLAMA | {"model_type": ["llama"]}, "names no model_type", "give one that does"),
-        ({"zero_optimization": {"stage": 2}}, "is a config of DeepSpeed", "give it as --config"),
+        ({"zero_optimization": {"stage": 2}}, "is a DeepSpeed config", "give it as --config"),
         (
             {"model_type": "unheard-of"},
             "does not know the model_type 'unheard-of'",
@@ -123,17 +123,17 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (
             LLAMA | {"hidden_size": "many"},
             "builds no model.*str",
-            "mend the file, or give --params",
+            "fix the file, or give --params",
         ),
         (
             LLAMA | {"hidden_size": -64},
             "builds no model.*negative dimension",
-            "mend the file, or give --params",
+            "fix the file, or give --params",
         ),
         (
             PICTURES | {"text_config": {"model_type": "unheard-of"}},
             "builds no model.*unheard-of",
-            "mend the file",
+            "fix the file",
         ),
     ],
 )
@@ -174,7 +174,7 @@ def test_weights_in_place_of_the_config_are_not_read(
         (
             "meta-llama/Llama-3.1-8B",
             [],
-            "nothing is downloaded: of a model on a hub, download config.json first",
+            "nothing is downloaded: for a model on a hub, download config.json first",
         ),
         (
             "/nowhere/at/all",
@@ -209,7 +209,7 @@ def test_a_path_without_a_config_is_one_line_that_says_what_to_give(
         (["--memory"], "--memory needs --gpus N, and --model config.json or --params 7e9\n"),
         (
             ["--memory", "--gpus", "2", "--params", "7e9", "--model", "config.json"],
-            "give one of them",
+            "give only one",
         ),
         (["--model", "config.json"], "--model: only with --memory\n"),
     ],
@@ -261,7 +261,7 @@ def test_quantized_weights_count_as_the_plain_ones_and_a_note_says_so(
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("note: "))
     assert line == f"note: {note}"
     assert "are quantized ('fp8')" in line
-    assert "Of an adapter, give --params" in line
+    assert "For an adapter, give --params" in line
     assert len(line) <= 120
     assert cli.main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"] == [note]
@@ -521,6 +521,6 @@ def test_a_model_that_takes_too_long_to_build_is_given_up(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(
-        ConfigError, match="takes more than a minute to build its model; mend it, or give --params"
+        ConfigError, match="takes more than a minute to build its model; fix it, or give --params"
     ):
         read_model(str(write(tmp_path, LLAMA)))

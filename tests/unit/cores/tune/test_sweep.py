@@ -17,7 +17,7 @@ from deepspeed_ext.cores.tune.sweep import (
 
 
 def point(number: int, gb_per_s: float, noise: str = "") -> Point:
-    return Point(number, 1 / gb_per_s if gb_per_s else float("inf"), 0.0, gb_per_s, noise)
+    return Point(number, 1 / gb_per_s if gb_per_s else None, 0.0, gb_per_s, noise)
 
 
 @given(

@@ -75,6 +75,8 @@ def test_a_disturbed_result_is_shown_without_a_config_line_and_kept_if_asked_for
     assert json.loads(printed.out) == measured
     assert "the measurement was disturbed (other processes used 70%)" in printed.err
     assert "pt_reserved_cores" not in as_text(measured)
+    failed = asdict(Point(2, None, 0.0, 0.0, "ended with status 1"))
+    assert "    2           0.0      failed" in as_text({**measured, "points": [failed]})
     assert tune("--output", "mine.json") == 0
     assert json.loads((tmp_path / "mine.json").read_text()) == measured
 

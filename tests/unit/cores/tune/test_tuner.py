@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import namedtuple
+from dataclasses import asdict
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ def test_a_failing_worker_is_one_failed_point() -> None:
         failed = tuner.measure(1)
         assert failed.gb_per_s == 0.0
         assert "status" in failed.noise
+        json.dumps(asdict(failed), allow_nan=False)  # --json prints it, and JSON has no infinity
         with pytest.raises(WorkerError, match="no number of cores"):
             tuner.run()
 

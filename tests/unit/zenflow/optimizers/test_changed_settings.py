@@ -99,7 +99,7 @@ def test_what_the_worker_cannot_step_with_is_refused_by_name_and_the_step_is_sti
     assert "amsgrad=True (parameter group 0" in amsgrad
     assert "betas=(0.9, 0)" in forgets
     assert "overlap_step" in forgets
-    assert "betas=(0.9, 1), but each has to be at least 0 and below 1" in one
+    assert "betas=(0.9, 1), but each must be at least 0 and below 1" in one
     assert "betas=(-0.1, 0.9)" in negative
 
 

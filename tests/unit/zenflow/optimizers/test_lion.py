@@ -92,7 +92,7 @@ def test_hyperparameters_are_read_at_each_step() -> None:
 
 
 def test_the_selective_rule_is_refused() -> None:
-    with pytest.raises(ConfigError, match="steps its blocks as Adam does"):
+    with pytest.raises(ConfigError, match="that rule runs only Adam"):
         kind_of(lion().optimizer, ZenFlowConfig(topk_ratio=0.1))
 
 

@@ -172,7 +172,7 @@ def test_a_wait_ends_if_nothing_moves(request_: str, monkeypatch: pytest.MonkeyP
     recorded = Recorded(blocks_at=request_)
     courier = Courier(0, timeout_seconds=0.1)
     courier.send(recorded.parcels(3), recorded)  # type: ignore[arg-type]
-    with pytest.raises(WorkerError, match=r"have not moved for 0\.1 s"):
+    with pytest.raises(WorkerError, match=r"have made no progress for 0\.1 s"):
         courier.wait()
     courier.close()
     recorded.may_go_on.set()

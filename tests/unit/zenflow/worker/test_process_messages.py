@@ -215,7 +215,7 @@ def test_a_submission_that_is_not_read_times_out() -> None:
         process._timeout_seconds = 2.0
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(
-            WorkerError, match=r"did not read its orders within 2 s.*worker_timeout_seconds"
+            WorkerError, match=r"did not accept its work within 2 s.*worker_timeout_seconds"
         ):
             process.submit([replace(PASS, partition=index) for index in range(20_000)])
         assert gone(process.pid)

@@ -120,8 +120,8 @@ def placement_of(nodes: int, cores: int) -> WorkerPlacement:
 
 def test_a_worker_on_several_nodes_prefers_none_and_its_threads_stay() -> None:
     one, several = placement_of(1, 8), placement_of(2, 4)
-    assert (one.numa_node, one.one_each) == (0, False)
-    assert (several.numa_node, several.one_each) == (-1, True)
+    assert (one.numa_node, one.pin_each_thread) == (0, False)
+    assert (several.numa_node, several.pin_each_thread) == (-1, True)
     assert WorkerPlacement.parse(str(several)) == several
 
 
@@ -154,7 +154,7 @@ def test_each_node_has_the_memory_of_its_threads(
     placement = WorkerPlacement.of(plan.ranks[0])
     of_worker = [topology.core_of[cpu] for cpu in sorted(placement.cpus)]
     assert len(set(of_worker)) == len(of_worker), "two threads of the worker share a core"
-    assert placement.one_each == (len({core.node for core in of_worker}) > 1)
+    assert placement.pin_each_thread == (len({core.node for core in of_worker}) > 1)
 
     kernel = NativeKernel(LIBRARY, placement.threads)
     ids = (ctypes.c_int32 * placement.threads)()
