@@ -186,10 +186,10 @@ class _Exchange:
         self._receives = on_rank in (None, ranks.rank)
         self._sends = ranks.size > 1 and on_rank != ranks.rank
         self._wholes: list[torch.Tensor] = []
-        self._message: torch.Tensor | None = None
+        self._message = self._incoming = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def prepare(self) -> None:
-        """Round this rank's elements, and allocate the whole tensors. No collective."""
+        """Round this rank's elements, and allocate all that `run` needs. No collective."""
         rank = self._ranks.rank
         if self._receives:
             self._wholes = [
@@ -200,8 +200,11 @@ class _Exchange:
                     whole.copy_(entry.sources[0])
                 for fragment in entry.held_by(rank):
                     _elements(whole, fragment).copy_(entry.read(fragment))
+            senders = set(range(self._ranks.size)) - {rank, self._on_rank}
+            largest = max((self._pieces(owner)[1] for owner in senders), default=0)
+            self._incoming = torch.empty(largest, dtype=torch.uint8, device="cpu")
         pieces, nbytes = self._pieces(rank)
-        if self._sends and nbytes:
+        if self._sends:
             self._message = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             for number, fragment, place in pieces:
                 entry = self._bucket[number]
@@ -229,7 +232,7 @@ class _Exchange:
                     for number, fragment, place in pieces:
                         whole = self._wholes[number]
                         _elements(whole, fragment).copy_(message[place].view(whole.dtype))
-        self._message = None
+        self._message = self._incoming = self._message.new_empty(0)
         if self._receives:
             yield from zip((each.names for each in self._bucket), self._wholes, strict=True)
 
@@ -238,9 +241,7 @@ class _Exchange:
         is_mine, group = owner == self._ranks.rank, self._ranks.group
         if not is_mine and not self._receives:
             return None
-        message = self._message
-        if not is_mine or message is None:
-            message = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        message = self._message if is_mine else self._incoming[:nbytes]
         if self._on_rank is None:
             source = self._ranks.global_rank(owner)
             torch.distributed.broadcast(message, source, group=group)

@@ -4,9 +4,10 @@ and awake."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -14,6 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 import deepspeed_ext
+from deepspeed_ext.adapter.weight_stream import _Exchange
 from deepspeed_ext.errors import PlanMismatchError, StateError, UnsupportedError
 from tests.support.matrix import some
 from tests.support.models import OddModel, batches, two_groups
@@ -121,6 +123,14 @@ def test_other_places_of_the_weights(stage: int, more: dict[str, Any]) -> None:
     run_ranks(2, streams, config)
 
 
+def allocates_nothing(
+    exchange: _Exchange, run: Callable[..., Iterator[Any]] = _Exchange.run
+) -> Iterator[Any]:
+    """`_Exchange.run`, in which a rank that lacked memory would leave the others waiting."""
+    with mock.patch("torch.empty", side_effect=MemoryError("between agreement and exchange")):
+        yield from run(exchange)
+
+
 def stops_early(rank_that_stops: int) -> str:
     """One rank breaks its loop after some tensors; the other one's error. Then the ranks give
     different arguments."""
@@ -140,7 +150,8 @@ def stops_early(rank_that_stops: int) -> str:
         own = arguments | other if deepspeed.comm.get_rank() == 0 else arguments
         with pytest.raises(PlanMismatchError, match="different plans for streaming weights"):
             deepspeed_ext.weights(engine, **own)
-    again = dict(deepspeed_ext.weights(engine, SMALL))
+    with mock.patch.object(_Exchange, "run", allocates_nothing):
+        again = dict(deepspeed_ext.weights(engine, SMALL))
     assert_same(in_order(exported(engine)), in_order(again))
     engine.destroy()
     return found
