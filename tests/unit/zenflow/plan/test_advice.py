@@ -168,12 +168,12 @@ def test_only_what_a_run_allows_is_suggested(plan: ZenFlowPlan, changes: list[st
 
 
 def test_the_smallest_share_that_helps_enough_is_suggested_if_there_is_room() -> None:
-    """Half of the optimizer takes 12.1 bytes for each of its parameters, and frees 2.1 of
+    """Half of the optimizer takes 12 bytes for each of its parameters, and frees 2.1 of
     landing."""
     measured, remedies = step(1.0, 0.70, 0.68, 1.66, link=0.5), remedies_of(plan_of())
     said = advise(measured, remedies, room=16 * GIB).line
     assert 'offload_optimizer.ratio "auto" would make it 1.04x, and takes 3.8 GiB' not in said
-    assert 'offload_optimizer.ratio "auto" would make it 1.02x, and takes 5.0 GiB' in said
+    assert 'offload_optimizer.ratio "auto" would make it 1.02x, and takes 4.9 GiB' in said
     assert "update_interval 2" in advise(measured, remedies, room=2 * GIB).line
 
 

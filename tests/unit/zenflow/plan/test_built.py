@@ -77,8 +77,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         said.append(("slots", plan.chunks.slots, len(transfers._chunk_slots)))
     parts = [] if adam.share is None else adam.share._parts
     share = sum(tensor.nbytes for part in parts for tensor in part.state)
-    counts = sum(4 * (each.head // plan.rule.block_size) for each in plan.partitions)
-    said.append(("share", plan.held.share_bytes, share + counts))
+    said.append(("share", plan.held.share_bytes, share))
     engine.destroy()
     return plan, [
         f"{name}: planned {planned}, built {made}"
