@@ -1,17 +1,17 @@
 """Moves a run to the fastest plan that its steps allow, between two steps, at most twice.
 
-The first steps are synchronous and are measured, on different counts of threads: they say how long
-a pass takes, and forward and backward without one beside them. The first overlapped steps say how
-much they delay each other. From that follows how much the host should step (`plan.share`). The rest
-moves without rounding: p and the moments are copied to the accelerator, and the host's arrays begin
-behind them. Later steps are those of a run that had this share from the start, and the same p and
-moments at this step. Threads change no bit.
+The first steps are synchronous, and measured with several thread counts: they show how long a pass
+takes, and forward and backward without a pass beside them. The first overlapped steps show how much
+the two delay each other. From that follows how much the host should step (`plan.share`). The rest
+moves without rounding: p and the moments are copied to the accelerator, and the host's arrays then
+begin after those elements. Later steps equal those of a run with this share from the start and the
+same p and moments. Thread counts do not change results.
 
-Later a run is looked at every `STEPS_LOOKED_AT` steps, `STEPS_BETWEEN` after a choice. If steps
-wait, or the accelerator takes another time for one, everything is measured once more. An overlapped
-step may then move, too: the worker publishes y again, of what stays with it. At an interval above 1
-only threads change then, because the next step reads no y. Elements never move back: their memory
-on the host may have been given to others.
+From `STEPS_BETWEEN` steps after a choice on, the run is checked every `STEPS_LOOKED_AT` steps. If
+steps wait, or the accelerator's time per step has changed, everything is measured again. The share
+may then move after an overlapped step, too: the worker publishes y again, for the elements that
+stay. At an interval above 1 only threads change then, because the next step reads no y. Elements
+never move back: their host memory may be in use by others.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ __all__ = ["Tuner", "move_share"]
 
 MOST_MOVES = 2
 STEPS_BETWEEN = 200
-"""Fewest steps from one choice to the next; after one that has changed nothing, twice as many."""
+"""Fewest steps from one choice to the next; doubled after each choice that changes nothing."""
 STEPS_LOOKED_AT = 50
 WAITS = 0.05
-"""Of a step: a wait that is longer is worth another look."""
+"""Fraction of a step: a longer wait starts a new measurement."""
 CHANGED = 0.1
-"""Of the accelerator's time: a difference that is larger is another batch."""
+"""Fraction of the accelerator's time: a larger difference means that the batch has changed."""
 MOST_SYNCHRONOUS = 32
-"""Further synchronous steps for which a choice waits for overlapped ones."""
+"""Most further synchronous steps that a choice waits for overlapped ones."""
 MOST_CONTENTION = 0.9
 THERE_OVER_ESTIMATE = 3.5
-"""How many times as many bytes as the estimate and the norms an exact step on the accelerator
-moves: 28 an element, not 8."""
+"""Bytes of an exact step on the accelerator over those of estimate and norms: 28 and 8 per
+element."""
 
 
 class Tuner:
-    """Chooses the share and the threads once enough synchronous steps in a row have been measured,
-    and looks again when a run has changed. All ranks of the model choose together.
+    """Chooses share and threads once enough successive synchronous steps have been measured, and
+    again when the run has changed. All ranks of the model choose together.
 
     Args:
-        config: ``offload_reserve_fraction`` of the accelerator's memory stays free beside the most
-            that a step has taken; landing buffers may give way to a larger share unless
-            ``hide_transfers`` is given.
+        config: ``offload_reserve_fraction`` of the accelerator's memory stays free above the peak
+            of a step; landing buffers may give way to a larger share unless ``hide_transfers`` is
+            given.
         chooses_share: whether the share may move; otherwise only threads do.
-        threads: counts of threads to try, the present one first.
+        threads: thread counts to try, the present one first.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Tuner:
         self.device_seconds = self._fixed = 0.0
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
-        """Count a step that has ended; choose if enough of them have been measured."""
+        """Count a step that has ended; choose if enough have been measured."""
         self._since += 1
         is_between = plan.waits_last and host.rule.schedule.plan().waits_last
         if self._alone is not None:
@@ -122,7 +122,7 @@ class Tuner:
             self._begin(host)
 
     def _give_up(self, host: HostOptimizer) -> None:
-        """Too few synchronous steps were left; look again behind `STEPS_BETWEEN` others."""
+        """Too few synchronous steps were left: try again after `STEPS_BETWEEN` steps."""
         self._is_open = False
         if self._probe is not None:
             self._probe = None
@@ -145,8 +145,8 @@ class Tuner:
         )
 
     def _has_changed(self, host: HostOptimizer) -> bool:
-        """Whether steps of any rank wait, or take another time on the accelerator than when the
-        plan was chosen: another batch, accumulation or length. A collective."""
+        """Whether any rank's steps wait, or the accelerator's time differs from when the plan was
+        chosen (another batch, accumulation or length). A collective."""
         changed = 0
         with host.link.keeping():
             step = self._metrics.typical_step()
@@ -224,7 +224,7 @@ class Tuner:
     def resumed(
         self, host: HostOptimizer, threads: int | None, device_seconds: float, *, is_elsewhere: bool
     ) -> None:
-        """See `Mover.resumed`. Another machine makes all choices anew."""
+        """See `Mover.resumed`. On another machine, everything is chosen anew."""
         self._alone = None
         if host.ranks.minimum(-int(is_elsewhere))[0] < 0:
             self.device_seconds = 0.0
@@ -267,7 +267,7 @@ class Tuner:
     def _choose_share(
         self, host: HostOptimizer, of_all: Sequence[Measured], is_between: bool
     ) -> bool:
-        """Choose the share, and move to it; return whether it has moved. A collective."""
+        """Choose the share and move to it; return whether it moved. A collective."""
         now = host.decided
         found = search_measured(now, self._may_expose, of_all)
         slowest = max((each.times for each in of_all), key=lambda times: times.worker)
@@ -292,7 +292,7 @@ class Tuner:
         return moved
 
     def _times(self, plan: ZenFlowPlan, probe: ThreadProbe, is_between: bool) -> ChainTimes:
-        """What this rank has measured, as of a step with all elements on the host."""
+        """This rank's measurements, scaled to a step with all elements on the host."""
         step = None if is_between else self._metrics.typical_step()
         if step is not None:
             scale = sum(each.numel for each in plan.partitions) / max(
@@ -320,19 +320,19 @@ class Tuner:
 
 
 def _first(counts: Sequence[int], count: int) -> tuple[int, ...]:
-    """`counts` with `count` in front."""
+    """`counts` with `count` moved to the front."""
     return (count, *(each for each in counts if each != count))
 
 
 def _slower_way(plan: ZenFlowPlan, both: float) -> float:
-    """The part of the seconds of copies `both` ways that the slower direction takes."""
+    """The seconds of the slower direction, of `both` seconds of copies in both."""
     moves = traffic_of(plan)
     return both * max(moves.down, moves.up) / (moves.down + moves.up)
 
 
 def _contended(alone: ChainTimes, step: MeasuredStep, plan: ZenFlowPlan) -> ChainTimes:
-    """What an overlapped `step`, with all elements on the host, adds to times that were measured
-    without overlap."""
+    """Times measured without overlap, updated with an overlapped `step` with all elements on the
+    host."""
     beside = min(step.worker, step.device)
     contention = max(0.0, step.device - alone.device) / beside if beside > 0.0 else 0.0
     return replace(
@@ -346,10 +346,10 @@ def _contended(alone: ChainTimes, step: MeasuredStep, plan: ZenFlowPlan) -> Chai
 
 def move_share(host: HostOptimizer, plan: ZenFlowPlan, host_share: float, why: str) -> bool:
     """Step all but `host_share` of each partition on the accelerator from now on. A collective
-    between two synchronous steps.
+    between two steps.
 
     Args:
-        plan: the run's, or the same without landing buffers.
+        plan: the run's plan, or the same without landing buffers.
 
     Returns:
         False if an accelerator has no memory for it; then nothing has changed.
@@ -359,11 +359,11 @@ def move_share(host: HostOptimizer, plan: ZenFlowPlan, host_share: float, why: s
 
 
 def _move(host: HostOptimizer, plan: ZenFlowPlan, *, hides: bool) -> bool:
-    """Go on with `plan`.
+    """Continue with `plan`.
 
     Args:
         hides: whether to free the host memory of what has moved; False if p and the moments may
-            have been written from outside, so that the next step takes them from there once more.
+            have been written from outside, so that the next step reads them there again.
 
     Returns:
         False if an accelerator has no memory for it; then nothing has changed.

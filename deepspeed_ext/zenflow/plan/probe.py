@@ -1,5 +1,5 @@
-"""Finds how many threads the optimizer process passes fastest with: the passes of training steps
-are the probe, because their results do not depend on it. Plain values."""
+"""Finds the thread count with which the optimizer process is fastest, by timing the passes of
+training steps, whose results do not depend on it. Plain values."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Sequence
 __all__ = ["PROBED_STEPS", "ThreadProbe", "thread_counts"]
 
 PROBED_STEPS = 6
-"""Divided among the counts of threads."""
+"""Number of probed steps, divided among the thread counts."""
 
 _NEAR = 0.03
-"""Fewer threads must be faster by so much."""
+"""Fraction by which fewer threads must be faster."""
 
 
 def thread_counts(most: int) -> tuple[int, ...]:
-    """The counts of threads to try, at most three, the largest first."""
+    """The thread counts to try, at most three, the largest first."""
     return tuple(dict.fromkeys(max(1, count) for count in (most, most * 3 // 4, most // 2)))
 
 
 class ThreadProbe:
-    """Says which count of threads comes next, and which was best.
+    """Says which thread count comes next, and which was best.
 
     Args:
-        counts: of threads, the one to prefer first; at most half of `PROBED_STEPS`, or one.
+        counts: thread counts, the preferred one first; at most half as many as `PROBED_STEPS`.
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
@@ -35,7 +35,7 @@ class ThreadProbe:
 
     @property
     def coming(self) -> int:
-        """Threads of the coming step's pass."""
+        """Thread count of the coming step's pass."""
         return self._coming[min(self._noted, len(self._coming) - 1)]
 
     @property
@@ -43,19 +43,19 @@ class ThreadProbe:
         return self._noted >= len(self._coming)
 
     def note(self, seconds: float) -> None:
-        """Record the newest pass that has ended, in a step that began with `coming`."""
+        """Record the duration of the newest finished pass, in a step that began with `coming`."""
         self._seconds[self.coming].append(seconds)
         self._noted += 1
 
     def seconds(self, count: int) -> float:
-        """Of a pass on `count` threads. The first is left out: if steps overlap, it may be the pass
-        of the step before, or a part of it."""
+        """Median pass time with `count` threads. The first is left out: if steps overlap, it may
+        belong to the step before."""
         noted = self._seconds[count]
         return statistics.median(noted[1:] or noted)
 
     @property
     def best(self) -> int:
-        """The fastest count; an earlier one, unless a later one is clearly faster."""
+        """The best count: the first, unless a later one is clearly faster."""
         best, *others = self._seconds
         for count in others:
             if self.seconds(count) < (1.0 - _NEAR) * self.seconds(best):

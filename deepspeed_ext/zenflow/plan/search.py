@@ -1,11 +1,10 @@
 """Searches the plans that have the same numerics for the fastest one that fits.
 
-One function serves twice. Before the first step, `decide` gives it the places where gradients and y
-may live, with times that are computed from bytes. Behind measured steps, `zenflow.moving` gives it
-what the run may still move to, with the times of every rank. It is pure, so all ranks find the
-same.
+Called twice. Before the first step, `decide` passes the places where gradients and y may live, with
+times computed from bytes. After measured steps, `zenflow.moving` passes what the run may still move
+to, with every rank's times. It is pure, so all ranks find the same plan.
 
-What changes numerics is not searched: `advice` suggests it.
+Changes that affect numerics are not searched: `advice` suggests them.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ __all__ = [
 ]
 
 LEAST_GAINED = 0.03
-"""A later option must make a step shorter by so much of it, because it gives something up."""
+"""Fraction by which a later option must shorten a step, because it gives something up."""
 
 TYPICAL = Speeds(link=20e9, host=100e9)
-"""Of a rank with an accelerator, as long as nothing is measured. Only their ratio matters."""
+"""Assumed for a rank with an accelerator until something is measured. Only their ratio matters."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Plans that differ in nothing but the share of the optimizer on the host.
+    """Plans that differ only in the share of the optimizer on the host.
 
     Attributes:
         plan: one of them.
         least: the smallest share on the host for which every rank has room.
         most: the largest share.
-        times: of each rank, while all elements step on the host.
+        times: each rank's, with all elements on the host.
     """
 
     plan: ZenFlowPlan
@@ -62,12 +61,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Found:
-    """What an option gives.
+    """The best of an option.
 
     Attributes:
         plan: the option's.
-        share: of each partition on the host.
-        seconds: of a step on the slowest rank, by prediction.
+        share: fraction of each partition on the host.
+        seconds: predicted step time on the slowest rank.
     """
 
     plan: ZenFlowPlan
@@ -98,8 +97,8 @@ def _ends_of(option: Option) -> Iterator[Found]:
 
 
 def expected_times(plans: Sequence[ZenFlowPlan]) -> list[ChainTimes]:
-    """For each plan, times from the bytes that it moves, beside an accelerator whose step takes as
-    long as the slowest of them hides: how long it is, nobody knows before the first."""
+    """For each plan, times from the bytes that it moves. The accelerator's step, unknown so far, is
+    assumed to be just long enough to hide the slowest plan."""
     found = [lanes_of(plan, TYPICAL) for plan in plans]
     device = max((each.beside for each in found), default=0.0) / HIDDEN
     return [
@@ -112,13 +111,13 @@ def expected_times(plans: Sequence[ZenFlowPlan]) -> list[ChainTimes]:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank has measured, from which all ranks of the model choose one plan.
+    """One rank's measurements, from which all ranks of the model choose one plan.
 
     Attributes:
-        times: while all elements step on the host.
-        least: for each of `ways_on`, how much must step on the host, of `UNITS`, because its
-            accelerator has no room for more.
-        changes_threads: whether its optimizer process goes on with other threads.
+        times: with all elements on the host.
+        least: for each of `ways_on`, how much must step on the host, of `UNITS`, because the
+            accelerator has no room for the rest.
+        changes_threads: whether its optimizer process changes its number of threads.
     """
 
     times: ChainTimes
@@ -134,16 +133,15 @@ class Measured:
         room: int,
         changes_threads: bool = False,
     ) -> Measured:
-        """What follows from `room` bytes of the accelerator beside what a step has taken at
-        most."""
+        """Derive it from `room` bytes of the accelerator above the peak of a step."""
         ways = ways_on(now, may_expose)
         least = tuple(fitting_units(plan, room, now) for plan in ways)
         return cls(times, least, changes_threads)
 
 
 def ways_on(now: ZenFlowPlan, may_expose: bool) -> list[ZenFlowPlan]:
-    """The plans that a run with the plan `now` may move to, each with any share on the host that is
-    no larger.
+    """The plans that a run with the plan `now` may move to, each with any share on the host up to
+    now's.
 
     Args:
         may_expose: whether landing buffers may give way to a larger share on the accelerator.
@@ -157,7 +155,7 @@ def search_measured(now: ZenFlowPlan, may_expose: bool, ranks: Sequence[Measured
     """The best plan to move to, from what every rank has measured."""
     times = tuple(each.times for each in ranks)
     ways = ways_on(now, may_expose)
-    if any(each.link <= 0.0 for each in times):  # what exposed copies would take is not known
+    if any(each.link <= 0.0 for each in times):  # the time of exposed copies is unknown
         ways = ways[:1]
     options = []
     for index, plan in enumerate(ways):

@@ -1,5 +1,5 @@
-"""How much of the optimizer steps on the accelerator: the share that hides the rest, bounded by
-memory, and what a plan becomes with it. Pure functions.
+"""Computes how much of the optimizer should step on the accelerator, so that the rest is hidden and
+the memory suffices, and changes a plan accordingly. Pure functions.
 
 A plan begins with everything on the host. Once steps are measured, a share can move, because the
 host's arrays may begin behind elements that are not theirs (`ArraySpec.before`): the rest keeps its
@@ -37,18 +37,18 @@ __all__ = [
 ]
 
 UNITS = 1024
-"""A share that is not given is a multiple of one over this."""
+"""A chosen share is a multiple of one over this."""
 
 MEASURED_STEPS = 8
-"""Synchronous steps in a row that are measured before a share moves; the first two touch memory and
-warm caches."""
+"""Successive synchronous steps to measure before a share moves; the first two touch memory and warm
+caches."""
 
 WATCHED_STEPS = 6
-"""Overlapped steps that are measured before a share moves, if the first of them is near: they show
-what the pass takes from forward and backward."""
+"""Overlapped steps to measure before a share moves, if the first of them comes soon: they show how
+much the pass slows forward and backward."""
 
 HIDDEN = 0.95
-"""The part of the accelerator's time that the optimizer's may take."""
+"""Fraction of the accelerator's time that the optimizer's chain may take."""
 
 LEAST_MOVED = 1 / 32
 """A smaller share on the accelerator is not worth a move."""
@@ -56,17 +56,18 @@ LEAST_MOVED = 1 / 32
 
 @dataclass(frozen=True)
 class ChainTimes:
-    """What is measured of one rank, in seconds, while all elements step on the host.
+    """One rank's measured times, in seconds, with all elements on the host.
 
     Attributes:
-        device: of the accelerator, between two optimizer steps, with no pass beside it.
-        worker: of the pass, per step; without landing buffers of all that runs beside the step.
-        link: of the copies beside the step, in the slower direction; without landing buffers of
-            what the step waits for.
-        fixed: of the chain of copies and pass, however few elements it has.
-        contention: by how much a second of the pass delays the accelerator's work beside it,
-            because both need the host's cores and memory; at least 0, below 1.
-        there: of a step of all elements on the accelerator.
+        device: the accelerator's time between two optimizer steps, with no pass beside it.
+        worker: the pass, per step; without landing buffers, everything that runs beside the step.
+        link: the copies beside the step, in the slower direction; without landing buffers, what the
+            step waits for.
+        fixed: the part of the chain of copies and pass that does not depend on the number of
+            elements.
+        contention: seconds by which a second of the pass delays the accelerator, because both need
+            the host's cores and memory; at least 0, below 1.
+        there: an exact step of all elements on the accelerator.
     """
 
     device: float
@@ -77,14 +78,14 @@ class ChainTimes:
     there: float = 0.0
 
     def beside(self, host_share: float) -> float:
-        """`device` beside the pass of this share."""
+        """`device` while the host passes over `host_share` of the elements."""
         delayed = self.device + self.contention * self.worker * host_share
         return min(delayed, self.device / (1.0 - self.contention))
 
 
 def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
-    """How much may step on the host, of `UNITS`, so that the accelerator does not wait for it; 0 if
-    it waits for all of it."""
+    """How much may step on the host, of `UNITS`, without making the accelerator wait; 0 if it
+    always waits."""
     if not plan.rule.overlapped or plan.copies is not Copies.BESIDE_STEP:
         return 0
     delayed = HIDDEN * times.contention * times.worker
@@ -97,7 +98,7 @@ def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
 
 def fitting_units(plan: ZenFlowPlan, room: int, now: ZenFlowPlan | None = None) -> int:
     """How much must step on the host, of `UNITS`, so that the rest fits into `room` bytes of the
-    accelerator beside what a step has taken at most. `UNITS` if nothing fits.
+    accelerator above the peak of a step. `UNITS` if nothing fits.
 
     Args:
         now: the plan of that step; None: `plan`.
@@ -117,8 +118,8 @@ def _accelerator_bytes(plan: ZenFlowPlan) -> int:
 
 
 def with_copies_inside(plan: ZenFlowPlan) -> ZenFlowPlan:
-    """`plan`, but without landing buffers: gradients and y are copied inside of the step, and are
-    whole on the host."""
+    """`plan` without landing buffers: gradients and y are copied inside the step, and are whole on
+    the host."""
     places = replace(plan.places, published=Place.HOST, handed_over=Place.HOST)
     partitions = tuple(replace(each, places=places) for each in plan.partitions)
     why = "landing buffers gave way to a larger share of the optimizer"
@@ -127,7 +128,7 @@ def with_copies_inside(plan: ZenFlowPlan) -> ZenFlowPlan:
 
 
 def step_seconds(plan: ZenFlowPlan, host_share: float, times: ChainTimes) -> float:
-    """What a step takes on one rank with this share, if `plan` is one whose steps overlap."""
+    """Seconds of an overlapped step of `plan` on one rank, with this share."""
     worker, link = times.worker * host_share, times.link * host_share
     device, there = times.beside(host_share), times.there * (1.0 - host_share)
     if plan.copies is Copies.BESIDE_STEP:
@@ -136,19 +137,19 @@ def step_seconds(plan: ZenFlowPlan, host_share: float, times: ChainTimes) -> flo
 
 
 def is_worth_it(plan: ZenFlowPlan, host_share: float) -> bool:
-    """Whether to move from `plan` to this share."""
+    """Whether moving from `plan` to this share is worth it."""
     return plan.host_share - host_share >= LEAST_MOVED
 
 
 def with_host_share(plan: ZenFlowPlan, host_share: float, why: str) -> ZenFlowPlan:
-    """`plan`, but with this share of each partition on the host. All else stays where it is."""
+    """`plan` with this share of each partition on the host; everything else stays in place."""
     block_size = plan.rule.block_size
     heads = [head_of(each.numel, host_share, block_size) for each in plan.partitions]
     return with_heads(plan, heads, host_share, why)
 
 
 def with_heads(plan: ZenFlowPlan, heads: Sequence[int], host_share: float, why: str) -> ZenFlowPlan:
-    """`with_host_share`, where so many elements of each partition step on the accelerator."""
+    """`with_host_share`, given how many elements of each partition step on the accelerator."""
     pairs = zip(plan.partitions, heads, strict=True)
     partitions = tuple(replace(each, head=head) for each, head in pairs)
     name = "offload_optimizer.ratio"
@@ -164,15 +165,15 @@ def with_heads(plan: ZenFlowPlan, heads: Sequence[int], host_share: float, why: 
 
 
 def with_threads(plan: ZenFlowPlan, threads: int) -> ZenFlowPlan:
-    """`plan`, but with so many threads of the optimizer process."""
+    """`plan` with this many threads of the optimizer process."""
     return plan if plan.cpus is None else replace(plan, cpus=plan.cpus._replace(threads=threads))
 
 
 def relaid(layout: ArenaLayout, plan: ZenFlowPlan) -> ArenaLayout:
-    """`layout` with the arrays of `plan`, by which fewer elements are on the host.
+    """`layout` with the arrays of `plan`, which has fewer elements on the host.
 
-    An array that has elements before it begins so much later. The others begin where they did: they
-    hold nothing that the next step reads.
+    An array with elements before it begins that much later. The others stay in place: they hold
+    nothing that the next step reads.
     """
     found = {array.spec.key: array for array in layout.arrays}
     arrays = []

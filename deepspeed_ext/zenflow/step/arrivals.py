@@ -22,20 +22,20 @@ _Key = tuple[int, int]
 
 
 class WeightArrivals:
-    """The weights of one rank that are on their way: those of chunks that have departed with exact
-    steps and whose y has not been written to the weights yet.
+    """One rank's weights on their way: those of chunks that departed with exact steps and whose y
+    has not been written to the weights yet.
 
     Note: [weights on their way]
     Until a chunk has arrived, its weights are those of the step before. So whatever reads or writes
-    weights calls `complete` first, by `WorkerLink`: the next step, saves, loads and whatever else
-    waits for the worker completes everything, a gather of parameters only their chunks. Each call
-    lets the current stream wait for the copies to the weights, which another one may have launched:
-    DeepSpeed gathers on a stream of its own.
+    weights first calls `complete` through `WorkerLink`: the next step, saves, loads and all else
+    that waits for the worker complete everything, a gather of parameters only their chunks. Each
+    call makes the current stream wait for the copies to the weights, because another stream may
+    have launched them: DeepSpeed gathers on its own stream.
 
     Note: [lost weights]
-    A rank whose worker fails between two steps is alone, and its old weights look right. So weights
-    that cannot arrive any more become NaN, until all ranks raise the error together (see Note: [an
-    error of one rank]).
+    If a worker fails between two steps, its rank must not raise alone, and its old weights look
+    right. So weights that can no longer arrive become NaN, until all ranks raise the error together
+    (see Note: [an error of one rank]).
 
     Attributes:
         partitions: in order; set before the first step.
@@ -50,7 +50,8 @@ class WeightArrivals:
 
     @property
     def are_due(self) -> bool:
-        """Whether any weights are on their way, or a stream may have to wait for their copies."""
+        """Whether any weights are on their way, or some stream may have to wait for their
+        copies."""
         return bool(self._awaited or self._written)
 
     @property
@@ -59,7 +60,8 @@ class WeightArrivals:
         return bool(self._awaited)
 
     def expect(self, transfers: Transfers, indices: Iterable[int]) -> None:
-        """Note that y of these partitions, which is about to depart, becomes their weights."""
+        """Register that these partitions' weights will be copied from y, before their tasks
+        depart."""
         for index, span in transfers.in_order(indices):
             self._awaited[index, span.begin] = span
             self._written.pop((index, span.begin), None)
@@ -70,11 +72,11 @@ class WeightArrivals:
         within: Patience,
         parts: Iterable[tuple[int, Span]] | None = None,
     ) -> None:
-        """Wait for weights, write them, and let work on the current stream see them.
+        """Wait for weights, write them, and order work on the current stream after that.
 
         Args:
             within: longest wait in all.
-            parts: partitions and elements of them that are used now; None: everything.
+            parts: partitions, and spans of their elements, that are used now; None: everything.
 
         Raises:
             WorkerError: the worker has failed.
@@ -106,7 +108,7 @@ class WeightArrivals:
         del self._awaited[key]
 
     def lose(self) -> None:
-        """Let weights that are on their way be NaN; see Note: [lost weights]."""
+        """Fill weights that are on their way with NaN; see Note: [lost weights]."""
         for key, span in list(self._awaited.items()):
             with torch.no_grad():
                 self.partitions[key[0]].weights()[slice(*span)].fill_(math.nan)

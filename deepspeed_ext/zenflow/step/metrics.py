@@ -25,10 +25,10 @@ def _seconds() -> deque[float]:
 
 @dataclass
 class _Overlapped:
-    """Seconds of the newest steps in a row that overlapped, for each part of a step.
+    """For each part of a step, seconds in the latest successive overlapped steps.
 
     Attributes:
-        worker: of a pass, per gradient.
+        worker: pass time, per gradient.
     """
 
     inside: deque[float] = field(default_factory=_seconds)
@@ -40,10 +40,11 @@ class _Overlapped:
 
 @dataclass
 class Metrics:
-    """Metrics of the last optimizer step; times in seconds, sizes in bytes. Values not measured yet
-    are NaN.
+    """Metrics of the last optimizer step; times in seconds, sizes in bytes; NaN if not measured
+    yet.
 
-    On an accelerator with streams, times are measured on its stream and known a step or more later.
+    On an accelerator with streams, times are measured on its stream, and known one or more steps
+    later.
     """
 
     wait_seconds: float = field(default=math.nan, init=False)
@@ -58,10 +59,11 @@ class Metrics:
     step_seconds: float = field(default=math.nan, init=False)
     """Time inside the optimizer step, waiting included."""
     gather_seconds: float = field(default=math.nan, init=False)
-    """The part of it after the weights were written: their gather, at stages 1 and 2."""
+    """The part of `step_seconds` after the weights were written: their all-gather, at stages 1 and
+    2."""
     overlap: float = field(default=math.nan, init=False)
-    """Fraction of the total time of the worker and those copies during which the accelerator did
-    not wait, over all overlapped steps so far."""
+    """Fraction of the worker's and those copies' total time in which the accelerator did not wait,
+    over all overlapped steps so far."""
     bytes_down: int = field(default=0, init=False)
     """Bytes copied from the accelerator to the arena in this step."""
     bytes_up: int = field(default=0, init=False)
@@ -71,7 +73,7 @@ class Metrics:
     gathering: Stopwatch = field(default_factory=stopwatch)
     """Runs from the new weights to the end of the step."""
     adviser: Adviser | None = None
-    """Is asked after overlapped steps; None: nobody is."""
+    """Judges overlapped steps; None: no judgement."""
     _total_wait: float = field(default=0.0, init=False)
     _total_hideable: float = field(default=0.0, init=False)
     _hideable: float = field(default=0.0, init=False)
@@ -92,8 +94,8 @@ class Metrics:
         self._device = [*self._device[-_REMEMBERED:], *between]
 
     def end_step(self, synchronous: bool) -> None:
-        """Stop timing the optimizer step. A step that is `synchronous` waits for its own update and
-        hides nothing."""
+        """Stop timing the optimizer step. A `synchronous` step waits for its own update and hides
+        nothing."""
         self._inside.stop()
         self._between.start()
         waits, gathers, insides = self.waiting.lap(), self.gathering.lap(), self._inside.lap()
@@ -131,7 +133,7 @@ class Metrics:
             self._overlapped.worker.append(seconds / gradients)
 
     def note_link(self, seconds: float) -> None:
-        """Record the duration of copies beside the step; 0: there were none."""
+        """Record the duration of copies beside the step; 0: none were measured."""
         if seconds:
             self.link_seconds = seconds
             self._hideable += seconds
@@ -139,13 +141,13 @@ class Metrics:
 
     def typical(self) -> tuple[float, float]:
         """Median seconds of the worker's pass and of the accelerator's step, without the first
-        ones."""
+        few."""
         worker, device = self._worker[_SETTLING_STEPS:], self._device[_SETTLING_STEPS:]
         return statistics.median(worker or [0.0]), statistics.median(device or [0.0])
 
     def typical_step(self) -> MeasuredStep | None:
-        """Medians over the newest steps in a row that overlapped; None: none has, or it took no
-        time."""
+        """Medians over the latest successive overlapped steps; None: there is none, or the
+        accelerator took no time."""
         past, median = self._overlapped, partial(_median, otherwise=0.0)
         device = median(self._device[-len(past.inside) :])
         if not (past.inside and past.worker and device > 0.0):

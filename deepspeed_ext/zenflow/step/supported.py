@@ -99,7 +99,7 @@ def require_section(section: Any) -> None:
             "each time they move; the predictive rule has it",
         ),
         Refusal(
-            f"{state_dtype} with offload_optimizer.ratio below 1",
+            f"{state_dtype} with {_ratio(section)}",
             zenflow.state_dtype == "int8" and section.host_share != 1.0,
             'codes are made and shown on the host alone; "bfloat16" has it',
         ),
@@ -121,6 +121,13 @@ def require_section(section: Any) -> None:
             "DeepSpeed has an optimizer of its own for it; zero_hpz_partition_size divides alike",
         ),
     )
+
+
+def _ratio(section: Any) -> str:
+    """The ratio and its value, as a refusal names them."""
+    share = section.host_share
+    value = '"auto" (or "fit")' if share is None else f"{share:g}"
+    return f"offload_optimizer.ratio = {value}"
 
 
 def _field(section: Any, name: str) -> Any:
@@ -250,7 +257,7 @@ def _of_gradients(section: Any) -> list[Refusal]:
             "copies beside the next step start from gradients on the accelerator",
         ),
         Refusal(
-            f"{name} with offload_optimizer.ratio below 1",
+            f"{name} with {_ratio(section)}",
             given and on_accelerator,
             "what steps on the accelerator needs its gradients there",
         ),

@@ -1,4 +1,4 @@
-"""Remembers in which order forward uses the chunks of a rank's partitions."""
+"""Remembers the order in which forward uses the chunks of a rank's partitions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["OrderOfUse"]
 
 
 class OrderOfUse:
-    """The order in which the next forward will probably use chunks: that of the last one.
+    """Predicts the order in which the next forward uses chunks: that of the last one.
 
-    Copies and passes follow it, so what is needed first arrives first. It may be wrong, as after a
-    branch of the model: who needs a chunk waits for it, so a wrong order only takes time. Ranks may
-    have different orders.
+    Copies and passes follow it, so what is needed first arrives first. A wrong order, as after
+    another branch of the model, only costs time: whoever needs a chunk waits for it. Ranks may have
+    different orders.
     """
 
     def __init__(self) -> None:
@@ -22,17 +22,16 @@ class OrderOfUse:
         self._noted: dict[tuple[int, int], int] = {}
 
     def note(self, index: int, begin: int) -> None:
-        """Note that a chunk of partition `index` is used now; only the first use counts."""
+        """Record that a chunk of partition `index` is used now; only the first use counts."""
         self._noted.setdefault((index, begin), len(self._noted))
 
     def turn(self) -> None:
-        """Use what has been noted from now on, if anything has, and note anew."""
+        """Start a new round: use the recorded order, if there is any, and record again."""
         if self._noted:
             self._places, self._noted = self._noted, {}
 
     def sorted(self, chunks: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
-        """Partitions and spans of chunks in this order; then those that were not used, in their own
-        order."""
+        """Sort chunks, as pairs of partition and span, in this order, unused ones last."""
         last = len(self._places)
         return sorted(
             chunks, key=lambda each: (self._places.get((each[0], each[1].begin), last), each)

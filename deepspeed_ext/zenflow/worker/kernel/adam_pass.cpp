@@ -18,8 +18,8 @@ INLINE float step_and_extrapolate(const AdamPass &a, const AdamStep &s, float gr
     return extrapolate(a, pi, mi, inverse);
 }
 
-// Takes the last step and publishes in the same loop. y may take the place of the gradient: then the loop uses one
-// pointer for both, because restrict promises the compiler that two pointers do not meet.
+// Takes the last step and publishes in the same loop. If y overwrites the gradient, the loop uses
+// one pointer for both, because restrict promises the compiler that two pointers do not alias.
 template <Dtype G, Dtype Y, Dtype M>
 INLINE void last_step(const AdamPass &a, int64_t first, int64_t last) {
     using Gradient = typename Element<G>::type;
@@ -95,7 +95,8 @@ extern "C" void dsext_adam_pass(const AdamPass *pass) {
 // `for_each_tile`, so this divides every chunk by the same function; dividing the whole array would give all threads of a
 // chunk the memory of one node.
 //
-// A block takes `block_bytes` in this array. If `touchers` is not null, the thread's number is written there for each page.
+// A block takes `block_bytes` in this array. If `touchers` is not null, it receives the thread id
+// for each page.
 extern "C" void dsext_first_touch(char *address, int64_t bytes, int64_t block_bytes, int64_t block_size,
                                   int64_t blocks_per_chunk, int32_t threads, int32_t *touchers) {
     const int64_t page = 4096;
@@ -118,7 +119,7 @@ extern "C" void dsext_first_touch(char *address, int64_t bytes, int64_t block_by
     }
 }
 
-// Writes, for each element, the number of the thread that a pass processes it on.
+// Writes, for each element, the id of the thread on which a pass processes it.
 extern "C" void dsext_passers(int32_t *passers, int64_t numel, int64_t block_size, int32_t threads) {
     for_each_tile(numel, block_size, threads, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) passers[i] = dsext::thread_id();

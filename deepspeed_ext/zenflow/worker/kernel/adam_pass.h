@@ -19,7 +19,7 @@ struct AdamPass {
     int32_t moment_dtype;
     uint32_t first;  // number of the first element in its partition
     uint8_t *m_scales, *v_scales;  // of each block, if the moments are codes of 8 bits
-    int32_t vectors;  // whether the pass may take AVX-512, which gives the same bits
+    int32_t vectors;  // whether the pass may use AVX-512, with bitwise the same results
 };
 }
 
@@ -37,7 +37,8 @@ INLINE float inverse_of(const AdamPass &a, float v) {
     return 1.0f / (std::sqrt(v) * a.publish_bias2_inverse + a.publish_eps);
 }
 
-// x, but at least -bound and at most bound; -bound for a NaN. The library's fmin and fmax, which mean the same, are calls.
+// Clamps x to [-bound, bound]; a NaN becomes -bound. The library's fmin and fmax would be function
+// calls.
 INLINE float clamp(float x, float bound) {
     const float from_below = x > -bound ? x : -bound;
     return from_below < bound ? from_below : bound;

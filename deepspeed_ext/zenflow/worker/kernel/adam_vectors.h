@@ -77,7 +77,7 @@ struct Random {
     }
 };
 
-// What `sum` (adam_pass.h) makes of each run of a tile, but for its last three additions.
+// The partial sums of `sum` (adam_pass.h) for each run of a tile, without its last three additions.
 struct Sums {
     static constexpr int64_t kMost = 2 * kTileNumel / kRun;
     Floats of_runs[kMost];
@@ -85,7 +85,7 @@ struct Sums {
 
 INLINE_VECTORS void take_sum(const Run &v, Floats &sum) { sum = join_quarters<Sum>(v.low, v.high); }
 
-// Ends the sums, four at a time, which takes as many instructions as one, and stores block means.
+// Finishes the sums, four at a time (as many instructions as one), and stores block means.
 INLINE_VECTORS void store_means(const AdamPass &a, int64_t first, int64_t last, const Sums &all) {
     const int64_t runs = (last - first) / kRun, runs_of_block = a.block_size / kRun;
     float sums[Sums::kMost];

@@ -1,4 +1,5 @@
-// Runs the worker's pass with moments of 8 bits, and decodes them (formulas: adam_pass.py; codes: rounding.py).
+// Runs the worker's pass with 8-bit moments, and decodes them (formulas: adam_pass.py; codes:
+// rounding.py).
 
 #include "adam_pass.h"
 #include "codes.h"
@@ -6,11 +7,12 @@
 namespace {
 namespace codes {
 
-// Elements that loops take at a time if a block has as many: the compiler needs no loop for the rest of a known number.
+// Elements that loops take at a time if a block has that many: with a known number, the compiler
+// needs no remainder loop.
 constexpr int64_t kRun = 32;
 constexpr int64_t kAnyNumber = 0;
 
-// The bits of the largest magnitude of x, and of what was found before.
+// The bits of the largest magnitude among x and `largest`.
 template <int64_t N>
 INLINE int32_t largest_bits(const float *x, int64_t numel, int32_t largest) {
     for (int64_t i = 0; i < (N ? N : numel); ++i) {
@@ -29,7 +31,8 @@ INLINE uint32_t scale_for(const float *x, int64_t numel) {
     return scale_for<Codes>(largest_bits<kAnyNumber>(x + i, numel - i, largest));
 }
 
-// The code of x, as a whole number without sign. `up` is below 2^16; `inverse` is that of the scale.
+// The code of x, as a whole number without sign. `up` is below 2^16; `inverse` is the scale's
+// inverse.
 template <class Codes>
 INLINE float magnitude(float x, float inverse, int32_t up) {
     const float scaled = std::fabs(x) * inverse;
@@ -64,7 +67,8 @@ INLINE float round(float x, const Scale &scale, uint32_t up, int32_t &code) {
     return k * std::fabs(k) * scale.unit;
 }
 
-// Stores the codes of a run: a loop of its own, so that gcc gives the loop that makes them the longest vectors.
+// Stores the codes of a run, in a separate loop, so that gcc uses the longest vectors for the loop
+// that makes them.
 template <int64_t N, class Code>
 INLINE void store(const int32_t *codes, uint32_t scale, int64_t numel, Code *__restrict stored) {
     for (int64_t i = 0; i < (N ? N : numel); ++i) stored[i] = static_cast<Code>(codes[i]);
@@ -76,7 +80,8 @@ struct Moments {
     float m[kMostTile], v[kMostTile];
 };
 
-// Rounds the moments of a run within a block, and takes the rest of the step with what their codes stand for.
+// Rounds the moments of a run within a block, and takes the rest of the step with the decoded
+// values.
 template <int64_t N, bool kPublishes, Dtype Y>
 INLINE void end_step(const AdamPass &a, const AdamStep &s, int64_t block, int64_t first, int64_t numel,
                      float *__restrict m, float *__restrict v) {

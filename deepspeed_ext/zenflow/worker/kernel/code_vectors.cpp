@@ -1,4 +1,4 @@
-// Runs Adam's pass in AVX-512 with moments of 8 bits (formulas: adam_pass.py; codes: rounding.py).
+// Runs Adam's pass in AVX-512 with 8-bit moments (formulas: adam_pass.py; codes: rounding.py).
 
 #include <type_traits>
 
@@ -14,8 +14,7 @@ using codes::CodesOfM;
 using codes::CodesOfV;
 
 constexpr int64_t kMostRuns = codes::kMostTile / kRun;
-// Added to a number below 2^22, it rounds it to a whole one, whose bits are then the last of the
-// sum.
+// Adding this to a number below 2^22 rounds it to an integer, in the lowest bits of the sum.
 constexpr float kToWhole = 12582912.0f;
 
 // What the codes of a block stand for, as they are stored and as factors.
@@ -46,8 +45,8 @@ struct Scales {
     bool finite() const { return m_stored != codes::kNotFinite && v_stored != codes::kNotFinite; }
 };
 
-// A tile within a step, which takes four loops: in one, chains of dependent operations would be
-// longer than what the CPU looks ahead.
+// A tile within a step. The step takes four loops: in a single one, chains of dependent operations
+// would be longer than the CPU's reorder window.
 struct Coded {
     Run m[kMostRuns], v[kMostRuns];        // before they are rounded, and then after
     Run m_up[kMostRuns], v_up[kMostRuns];  // random fractions
@@ -116,8 +115,8 @@ INLINE_VECTORS void advance_tile(const AdamPass &a, int32_t k, int64_t first, in
     }
 }
 
-// Returns whether all blocks have a finite scale. Both moments of two blocks take as many
-// instructions as one would.
+// Returns whether all blocks have a finite scale. Two blocks, with both moments, take as many
+// instructions as one.
 INLINE_VECTORS bool find_scales(int64_t blocks, Coded &t) {
     bool finite = true;
     float largest[4];
@@ -223,7 +222,7 @@ INLINE_VECTORS void update_tile(const AdamPass &a, int32_t k, int64_t first, int
     }
 }
 
-// The steps from k on by the definition, which knows blocks that are not finite.
+// Takes the steps from k on by the definition, which handles blocks that are not finite.
 template <Dtype G, Dtype Y>
 void take_rest(const AdamPass &a, int32_t k, int64_t first, int64_t last) {
     AdamPass rest = a;

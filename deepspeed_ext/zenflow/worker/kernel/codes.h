@@ -1,4 +1,4 @@
-// Defines the codes of moments of 8 bits (rounding.py).
+// Defines the codes of 8-bit moments (rounding.py).
 
 #pragma once
 
@@ -10,7 +10,7 @@ namespace codes {
 constexpr int64_t kMostBlock = 256;  // elements with one scale
 constexpr int64_t kMostTile = kTileNumel + kMostBlock;
 
-// What the codes of m and of v differ in. A code k stands for k |k| scales.
+// Constants in which the codes of m and v differ. A code k stands for k |k| scales.
 struct CodesOfM {
     using type = int8_t;
     static constexpr uint32_t kMantissa = 0x6c6400, kExponent = 13;  // of 123^2
@@ -36,8 +36,7 @@ INLINE uint32_t scale_for(int32_t largest) {
     return rounded - Codes::kExponent > kMostScale ? kNotFinite : rounded - Codes::kExponent;
 }
 
-// What the codes of a block's moment are multiplied by, and its inverse. If the unit is a NaN, all
-// values become NaN.
+// The factor of a block's codes, and its inverse. If the factor is NaN, all values become NaN.
 struct Scale {
     float unit, inverse;
     INLINE Scale of(uint32_t stored) {

@@ -25,7 +25,8 @@ namespace {
 
 constexpr int64_t kWordBits = 32;
 
-// x, with its own rounding: the compiler does not know that `zero` is, and cannot fuse x into a following addition.
+// x, rounded on its own: the compiler does not know that `zero` is 0, so it cannot fuse x into a
+// following addition.
 INLINE float rounded(float x, uint32_t zero) { return from_bits(to_bits(x) ^ zero); }
 
 // One element's step.

@@ -26,7 +26,7 @@ struct Corrections {
     float bias2_inverse = 0.0;  // 1 / sqrt(1 - beta2^t)
 };
 
-// By squaring. With the C library's `pow` a library compiled today would not load where glibc is older than 2.29.
+// By squaring. With the C library's `pow`, the library would not load with a glibc older than 2.29.
 double power(double base, int64_t exponent) {
     double result = 1.0;
     for (; exponent > 0; exponent >>= 1, base *= base)
@@ -147,8 +147,9 @@ void touch(const void *array, int32_t dtype, int64_t first, int64_t last) {
     for (int64_t line = first * width; line < last * width; line += 64) static_cast<void>(bytes[line]);
 }
 
-// Loads hot blocks and ignores them. Gaps in reading an array stop the hardware prefetcher: skipping every tenth block
-// of 256 elements made the pass take 1.7 times as long as skipping none; loading them costs no extra time.
+// Loads hot blocks and ignores them. Gaps stop the hardware prefetcher: skipping every tenth block
+// of 256 elements made the pass take 1.7x as long as skipping none; loading them costs no extra
+// time.
 void pass_over(const MeanPass &a, int64_t first, int64_t last) {
     for (const float *array : {a.p, a.m, a.v}) touch(array, kFloat32, first, last);
     for (int32_t k = 0; k < a.grads_count; ++k) touch(a.grads[k], a.grad_dtype, first, last);

@@ -1,9 +1,10 @@
 // Defines what the passes share: element types, Adam's step, tiles.
 //
-// Work is divided into tiles that end at block boundaries. Every thread gets a fixed share of the tiles, and threads
-// share no sums, so results depend neither on the number of threads nor on how a caller splits a partition at block
-// boundaries. The instruction set is chosen when the library is loaded, if the compiler supports that (GCC's
-// target_clones); DSEXT_ONE_TARGET compiles for that of the compiler's flags alone.
+// Work is divided into tiles that end at block boundaries. Every thread gets a fixed share of the
+// tiles, and threads share no sums, so results depend neither on the number of threads nor on how a
+// caller splits a partition at block boundaries. The instruction set is chosen when the library is
+// loaded, if the compiler supports that (GCC's target_clones); DSEXT_ONE_TARGET compiles only for
+// the target of the compiler's flags.
 
 #pragma once
 
@@ -145,7 +146,8 @@ INLINE float advance(const AdamStep &s, float gradient, uint32_t i, float &p, fl
     return update(s, p, m, v);
 }
 
-// Fits L1, and small enough that reading memory and summing blocks alternate quickly: 2048 took 1.15 times as long.
+// Fits in L1, and is small enough that reading memory and summing blocks alternate quickly: 2048
+// took 1.15x as long.
 constexpr int64_t kTileNumel = 256;
 
 // Calls `work(first, last)` for every tile of `numel` elements, on `threads` threads.

@@ -1,4 +1,5 @@
-// Keeps the threads of threads.h. Waits with futexes: a wake-up then needs no lock, which all threads would queue for.
+// Implements the threads of threads.h. They wait on futexes, because a wake-up by a lock would make
+// them queue for it.
 
 #include "threads.h"
 
@@ -49,7 +50,8 @@ class Pool {
         }
     }
 
-    // Every thread answers every turn, also one that has no part in it: `run` may change the fields only after that.
+    // Every thread answers every turn, even without a part in it: only then may `run` change the
+    // fields.
     void serve(int32_t index, uint32_t seen) {
         for (;; ++seen) {
             while (turn_.load(std::memory_order_acquire) == seen) sleep_while(turn_, seen);
@@ -89,7 +91,7 @@ void dsext::on_threads(int32_t count, void (*part)(const void *, int32_t), const
 
 int32_t dsext::thread_id() { return static_cast<int32_t>(syscall(SYS_gettid)); }
 
-// Writes the numbers under which Linux knows the `count` threads.
+// Writes the Linux thread ids of the `count` threads.
 extern "C" void dsext_thread_ids(int32_t *ids, int32_t count) {
     dsext::for_each_part(count, count,
                          [&](int64_t i, int64_t) { ids[i] = dsext::thread_id(); });

@@ -1,4 +1,4 @@
-// Divides work among threads that stay for the next pass.
+// Divides work among threads that are kept for the next pass.
 //
 // These are our own threads and not OpenMP's. The library therefore needs no OpenMP runtime, which a machine without a
 // compiler may lack, and adds no second one to a process that has torch's. Waiting threads sleep; they never spin.
@@ -14,7 +14,7 @@ namespace dsext __attribute__((visibility("hidden"))) {
 // caller at a time has the threads; a forked child starts its own.
 void on_threads(int32_t count, void (*part)(const void *context, int32_t index), const void *context);
 
-// The number under which Linux knows the calling thread.
+// The calling thread's Linux thread id.
 int32_t thread_id();
 
 // Calls work(begin, end) on `threads` threads, for equal parts of 0 .. numel. Part i is always that of thread i.

@@ -1,9 +1,9 @@
-// Holds what the passes need of AVX-512: numbers 32 at a time, in two vectors of 16.
+// Wraps the AVX-512 that the passes need: numbers 32 at a time, in two vectors of 16.
 //
-// Intrinsics stand here alone. Code that uses this file is compiled for AVX-512 function by
-// function (VECTORS), and runs only if the CPU is `capable`, so the library loads on every x86-64.
-// For other CPUs DSEXT_VECTORS is not defined. Products and sums are fused where gcc fuses those of
-// the definition (passes.h) for a CPU with fused operations, so the bits are the same.
+// Only this file has intrinsics. Code that uses it is compiled for AVX-512 function by function
+// (VECTORS), and runs only if the CPU is `capable`, so the library loads on every x86-64. For other
+// CPUs DSEXT_VECTORS is not defined. Products and sums are fused where gcc fuses the definition's
+// (passes.h) for a CPU with FMA, so results are bitwise the same.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct Run {
     Floats low, high;
 };
 
-// Whether this CPU and its operating system can.
+// Whether this CPU and its operating system support it.
 inline bool capable() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -87,7 +87,7 @@ INLINE_VECTORS Floats add_where(Mask mask, Floats x, Floats y) {
     return _mm512_mask_add_ps(x, mask, x, y);
 }
 
-// Puts NaNs into the rounded numbers where x or y had them. Mostly one comparison finds none.
+// Puts NaNs into the rounded numbers where x or y had them. Usually one comparison finds none.
 INLINE_VECTORS void keep_nans(Floats x, Floats y, Floats &rounded_x, Floats &rounded_y) {
     if (__builtin_expect(one_is_nan(x, y) == 0, 1)) return;
     const Floats nan = of_bits(all(0x7fc00000u));
@@ -95,7 +95,7 @@ INLINE_VECTORS void keep_nans(Floats x, Floats y, Floats &rounded_x, Floats &rou
     rounded_y = select(one_is_nan(y, y), nan, rounded_y);
 }
 
-// 16 whole numbers of 8 bits as floats.
+// Loads 16 8-bit integers as floats.
 INLINE_VECTORS Floats loaded(const int8_t *codes) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(codes));
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
@@ -110,7 +110,7 @@ INLINE_VECTORS Floats in_upper_halves(const void *halves) {
     return of_bits(_mm512_slli_epi32(_mm512_cvtepu16_epi32(loaded), 16));
 }
 
-// The upper halves of 32 words, in order.
+// Stores the upper halves of 32 words, in order.
 INLINE_VECTORS void store_upper_halves(void *to, Words low, Words high) {
     const Words packed = _mm512_packus_epi32(down<16>(low), down<16>(high));
     const Words order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
@@ -172,7 +172,7 @@ struct RunOf<kFloat16> {
 struct Sum {
     INLINE_VECTORS Floats of(Floats a, Floats b) { return sum(a, b); }
 };
-// Of magnitudes: the larger bits, so a NaN is larger than all numbers.
+// For magnitudes: compares bits, so a NaN is larger than all numbers.
 struct Largest {
     INLINE_VECTORS Floats of(Floats a, Floats b) {
         return of_bits(_mm512_max_epi32(bits(a), bits(b)));
@@ -185,7 +185,7 @@ INLINE_VECTORS Floats join_quarters(Floats a, Floats b) {
     return Join::of(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
-// Writes what each quarter is joined to.
+// Joins the elements of each quarter, and stores the four results.
 template <class Join>
 INLINE_VECTORS void store_joined(float *to, Floats quarters) {
     const Floats twos = Join::of(quarters, _mm512_permute_ps(quarters, 0x4e));
@@ -194,7 +194,7 @@ INLINE_VECTORS void store_joined(float *to, Floats quarters) {
     _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_permutexvar_ps(first_of_each, ones)));
 }
 
-// The lowest byte of each word of two runs.
+// Stores the lowest byte of each word of two runs.
 INLINE_VECTORS void store_lower_bytes(void *to_a, Words a_low, Words a_high, void *to_b,
                                       Words b_low, Words b_high) {
     const __mmask32 odd = 0xaaaaaaaau;
@@ -210,8 +210,8 @@ INLINE_VECTORS void store_lower_bytes(void *to_a, Words a_low, Words a_high, voi
     _mm256_storeu_si256(static_cast<__m256i *>(to_b), _mm512_extracti64x4_epi64(joined, 1));
 }
 
-// Asks for the line of an array that a pass will need after `kAhead` more elements. The CPU's own
-// prefetchers stop at each page of each array. Any address is allowed.
+// Prefetches the cache lines of an array that a pass will need `kAhead` elements later. The CPU's
+// own prefetchers stop at each page of each array. Any address is allowed.
 constexpr int64_t kAhead = 768;
 
 template <class T>
