@@ -105,12 +105,13 @@ def moved_and_begun(
         looks: whether somebody reads the masters before and behind the move; they are compared.
         exposes: whether landing buffers give way.
     """
-    data = batches(STEPS, dist.get_rank())
+    passes = fields.get("accumulation", 1)
+    data, moved_at = batches(STEPS * passes, dist.get_rank()), MOVED_AT * passes
     ratio = "auto" if exposes else 1.0
     engine = make_engine(config_of(stage, ratio, dtype, **fields), groups=two_groups)
     host = engine.optimizer.host_optimizer
     host.mover = None
-    train(engine, data[:MOVED_AT])
+    train(engine, data[:moved_at])
     state = state_of(engine)
     before = full_masters_of(engine) if looks else []
     plan = with_copies_inside(host.decided) if exposes else host.decided
@@ -121,14 +122,14 @@ def moved_and_begun(
     found += ["it is still on the host"] if host.share.is_shown != (looks or overlaps) else []
     if looks:
         found.append(first_difference(before, full_masters_of(engine), "masters"))
-    moved = result_of(engine, train(engine, data[MOVED_AT:]))
+    moved = result_of(engine, train(engine, data[moved_at:]))
     overlapped = host.rule.schedule.state.steps > WARM_UP
     engine.destroy()
 
     fields |= {"hide_transfers": False} if exposes else {}
     engine = make_engine(config_of(stage, SHARE, dtype, **fields), groups=two_groups)
     begin_with(engine, state)
-    begun = result_of(engine, train(engine, data[MOVED_AT:]))
+    begun = result_of(engine, train(engine, data[moved_at:]))
     engine.destroy()
     found.append(first_difference(begun, moved, "begun with it, moved"))
     return [*filter(None, found), *([] if overlapped else ["no step has overlapped"])]
@@ -144,6 +145,8 @@ def moved_and_begun(
         (torch.bfloat16, {"overlap_step": False}),
         (torch.bfloat16, {"full_warm_up_rounds": 3}),
         (torch.bfloat16, {"state_dtype": "bfloat16"}),
+        (torch.bfloat16, {"accumulation": 3}),
+        (torch.float32, {"accumulation": 2, "full_warm_up_rounds": 3}),
     ],
 )
 @pytest.mark.parametrize("looks", [False, True])
