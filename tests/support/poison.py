@@ -60,9 +60,8 @@ def late_and_poisoned(*, waits: bool = True) -> Iterator[dict[str, int]]:
 
     Args:
         waits: False leaves out that a gradient's copy inside the step waits for the gradient, the
-            mistake that the tests must be able to see: it waits for the NaN in its place. So it
-            does not begin before them on a device that others use, too; and it begins within the
-            chain, as the link is free.
+            mistake that the tests must be able to see. The copy waits for the NaN instead. Without
+            that it might be done before them, while other processes have the device.
 
     Yields:
         How often each kind of copy was poisoned.
