@@ -223,22 +223,25 @@ def test_every_part_has_a_command_line_that_its_benchmark_takes() -> None:
 
 def test_every_test_is_in_one_part() -> None:
     assert gpu_tests.part_of(gpu_tests.COPIES, {"device": "accelerator"}) == "tests/copies"
-    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 1}) == "tests/training"
-    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 2}) == "tests/training-2"
-    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": 3}) == "tests/training-3"
+    for ranks, name in ((1, "training"), (2, "training-2"), (3, "training-3")):
+        for stage, half in ((1, "stages-1-2"), (2, "stages-1-2"), (3, "stage-3")):
+            settings = {"ranks": ranks, "stage": stage}
+            assert gpu_tests.part_of(gpu_tests.ACCELERATOR, settings) == f"tests/{name}/{half}"
+        of_the_gather = gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": ranks})
+        assert of_the_gather == f"tests/{name}/stage-3"
     assert gpu_tests.part_of("tests/unit/test_new.py", {"ranks": 2}) == "tests/others"
     for group in gpu_tests.GROUPS:
         assert all((report.ROOT / file).is_file() for file in group.files)
-        part = gpu_tests.part_of(
-            group.files[0] if group.files else "", {"ranks": group.ranks} if group.ranks else {}
-        )
+        settings = {"ranks": group.ranks} if group.ranks else {}
+        settings |= {"stage": group.stages[0]} if group.stages else {}
+        part = gpu_tests.part_of(group.files[0] if group.files else "", settings)
         assert part == f"tests/{group.name}"
 
 
 def test_a_test_without_a_setting_of_ranks_is_one_ranks() -> None:
     name = "test_state_kept_on_the_host_changes_nothing"
     assert name in (report.ROOT / gpu_tests.ACCELERATOR).read_text()
-    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"stage": 2}) == "tests/training"
+    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"stage": 2}) == "tests/training/stages-1-2"
 
 
 @pytest.mark.parametrize("on", ["gpu", "gpu-tests"])
@@ -255,6 +258,14 @@ def test_the_list_says_what_ten_minutes_have_room_for(
     count, seconds = re.fullmatch(r"(\d+) of \d+ parts, about (\d+) s", total).groups()
     assert int(count) >= 4
     assert int(seconds) <= 570
+
+
+def test_with_ten_jobs_all_tests_take_less_than_a_call(capsys: pytest.CaptureFixture[str]) -> None:
+    assert suite.main(["--on", "gpu-tests", "--budget", "570", "--jobs", "10", "--list"]) == 0
+    total = capsys.readouterr().out.strip().splitlines()[-1]
+    begun, parts, seconds = map(int, re.findall(r"\d+", total))
+    assert begun == parts
+    assert seconds < 420
 
 
 def test_half_an_hour_has_room_for_the_programme_in_its_order() -> None:

@@ -4,18 +4,25 @@ their own."""
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
+from unittest.mock import patch
 
 import pytest
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_ext.runtime.backend import group_timeout_seconds
+from deepspeed_ext.zenflow.worker.messages import Work, WorkerTask
+from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.matrix import beyond_one_in, beyond_the_sample
+from tests.support.poison import late_and_poisoned
 from tests.support.ranks import RankError, run_fresh_ranks, run_ranks
 from tests.support.same import first_difference
 
@@ -72,22 +79,25 @@ def test_a_value_is_the_same_as_itself(value: Any) -> None:
     assert first_difference(Outcome([1.0], 2.0), Outcome([1.0], 3.0)) == ""
 
 
-def identity() -> tuple[int, str, str]:
-    return os.getpid(), os.environ["RANK"], os.environ.get("DSEXT_TEST_OWN", "")
+def identity() -> tuple[int, str, str, float]:
+    seconds = group_timeout_seconds(dist.new_group([0]))  # as DeepSpeed makes its groups
+    return os.getpid(), os.environ["RANK"], os.environ.get("DSEXT_TEST_OWN", ""), seconds
 
 
 def test_ranks_are_processes_with_an_environment_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DSEXT_TEST_OWN", "mine")
-    first = [outcome.value for outcome in run_fresh_ranks(2, identity)]
-    assert [value[1:] for value in first] == [("0", "mine"), ("1", "mine")]
+    first = [outcome.value for outcome in run_fresh_ranks(2, identity, group_timeout_seconds=70.0)]
+    # rank 1 is not in the group, and its `new_group` returns none
+    assert [value[1:] for value in first] == [("0", "mine", 70.0), ("1", "mine", math.inf)]
     others = run_ranks(1, identity)
     assert len({pid for pid, *_ in (*first, *others)} | {os.getpid()}) == 4
     assert others == run_ranks(1, identity), "a pool is kept"
 
 
 def end(how: str) -> None:
+    os.write(1, b"what it wrote")
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exits":
@@ -102,6 +112,7 @@ def test_how_a_rank_ends_is_known(how: str, exit_code: int | None) -> None:
     (outcome,) = run_fresh_ranks(1, end, how)
     assert outcome.exit_code == exit_code
     assert ("said why" in (outcome.error or "")) == (how == "leaves")
+    assert "what it wrote" in outcome.log
 
 
 def answer_with(what: str) -> Any:
@@ -186,3 +197,19 @@ def test_a_sample_has_one_case_in_n_of_each_function() -> None:
     )
     assert "a.py::alone" in kept
     assert len([name for name in kept if "other" in name]) == 4
+
+
+@pytest.mark.parametrize("kind", sorted(set(get_args(Work)) - set(get_args(WorkerTask)), key=str))
+def test_work_without_a_partition_is_handed_on_as_it_is(kind: type) -> None:
+    """Which of it a run submits depends on the machine: threads are limited where there are many
+    cores."""
+    handed: list[object] = []
+    work: Any = object.__new__(kind)
+    process = object.__new__(OptimizerProcess)
+    with (
+        patch.object(OptimizerProcess, "submit", lambda process, tasks: handed.extend(tasks)),
+        late_and_poisoned() as counts,
+    ):
+        process.submit([work])
+    assert handed == [work]
+    assert not any(counts.values())

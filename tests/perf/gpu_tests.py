@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tests.perf import gpu_time
 from tests.perf.part import Part, operators
 
 __all__ = ["GROUPS", "part_of", "parts"]
@@ -30,82 +29,80 @@ class Group:
 
     Attributes:
         files: where they are; none: all others.
+        seconds: what they take on an H200 with 16 cores, ten parts beside each other, rounded up:
+            measured, but for the trainings, of which that run had room for two thirds, and for what
+            has become shorter since. Docs: docs/lab/archive/gpu.md.
         ranks: of the tests with a setting of that name, those with this value; None: all.
-        simulated_seconds: half of what they took on the simulated device, where they had a third of
-            a core; of the copies, 60 more for 64 million parameters instead of one. Docs:
-                docs/lab/archive/gpu.md.
-        pools: sets of ranks that they start.
+        stages: the same of the setting `stage`. Those without it, of the gather, are stage 3's.
     """
 
     name: str
     covers: str
     files: tuple[str, ...]
-    simulated_seconds: float
-    pools: int
+    seconds: float
     ranks: int | None = None
+    stages: tuple[int, ...] | None = None
 
 
 SHARED = "ranks that may share the device, through NCCL if that works there"
+
+
+def _trainings(
+    name: str, ranks: int, of_ranks: str, stages_1_2: float, stage_3: float
+) -> tuple[Group, Group]:
+    """The same tests of two halves of the stages, each with its seconds."""
+    covers, files = f"ZenFlow and resume, {of_ranks}", (ACCELERATOR,)
+    return (
+        Group(f"{name}/stages-1-2", covers, files, stages_1_2, ranks, (1, 2)),
+        Group(f"{name}/stage-3", f"gather, {covers}", files, stage_3, ranks, (3,)),
+    )
+
+
 GROUPS = (
     Group(
-        "collectives",
-        f"every collective of the package, 1, 2 and 3 {SHARED}",
-        (COLLECTIVES,),
-        25,
-        3,
+        "collectives", f"every collective of the package, 1, 2 and 3 {SHARED}", (COLLECTIVES,), 55
     ),
     Group(
         "weights-on-host",
         f"offload_param, 2 {SHARED}",
         ("tests/unit/zenflow/test_offload_param.py",),
-        25,
-        2,
+        180,
     ),
-    Group("rank-death", f"a rank dies, 2 and 3 {SHARED}", (DEATH,), 60, 2),
-    Group("flatten", f"tiers of flattening, 2 {SHARED}", (FLATTEN,), 10, 1),
-    Group("training-2", f"gather, ZenFlow and resume, 2 {SHARED}", (ACCELERATOR,), 92, 1, ranks=2),
-    Group("training-3", f"gather, ZenFlow and resume, 3 {SHARED}", (ACCELERATOR,), 130, 1, ranks=3),
+    Group("rank-death", f"a rank dies, 2 and 3 {SHARED}", (DEATH,), 110),
+    Group("copies", "every copy of ZenFlow waits for its source, one rank", (COPIES,), 190),
+    *_trainings("training-3", 3, f"3 {SHARED}", 270, 260),
+    *_trainings("training-2", 2, f"2 {SHARED}", 220, 210),
+    *_trainings("training", 1, "one rank, NCCL", 150, 150),
+    Group("flatten", f"tiers of flattening, 2 {SHARED}", (FLATTEN,), 105),
     Group(
         "model-parallel",
         f"replicated parameters of 2 tensor-parallel {SHARED}",
         (TENSOR_PARALLEL,),
-        25,
-        1,
+        90,
     ),
-    Group("experts", f"expert groups, 2 {SHARED}", (EXPERTS,), 20, 1),
+    Group("experts", f"expert groups, 2 {SHARED}", (EXPERTS,), 120),
     Group(
         "offload-states",
         f"device memory while states are away, 2 {SHARED}",
         (OFFLOAD_STATES,),
-        10,
-        2,
+        100,
     ),
-    Group("others", "whatever no other part has", (), 15, 2),
+    Group("others", "whatever no other part has", (), 90),
     Group(
         "kernels",
         "device kernels equal torch operations, and are prepared at the start",
         KERNELS,
-        15,
-        2,
+        125,
     ),
-    Group("copies", "every copy of ZenFlow waits for its source, one rank", (COPIES,), 28 + 60, 1),
+    Group("lion", "Lion", ("tests/unit/zenflow/test_lion.py",), 130),
     Group(
-        "training", "gather, ZenFlow and resume on one rank, NCCL", (ACCELERATOR,), 70, 1, ranks=1
+        "moments", "moments in bf16 and of 8 bits", ("tests/unit/zenflow/test_state_dtype.py",), 95
     ),
-    Group(
-        "moments",
-        "moments in bf16 and of 8 bits",
-        ("tests/unit/zenflow/test_state_dtype.py",),
-        25,
-        1,
-    ),
-    Group("lion", "Lion", ("tests/unit/zenflow/test_lion.py",), 20, 2),
     Group(
         "gradients-on-host",
         "gradients_on_host",
         ("tests/unit/adapter/test_gradients_on_host.py",),
-        10,
-        1,
+        20,
     ),
 )
 """In the order in which they run."""
@@ -118,8 +115,14 @@ def part_of(path: str, settings: dict[str, Any]) -> str:
         path: its file, relative to the repository.
         settings: its parameters.
     """
-    ranks = settings.get("ranks", 1)
-    fitting = [group for group in GROUPS if path in group.files and group.ranks in (None, ranks)]
+    ranks, stage = settings.get("ranks", 1), settings.get("stage", 3)
+    fitting = [
+        group
+        for group in GROUPS
+        if path in group.files
+        and group.ranks in (None, ranks)
+        and (group.stages is None or stage in group.stages)
+    ]
     fitting += [group for group in GROUPS if not group.files]
     return f"tests/{fitting[0].name}"
 
@@ -132,15 +135,15 @@ def parts() -> list[Part]:
         (),
         (),
         120,
-        usual=30,
+        usual=20,
         covers="does NCCL run with 2 and 3 ranks on one device? otherwise they talk through gloo",
         timed=False,
     )
     found = [probe, operators("tests/operators")]
     for group in GROUPS:
-        name, usual = f"tests/{group.name}", gpu_time.tests(group.simulated_seconds, group.pools)
+        name = f"tests/{group.name}"
         arguments = ("-m", "gpu", "--part", name, *group.files)
-        limits = {"limit": 2 * usual + 30, "usual": usual}
+        limits = {"limit": 2 * group.seconds + 30, "usual": group.seconds}
         found.append(
             Part(name, "pytest", arguments, arguments, covers=group.covers, timed=False, **limits)
         )

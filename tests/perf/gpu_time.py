@@ -1,5 +1,5 @@
-"""A model of how long a part takes on a machine with one GPU: round numbers, near what an H100 with
-16 cores showed.
+"""A model of how long a benchmark takes on a machine with one GPU: round numbers, near what an H100
+with 16 cores showed.
 
 It decides what a budget has room for; a part's own limit, about twice as long, is what ends it.
 """
@@ -10,13 +10,11 @@ from collections.abc import Sequence
 
 from tests.perf.decoder_ways import Way
 
-__all__ = ["convergence", "decoder", "startup", "tests"]
+__all__ = ["convergence", "decoder", "startup"]
 
 START_SECONDS = 20.0
 """Of a process with its ranks: imports of torch and DeepSpeed from a cold disk, the device's
 context, the group."""
-PYTEST_SECONDS = 15.0
-"""Of pytest before its first rank starts: imports and collection."""
 FLOPS = 3.6e14
 """Of bf16 products with their overhead."""
 LINK, PAGEABLE, HOST_MEMORY = 50e9, 10e9, 120e9
@@ -55,9 +53,3 @@ def convergence(parameters: float, tokens: int, steps: int, rows: int) -> float:
     return START_SECONDS + rows * steps * (
         6 * parameters * tokens / FLOPS + 28 * parameters / HOST_MEMORY + 0.02
     )
-
-
-def tests(simulated_seconds: float, pools: int) -> float:
-    """Seconds of tests that take so long on the simulated device, whose engines, workers and
-    checkpoints are real: a real device is faster, but compiles, and some tests are larger on it."""
-    return PYTEST_SECONDS + pools * START_SECONDS + simulated_seconds

@@ -9,13 +9,14 @@ Each part is a benchmark, or tests, in a process of its own with a time limit of
 becomes of it, the next one runs; parts that time nothing run beside each other. A part that the
 budget has no room for is left out; the end says which. A name picks a part and all below it
 (``step/1.5b``). ``--list`` shows all of that without running anything: the seconds are those of a
-model (gpu_time.py). After every part, everything so far is in one file: outcomes, the ends of
-outputs and the results, also those of a part that failed or ran out of time half-way; what the file
-held of other parts stays. It is ``gpu.json``, ``gpu-tests.json`` or ``cpu.json`` beside the parts'
-own files, in ``outputs/bench`` or in the folder that the variable OUT names. With
-``--on cpu --store`` it is ``benchmarks/cpu.json``, which is tracked, and from which `make
-bench-report` makes a page. What is done in that file at this commit is left out, so that the next
-call goes on; ``--again`` repeats it. ``--toy`` runs every part at sizes of no meaning.
+model (gpu_time.py), or of tests, measured ones (gpu_tests.py). After every part, everything so far
+is in one file: outcomes, the ends of outputs and the results, also those of a part that failed or
+ran out of time half-way; what the file held of other parts stays. It is ``gpu.json``,
+``gpu-tests.json`` or ``cpu.json`` beside the parts' own files, in ``outputs/bench`` or in the
+folder that the variable OUT names. With ``--on cpu --store`` it is ``benchmarks/cpu.json``, which
+is tracked, and from which `make bench-report` makes a page. What is done in that file at this
+commit is left out, so that the next call goes on; ``--again`` repeats it. ``--toy`` runs every part
+at sizes of no meaning.
 """
 
 from __future__ import annotations

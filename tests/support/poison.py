@@ -27,7 +27,7 @@ from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
 from deepspeed_ext.zenflow.transfers.inside_step import Transfers
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.messages import WorkerTask
+from deepspeed_ext.zenflow.worker.messages import Work, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 
 # a matrix product of 137 GFLOP: 1.1 TFLOP, some 20 ms of a large GPU in fp32
@@ -47,7 +47,7 @@ def delay() -> None:
 
 
 @contextmanager
-def late_and_poisoned() -> Iterator[dict[str, int]]:
+def late_and_poisoned(*, waits: bool = True) -> Iterator[dict[str, int]]:
     """Let every copy's source be late and every copy's target hold NaN before; correct code notices
     nothing.
 
@@ -58,11 +58,18 @@ def late_and_poisoned() -> Iterator[dict[str, int]]:
     they go to are NaN before. It is y of the submission before that turns into NaN, unless a
     gradient has taken its place. Hot state is stepped behind such a chain.
 
+    Args:
+        waits: False leaves out that a gradient's copy inside the step waits for the gradient, the
+            mistake that the tests must be able to see. The copy waits for the NaN instead. Without
+            that it might be done before them, while other processes have the device.
+
     Yields:
         How often each kind of copy was poisoned.
     """
     poison = _Poison()
     with ExitStack() as stack:
+        if not waits:
+            _patch(stack, Transfers, "take", poison.take)
         _patch(stack, HostOptimizer, "step_partition", poison.step_partition)
         _patch(stack, Estimator, "predict", poison.predict)
         _patch(stack, Partition, "take_published", poison.take_published)
@@ -80,6 +87,7 @@ class _Poison:
         self._arenas: dict[OptimizerProcess, Arena] = {}
         # by process, partition and span: the slot of its y
         self._published: dict[tuple[Any, ...], int] = {}
+        self._poisoned: Any = None  # recorded when the newest gradient is NaN; None: no streams
 
     def step_partition(self, original: Callable[..., None]) -> Callable[..., None]:
         def method(adam: HostOptimizer, index: int, grad: torch.Tensor, grad_scale: float) -> None:
@@ -91,9 +99,19 @@ class _Poison:
                 if adam.link.transfers._host_results(index).published.data_ptr() != slot.data_ptr():
                     slot.fill_(float("nan"))
                 grad.fill_(float("nan"))
+                self._poisoned = adam.link.transfers.ready()
                 delay()
                 grad.copy_(produced)
             original(adam, index, grad, grad_scale)
+
+        return method
+
+    def take(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(
+            transfers: Transfers, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any
+        ) -> None:
+            too_early = self._poisoned or get_accelerator().Event()  # the latter: never recorded
+            original(transfers, index, grad, slot, ready and too_early)
 
         return method
 
@@ -122,9 +140,10 @@ class _Poison:
         return method
 
     def submit(self, original: Callable[..., int]) -> Callable[..., int]:
-        def method(process: OptimizerProcess, tasks: Sequence[WorkerTask]) -> int:
+        def method(process: OptimizerProcess, tasks: Sequence[Work]) -> int:
             for task in tasks:  # all that the worker wrote there before must have been read
-                self._poison_results(process, task)
+                if isinstance(task, WorkerTask):
+                    self._poison_results(process, task)
             return original(process, tasks)
 
         return method
@@ -185,25 +204,6 @@ def synchronous() -> Iterator[None]:
             (AdamBlocks, "step"),
         ):
             _patch(stack, owner, name, resting)
-        yield
-
-
-@contextmanager
-def without_waiting() -> Iterator[None]:
-    """Leave out that a gradient's copy waits for the gradient: the mistake that the tests must be
-    able to see."""
-
-    def take(original: Callable[..., None]) -> Callable[..., None]:
-        def method(
-            transfers: Transfers, index: int, grad: torch.Tensor, slot: torch.Tensor, ready: Any
-        ) -> None:
-            # never recorded
-            original(transfers, index, grad, slot, ready and get_accelerator().Event())
-
-        return method
-
-    with ExitStack() as stack:
-        _patch(stack, Transfers, "take", take)
         yield
 
 

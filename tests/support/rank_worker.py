@@ -24,6 +24,7 @@ def _join_group() -> None:
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
+    from torch.distributed import distributed_c10d
 
     from deepspeed_ext import shared_buffers
     from tests.support.gloo import await_every_gather
@@ -38,12 +39,15 @@ def _join_group() -> None:
             share_devices()
         backend = os.environ.get(BACKEND) or accelerator.communication_backend_name()
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    timeout = timedelta(seconds=float(os.environ["DSEXT_TEST_GROUP_TIMEOUT_SECONDS"]))
+    # of the groups that DeepSpeed makes, too, among them its copy of the group of all ranks
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     torch.distributed.init_process_group(
         backend,
         init_method=f"file://{os.environ['DSEXT_TEST_RENDEZVOUS']}",
         rank=int(os.environ["RANK"]),
         world_size=world_size,
-        timeout=timedelta(seconds=float(os.environ["DSEXT_TEST_GROUP_TIMEOUT_SECONDS"])),
+        timeout=timeout,
     )
     if backend == "sim":
         import tests.support.simulated_accelerator.simulation  # noqa: F401 - sets the order of tasks

@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,6 +34,10 @@ from tests.support.rank_nursery import ForkedRank, Nursery
 
 START_TIMEOUT_SECONDS = 300.0  # an operator may have to be compiled first
 GRACE_SECONDS = 3.0
+MOST_LOGGED = 4000
+SHORT_DUMPS = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}
+"""NCCL's watchdog ends a rank whose peer has died. Before, it gives all ranks four times this to
+write what they know: by default that is a minute."""
 
 
 class RankError(AssertionError):
@@ -47,12 +51,14 @@ class RankOutcome:
 
     Attributes:
         hung: it had not ended in its time although no rank had failed; `error` says so, too.
+        log: the end of what it wrote, of `run_fresh_ranks`; with its stacks if it had to be ended.
     """
 
     value: Any = None
     error: str | None = None
     exit_code: int | None = None
     hung: bool = False
+    log: str = ""
 
 
 class RankPool:
@@ -99,6 +105,7 @@ class RankPool:
         if device == "sim":
             environment.setdefault("SIMULATED_DEVICES", str(self.world_size))
         if device == "accelerator":
+            environment.update(SHORT_DUMPS)
             sharing = shared_device.environment(rank, self.world_size)
             self.shares_nccl = sharing.get(shared_device.BACKEND) == "nccl"
             environment.update(sharing)
@@ -187,13 +194,16 @@ class RankPool:
         parts = [f"{what}: ranks {failed} of {self.world_size} failed"]
         for rank in failed:
             outcome = outcomes[rank]
-            log = self._log_path(rank).read_text(errors="replace")[-4000:]
             parts.append(
                 f"--- rank {rank}: "
-                f"{outcome.error or f'process ended with {outcome.exit_code}'}\n{log}"
+                f"{outcome.error or f'process ended with {outcome.exit_code}'}\n{self.log(rank)}"
             )
         self.close()
         raise RankError("\n".join(parts))
+
+    def log(self, rank: int) -> str:
+        """The end of what a rank has written."""
+        return self._log_path(rank).read_text(errors="replace")[-MOST_LOGGED:]
 
     def close(self) -> None:
         for process in self.processes:
@@ -283,10 +293,12 @@ def run_fresh_ranks(
     **kwargs: Any,
 ) -> list[RankOutcome]:
     """Like `run_ranks`, in new processes that end with the call; returns how each rank ended
-    instead of raising."""
+    instead of raising. `group_timeout_seconds` is that of all process groups, also of those that
+    DeepSpeed makes."""
     pool = RankPool(world_size, _device(device), group_timeout_seconds)
     try:
-        return pool.run(body, args, kwargs, timeout_seconds, grace_seconds)
+        outcomes = pool.run(body, args, kwargs, timeout_seconds, grace_seconds)
+        return [replace(outcome, log=pool.log(rank)) for rank, outcome in enumerate(outcomes)]
     finally:
         pool.close()
 

@@ -7,7 +7,7 @@ Triton is installed. `host` is one pass of the native library on the CPU. `launc
 `zenflow.worker.kernel`.
 """
 
-from deepspeed_ext.zenflow.kernels.definition import CLAMP, HotConstants
+from deepspeed_ext.zenflow.kernels.definition import CLAMP, HotConstants, root
 from deepspeed_ext.zenflow.kernels.launch import (
     hot_step,
     missing,
@@ -26,6 +26,7 @@ __all__ = [
     "move",
     "norms",
     "predict",
+    "root",
     "serves",
     "share_step",
 ]

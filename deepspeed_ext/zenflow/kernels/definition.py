@@ -3,10 +3,10 @@ run.
 
 Large arrays are processed in chunks of whole blocks, so temporaries are small for any size of
 array; on the CPU they also stay in a core's L2 cache. Each operation rounds once in fp32: no
-`lerp`, `addcmul`, `add` with a factor or division by a number, which round differently on different
-devices. A 16-bit result is rounded once, when it is stored. So results depend neither on the chunks
-nor on the number of threads, and equal those of the kernels bitwise. Symbols are those of
-`deepspeed_ext.zenflow.optimizers.adam_estimator`.
+`lerp`, `addcmul`, `add` with a factor, division by a number or torch's `sqrt`, which round
+differently on different devices. A 16-bit result is rounded once, when it is stored. So results
+depend neither on the chunks nor on the number of threads, and equal those of the kernels bitwise.
+Symbols are those of `deepspeed_ext.zenflow.optimizers.adam_estimator`.
 
 Estimates are *dithered* when they are stored in 16 bits: rounded up or down at random, so that the
 mean is right (Gupta et al., 2015, arXiv 1502.02551). A gradient's effect on one step is mostly less
@@ -27,9 +27,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
+import numpy as np
 import torch
 
-import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, HOST_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
@@ -45,6 +45,7 @@ __all__ = [
     "hot_step",
     "move",
     "predict",
+    "root",
     "share_step",
 ]
 
@@ -191,6 +192,27 @@ def move(
         part.of(drift).copy_(part.dithered(drifted, drift.dtype, 2, 3))
 
 
+# Note: [the nearest root]
+# On the CPU torch's sqrt is MKL's, of which one result in 170 is not the nearest number; in fp64,
+# too. CUDA's is the nearest, Triton's sqrt_rn as well, and NumPy's: it is the CPU's instruction.
+
+
+def root(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The nearest fp32 number to each square root, on any device; see Note: [the nearest root].
+
+    Args:
+        x: fp32, any shape. A negative element gives NaN.
+        out: what is written and returned, of the same shape on the same device; may be `x`. None: a
+            new tensor.
+    """
+    out = torch.empty_like(x) if out is None else out
+    if x.device.type != "cpu":
+        return torch.sqrt(x, out=out)
+    with np.errstate(invalid="ignore"):
+        np.sqrt(x.numpy(), out=out.numpy())
+    return out
+
+
 @dataclass(frozen=True)
 class HotConstants:
     """The numbers of one Adam step of hot blocks.
@@ -250,7 +272,7 @@ def bias_corrections(
         table.index_select(0, updates.clamp(max=table.numel() - 1))
         for table in (_bias_correction(beta, updates.device) for beta in betas)
     )
-    return first, second.sqrt_()
+    return first, root(second, out=second)
 
 
 def bias_correction(updates: int, constants: HotConstants) -> tuple[float, float]:
@@ -347,7 +369,7 @@ def _step_rows(
         g.add_(torch.mul(p, c.l2, out=other))
     m.mul_(c.beta1).add_(torch.mul(g, c.weight1, out=other))
     v.mul_(c.beta2).add_(torch.mul(g, c.weight2, out=other).mul_(g))
-    denominator = torch.sqrt(v, out=other).div_(correction2_sqrt).add_(c.eps)
+    denominator = root(v, out=other).div_(correction2_sqrt).add_(c.eps)
     update = torch.div(m, correction1, out=g).mul_(-c.lr).div_(denominator)
     if c.decay != 1.0:
         p.mul_(c.decay)

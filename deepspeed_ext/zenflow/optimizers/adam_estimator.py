@@ -56,7 +56,6 @@ import math
 
 import torch
 
-import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.zenflow import kernels
 from deepspeed_ext.zenflow.kernels import CLAMP
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
@@ -163,7 +162,8 @@ class Estimator:
         self._block_size = block_size
         # Multiply by the inverse: torch turns a division by a number into that on some devices, but
         # not on the CPU.
-        self.inverse = block_means.sqrt().mul_(1.0 / bias_correction2_sqrt).add_(eps).reciprocal_()
+        d = kernels.root(block_means).mul_(1.0 / bias_correction2_sqrt).add_(eps)
+        self.inverse = d.reciprocal_()
 
     @classmethod
     def after(cls, last: AdamStep, block_means: torch.Tensor, block_size: int) -> Estimator:

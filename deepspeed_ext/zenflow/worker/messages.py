@@ -24,6 +24,7 @@ __all__ = [
     "Span",
     "Submission",
     "ThreadLimit",
+    "Work",
     "WorkerPlan",
     "WorkerTask",
 ]
@@ -171,12 +172,16 @@ class ThreadLimit:
     threads: int
 
 
+Work: TypeAlias = WorkerTask | ArenaWrite | ArenaTouch | ArenaRelay | ThreadLimit
+"""All that is submitted. Only a `WorkerTask` has a partition."""
+
+
 @dataclass(frozen=True)
 class Submission:
     """Work for the worker, which answers with a `Done` of the same number."""
 
     number: int
-    tasks: tuple[WorkerTask | ArenaWrite | ArenaTouch | ArenaRelay | ThreadLimit, ...]
+    tasks: tuple[Work, ...]
 
 
 @dataclass(frozen=True)

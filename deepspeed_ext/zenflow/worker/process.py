@@ -22,16 +22,13 @@ from deepspeed_ext.runtime.own_process import OwnProcess
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel, GarbledError, Patience, above_standard
 from deepspeed_ext.zenflow.worker.messages import (
-    ArenaRelay,
-    ArenaTouch,
     ArenaWrite,
     Done,
     Failed,
     Ready,
     Submission,
-    ThreadLimit,
+    Work,
     WorkerPlan,
-    WorkerTask,
 )
 
 __all__ = ["OptimizerProcess", "within_group_timeout"]
@@ -149,9 +146,7 @@ class OptimizerProcess:
         """The worker's process id."""
         return self._process.pid
 
-    def submit(
-        self, tasks: Sequence[WorkerTask | ArenaWrite | ArenaTouch | ArenaRelay | ThreadLimit]
-    ) -> int:
+    def submit(self, tasks: Sequence[Work]) -> int:
         """Hand over work without waiting for it. Its arrays belong to the worker until `wait`.
 
         Returns:

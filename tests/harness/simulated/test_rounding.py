@@ -16,6 +16,8 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "expm1": torch.expm1,
     "log, in place": lambda x: x.clone().log_(),
     "sqrt": torch.sqrt,
+    "sqrt, in place": lambda x: x.clone().sqrt_(),
+    "sqrt, into another": lambda x: torch.sqrt(x, out=torch.empty_like(x)),
     "product": lambda x: x * 0.3 + x,
 }
 
@@ -30,7 +32,9 @@ def results() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 def test_some_operations_round_as_on_a_gpu() -> None:
     found = on_sim(results)[0]
-    assert {name for name, (cpu, sim) in found.items() if not torch.equal(cpu, sim)} == {
+    different = {name for name, (cpu, sim) in found.items() if not torch.equal(cpu, sim)}
+    # MKL's square root, where torch has it, is not the nearest number
+    assert {name for name in different if not name.startswith("sqrt")} == {
         "by a number",
         "by a number, in place",
         "by a number, into another",
@@ -39,6 +43,9 @@ def test_some_operations_round_as_on_a_gpu() -> None:
     }
     inverse = float(torch.tensor(1.0) / 3.0)
     torch.manual_seed(0)
-    assert torch.equal(found["by a number"][1], (torch.rand(4096) + 0.1) * inverse)
+    x = torch.rand(4096) + 0.1
+    assert torch.equal(found["by a number"][1], x * inverse)
+    for name in ("sqrt", "sqrt, in place", "sqrt, into another"):
+        assert torch.equal(found[name][1], x.double().sqrt().float())
     for cpu, sim in found.values():
         torch.testing.assert_close(sim, cpu, rtol=2**-22, atol=0)

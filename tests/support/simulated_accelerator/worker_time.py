@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.transfers.courier import Courier, Shipment
-from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
+from deepspeed_ext.zenflow.worker.messages import Span, Work, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.simulated_accelerator.device import library
 
@@ -58,9 +58,9 @@ class _WorkerTime:
         return method
 
     def submit(self, original: Callable[..., int]) -> Callable[..., int]:
-        def method(process: OptimizerProcess, tasks: Sequence[WorkerTask]) -> int:
+        def method(process: OptimizerProcess, tasks: Sequence[Work]) -> int:
             number = original(process, tasks)
-            passes = [task for task in tasks if hasattr(task, "span")]
+            passes = [task for task in tasks if isinstance(task, WorkerTask)]
             spans = [task.span or Span(0, self._numels[task.partition]) for task in passes]
             us = sum(span.end - span.begin for span in spans) * self._us_per_element
             begin = max(library.now_us(), *self._ends_us.values())

@@ -66,7 +66,7 @@ def test_the_others_end_and_so_do_all_optimizer_processes(
     )
     assert outcomes[-1].exit_code == -signal.SIGKILL
     for outcome in outcomes[:-1]:
-        assert outcome.error is None, outcome.error
+        assert outcome.error is None, f"{outcome.error}\n{outcome.log}"
         # NCCL's watchdog may abort a rank
         ends = [FAILED, -signal.SIGABRT] if device == "accelerator" else [FAILED]
         assert outcome.exit_code in ends

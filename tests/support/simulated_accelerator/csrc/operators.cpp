@@ -190,7 +190,9 @@ struct Call {
 // arguments returns references to them, which torch reads when it has already taken the arguments from the stack.
 void run_on_cpu(const c10::OperatorHandle& op, Stack& stack) {
   const Stack kept(stack);
+  const auto roots = nearest_root(op, stack);  // before the operator overwrites its argument
   rounding_operator(op, stack).redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
+  if (roots) stack.back().toTensor().copy_(*roots);
   if (!stack.empty()) round_transcendental(op, stack.back());
 }
 

@@ -1,8 +1,10 @@
 // Rounding as on a GPU, where torch's differs from the CPU's.
 //
-// CUDA's kernels multiply by the inverse of a divisor that is a number, and their transcendental functions are others
-// than the CPU's. Here some results of the latter are one unit in the last place too large: which ones is arbitrary.
+// CUDA's kernels multiply by the inverse of a divisor that is a number. Their square root is the nearest number, and not
+// MKL's, of which one in 170 is another. Their transcendental functions are others than the CPU's: here some results of
+// those are one unit in the last place too large, and which ones is arbitrary.
 #include <ATen/ScalarOps.h>
+#include <ATen/ops/sqrt.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cmath>
@@ -35,6 +37,13 @@ c10::OperatorHandle rounding_operator(const c10::OperatorHandle& op, std::vector
   arguments[1] = inverse;
   const std::string product = name.name == "aten::div" ? "aten::mul" : "aten::mul_";
   return c10::Dispatcher::singleton().findSchemaOrThrow(product.c_str(), name.overload_name.c_str());
+}
+
+std::optional<at::Tensor> nearest_root(const c10::OperatorHandle& op, const std::vector<c10::IValue>& arguments) {
+  if (without_underscore(op.operator_name().name) != "aten::sqrt" || !arguments[0].isTensor()) return std::nullopt;
+  const auto& x = arguments[0].toTensor();
+  if (x.scalar_type() != at::kFloat) return std::nullopt;
+  return at::sqrt(x.to(at::kDouble)).to(at::kFloat);
 }
 
 void round_transcendental(const c10::OperatorHandle& op, const c10::IValue& result) {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -40,7 +41,7 @@ from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.messages import Span
 from tests.perf.stepping import Linears
 from tests.support.models import batches
-from tests.support.poison import delay, late_and_poisoned, synchronous, without_waiting
+from tests.support.poison import delay, late_and_poisoned, synchronous
 from tests.support.ranks import RankError, is_simulated, run_ranks
 from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import make_engine, masters_of, run, train, zenflow_config
@@ -48,11 +49,11 @@ from tests.support.zenflow import make_engine, masters_of, run, train, zenflow_c
 pytestmark = pytest.mark.sampled()
 
 STEPS = 14
-WAYS = {
-    "late and poisoned": late_and_poisoned,
+WAYS: dict[str, Callable[[], Any]] = {
     "synchronous": synchronous,
-    "without waiting": without_waiting,
+    "late, poisoned, without waiting": partial(late_and_poisoned, waits=False),
 }
+BROKEN = "late, poisoned, without waiting"
 RULES: dict[str, dict[str, Any]] = {
     "predictive 1": {"update_interval": 1},
     "predictive 3": {"update_interval": 3, "full_warm_up_rounds": 2},
@@ -173,12 +174,10 @@ def test_a_late_gradient_arrives_whole(kind: str, device: str) -> None:
 def test_a_missing_wait_is_detected() -> None:
     if is_simulated():
         with pytest.raises(RankError, match="no order between two tasks"):
-            run_ranks(1, copied_down, "inside", 1 << 14, "without waiting", device="accelerator")
+            run_ranks(1, copied_down, "inside", 1 << 14, BROKEN, device="accelerator")
         return
-    assert (
-        run_ranks(1, copied_down, "inside", 1 << 24, "without waiting", device="accelerator")[0][0]
-        is False
-    )
+    found = run_ranks(1, copied_down, "inside", 1 << 24, BROKEN, device="accelerator")
+    assert found[0][0] is False
 
 
 def two_gradients(numel: int, first_is_carried: bool) -> tuple[bool, bool]:
@@ -214,13 +213,11 @@ def test_a_room_is_taken_when_it_is_empty(first_is_carried: bool) -> None:
     assert run_ranks(1, two_gradients, 1 << 14, first_is_carried, device="sim") == [(True, True)]
 
 
-def heavy(millions: float, zenflow: dict[str, Any], steps: int, ways: list[str]) -> dict[str, Any]:
+def heavy(millions: float, zenflow: dict[str, Any], steps: int, way: str | None) -> dict[str, Any]:
     """Train matrices that see one row: little compute, many bytes over the link in every step."""
     torch.manual_seed(1234)
     model = Linears(millions)
-    with ExitStack() as stack:
-        for way in ways:
-            stack.enter_context(WAYS[way]())
+    with WAYS[way]() if way else nullcontext():
         config = zenflow_config(2, lr=1e-3, **zenflow)
         engine, *_ = deepspeed_ext.initialize(
             model=model, model_parameters=list(model.parameters()), config=config
@@ -247,8 +244,8 @@ def heavy(millions: float, zenflow: dict[str, Any], steps: int, ways: list[str])
 def test_heavy_transfer_equals_the_synchronous_run(rule: str, device: str) -> None:
     millions = 64 if device == "accelerator" and not is_simulated() else 1
     zenflow = {"overlap_step": True, **RULES[rule]}
-    free = run_ranks(1, heavy, millions, zenflow, STEPS, [], device=device)[0]
-    waiting = run_ranks(1, heavy, millions, zenflow, STEPS, ["synchronous"], device=device)[0]
+    free = run_ranks(1, heavy, millions, zenflow, STEPS, None, device=device)[0]
+    waiting = run_ranks(1, heavy, millions, zenflow, STEPS, "synchronous", device=device)[0]
     assert math.isfinite(free["losses"][-1]), free["losses"]
     assert all(tensor.isfinite().all() for tensor in free["weights"] + free["masters"])
     assert_same(waiting, free, "run")
@@ -256,15 +253,20 @@ def test_heavy_transfer_equals_the_synchronous_run(rule: str, device: str) -> No
 
 @pytest.mark.gpu
 def test_heavy_transfer_detects_a_missing_wait() -> None:
-    """Without one wait, and with late gradients, the result differs: the tests above can fail."""
-    zenflow = {"overlap_step": True, "hide_transfers": False, **RULES["predictive 1"]}
-    ways = ["without waiting", "late and poisoned"]
+    """Without one wait, and with late gradients, the result differs: the tests above can fail.
+
+    Not at interval 1: there the copy of an overlapped step waits for the reading of y from its
+    slot, too, which comes after the gradient.
+    """
+    zenflow = {"overlap_step": True, "hide_transfers": False, **RULES["predictive 3"]}
     if is_simulated():
         with pytest.raises(RankError, match="no order between two tasks"):
-            run_ranks(1, heavy, 1, zenflow, STEPS, ways, device="accelerator")
+            run_ranks(1, heavy, 1, zenflow, STEPS, BROKEN, device="accelerator")
         return
-    waiting = run_ranks(1, heavy, 64, zenflow, STEPS, ["synchronous"], device="accelerator")[0]
-    broken = run_ranks(1, heavy, 64, zenflow, STEPS, ways, device="accelerator")[0]
+    waiting, broken = (
+        run_ranks(1, heavy, 8, zenflow, STEPS, way, device="accelerator")[0]
+        for way in ("synchronous", BROKEN)
+    )
     assert first_difference(waiting, broken)
 
 
