@@ -117,9 +117,9 @@ class Tuner:
         elif self._is_open:
             self._measured += 1
             if self._measured == MEASURED_STEPS - PROBED_STEPS:
-                self._begin(host)
+                self._begin(host, is_between)
         elif not is_between and self._is_due(host) and self._has_changed(host):
-            self._begin(host)
+            self._begin(host, is_between)
 
     def _give_up(self, host: HostOptimizer) -> None:
         """Too few synchronous steps were left: try again after `STEPS_BETWEEN` steps."""
@@ -156,8 +156,8 @@ class Tuner:
                 changed = int(waits or differs)
         return host.ranks.minimum(-changed)[0] < 0
 
-    def _begin(self, host: HostOptimizer) -> None:
-        self._probe = ThreadProbe(self._counts)
+    def _begin(self, host: HostOptimizer, is_between: bool) -> None:
+        self._probe = ThreadProbe(self._counts, overlaps=not is_between)
         self._limit(host, self._probe.coming)
 
     def _probed(self, host: HostOptimizer, is_between: bool) -> None:

@@ -25,9 +25,11 @@ class ThreadProbe:
 
     Args:
         counts: thread counts, the preferred one first; at most half as many as `PROBED_STEPS`.
+        overlaps: whether steps overlap, so that the newest pass may belong to the step before.
     """
 
-    def __init__(self, counts: Sequence[int]) -> None:
+    def __init__(self, counts: Sequence[int], *, overlaps: bool) -> None:
+        self._left_out = int(overlaps)
         each = PROBED_STEPS // len(counts)
         self._coming = [count for count in counts for _ in range(each)]
         self._seconds: dict[int, list[float]] = {count: [] for count in counts}
@@ -48,10 +50,9 @@ class ThreadProbe:
         self._noted += 1
 
     def seconds(self, count: int) -> float:
-        """Median pass time with `count` threads. The first is left out: if steps overlap, it may
-        belong to the step before."""
+        """Median pass time with `count` threads. If steps overlap, the first is left out."""
         noted = self._seconds[count]
-        return statistics.median(noted[1:] or noted)
+        return statistics.median(noted[self._left_out :] or noted)
 
     @property
     def best(self) -> int:
