@@ -15,6 +15,7 @@ import torch
 
 from deepspeed_ext.adapter.construction import built_together, log_start
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
+from deepspeed_ext.adapter.late_groups import complete_model
 from deepspeed_ext.adapter.late_weights import complete_weights_of
 from deepspeed_ext.adapter.parts import Parts, destroy_parts, fields_of, section_in_use
 from deepspeed_ext.adapter.reached_state import EVALUATES_PREDICTED, wrap_accelerate
@@ -144,6 +145,7 @@ class Engine(EngineSettings):
             self._ties_stages = ties_stages(model)
             if isinstance(model, torch.nn.Module):  # another engine may have trained it
                 complete_weights_of(model.parameters())
+                complete_model(model)
             timer = throughput_timer(self._throughput_timer)
             with built_together(kwargs.get("mpu")), swapped(timer):
                 super().__init__(*args, **kwargs)
@@ -251,6 +253,8 @@ class Engine(EngineSettings):
             wrap_accelerate(Engine)
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
             parts.attach_gather(self.module, settings, self.seq_data_parallel_group)
+        elif parts.zenflow is not None:
+            parts.late = zero_optimizer.attach(self.module)
         return zero_optimizer
 
     def _zenflow_run(self, zenflow: ZenFlowConfig, settings: ZeroConfig) -> ZenFlowRun:
@@ -295,6 +299,8 @@ class Engine(EngineSettings):
                 backward pass or a load.
         """
         self._require(Readiness.require_states_here, OffloadStateTypeEnum.lp_params)
+        if (late := self._parts.late) is not None:
+            late.before_forward()
         with self._recording(Work.BACKWARD):  # some modules run backward inside
             return super().forward(*inputs, **kwargs)
 
@@ -590,6 +596,12 @@ class Engine(EngineSettings):
 
 class HybridEngine(DeepSpeedHybridEngine, Engine):
     """DeepSpeed's hybrid engine on top of ours."""
+
+    def generate(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Generate as DeepSpeed does, from weights that modules of its own refer to."""
+        if (late := self._parts.late) is not None:
+            late.complete()
+        return super().generate(*inputs, **kwargs)
 
 
 class PipeEngine(PipelineEngine, Engine):

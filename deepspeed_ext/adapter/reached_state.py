@@ -178,10 +178,23 @@ class ReachedState:
         """The data-parallel ranks, for tensors on the host. The first use is a collective."""
         return communicating_on_host(self._ranks.group)
 
+    def settle(self) -> None:
+        """Wait for updates in flight on all ranks, whose weights are then complete. A collective.
+
+        Raises:
+            WorkerError: on every rank, if any rank's worker has failed.
+        """
+        self._host.link.wait_together()
+        self.complete_weights()
+
+    def complete_weights(self) -> None:
+        """Let all weights be those of the last step; see `ZeroPartitions.complete_weights`."""
+        self._partitions.complete_weights(self._host)
+
     def drain_together(self, *, shows_moments: bool = True) -> None:
         """Call `HostOptimizer.drain` on all ranks; raise on all if any rank's worker has failed. A
         collective."""
-        self._host.link.wait_together()
+        self.settle()
         with together(self._host.ranks, WorkerError):
             self._host.drain(shows_moments=shows_moments)
 

@@ -62,7 +62,8 @@ class ZenFlowParts:
         scaler = zero.torch_autocast_gradscaler
         scale = None if scaler is None else AutocastScale(scaler)
         driver = StepDriver(host, partitions, scale)
-        backward_pass = BackwardPass(partial(_begin_backward, zero, host), partitions.trained)
+        begins = partial(_begin_backward, zero, host, partitions)
+        backward_pass = BackwardPass(begins, partitions.trained)
         readiness = Readiness(
             host,
             start.run.config,
@@ -95,7 +96,7 @@ class ZenFlowParts:
         Returns:
             The states that are left to DeepSpeed.
         """
-        self.host.complete_weights()
+        self.state.complete_weights()
         wanted = {state for state in OffloadStateTypeEnum if include is None or state in include}
         for receiver in self.driver.current.receivers:  # they keep the last step's weights
             receiver.release()
@@ -110,11 +111,11 @@ def zenflow_of(optimizer: Any) -> ZenFlowParts | None:
     return parts if isinstance(parts, ZenFlowParts) else None
 
 
-def _begin_backward(zero: Any, host: HostOptimizer) -> None:
+def _begin_backward(zero: Any, host: HostOptimizer, partitions: ZeroPartitions) -> None:
     """Before a backward pass, complete all weights, also those that forward has not used: gradients
     go to slots in which their y may still be."""
     zero.clear_backward_seen_flag()
-    host.complete_weights()
+    partitions.complete_weights(host)
 
 
 def _warn_of_mixed_blocks(partitions: ZeroPartitions, block_size: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_ext.adapter.gradients import Extent
+from deepspeed_ext.adapter.late_groups import LateGroups
 from deepspeed_ext.adapter.releases import group_paddings, partition_rank
 from deepspeed_ext.adapter.saved_checkpoint import Keys
 from deepspeed_ext.adapter.upstream import (
@@ -32,6 +33,7 @@ from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.copies import Run
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import dtype_name
 
 __all__ = ["GroupPartitions", "SubGroupPartitions", "ZeroPartitions", "target_of"]
@@ -95,6 +97,10 @@ class ZeroPartitions(Protocol):
     def spread(self, values: Sequence[torch.Tensor] | None) -> None:
         """Copy `values`, if given, to the weights, and gather these on all ranks. A collective."""
 
+    def complete_weights(self, host: HostOptimizer) -> None:
+        """Let all weights be those of the last step. A collective where ranks gather weights after
+        a step."""
+
 
 class GroupPartitions:
     """The partitions of stages 1 and 2: of whole parameter groups.
@@ -106,6 +112,8 @@ class GroupPartitions:
 
     waits_after_weights = False
     saved_weights = None
+    late: LateGroups | None = None
+    """The weights that arrive after a step; None: they are complete when it returns."""
 
     def __init__(self, zero: Any, relink: Callable[[], None]) -> None:
         self._zero = zero
@@ -183,6 +191,12 @@ class GroupPartitions:
             values = list(map(self.weights, self.groups))
         with self.stand_in(list(values)):  # copies these as if they were masters, and gathers
             self._zero.update_lp_params()
+
+    def complete_weights(self, host: HostOptimizer) -> None:
+        if self.late is None:
+            host.complete_weights()
+        else:
+            self.late.complete()
 
 
 class SubGroupPartitions:
@@ -295,6 +309,9 @@ class SubGroupPartitions:
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         self.order_gathers()
+
+    def complete_weights(self, host: HostOptimizer) -> None:
+        host.complete_weights()
 
     # Note: [gathers have their own stream]
     # DeepSpeed gathers parameters on a stream that waits for no other. It could gather weights

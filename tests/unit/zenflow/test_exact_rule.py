@@ -19,7 +19,12 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
 
 from deepspeed_ext.adapter import late_weights
 from deepspeed_ext.errors import WorkerError
@@ -44,6 +49,8 @@ class WithFrozen(OddModel):
 
 
 def exact_config(stage: int, *args: Any, **section: Any) -> dict[str, Any]:
+    """The exact rule, with weights that arrive in the forward."""
+    section = {"weights_arrive_in_forward": True} | section
     return zenflow_config(stage, *args, update_rule="exact", **section)
 
 
@@ -52,7 +59,16 @@ def waiting(config: dict[str, Any]) -> dict[str, Any]:
     config = copy.deepcopy(config)
     section = config["zero_optimization"]["zenflow"]
     section |= {"update_rule": "predictive", "overlap_step": False}
+    del section["weights_arrive_in_forward"]
     return config
+
+
+def complete_weights_of(engine: Any) -> dict[str, torch.Tensor]:
+    """The weights of the last step. At stages 1 and 2 they are complete once a state dict has been
+    made; parameters that a script iterates over may not be."""
+    if engine.zero_optimization_stage() < 3:
+        engine.module.state_dict()
+    return weights_of(engine)
 
 
 @contextmanager
@@ -70,7 +86,11 @@ def outcome(config: dict[str, Any], model: Callable[[], Any] = WithFrozen) -> di
     with small_chunks():
         engine = make_engine(config, model=model, groups=two_groups)
         losses = train(engine, batches(5 * accumulation, dist.get_rank()))
-        found = {"losses": losses, "weights": weights_of(engine), "masters": masters_of(engine)}
+        found = {
+            "losses": losses,
+            "weights": complete_weights_of(engine),
+            "masters": masters_of(engine),
+        }
         engine.destroy()
     return found
 
@@ -140,12 +160,13 @@ def test_and_with_lion() -> None:
 
 
 def look(engine: Any, folder: str) -> Any:
-    return weights_of(engine)
+    return complete_weights_of(engine)
 
 
 def look_at_one(engine: Any, folder: str) -> Any:
     """The last trained one, in a gather that a frozen one begins."""
-    *_, param = (each for each in engine.module.parameters() if each.requires_grad)
+    *_, name = (name for name, each in engine.module.named_parameters() if each.requires_grad)
+    param = engine.module.get_parameter(name)
     both: list[Any] = [engine.module.scale, param]
     with deepspeed.zero.GatheredParameters(both, enabled=hasattr(param, "ds_id")):
         return param.detach().float().cpu().clone()
@@ -159,7 +180,7 @@ def change(engine: Any, folder: str) -> Any:
         torch.no_grad(),
     ):
         param.add_(0.25)
-    return weights_of(engine)
+    return complete_weights_of(engine)
 
 
 def evaluate(engine: Any, folder: str) -> Any:
@@ -177,7 +198,7 @@ def use_the_module(engine: Any, folder: str) -> Any:
 
 def export(engine: Any, folder: str) -> Any:
     with engine.exporting():
-        return weights_of(engine)
+        return complete_weights_of(engine)
 
 
 def consolidate(engine: Any, folder: str) -> Any:
@@ -189,15 +210,15 @@ def consolidate(engine: Any, folder: str) -> Any:
 
 def save_and_load(engine: Any, folder: str) -> Any:
     engine.save_checkpoint(folder, tag="kept")
-    found = weights_of(engine)
+    found = complete_weights_of(engine)
     engine.load_checkpoint(folder, tag="kept")
-    return [found, weights_of(engine)]
+    return [found, complete_weights_of(engine)]
 
 
 def load(engine: Any, folder: str) -> Any:
     if Path(folder, "kept").exists():
         engine.load_checkpoint(folder, tag="kept")
-    return weights_of(engine)
+    return complete_weights_of(engine)
 
 
 def read_state(engine: Any, folder: str) -> Any:
@@ -205,10 +226,16 @@ def read_state(engine: Any, folder: str) -> Any:
 
 
 def write_state(engine: Any, folder: str) -> Any:
+    is_local = engine.zero_optimization_stage() == 3
+    read, write = (
+        (safe_get_local_fp32_param, safe_set_local_fp32_param)
+        if is_local
+        else (safe_get_full_fp32_param, safe_set_full_fp32_param)
+    )
     for param in engine.module.parameters():
         if param.requires_grad:
-            safe_set_local_fp32_param(param, safe_get_local_fp32_param(param) * 0.5)
-    return [masters_of(engine), weights_of(engine)]
+            write(param, read(param) * 0.5)
+    return [masters_of(engine), complete_weights_of(engine)]
 
 
 def away(engine: Any, folder: str) -> Any:
@@ -219,7 +246,7 @@ def away(engine: Any, folder: str) -> Any:
 def weights_away(engine: Any, folder: str) -> Any:
     engine.offload_states(include={OffloadStateTypeEnum.lp_params}, pin_memory=False)
     engine.reload_states()
-    return weights_of(engine)
+    return complete_weights_of(engine)
 
 
 READERS = [
@@ -249,7 +276,7 @@ def observed(config: dict[str, Any], seed: int, folder: str) -> list[Any]:
         found.append(train(engine, batches(1, dist.get_rank(), 100 + number)))
         for reader in draw.sample(READERS, draw.choice([0, 1, 1, 2])):
             found.append((reader.__name__, reader(engine, f"{folder}/{seed}")))
-    found.append(weights_of(engine))
+    found.append(complete_weights_of(engine))
     engine.destroy()
     return found
 
@@ -268,14 +295,20 @@ def unlike(config: dict[str, Any], seeds: list[int], folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "device", "seeds"), [(2, "cpu", [1, 2, 3]), (1, "sim", [4, 5]), (2, "sim", [6, 7])]
+    ("stage", "ranks", "device", "seeds"),
+    [
+        (3, 2, "cpu", [1, 2, 3]),
+        (3, 1, "sim", [4, 5]),
+        (3, 2, "sim", [6, 7]),
+        (2, 1, "sim", [8, 9]),
+        (1, 2, "sim", [10, 11]),
+    ],
 )
 def test_every_reader_sees_the_weights_of_the_last_step(
-    ranks: int, device: str, seeds: list[int], tmp_path: Path
+    stage: int, ranks: int, device: str, seeds: list[int], tmp_path: Path
 ) -> None:
-    found = run_ranks(
-        ranks, unlike, exact_config(3), seeds, str(tmp_path), device=device, pool="exact True"
-    )
+    config, pool = exact_config(stage), f"exact {stage == 3}"
+    found = run_ranks(ranks, unlike, config, seeds, str(tmp_path), device=device, pool=pool)
     assert found == [[]] * ranks
 
 
@@ -294,10 +327,10 @@ def each_reader(config: dict[str, Any], folder: str) -> list[str]:
     return [first_difference(*found)]
 
 
-def test_so_does_each_of_them_alone(tmp_path: Path) -> None:
-    found = run_ranks(
-        2, each_reader, exact_config(3), str(tmp_path), device="sim", pool="exact True"
-    )
+@pytest.mark.parametrize("stage", [2, 3])
+def test_so_does_each_of_them_alone(stage: int, tmp_path: Path) -> None:
+    config, pool = exact_config(stage), f"exact {stage == 3}"
+    found = run_ranks(2, each_reader, config, str(tmp_path), device="sim", pool=pool)
     assert found == [[""], [""]]
 
 
@@ -346,7 +379,7 @@ def change_another_engines(config: dict[str, Any]) -> str:
         plain = copy.deepcopy(mine)
         del plain["zero_optimization"]["zenflow"]
         second = make_engine(plain, model=lambda: first.module, groups=two_groups)  # noqa: B023
-        found.append(weights_of(second))
+        found.append(complete_weights_of(second))
         second.destroy()
         first.destroy()
     return first_difference(*found)
@@ -359,18 +392,22 @@ def destroyed(config: dict[str, Any]) -> str:
         engine = make_engine(mine, model=WithFrozen, groups=two_groups)
         train(engine, batches(2, dist.get_rank()))
         engine.destroy()
-        found.append(weights_of(engine))
+        found.append(complete_weights_of(engine))
     return first_difference(*found)
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_a_destroyed_engine_leaves_complete_weights(device: str) -> None:
-    config = exact_config(3)
-    assert run_ranks(1, destroyed, config, device=device, pool="exact True") == [""]
+@pytest.mark.parametrize(
+    ("stage", "ranks", "device"), [(3, 1, "cpu"), (3, 1, "sim"), (2, 1, "sim"), (2, 2, "cpu")]
+)
+def test_a_destroyed_engine_leaves_complete_weights(stage: int, ranks: int, device: str) -> None:
+    config, pool = exact_config(stage), f"exact {stage == 3}"
+    assert run_ranks(ranks, destroyed, config, device=device, pool=pool) == [""] * ranks
 
 
-def test_a_second_engine_of_the_model_begins_with_complete_weights() -> None:
-    assert run_ranks(1, change_another_engines, exact_config(3), pool="exact True") == [""]
+@pytest.mark.parametrize(("stage", "ranks"), [(3, 1), (2, 1), (2, 2)])
+def test_a_second_engine_of_the_model_begins_with_complete_weights(stage: int, ranks: int) -> None:
+    config, pool = exact_config(stage), f"exact {stage == 3}"
+    assert run_ranks(ranks, change_another_engines, config, pool=pool) == [""] * ranks
 
 
 # -- how weights arrive ----------------------------------------------------------------------------
@@ -410,11 +447,20 @@ def test_weights_arrive_when_forward_uses_them_and_before_backward() -> None:
         assert during > 0
 
 
-def test_at_stages_1_and_2_they_arrive_in_the_step() -> None:
-    for stage in (1, 2):
-        assert run_ranks(1, left_behind, exact_config(stage), pool="exact False") == [0]
-    waits = exact_config(3, overlap_step=False)
-    assert run_ranks(1, left_behind, waits, pool="exact True") == [0]
+@pytest.mark.parametrize(
+    ("stage", "section"),
+    [
+        (1, {"weights_arrive_in_forward": None}),
+        (2, {"weights_arrive_in_forward": None}),
+        (3, {"weights_arrive_in_forward": False}),
+        (3, {"overlap_step": False}),
+    ],
+)
+def test_they_arrive_in_the_step_unless_the_config_or_the_stage_says_otherwise(
+    stage: int, section: dict[str, Any]
+) -> None:
+    config = exact_config(stage, **section)
+    assert run_ranks(1, left_behind, config, pool=f"exact {stage == 3}") == [0]
 
 
 def left_behind(config: dict[str, Any]) -> int:
