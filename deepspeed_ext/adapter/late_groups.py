@@ -7,12 +7,13 @@ module that calls no forward of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_ext.runtime.backend import dist, get_accelerator
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.log import warn_once
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.messages import Span
@@ -24,8 +25,8 @@ class _Part(NamedTuple):
     """Some elements of a flat buffer of DeepSpeed: a chunk of one rank's partition, or the share of
     it that steps on the accelerator."""
 
-    index: int
-    """Of the parameter group."""
+    group: int
+    """Number of the parameter group."""
     owner: int
     """Number of the rank among those that divide the group."""
     span: Span
@@ -55,6 +56,7 @@ class LateGroups:
         self._coming: list[_Part] = []  # what this rank has not gathered, in the agreed order
         self._used: dict[_Part, None] = {}  # in the order of their first use since the last step
         self._gathered: Any = None  # event after the newest broadcast
+        self._waits_in_step = False
         self._model: torch.nn.Module | None = None
         self._modules: list[_LateModule] = []
 
@@ -74,9 +76,16 @@ class LateGroups:
 
     def attach(self, model: torch.nn.Module) -> None:
         """Let `model` wait for what it uses. Its parameters are in their flat buffers already."""
+        scripted = [each for each in model.modules() if isinstance(each, torch.jit.ScriptModule)]
+        if scripted:
+            warn_once(
+                "zenflow.weights_arrive_in_forward has no effect: scripted code, such as "
+                f"{scripted[0].original_name}, takes no hooks that could wait for its weights"
+            )
+        self._waits_in_step = bool(scripted)
         parts, self._model = self._parts_of_parameters(), model
         for module in model.modules():
-            if any(id(param) in parts for param in _held_by(module)):
+            if module not in scripted and any(id(param) in parts for param in _held_by(module)):
                 self._modules.append(_LateModule(self, module, parts))
 
     def _parts_of_parameters(self) -> dict[int, list[_Part]]:
@@ -88,7 +97,7 @@ class LateGroups:
             parts = [
                 (part.owner * numel + part.span.begin, part.owner * numel + part.span.end, part)
                 for part in self._parts
-                if part.index == index
+                if part.group == index
             ]
             for param in group:
                 first = (param.data_ptr() - flat.data_ptr()) // flat.element_size()
@@ -120,8 +129,7 @@ class LateGroups:
             order = {part: place for place, part in enumerate(self._used)}
             places = [order.get(part, len(order)) for part in self._parts]
             told = torch.tensor(places, dtype=torch.int64, device="cpu").to(self._ranks.device)
-            source = self._ranks.global_rank(0)
-            dist.broadcast(told, src=source, group=self._ranks.group)
+            self._ranks.copy_from(0, told)
             agreed = dict(zip(self._parts, told.tolist(), strict=True))
             self._parts.sort(key=agreed.__getitem__)
         self._used.clear()
@@ -132,6 +140,8 @@ class LateGroups:
             self._coming = list(self._parts)
         for module in self._modules:
             module.due = True
+        if self._waits_in_step:
+            self.complete()
 
     # -- who uses weights --------------------------------------------------------------------------
 
@@ -151,7 +161,7 @@ class LateGroups:
         wanted = list(parts)
         self._used.update(dict.fromkeys(wanted))
         if self._ranks.size == 1:
-            self._host.complete_weights((part.index, part.span) for part in wanted)
+            self._host.complete_weights((part.group, part.span) for part in wanted)
         else:
             self._gather_to(set(wanted))
 
@@ -169,13 +179,11 @@ class LateGroups:
             self._gathered = get_accelerator().current_stream().record_event()
 
     def _gather(self, part: _Part) -> None:
-        holders = self._holders[part.index]
+        holders = self._holders[part.group]
         if part.owner == holders.rank:
-            self._host.complete_weights([(part.index, part.span)])
-        if holders.size > 1:
-            whole = self._zero.parallel_partitioned_bit16_groups[part.index][part.owner].data
-            source = holders.global_rank(part.owner)
-            dist.broadcast(whole[slice(*part.span)], src=source, group=holders.group)
+            self._host.complete_weights([(part.group, part.span)])
+        partition = self._zero.parallel_partitioned_bit16_groups[part.group][part.owner]
+        holders.copy_from(part.owner, partition.data[slice(*part.span)])
 
 
 class _LateModule:
@@ -185,8 +193,7 @@ class _LateModule:
     A forward finds its weights in ``module._parameters``, its own by ``self.weight`` and a child's
     by ``self.embed.weight``. This replaces the dict by one that completes what is taken from it, as
     DeepSpeed does at stage 3. Hooks complete what a module refers to otherwise, such as the list of
-    weights of ``nn.LSTM``, before its forward and before its state dict is made. Scripted code runs
-    no hooks inside, so all of its weights are completed in front of it. Who iterates over
+    weights of ``nn.LSTM``, before its forward and before its state dict is made. Who iterates over
     ``parameters()`` gets them as they are: trainers do that after each step, to zero gradients.
 
     Attributes:
@@ -199,19 +206,23 @@ class _LateModule:
         self.due = False
         self._late = late
         self._module = module
-        below = module.modules() if isinstance(module, torch.jit.ScriptModule) else [module]
-        params = [param for each in below for param in _held_by(each)]
-        self._parts = [*dict.fromkeys(part for p in params for part in parts.get(id(p), ()))]
+        self._parts = [
+            *dict.fromkeys(part for p in _held_by(module) for part in parts.get(id(p), ()))
+        ]
         self._hooks = [
-            module.register_forward_pre_hook(self._before, prepend=True),
-            module.register_state_dict_pre_hook(self._before),
+            module.register_forward_pre_hook(self, prepend=True),
+            module.register_state_dict_pre_hook(self),
         ]
         if type(module._parameters) in (dict, _LateParameters):  # scripted modules have another
             module._parameters = _LateParameters(module._parameters, self)
 
-    def _before(self, *_: Any) -> None:
+    def __call__(self, *_: Any) -> None:
+        """Complete the weights, in front of whatever this is a hook of."""
         if self.due:
             self.complete()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _hook_of_a_copy, ()
 
     @torch.compiler.disable
     def complete(self) -> None:
@@ -225,6 +236,15 @@ class _LateModule:
         params = self._module._parameters
         if isinstance(params, _LateParameters) and params.late is self:
             self._module._parameters = dict(params)
+
+
+def _hook_of_a_copy() -> Callable[..., None]:
+    """The hook that a copy of a module has: its weights are its own."""
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 class _LateParameters(dict[str, Any]):

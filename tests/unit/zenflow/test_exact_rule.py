@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +26,7 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
 )
 
-from deepspeed_ext.adapter import late_weights
+from deepspeed_ext.adapter import late_groups, late_weights
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.places import WeightsArrival
@@ -63,14 +63,6 @@ def waiting(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def complete_weights_of(engine: Any) -> dict[str, torch.Tensor]:
-    """The weights of the last step. At stages 1 and 2 they are complete once a state dict has been
-    made; parameters that a script iterates over may not be."""
-    if engine.zero_optimization_stage() < 3:
-        engine.module.state_dict()
-    return weights_of(engine)
-
-
 @contextmanager
 def small_chunks() -> Iterator[None]:
     with patch.object(chunks, "CHUNK_NUMEL", CHUNK):
@@ -88,7 +80,7 @@ def outcome(config: dict[str, Any], model: Callable[[], Any] = WithFrozen) -> di
         losses = train(engine, batches(5 * accumulation, dist.get_rank()))
         found = {
             "losses": losses,
-            "weights": complete_weights_of(engine),
+            "weights": weights_of(engine),
             "masters": masters_of(engine),
         }
         engine.destroy()
@@ -141,13 +133,38 @@ def test_and_with_other_settings_of_stage_3(zero: dict[str, Any]) -> None:
     same(2, config, "sim")
 
 
+GROUPS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "copies inside the step": (2, 2, {"hide_transfers": False}, {}),
+    "gradients on the host": (2, 2, {"gradients_on_host": True}, {"round_robin_gradients": True}),
+    "int8 moments": (1, 1, {"state_dtype": "int8"}, {}),
+    "a share on the accelerator": (
+        2,
+        2,
+        {"publish_dtype": "float32"},
+        {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "round_robin_gradients": True},
+    ),
+    "three ranks": (2, 3, {}, {"overlap_comm": True}),
+}
+"""Stage, ranks, fields of the ``zenflow`` section and of ``zero_optimization``."""
+
+
+@pytest.mark.parametrize(("stage", "ranks", "section", "zero"), GROUPS.values(), ids=GROUPS)
+def test_and_at_stages_1_and_2(
+    stage: int, ranks: int, section: dict[str, Any], zero: dict[str, Any]
+) -> None:
+    config = exact_config(stage, **section)
+    config["zero_optimization"] |= zero
+    same(ranks, config, "sim")
+
+
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_and_with_accumulation_overflows_and_branches(device: str) -> None:
-    half = exact_config(3, torch.float16, 3)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_and_with_accumulation_overflows_and_branches(stage: int, device: str) -> None:
+    half = exact_config(stage, torch.float16, 3)
     half["fp16"] |= {"initial_scale_power": 20}  # the first steps overflow
     half["gradient_clipping"] = 0.05
     same(1, half, device)
-    same(2, exact_config(3), device, Branches)
+    same(stage - 1, exact_config(stage), device, Branches)
 
 
 def test_and_with_lion() -> None:
@@ -160,7 +177,7 @@ def test_and_with_lion() -> None:
 
 
 def look(engine: Any, folder: str) -> Any:
-    return complete_weights_of(engine)
+    return weights_of(engine)
 
 
 def look_at_one(engine: Any, folder: str) -> Any:
@@ -180,7 +197,7 @@ def change(engine: Any, folder: str) -> Any:
         torch.no_grad(),
     ):
         param.add_(0.25)
-    return complete_weights_of(engine)
+    return weights_of(engine)
 
 
 def evaluate(engine: Any, folder: str) -> Any:
@@ -198,7 +215,7 @@ def use_the_module(engine: Any, folder: str) -> Any:
 
 def export(engine: Any, folder: str) -> Any:
     with engine.exporting():
-        return complete_weights_of(engine)
+        return weights_of(engine)
 
 
 def consolidate(engine: Any, folder: str) -> Any:
@@ -210,15 +227,15 @@ def consolidate(engine: Any, folder: str) -> Any:
 
 def save_and_load(engine: Any, folder: str) -> Any:
     engine.save_checkpoint(folder, tag="kept")
-    found = complete_weights_of(engine)
+    found = weights_of(engine)
     engine.load_checkpoint(folder, tag="kept")
-    return [found, complete_weights_of(engine)]
+    return [found, weights_of(engine)]
 
 
 def load(engine: Any, folder: str) -> Any:
     if Path(folder, "kept").exists():
         engine.load_checkpoint(folder, tag="kept")
-    return complete_weights_of(engine)
+    return weights_of(engine)
 
 
 def read_state(engine: Any, folder: str) -> Any:
@@ -235,7 +252,7 @@ def write_state(engine: Any, folder: str) -> Any:
     for param in engine.module.parameters():
         if param.requires_grad:
             write(param, read(param) * 0.5)
-    return [masters_of(engine), complete_weights_of(engine)]
+    return [masters_of(engine), weights_of(engine)]
 
 
 def away(engine: Any, folder: str) -> Any:
@@ -246,7 +263,7 @@ def away(engine: Any, folder: str) -> Any:
 def weights_away(engine: Any, folder: str) -> Any:
     engine.offload_states(include={OffloadStateTypeEnum.lp_params}, pin_memory=False)
     engine.reload_states()
-    return complete_weights_of(engine)
+    return weights_of(engine)
 
 
 READERS = [
@@ -276,7 +293,7 @@ def observed(config: dict[str, Any], seed: int, folder: str) -> list[Any]:
         found.append(train(engine, batches(1, dist.get_rank(), 100 + number)))
         for reader in draw.sample(READERS, draw.choice([0, 1, 1, 2])):
             found.append((reader.__name__, reader(engine, f"{folder}/{seed}")))
-    found.append(complete_weights_of(engine))
+    found.append(weights_of(engine))
     engine.destroy()
     return found
 
@@ -335,13 +352,24 @@ def test_so_does_each_of_them_alone(stage: int, tmp_path: Path) -> None:
 
 
 def without_the_wait(config: dict[str, Any]) -> str:
-    with patch.object(late_weights.LateWeights, "complete", lambda self, params: None):
+    complete = late_groups.LateGroups.complete
+
+    def only_all(self: Any, parts: Any = None) -> None:
+        if parts is None:
+            complete(self)
+
+    with (
+        patch.object(late_weights.LateWeights, "complete", lambda self, params: None),
+        patch.object(late_groups.LateGroups, "complete", only_all),
+    ):
         return differs(config)
 
 
-def test_without_the_wait_of_a_gather_weights_would_be_old() -> None:
-    (found,) = run_ranks(1, without_the_wait, exact_config(3), device="sim", pool="exact True")
-    assert "losses" in found
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (2, 2), (3, 1)])
+def test_without_the_wait_of_what_is_used_weights_would_be_old(stage: int, ranks: int) -> None:
+    config, pool = exact_config(stage), f"exact {stage == 3}"
+    for found in run_ranks(ranks, without_the_wait, config, device="sim", pool=pool):
+        assert "losses" in found
 
 
 def races_of_two_readers(config: dict[str, Any]) -> int:
@@ -354,10 +382,15 @@ def races_of_two_readers(config: dict[str, Any]) -> int:
         train(engine, batches(2, dist.get_rank()))
         params = [param for param in engine.module.parameters() if param.requires_grad]
         assert engine.optimizer.host_optimizer.link.arrivals.are_awaited
-        with sim.stream(sim.Stream()):
+        if engine.zero_optimization_stage() < 3:
+            with sim.stream(sim.Stream()):
+                engine.module.up.state_dict()
+            read = [engine.module.up.weight.clone(), engine.module.up.bias.clone()]
+        else:
+            with sim.stream(sim.Stream()):
+                late_weights.complete_weights_of(params)
             late_weights.complete_weights_of(params)
-        late_weights.complete_weights_of(params)
-        read = [param.ds_tensor.clone() for param in params]
+            read = [param.ds_tensor.clone() for param in params]
         sim.synchronize()
         del read
         found = len(simulation.found_races())
@@ -365,9 +398,11 @@ def races_of_two_readers(config: dict[str, Any]) -> int:
     return found
 
 
-def test_weights_that_one_stream_has_brought_may_be_read_on_another() -> None:
-    races = run_ranks(2, races_of_two_readers, exact_config(3), device="sim", pool="exact True")
-    assert races == [0, 0]
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (2, 2), (3, 2)])
+def test_weights_that_one_stream_has_brought_may_be_read_on_another(stage: int, ranks: int) -> None:
+    config, pool = exact_config(stage), f"exact {stage == 3}"
+    races = run_ranks(ranks, races_of_two_readers, config, device="sim", pool=pool)
+    assert races == [0] * ranks
 
 
 def change_another_engines(config: dict[str, Any]) -> str:
@@ -379,7 +414,7 @@ def change_another_engines(config: dict[str, Any]) -> str:
         plain = copy.deepcopy(mine)
         del plain["zero_optimization"]["zenflow"]
         second = make_engine(plain, model=lambda: first.module, groups=two_groups)  # noqa: B023
-        found.append(complete_weights_of(second))
+        found.append(weights_of(second))
         second.destroy()
         first.destroy()
     return first_difference(*found)
@@ -392,7 +427,7 @@ def destroyed(config: dict[str, Any]) -> str:
         engine = make_engine(mine, model=WithFrozen, groups=two_groups)
         train(engine, batches(2, dist.get_rank()))
         engine.destroy()
-        found.append(complete_weights_of(engine))
+        found.append(weights_of(engine))
     return first_difference(*found)
 
 
@@ -435,10 +470,12 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
     return found
 
 
-def test_weights_arrive_when_forward_uses_them_and_before_backward() -> None:
-    config = exact_config(3)
-    config["zero_optimization"] |= {"sub_group_size": 250}
-    (found,) = run_ranks(1, arrivals, config, pool="exact True")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_arrive_when_forward_uses_them_and_before_backward(stage: int) -> None:
+    config = exact_config(stage)
+    if stage == 3:
+        config["zero_optimization"] |= {"sub_group_size": 250}
+    (found,) = run_ranks(1, arrivals, config, pool=f"exact {stage == 3}")
     total = found[1][0]
     assert total > 2
     assert found[:2] == [(0, 0, 0), (total, 0, 0)]
@@ -481,7 +518,8 @@ def departures(config: dict[str, Any]) -> list[list[tuple[int, int]]]:
         found.append([(index, span.begin) for index, span in transfers.in_order(indices)])
         expect(self, transfers, indices)
 
-    with patch.object(WeightArrivals, "expect", noting):
+    in_chunks = nullcontext() if config["zero_optimization"]["stage"] == 3 else small_chunks()
+    with patch.object(WeightArrivals, "expect", noting), in_chunks:
         engine = make_engine(config, model=Backwards)
         train(engine, batches(3, dist.get_rank()))
         engine.destroy()
@@ -500,20 +538,23 @@ class Backwards(torch.nn.Module):
         return self.third(self.second(self.first(tokens))).float().square().mean()
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_chunks_depart_in_the_order_in_which_the_last_forward_used_them(device: str) -> None:
-    config = exact_config(3)
+@pytest.mark.parametrize(("stage", "device"), [(2, "sim"), (3, "cpu"), (3, "sim")])
+def test_chunks_depart_in_the_order_in_which_the_last_forward_used_them(
+    stage: int, device: str
+) -> None:
+    config = exact_config(stage)
     config["zero_optimization"] |= {
         "stage3_prefetch_bucket_size": 0,
         "sub_group_size": 250,
         "stage3_param_persistence_threshold": 0,
     }
-    (found,) = run_ranks(1, departures, config, device=device, pool="exact True")
+    (found,) = run_ranks(1, departures, config, device=device, pool=f"exact {stage == 3}")
     natural, *later = found
     assert natural == sorted(natural)
     assert len(natural) > 2
     # after the first forward that waits; the embedding is registered last and used first
-    assert later == [[natural[-1], *natural[:-1]]] * 2
+    begin = len(natural) - 1 if stage == 3 else 1  # of its chunks
+    assert later == [[*natural[begin:], *natural[:begin]]] * 2
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -541,5 +582,7 @@ def after_a_death(config: dict[str, Any]) -> list[Any]:
     return found
 
 
-def test_if_a_worker_dies_weights_are_nan_and_every_rank_gets_the_error() -> None:
-    assert run_ranks(2, after_a_death, exact_config(3), pool="exact True") == [[True, True]] * 2
+@pytest.mark.parametrize("stage", [2, 3])
+def test_if_a_worker_dies_weights_are_nan_and_every_rank_gets_the_error(stage: int) -> None:
+    found = run_ranks(2, after_a_death, exact_config(stage), pool=f"exact {stage == 3}")
+    assert found == [[True, True]] * 2
