@@ -296,7 +296,6 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "_convert_to_deepspeed_param": "(self, param)",
         "_ensure_availability_of_partitioned_params": "(self, params)",
     },
-    "deepspeed.runtime.hybrid_engine:DeepSpeedHybridEngine": {"generate": EXISTS},
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus": {
         "AVAILABLE": EXISTS,
         "INFLIGHT": EXISTS,

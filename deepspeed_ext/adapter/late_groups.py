@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_ext.adapter.late_weights import complete_weights_of
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import warn_once
 from deepspeed_ext.runtime.ranks import RankGroup
@@ -74,15 +75,19 @@ class LateGroups:
 
     # -- the model ---------------------------------------------------------------------------------
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """Let `model` wait for what it uses. Its parameters are in their flat buffers already."""
+    def attach(self, model: torch.nn.Module, *, waits_in_step: bool) -> None:
+        """Let `model` wait for what it uses. Its parameters are in their flat buffers already.
+
+        Args:
+            waits_in_step: complete all weights before a step returns.
+        """
         scripted = [each for each in model.modules() if isinstance(each, torch.jit.ScriptModule)]
         if scripted:
             warn_once(
                 "zenflow.weights_arrive_in_forward has no effect: scripted code, such as "
                 f"{scripted[0].original_name}, takes no hooks that could wait for its weights"
             )
-        self._waits_in_step = bool(scripted)
+        self._waits_in_step = waits_in_step or bool(scripted)
         parts, self._model = self._parts_of_parameters(), model
         for module in model.modules():
             if module not in scripted and any(id(param) in parts for param in _held_by(module)):
@@ -266,8 +271,9 @@ class _LateParameters(dict[str, Any]):
 
 
 def complete_model(model: torch.nn.Module) -> None:
-    """Let the weights of `model` be those of the last step of an engine that has it, if any; see
-    `LateGroups.complete`."""
+    """Let the weights of `model` be those of the last step of an engine that has it, if any. A
+    collective where ranks gather them after a step."""
+    complete_weights_of(model.parameters())
     for module in model.modules():
         if isinstance(module._parameters, _LateParameters) and module._parameters.late.due:
             module._parameters.late.complete()

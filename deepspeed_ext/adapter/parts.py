@@ -15,7 +15,6 @@ from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.construction import ranks_of_model
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.late_groups import LateGroups
 from deepspeed_ext.adapter.resharding import Resharder
 from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
 from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer, ZeroOptimizer
@@ -263,7 +262,6 @@ class Parts:
         binding: this rank's placement on the host's cores; None: unbound.
         gather: the single-parameter gather at stage 3; None: DeepSpeed gathers.
         zenflow: the parts of the ZenFlow optimizer; None: there is none.
-        late: weights that arrive after a step at stages 1 and 2; None: none do.
         saver, resharder, offloader: save, load and move the engine's states.
     """
 
@@ -274,7 +272,6 @@ class Parts:
         self.binding: CoreBinding | None = None
         self.gather: SingleParameterGather | None = None
         self.zenflow: ZenFlowParts | None = None
-        self.late: LateGroups | None = None
         self.saver = Saver()
         self.resharder = Resharder()
         self.offloader = Offloader()
@@ -470,6 +467,11 @@ class Parts:
                 first()
             if not host.link.failed:  # otherwise all ranks get its error
                 host.shown.changes()
+
+    def before_forward(self) -> None:
+        """Prepare the weights for the engine's forward."""
+        if self.zenflow is not None:
+            self.zenflow.state.before_forward()
 
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's

@@ -188,8 +188,26 @@ class ReachedState:
         self.complete_weights()
 
     def complete_weights(self) -> None:
-        """Let all weights be those of the last step; see `ZeroPartitions.complete_weights`."""
-        self._partitions.complete_weights(self._host)
+        """Let all weights be those of the last step. A collective where ranks gather them after a
+        step."""
+        if self._partitions.late is None:
+            self._host.complete_weights()
+        else:
+            self._partitions.late.complete()
+
+    def attach(self, model: torch.nn.Module, *, is_hybrid: bool) -> None:
+        """Let `model` wait for its weights, if they arrive after a step at stages 1 and 2.
+
+        Args:
+            is_hybrid: whether modules of DeepSpeed's hybrid engine refer to the weights, too.
+        """
+        if self._partitions.late is not None:
+            self._partitions.late.attach(model, waits_in_step=is_hybrid)
+
+    def before_forward(self) -> None:
+        """Called before the engine runs its module."""
+        if self._partitions.late is not None:
+            self._partitions.late.before_forward()
 
     def drain_together(self, *, shows_moments: bool = True) -> None:
         """Call `HostOptimizer.drain` on all ranks; raise on all if any rank's worker has failed. A

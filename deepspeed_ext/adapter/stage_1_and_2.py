@@ -309,12 +309,6 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
                     gradient=gradient,
                 )
 
-    def attach(self, model: torch.nn.Module) -> LateGroups | None:
-        """Let `model` wait for its weights, if they arrive after a step; return them."""
-        if self._partitions.late is not None:
-            self._partitions.late.attach(model)
-        return self._partitions.late
-
     # -- gradients on the host ---------------------------------------------------------------------
 
     @property

@@ -62,8 +62,7 @@ class ZenFlowParts:
         scaler = zero.torch_autocast_gradscaler
         scale = None if scaler is None else AutocastScale(scaler)
         driver = StepDriver(host, partitions, scale)
-        begins = partial(_begin_backward, zero, host, partitions)
-        backward_pass = BackwardPass(begins, partitions.trained)
+        backward_pass = BackwardPass(partial(_begin_backward, zero), partitions.trained)
         readiness = Readiness(
             host,
             start.run.config,
@@ -111,11 +110,11 @@ def zenflow_of(optimizer: Any) -> ZenFlowParts | None:
     return parts if isinstance(parts, ZenFlowParts) else None
 
 
-def _begin_backward(zero: Any, host: HostOptimizer, partitions: ZeroPartitions) -> None:
+def _begin_backward(zero: Any) -> None:
     """Before a backward pass, complete all weights, also those that forward has not used: gradients
     go to slots in which their y may still be."""
     zero.clear_backward_seen_flag()
-    partitions.complete_weights(host)
+    zero.zenflow_parts.state.complete_weights()
 
 
 def _warn_of_mixed_blocks(partitions: ZeroPartitions, block_size: int) -> None:

@@ -33,7 +33,6 @@ from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.copies import Run
-from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import dtype_name
 
 __all__ = ["GroupPartitions", "SubGroupPartitions", "ZeroPartitions", "target_of"]
@@ -80,6 +79,11 @@ class ZeroPartitions(Protocol):
         """The weights to save with the optimizer's state; None: DeepSpeed saves them with the
         model."""
 
+    @property
+    def late(self) -> LateGroups | None:
+        """At stages 1 and 2, the weights that arrive after a step; None: a step completes them, or
+        gathers of stage 3 do."""
+
     def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
         """Zero the padding of weights and of `states`, flat tensors of each partition."""
 
@@ -97,10 +101,6 @@ class ZeroPartitions(Protocol):
     def spread(self, values: Sequence[torch.Tensor] | None) -> None:
         """Copy `values`, if given, to the weights, and gather these on all ranks. A collective."""
 
-    def complete_weights(self, host: HostOptimizer) -> None:
-        """Let all weights be those of the last step. A collective where ranks gather weights after
-        a step."""
-
 
 class GroupPartitions:
     """The partitions of stages 1 and 2: of whole parameter groups.
@@ -113,7 +113,6 @@ class GroupPartitions:
     waits_after_weights = False
     saved_weights = None
     late: LateGroups | None = None
-    """The weights that arrive after a step; None: they are complete when it returns."""
 
     def __init__(self, zero: Any, relink: Callable[[], None]) -> None:
         self._zero = zero
@@ -192,12 +191,6 @@ class GroupPartitions:
         with self.stand_in(list(values)):  # copies these as if they were masters, and gathers
             self._zero.update_lp_params()
 
-    def complete_weights(self, host: HostOptimizer) -> None:
-        if self.late is None:
-            host.complete_weights()
-        else:
-            self.late.complete()
-
 
 class SubGroupPartitions:
     """The partitions of stage 3: of sub-groups. Each holds this rank's parts of its parameters,
@@ -208,6 +201,7 @@ class SubGroupPartitions:
     """
 
     has_gradients = True  # after any backward pass
+    late = None
 
     def __init__(self, zero: Any) -> None:
         self._zero = zero
@@ -309,9 +303,6 @@ class SubGroupPartitions:
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         self.order_gathers()
-
-    def complete_weights(self, host: HostOptimizer) -> None:
-        host.complete_weights()
 
     # Note: [gathers have their own stream]
     # DeepSpeed gathers parameters on a stream that waits for no other. It could gather weights
