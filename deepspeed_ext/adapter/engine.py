@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_ext.adapter.construction import built_together, log_start
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
-from deepspeed_ext.adapter.late_weights import complete_weights_of
+from deepspeed_ext.adapter.late_groups import complete_model
 from deepspeed_ext.adapter.parts import Parts, destroy_parts, fields_of, section_in_use
 from deepspeed_ext.adapter.reached_state import EVALUATES_PREDICTED, wrap_accelerate
 from deepspeed_ext.adapter.readiness import Readiness, Work
@@ -143,7 +143,7 @@ class Engine(EngineSettings):
             model = kwargs.get("model")
             self._ties_stages = ties_stages(model)
             if isinstance(model, torch.nn.Module):  # another engine may have trained it
-                complete_weights_of(model.parameters())
+                complete_model(model)
             timer = throughput_timer(self._throughput_timer)
             with built_together(kwargs.get("mpu")), swapped(timer):
                 super().__init__(*args, **kwargs)
@@ -249,6 +249,7 @@ class Engine(EngineSettings):
         parts.zenflow = zenflow_of(zero_optimizer)
         if parts.zenflow is not None:
             wrap_accelerate(Engine)
+            parts.zenflow.state.attach(self.module, is_hybrid=isinstance(self, HybridEngine))
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
             parts.attach_gather(self.module, settings, self.seq_data_parallel_group)
         return zero_optimizer
@@ -291,10 +292,10 @@ class Engine(EngineSettings):
         """Run the module.
 
         Raises:
-            StateError: its weights are offloaded, or an exception has interrupted a step, a
-                backward pass or a load.
+            StateError: its weights are offloaded, or a step, backward pass or load was interrupted.
         """
         self._require(Readiness.require_states_here, OffloadStateTypeEnum.lp_params)
+        self._parts.before_forward()
         with self._recording(Work.BACKWARD):  # some modules run backward inside
             return super().forward(*inputs, **kwargs)
 
@@ -302,8 +303,7 @@ class Engine(EngineSettings):
         """Compute gradients as DeepSpeed does.
 
         Raises:
-            StateError: states are offloaded, or an exception has interrupted a step, a backward
-                pass or a load.
+            StateError: states are offloaded, or a step, backward pass or load was interrupted.
         """
         self._require(Readiness.require_states_here)
         with self._recording(Work.BACKWARD):

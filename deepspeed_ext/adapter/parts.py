@@ -468,11 +468,16 @@ class Parts:
             if not host.link.failed:  # otherwise all ranks get its error
                 host.shown.changes()
 
+    def before_forward(self) -> None:
+        """Prepare the weights for the engine's forward."""
+        if self.zenflow is not None:
+            self.zenflow.state.before_forward()
+
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's
         collectives. With ZenFlow a collective."""
         if self.zenflow is not None:
-            self.zenflow.host.link.wait_together()
+            self.zenflow.state.settle()
 
     # -- at its end --------------------------------------------------------------------------------
 

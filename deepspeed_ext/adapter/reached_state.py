@@ -178,10 +178,41 @@ class ReachedState:
         """The data-parallel ranks, for tensors on the host. The first use is a collective."""
         return communicating_on_host(self._ranks.group)
 
+    def settle(self) -> None:
+        """Wait for updates in flight on all ranks, whose weights are then complete. A collective.
+
+        Raises:
+            WorkerError: on every rank, if any rank's worker has failed.
+        """
+        self._host.link.wait_together()
+        self.complete_weights()
+
+    def complete_weights(self) -> None:
+        """Let all weights be those of the last step. A collective where ranks gather them after a
+        step."""
+        if self._partitions.late is None:
+            self._host.complete_weights()
+        else:
+            self._partitions.late.complete()
+
+    def attach(self, model: torch.nn.Module, *, is_hybrid: bool) -> None:
+        """Let `model` wait for its weights, if they arrive after a step at stages 1 and 2.
+
+        Args:
+            is_hybrid: whether modules of DeepSpeed's hybrid engine refer to the weights, too.
+        """
+        if self._partitions.late is not None:
+            self._partitions.late.attach(model, waits_in_step=is_hybrid)
+
+    def before_forward(self) -> None:
+        """Called before the engine runs its module."""
+        if self._partitions.late is not None:
+            self._partitions.late.before_forward()
+
     def drain_together(self, *, shows_moments: bool = True) -> None:
         """Call `HostOptimizer.drain` on all ranks; raise on all if any rank's worker has failed. A
         collective."""
-        self._host.link.wait_together()
+        self.settle()
         with together(self._host.ranks, WorkerError):
             self._host.drain(shows_moments=shows_moments)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
+from deepspeed_ext.adapter.late_groups import LateGroups
 from deepspeed_ext.adapter.releases import is_at_boundary, norm_shows_overflow
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizer,
@@ -39,7 +40,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.ranks import RankGroup, together, within
 from deepspeed_ext.runtime.start_profile import StartupProfile
-from deepspeed_ext.zenflow.plan.places import Arrival, Place
+from deepspeed_ext.zenflow.plan.places import Arrival, Place, WeightsArrival
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 from deepspeed_ext.zenflow.start import ZenFlowStart
 
@@ -274,6 +275,9 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         if self._start.run.config.rule == "selective":
             self.hot_exchange = HotExchange(parts.host, all_gather_of_partitions)
             exchange_instead(self)
+        if parts.host.decided.weights_arrive is WeightsArrival.IN_FORWARD:
+            self._partitions.late = LateGroups(self, parts.host)
+            exchange_instead(self)
         self.single_partition_of_fp32_groups = parts.host.shown.masters
         for group, master in zip(
             self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True
@@ -400,8 +404,13 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         # DeepSpeed's CPU offload copies weights through these buffers; ours are in place already
         receivers = parts.driver.current.receivers
         buffers = Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", receivers)
+        late = self._partitions.late
         with parts.readiness.stepping(), swapped(buffers):
+            if late is not None:
+                late.agree()
             parts.driver.run(super_call, lambda: self.overflow)
+            if late is not None and not self.overflow:
+                late.expect()
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
         """DeepSpeed's norm, computed from each gradient's norm without fp64 copies."""
@@ -413,9 +422,13 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self.zenflow_parts.driver.take(index)
 
     def exchange_partitions(self, *args: Any, **kwargs: Any) -> None:
-        """Replaces DeepSpeed's all-gather of weights under the selective rule. Inside a step it may
-        exchange changed blocks only; outside, all weights."""
-        exchange = self.hot_exchange if self.zenflow_parts.driver.current.takes_gradients else None
+        """Replaces DeepSpeed's all-gather of weights under the selective rule, and if weights
+        arrive after a step. Inside a step it may exchange changed blocks only, or nothing; outside,
+        all weights."""
+        is_inside = self.zenflow_parts.driver.current.takes_gradients
+        if is_inside and self._partitions.late is not None:
+            return
+        exchange = self.hot_exchange if is_inside else None
         (exchange or all_gather_of_partitions)(*args, **kwargs)
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
@@ -553,7 +566,11 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         return {**super().measurements(), **self.host_optimizer.measurements()}
 
     def destroy(self) -> None:
+        """Destroy it. Weights of other ranks that have not been gathered are gathered by whoever
+        uses them: this may be called on one rank alone."""
         try:
             super().destroy()
         finally:
             self.host_optimizer.close()
+            if self._partitions.late is not None:
+                self._partitions.late.detach()

@@ -62,7 +62,7 @@ class ZenFlowParts:
         scaler = zero.torch_autocast_gradscaler
         scale = None if scaler is None else AutocastScale(scaler)
         driver = StepDriver(host, partitions, scale)
-        backward_pass = BackwardPass(partial(_begin_backward, zero, host), partitions.trained)
+        backward_pass = BackwardPass(partial(_begin_backward, zero), partitions.trained)
         readiness = Readiness(
             host,
             start.run.config,
@@ -95,7 +95,7 @@ class ZenFlowParts:
         Returns:
             The states that are left to DeepSpeed.
         """
-        self.host.complete_weights()
+        self.state.complete_weights()
         wanted = {state for state in OffloadStateTypeEnum if include is None or state in include}
         for receiver in self.driver.current.receivers:  # they keep the last step's weights
             receiver.release()
@@ -110,11 +110,11 @@ def zenflow_of(optimizer: Any) -> ZenFlowParts | None:
     return parts if isinstance(parts, ZenFlowParts) else None
 
 
-def _begin_backward(zero: Any, host: HostOptimizer) -> None:
+def _begin_backward(zero: Any) -> None:
     """Before a backward pass, complete all weights, also those that forward has not used: gradients
     go to slots in which their y may still be."""
     zero.clear_backward_seen_flag()
-    host.complete_weights()
+    zero.zenflow_parts.state.complete_weights()
 
 
 def _warn_of_mixed_blocks(partitions: ZeroPartitions, block_size: int) -> None:

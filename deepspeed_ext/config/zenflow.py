@@ -67,8 +67,15 @@ class ZenFlowConfig(ConfigSection):
 
     overlap_step: bool | None = None
     """Let the worker step while the accelerator runs the next step. False: wait for the worker in
-    every step. Not given: true for ``predictive`` and ``exact``, false for ``selective``. With
-    ``exact`` at stages 1 and 2 every step waits in any case."""
+    every step. Not given: true for ``predictive`` and ``exact``, false for ``selective``."""
+
+    weights_arrive_in_forward: bool | None = None
+    """``exact``: let ``step()`` return before its weights are there; each module's forward waits
+    for its own. Not given: true at stage 3, where weights are gathered before they are used, and
+    false at stages 1 and 2. With true at these, ``param.data`` that a script reads by itself
+    between a step and the next backward pass may be that of the step before, and with several ranks
+    all of them must use the model then, as at stage 3. False: weights are complete when ``step()``
+    returns."""
 
     full_warm_up_rounds: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Synchronous optimizer steps at the start; each is an exact step of all parameters. There is
@@ -219,7 +226,8 @@ class ZenFlowConfig(ConfigSection):
     @property
     def arrives_late(self) -> bool:
         """Whether exact weights may arrive after the step."""
-        return self.rule == "exact" and self.overlap_step is not False
+        wanted = self.weights_arrive_in_forward is not False and self.overlap_step is not False
+        return self.rule == "exact" and wanted
 
     @property
     def warm_up_steps(self) -> int | None:
@@ -252,7 +260,7 @@ _EXACT = frozenset({"block_size", "state_dtype"})
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
     "predictive": _EXACT | {"prediction_error_factor"},
     "selective": CHOOSES_SELECTIVE | {"overlap_lag", "offload", "auto_ratio"},
-    "exact": _EXACT,
+    "exact": _EXACT | {"weights_arrive_in_forward"},
 }
 """Fields that not every rule reads, by the rules that do."""
 

@@ -161,6 +161,11 @@ class RankGroup:
         all_gather_single(found.view(-1), tensor.contiguous().view(-1), group=self.group)
         return found
 
+    def copy_from(self, owner: int, tensor: torch.Tensor) -> None:
+        """Replace `tensor`, contiguous, by that of rank `owner`. A collective."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=self.global_rank(owner), group=self.group)
+
     def broadcast(self, value: Any, owner: int = 0) -> Any:
         """Return the value of rank `owner`, any object that pickles. A collective."""
         values = [value]
@@ -290,6 +295,10 @@ class GridRanks(RankGroup):
         for axis in self.axes:
             found = axis.all_gather(found)
         return found.reshape(self.size, *tensor.shape)
+
+    def copy_from(self, owner: int, tensor: torch.Tensor) -> None:
+        for axis, place in zip(self.axes, self._places(owner), strict=True):
+            axis.copy_from(place, tensor)
 
     def broadcast(self, value: Any, owner: int = 0) -> Any:
         for axis, place in zip(self.axes, self._places(owner), strict=True):

@@ -47,7 +47,8 @@ FIELDS = {
     "overlap_step prediction_error_factor pt_reserved_cores "
     "pt_reserved_cores_perc publish_dtype save_predicted_weights "
     "select_block_size select_interval select_strategy state_dtype "
-    "topk_ratio update_interval update_rule worker_timeout_seconds",
+    "topk_ratio update_interval update_rule "
+    "weights_arrive_in_forward worker_timeout_seconds",
 }
 COMMANDS = {
     "": "--help --version",

@@ -4,7 +4,7 @@ the bit."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
@@ -33,6 +33,7 @@ from tests.support.zenflow import (
 
 __all__ = ["CASES", "Case", "check", "expected"]
 
+EXACT = {"update_rule": "exact", "weights_arrive_in_forward": True}
 STEPS = 6
 CHUNK_NUMEL = 512
 """Many chunks of a partition, the last of them shorter."""
@@ -85,6 +86,9 @@ class Case:
             "selective, copies inside": RULES["selective"] | {"hide_transfers": False},
             "selective, state on the host": RULES["selective"] | {"offload": True},
             "flatten, gather": {},
+            "exact": EXACT,
+            "exact, chunks": EXACT,
+            "exact, accumulation, copies inside": EXACT | {"hide_transfers": False},
             "predictive, offload_param": RULES["predictive"],
             "accumulation, offload_param": {"update_interval": 1},
             "selective, offload_param": RULES["selective"],
@@ -127,6 +131,9 @@ WAYS = (
     "selective, copies inside",
     "selective, state on the host",
     "flatten, gather",
+    "exact",
+    "exact, chunks",
+    "exact, accumulation, copies inside",
 )
 ON_HOST = ("predictive, offload_param", "accumulation, offload_param", "selective, offload_param")
 EARLY = (
@@ -208,7 +215,7 @@ def check(case: Case, order: str, seed: int = 0) -> None:
     assert_same(expected(case), case.run(order, seed, "sim"), f"{case}, {order} order {seed}")
 
 
-def seeded(first: int, count: int) -> Iterator[tuple[Case, int]]:
-    """`count` seeds from `first`; the cases take turns, so that a few seeds are of unlike cases."""
+def seeded(first: int, count: int, cases: Sequence[Case] = CASES) -> Iterator[tuple[Case, int]]:
+    """`count` seeds from `first`; `cases` take turns, so that a few seeds are of unlike cases."""
     for seed in range(first, first + count):
-        yield CASES[seed * STRIDE % len(CASES)], seed
+        yield cases[seed * STRIDE % len(cases)], seed

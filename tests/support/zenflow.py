@@ -102,7 +102,10 @@ def train(engine: Any, data: Iterable[torch.Tensor], times: float = 1.0) -> list
 
 
 def weights_of(engine: Any) -> dict[str, torch.Tensor]:
-    """The module's full weights by name, gathered at stage 3."""
+    """The module's full weights by name, gathered at stage 3. At others, those that a step has left
+    on their way are complete once a state dict has been made."""
+    if engine.zero_optimization_stage() < 3:
+        engine.module.state_dict()
     found = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):

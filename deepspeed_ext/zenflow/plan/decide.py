@@ -184,17 +184,21 @@ class _Choice:
 
     def weights(self, measures_share: bool) -> tuple[WeightsArrival, Reason]:
         """When the weights of exact steps arrive. At stages 1 and 2 they can be read between step
-        and forward without any call that could wait; at stage 3 they are gathered first."""
+        and forward without any call that could wait, so the config must ask for it; at stage 3 they
+        are gathered first."""
         name, why = "weights arrive in the step", None
+        asks = self.config.weights_arrive_in_forward
         if not self.config.arrives_late:
-            why = "the config does not ask for the exact rule, or turns overlap_step off"
-        elif not self.facts.caller.partitions_weights:
+            why = "the config does not ask for the exact rule, or lets steps wait"
+        elif not self.facts.caller.partitions_weights and not asks:
             why = "at stages 1 and 2 a parameter may be read without a call that could wait"
         elif measures_share:
             why = "a share on the accelerator is chosen between steps whose weights are complete"
         if why is not None:
             return WeightsArrival.IN_STEP, Reason(name, why)
-        why = "at stage 3 weights are gathered before they are read"
+        why = (
+            "the config says so" if asks else "at stage 3 weights are gathered before they are read"
+        )
         return WeightsArrival.IN_FORWARD, Reason("weights arrive in the next forward", why)
 
     # -- where gradients wait ----------------------------------------------------------------------

@@ -373,6 +373,9 @@ def test_the_exact_rule_overlaps_nothing_and_lets_weights_arrive_late_unless_tol
     exact = ZenFlowConfig(update_rule="exact")
     assert (exact.interval, exact.overlapped, exact.arrives_late) == (1, False, True)
     assert not ZenFlowConfig(update_rule="exact", overlap_step=False).arrives_late
+    assert not ZenFlowConfig(update_rule="exact", weights_arrive_in_forward=False).arrives_late
+    assert ZenFlowConfig(update_rule="exact", weights_arrive_in_forward=True).arrives_late
+    assert not ZenFlowConfig(weights_arrive_in_forward=True).arrives_late
     assert not ZenFlowConfig(overlap_step=False).arrives_late
 
 

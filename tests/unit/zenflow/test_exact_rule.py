@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,9 +19,14 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
 
-from deepspeed_ext.adapter import late_weights
+from deepspeed_ext.adapter import late_groups, late_weights
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.places import WeightsArrival
@@ -44,6 +49,8 @@ class WithFrozen(OddModel):
 
 
 def exact_config(stage: int, *args: Any, **section: Any) -> dict[str, Any]:
+    """The exact rule, with weights that arrive in the forward."""
+    section = {"weights_arrive_in_forward": True} | section
     return zenflow_config(stage, *args, update_rule="exact", **section)
 
 
@@ -52,6 +59,7 @@ def waiting(config: dict[str, Any]) -> dict[str, Any]:
     config = copy.deepcopy(config)
     section = config["zero_optimization"]["zenflow"]
     section |= {"update_rule": "predictive", "overlap_step": False}
+    del section["weights_arrive_in_forward"]
     return config
 
 
@@ -70,7 +78,11 @@ def outcome(config: dict[str, Any], model: Callable[[], Any] = WithFrozen) -> di
     with small_chunks():
         engine = make_engine(config, model=model, groups=two_groups)
         losses = train(engine, batches(5 * accumulation, dist.get_rank()))
-        found = {"losses": losses, "weights": weights_of(engine), "masters": masters_of(engine)}
+        found = {
+            "losses": losses,
+            "weights": weights_of(engine),
+            "masters": masters_of(engine),
+        }
         engine.destroy()
     return found
 
@@ -121,13 +133,38 @@ def test_and_with_other_settings_of_stage_3(zero: dict[str, Any]) -> None:
     same(2, config, "sim")
 
 
+GROUPS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "copies inside the step": (2, 2, {"hide_transfers": False}, {}),
+    "gradients on the host": (2, 2, {"gradients_on_host": True}, {"round_robin_gradients": True}),
+    "int8 moments": (1, 1, {"state_dtype": "int8"}, {}),
+    "a share on the accelerator": (
+        2,
+        2,
+        {"publish_dtype": "float32"},
+        {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "round_robin_gradients": True},
+    ),
+    "three ranks": (2, 3, {}, {"overlap_comm": True}),
+}
+"""Stage, ranks, fields of the ``zenflow`` section and of ``zero_optimization``."""
+
+
+@pytest.mark.parametrize(("stage", "ranks", "section", "zero"), GROUPS.values(), ids=GROUPS)
+def test_and_at_stages_1_and_2(
+    stage: int, ranks: int, section: dict[str, Any], zero: dict[str, Any]
+) -> None:
+    config = exact_config(stage, **section)
+    config["zero_optimization"] |= zero
+    same(ranks, config, "sim")
+
+
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_and_with_accumulation_overflows_and_branches(device: str) -> None:
-    half = exact_config(3, torch.float16, 3)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_and_with_accumulation_overflows_and_branches(stage: int, device: str) -> None:
+    half = exact_config(stage, torch.float16, 3)
     half["fp16"] |= {"initial_scale_power": 20}  # the first steps overflow
     half["gradient_clipping"] = 0.05
     same(1, half, device)
-    same(2, exact_config(3), device, Branches)
+    same(stage - 1, exact_config(stage), device, Branches)
 
 
 def test_and_with_lion() -> None:
@@ -145,7 +182,8 @@ def look(engine: Any, folder: str) -> Any:
 
 def look_at_one(engine: Any, folder: str) -> Any:
     """The last trained one, in a gather that a frozen one begins."""
-    *_, param = (each for each in engine.module.parameters() if each.requires_grad)
+    *_, name = (name for name, each in engine.module.named_parameters() if each.requires_grad)
+    param = engine.module.get_parameter(name)
     both: list[Any] = [engine.module.scale, param]
     with deepspeed.zero.GatheredParameters(both, enabled=hasattr(param, "ds_id")):
         return param.detach().float().cpu().clone()
@@ -205,9 +243,15 @@ def read_state(engine: Any, folder: str) -> Any:
 
 
 def write_state(engine: Any, folder: str) -> Any:
+    is_local = engine.zero_optimization_stage() == 3
+    read, write = (
+        (safe_get_local_fp32_param, safe_set_local_fp32_param)
+        if is_local
+        else (safe_get_full_fp32_param, safe_set_full_fp32_param)
+    )
     for param in engine.module.parameters():
         if param.requires_grad:
-            safe_set_local_fp32_param(param, safe_get_local_fp32_param(param) * 0.5)
+            write(param, read(param) * 0.5)
     return [masters_of(engine), weights_of(engine)]
 
 
@@ -268,14 +312,20 @@ def unlike(config: dict[str, Any], seeds: list[int], folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "device", "seeds"), [(2, "cpu", [1, 2, 3]), (1, "sim", [4, 5]), (2, "sim", [6, 7])]
+    ("stage", "ranks", "device", "seeds"),
+    [
+        (3, 2, "cpu", [1, 2, 3]),
+        (3, 1, "sim", [4, 5]),
+        (3, 2, "sim", [6, 7]),
+        (2, 1, "sim", [8, 9]),
+        (1, 2, "sim", [10, 11]),
+    ],
 )
 def test_every_reader_sees_the_weights_of_the_last_step(
-    ranks: int, device: str, seeds: list[int], tmp_path: Path
+    stage: int, ranks: int, device: str, seeds: list[int], tmp_path: Path
 ) -> None:
-    found = run_ranks(
-        ranks, unlike, exact_config(3), seeds, str(tmp_path), device=device, pool="exact True"
-    )
+    config, pool = exact_config(stage), f"exact {stage == 3}"
+    found = run_ranks(ranks, unlike, config, seeds, str(tmp_path), device=device, pool=pool)
     assert found == [[]] * ranks
 
 
@@ -294,21 +344,32 @@ def each_reader(config: dict[str, Any], folder: str) -> list[str]:
     return [first_difference(*found)]
 
 
-def test_so_does_each_of_them_alone(tmp_path: Path) -> None:
-    found = run_ranks(
-        2, each_reader, exact_config(3), str(tmp_path), device="sim", pool="exact True"
-    )
+@pytest.mark.parametrize("stage", [2, 3])
+def test_so_does_each_of_them_alone(stage: int, tmp_path: Path) -> None:
+    config, pool = exact_config(stage), f"exact {stage == 3}"
+    found = run_ranks(2, each_reader, config, str(tmp_path), device="sim", pool=pool)
     assert found == [[""], [""]]
 
 
 def without_the_wait(config: dict[str, Any]) -> str:
-    with patch.object(late_weights.LateWeights, "complete", lambda self, params: None):
+    complete = late_groups.LateGroups.complete
+
+    def only_all(self: Any, parts: Any = None) -> None:
+        if parts is None:
+            complete(self)
+
+    with (
+        patch.object(late_weights.LateWeights, "complete", lambda self, params: None),
+        patch.object(late_groups.LateGroups, "complete", only_all),
+    ):
         return differs(config)
 
 
-def test_without_the_wait_of_a_gather_weights_would_be_old() -> None:
-    (found,) = run_ranks(1, without_the_wait, exact_config(3), device="sim", pool="exact True")
-    assert "losses" in found
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (2, 2), (3, 1)])
+def test_without_the_wait_of_what_is_used_weights_would_be_old(stage: int, ranks: int) -> None:
+    config, pool = exact_config(stage), f"exact {stage == 3}"
+    for found in run_ranks(ranks, without_the_wait, config, device="sim", pool=pool):
+        assert "losses" in found
 
 
 def races_of_two_readers(config: dict[str, Any]) -> int:
@@ -321,10 +382,15 @@ def races_of_two_readers(config: dict[str, Any]) -> int:
         train(engine, batches(2, dist.get_rank()))
         params = [param for param in engine.module.parameters() if param.requires_grad]
         assert engine.optimizer.host_optimizer.link.arrivals.are_awaited
-        with sim.stream(sim.Stream()):
+        if engine.zero_optimization_stage() < 3:
+            with sim.stream(sim.Stream()):
+                engine.module.up.state_dict()
+            read = [engine.module.up.weight.clone(), engine.module.up.bias.clone()]
+        else:
+            with sim.stream(sim.Stream()):
+                late_weights.complete_weights_of(params)
             late_weights.complete_weights_of(params)
-        late_weights.complete_weights_of(params)
-        read = [param.ds_tensor.clone() for param in params]
+            read = [param.ds_tensor.clone() for param in params]
         sim.synchronize()
         del read
         found = len(simulation.found_races())
@@ -332,9 +398,11 @@ def races_of_two_readers(config: dict[str, Any]) -> int:
     return found
 
 
-def test_weights_that_one_stream_has_brought_may_be_read_on_another() -> None:
-    races = run_ranks(2, races_of_two_readers, exact_config(3), device="sim", pool="exact True")
-    assert races == [0, 0]
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (2, 2), (3, 2)])
+def test_weights_that_one_stream_has_brought_may_be_read_on_another(stage: int, ranks: int) -> None:
+    config, pool = exact_config(stage), f"exact {stage == 3}"
+    races = run_ranks(ranks, races_of_two_readers, config, device="sim", pool=pool)
+    assert races == [0] * ranks
 
 
 def change_another_engines(config: dict[str, Any]) -> str:
@@ -363,14 +431,18 @@ def destroyed(config: dict[str, Any]) -> str:
     return first_difference(*found)
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_a_destroyed_engine_leaves_complete_weights(device: str) -> None:
-    config = exact_config(3)
-    assert run_ranks(1, destroyed, config, device=device, pool="exact True") == [""]
+@pytest.mark.parametrize(
+    ("stage", "ranks", "device"), [(3, 1, "cpu"), (3, 1, "sim"), (2, 1, "sim"), (2, 2, "cpu")]
+)
+def test_a_destroyed_engine_leaves_complete_weights(stage: int, ranks: int, device: str) -> None:
+    config, pool = exact_config(stage), f"exact {stage == 3}"
+    assert run_ranks(ranks, destroyed, config, device=device, pool=pool) == [""] * ranks
 
 
-def test_a_second_engine_of_the_model_begins_with_complete_weights() -> None:
-    assert run_ranks(1, change_another_engines, exact_config(3), pool="exact True") == [""]
+@pytest.mark.parametrize(("stage", "ranks"), [(3, 1), (2, 1), (2, 2)])
+def test_a_second_engine_of_the_model_begins_with_complete_weights(stage: int, ranks: int) -> None:
+    config, pool = exact_config(stage), f"exact {stage == 3}"
+    assert run_ranks(ranks, change_another_engines, config, pool=pool) == [""] * ranks
 
 
 # -- how weights arrive ----------------------------------------------------------------------------
@@ -398,10 +470,12 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
     return found
 
 
-def test_weights_arrive_when_forward_uses_them_and_before_backward() -> None:
-    config = exact_config(3)
-    config["zero_optimization"] |= {"sub_group_size": 250}
-    (found,) = run_ranks(1, arrivals, config, pool="exact True")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_arrive_when_forward_uses_them_and_before_backward(stage: int) -> None:
+    config = exact_config(stage)
+    if stage == 3:
+        config["zero_optimization"] |= {"sub_group_size": 250}
+    (found,) = run_ranks(1, arrivals, config, pool=f"exact {stage == 3}")
     total = found[1][0]
     assert total > 2
     assert found[:2] == [(0, 0, 0), (total, 0, 0)]
@@ -410,11 +484,20 @@ def test_weights_arrive_when_forward_uses_them_and_before_backward() -> None:
         assert during > 0
 
 
-def test_at_stages_1_and_2_they_arrive_in_the_step() -> None:
-    for stage in (1, 2):
-        assert run_ranks(1, left_behind, exact_config(stage), pool="exact False") == [0]
-    waits = exact_config(3, overlap_step=False)
-    assert run_ranks(1, left_behind, waits, pool="exact True") == [0]
+@pytest.mark.parametrize(
+    ("stage", "section"),
+    [
+        (1, {"weights_arrive_in_forward": None}),
+        (2, {"weights_arrive_in_forward": None}),
+        (3, {"weights_arrive_in_forward": False}),
+        (3, {"overlap_step": False}),
+    ],
+)
+def test_they_arrive_in_the_step_unless_the_config_or_the_stage_says_otherwise(
+    stage: int, section: dict[str, Any]
+) -> None:
+    config = exact_config(stage, **section)
+    assert run_ranks(1, left_behind, config, pool=f"exact {stage == 3}") == [0]
 
 
 def left_behind(config: dict[str, Any]) -> int:
@@ -435,7 +518,8 @@ def departures(config: dict[str, Any]) -> list[list[tuple[int, int]]]:
         found.append([(index, span.begin) for index, span in transfers.in_order(indices)])
         expect(self, transfers, indices)
 
-    with patch.object(WeightArrivals, "expect", noting):
+    in_chunks = nullcontext() if config["zero_optimization"]["stage"] == 3 else small_chunks()
+    with patch.object(WeightArrivals, "expect", noting), in_chunks:
         engine = make_engine(config, model=Backwards)
         train(engine, batches(3, dist.get_rank()))
         engine.destroy()
@@ -454,20 +538,23 @@ class Backwards(torch.nn.Module):
         return self.third(self.second(self.first(tokens))).float().square().mean()
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_chunks_depart_in_the_order_in_which_the_last_forward_used_them(device: str) -> None:
-    config = exact_config(3)
+@pytest.mark.parametrize(("stage", "device"), [(2, "sim"), (3, "cpu"), (3, "sim")])
+def test_chunks_depart_in_the_order_in_which_the_last_forward_used_them(
+    stage: int, device: str
+) -> None:
+    config = exact_config(stage)
     config["zero_optimization"] |= {
         "stage3_prefetch_bucket_size": 0,
         "sub_group_size": 250,
         "stage3_param_persistence_threshold": 0,
     }
-    (found,) = run_ranks(1, departures, config, device=device, pool="exact True")
+    (found,) = run_ranks(1, departures, config, device=device, pool=f"exact {stage == 3}")
     natural, *later = found
     assert natural == sorted(natural)
     assert len(natural) > 2
     # after the first forward that waits; the embedding is registered last and used first
-    assert later == [[natural[-1], *natural[:-1]]] * 2
+    begin = len(natural) - 1 if stage == 3 else 1  # of its chunks
+    assert later == [[*natural[begin:], *natural[:begin]]] * 2
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -495,5 +582,7 @@ def after_a_death(config: dict[str, Any]) -> list[Any]:
     return found
 
 
-def test_if_a_worker_dies_weights_are_nan_and_every_rank_gets_the_error() -> None:
-    assert run_ranks(2, after_a_death, exact_config(3), pool="exact True") == [[True, True]] * 2
+@pytest.mark.parametrize("stage", [2, 3])
+def test_if_a_worker_dies_weights_are_nan_and_every_rank_gets_the_error(stage: int) -> None:
+    found = run_ranks(2, after_a_death, exact_config(stage), pool=f"exact {stage == 3}")
+    assert found == [[True, True]] * 2

@@ -1,0 +1,294 @@
+"""Lets a model at stages 1 and 2 wait for weights that are on their way from the optimizer process.
+
+`LateGroups` completes what a module uses: before its forward, and whenever one of its parameters is
+taken as an attribute. So a parent that uses a child's weight waits for it, too, and so does a
+module that calls no forward of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed_ext.adapter.late_weights import complete_weights_of
+from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.log import warn_once
+from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.worker.messages import Span
+
+__all__ = ["LateGroups", "complete_model"]
+
+
+class _Part(NamedTuple):
+    """Some elements of a flat buffer of DeepSpeed: a chunk of one rank's partition, or the share of
+    it that steps on the accelerator."""
+
+    group: int
+    """Number of the parameter group."""
+    owner: int
+    """Number of the rank among those that divide the group."""
+    span: Span
+    """Elements of that rank's partition."""
+
+
+class LateGroups:
+    """The weights of one optimizer at stages 1 and 2 that arrive during the forward.
+
+    Note: [ranks gather late weights in one order]
+    A rank steps its own partitions, and every rank needs all weights. So each part is broadcast by
+    its owner, from inside of the forward. Ranks may use modules in different orders, or not at all;
+    collectives must have one order. So the parts have an order on which all ranks agree in each
+    step, that in which rank 0 has used them last, and who needs one gathers all parts before it as
+    well. What is left is gathered when backward begins. A single rank takes what it needs alone.
+
+    Args:
+        zero: DeepSpeed's optimizer.
+    """
+
+    def __init__(self, zero: Any, host: HostOptimizer) -> None:
+        self._zero = zero
+        self._host = host
+        self._ranks = RankGroup.of(zero.dp_process_group)
+        self._holders = [RankGroup.of(group) for group in zero.real_dp_process_group]
+        self._parts = list(self._all_parts())
+        self._coming: list[_Part] = []  # what this rank has not gathered, in the agreed order
+        self._used: dict[_Part, None] = {}  # in the order of their first use since the last step
+        self._gathered: Any = None  # event after the newest broadcast
+        self._waits_in_step = False
+        self._model: torch.nn.Module | None = None
+        self._modules: list[_LateModule] = []
+
+    def _all_parts(self) -> Iterator[_Part]:
+        size, share = self._host.link.transfers.chunk_numel, self._host.share
+        for index, (state, holders) in enumerate(
+            zip(self._host.states, self._holders, strict=True)
+        ):
+            numel, head = state.master.numel(), 0 if share is None else share.numels[index]
+            for owner in range(holders.size):
+                if head:
+                    yield _Part(index, owner, Span(0, head))
+                for begin in range(head, numel, size):
+                    yield _Part(index, owner, Span(begin, min(begin + size, numel)))
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    def attach(self, model: torch.nn.Module, *, waits_in_step: bool) -> None:
+        """Let `model` wait for what it uses. Its parameters are in their flat buffers already.
+
+        Args:
+            waits_in_step: complete all weights before a step returns.
+        """
+        scripted = [each for each in model.modules() if isinstance(each, torch.jit.ScriptModule)]
+        if scripted:
+            warn_once(
+                "zenflow.weights_arrive_in_forward has no effect: scripted code, such as "
+                f"{scripted[0].original_name}, takes no hooks that could wait for its weights"
+            )
+        self._waits_in_step = waits_in_step or bool(scripted)
+        parts, self._model = self._parts_of_parameters(), model
+        for module in model.modules():
+            if module not in scripted and any(id(param) in parts for param in _held_by(module)):
+                self._modules.append(_LateModule(self, module, parts))
+
+    def _parts_of_parameters(self) -> dict[int, list[_Part]]:
+        """The parts that hold each parameter, by its id."""
+        found: dict[int, list[_Part]] = {}
+        for index, group in enumerate(self._zero.bit16_groups):
+            flat = self._zero.bit16_groups_flat[index]
+            numel = self._host.states[index].master.numel()
+            parts = [
+                (part.owner * numel + part.span.begin, part.owner * numel + part.span.end, part)
+                for part in self._parts
+                if part.group == index
+            ]
+            for param in group:
+                first = (param.data_ptr() - flat.data_ptr()) // flat.element_size()
+                last = first + param.numel()
+                found[id(param)] = [
+                    part for begin, end, part in parts if begin < last and first < end
+                ]
+        return found
+
+    def detach(self) -> None:
+        """Let the model be as before, once all its weights are complete."""
+        if not self._coming:
+            for module in self._modules:
+                module.detach()
+            self._modules = []
+
+    def before_forward(self) -> None:
+        """Complete everything, if any module is compiled: inside, compiled code would break its
+        graph to wait."""
+        is_due = any(module.due for module in self._modules)
+        if is_due and self._model is not None and any(map(_is_compiled, self._model.modules())):
+            self.complete()
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def agree(self) -> None:
+        """Agree on the order of the next step's parts. A collective of the data-parallel ranks."""
+        if self._ranks.size > 1:
+            order = {part: place for place, part in enumerate(self._used)}
+            places = [order.get(part, len(order)) for part in self._parts]
+            told = torch.tensor(places, dtype=torch.int64, device="cpu").to(self._ranks.device)
+            self._ranks.copy_from(0, told)
+            agreed = dict(zip(self._parts, told.tolist(), strict=True))
+            self._parts.sort(key=agreed.__getitem__)
+        self._used.clear()
+
+    def expect(self) -> None:
+        """Note that a step has returned whose weights are on their way."""
+        if self._ranks.size > 1:
+            self._coming = list(self._parts)
+        for module in self._modules:
+            module.due = True
+        if self._waits_in_step:
+            self.complete()
+
+    # -- who uses weights --------------------------------------------------------------------------
+
+    def complete(self, parts: Iterable[_Part] | None = None) -> None:
+        """Let weights be those of the last step, for work on the current stream. A collective, if
+        parts of other ranks have not been gathered.
+
+        Args:
+            parts: what is used now; None: everything.
+        """
+        if parts is None:
+            self._gather_to(set(self._coming))
+            self._host.complete_weights()
+            for module in self._modules:
+                module.due = False
+            return
+        wanted = list(parts)
+        self._used.update(dict.fromkeys(wanted))
+        if self._ranks.size == 1:
+            self._host.complete_weights((part.group, part.span) for part in wanted)
+        else:
+            self._gather_to(set(wanted))
+
+    def _gather_to(self, wanted: set[_Part]) -> None:
+        """Gather `wanted` and what comes before; see Note: [ranks gather late weights in one
+        order]."""
+        if self._gathered is not None:
+            get_accelerator().current_stream().wait_event(self._gathered)
+        places = [place for place, part in enumerate(self._coming) if part in wanted]
+        count = places[-1] + 1 if places else 0
+        now, self._coming = self._coming[:count], self._coming[count:]
+        for part in now:
+            self._gather(part)
+        if now and not get_accelerator().is_synchronized_device():
+            self._gathered = get_accelerator().current_stream().record_event()
+
+    def _gather(self, part: _Part) -> None:
+        holders = self._holders[part.group]
+        if part.owner == holders.rank:
+            self._host.complete_weights([(part.group, part.span)])
+        partition = self._zero.parallel_partitioned_bit16_groups[part.group][part.owner]
+        holders.copy_from(part.owner, partition.data[slice(*part.span)])
+
+
+class _LateModule:
+    """One module whose weights may be on their way.
+
+    Note: [a model that waits for its weights]
+    A forward finds its weights in ``module._parameters``, its own by ``self.weight`` and a child's
+    by ``self.embed.weight``. This replaces the dict by one that completes what is taken from it, as
+    DeepSpeed does at stage 3. Hooks complete what a module refers to otherwise, such as the list of
+    weights of ``nn.LSTM``, before its forward and before its state dict is made. Who iterates over
+    ``parameters()`` gets them as they are: trainers do that after each step, to zero gradients.
+
+    Attributes:
+        due: whether weights may be on their way. Compiled code has a guard on it.
+    """
+
+    def __init__(
+        self, late: LateGroups, module: torch.nn.Module, parts: dict[int, list[_Part]]
+    ) -> None:
+        self.due = False
+        self._late = late
+        self._module = module
+        self._parts = [
+            *dict.fromkeys(part for p in _held_by(module) for part in parts.get(id(p), ()))
+        ]
+        self._hooks = [
+            module.register_forward_pre_hook(self, prepend=True),
+            module.register_state_dict_pre_hook(self),
+        ]
+        if type(module._parameters) in (dict, _LateParameters):  # scripted modules have another
+            module._parameters = _LateParameters(module._parameters, self)
+
+    def __call__(self, *_: Any) -> None:
+        """Complete the weights, in front of whatever this is a hook of."""
+        if self.due:
+            self.complete()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _hook_of_a_copy, ()
+
+    @torch.compiler.disable
+    def complete(self) -> None:
+        """Let the module's weights be those of the last step."""
+        self._late.complete(self._parts)
+
+    def detach(self) -> None:
+        """Let the module be as before."""
+        for hook in self._hooks:
+            hook.remove()
+        params = self._module._parameters
+        if isinstance(params, _LateParameters) and params.late is self:
+            self._module._parameters = dict(params)
+
+
+def _hook_of_a_copy() -> Callable[..., None]:
+    """The hook that a copy of a module has: its weights are its own."""
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+class _LateParameters(dict[str, Any]):
+    """The parameters of a module by name; who takes one waits for it. A copy is a plain dict."""
+
+    def __init__(self, params: dict[str, Any], late: _LateModule) -> None:
+        super().__init__(params)
+        self.late = late
+
+    def __getitem__(self, name: str) -> Any:
+        if self.late.due:
+            self.late.complete()
+        return super().__getitem__(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.late.due:
+            self.late.complete()
+        return dict, (dict(self),)
+
+
+def complete_model(model: torch.nn.Module) -> None:
+    """Let the weights of `model` be those of the last step of an engine that has it, if any. A
+    collective where ranks gather them after a step."""
+    complete_weights_of(model.parameters())
+    for module in model.modules():
+        if isinstance(module._parameters, _LateParameters) and module._parameters.late.due:
+            module._parameters.late.complete()
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
+def _held_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters of `module` alone, and those in its lists and dicts."""
+    for value in vars(module).values():
+        within: Iterable[Any] = ()
+        if isinstance(value, dict):
+            within = value.values()
+        elif isinstance(value, list | tuple):
+            within = value
+        yield from (each for each in within if isinstance(each, torch.nn.Parameter))

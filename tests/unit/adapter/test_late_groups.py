@@ -1,0 +1,124 @@
+"""Weights that arrive in the forward at stages 1 and 2: whatever forward reads is complete."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed import comm as dist
+
+from deepspeed_ext.adapter.late_groups import LateGroups
+from deepspeed_ext.zenflow.plan import chunks
+from tests.support.models import batches, on_device
+from tests.support.ranks import run_ranks
+from tests.support.reading_models import KINDS, Drawn
+from tests.support.same import first_difference
+from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
+
+CHUNK = 256
+
+
+def late_config(stage: int, **section: Any) -> dict[str, Any]:
+    section = {"update_rule": "exact", "weights_arrive_in_forward": True} | section
+    return zenflow_config(stage, torch.float32, **section)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Weights that are on their way are NaN, so that whoever reads them too early is found out."""
+    expect = LateGroups.expect
+
+    def poison(self: LateGroups) -> None:
+        for part in self._parts:
+            partitions = self._zero.parallel_partitioned_bit16_groups[part.group]
+            share = self._host.share
+            is_share = share is not None and part.span.begin < share.numels[part.group]
+            if not (is_share and part.owner == self._holders[part.group].rank):
+                partitions[part.owner].data[slice(*part.span)].fill_(math.nan)
+        expect(self)
+
+    with patch.object(LateGroups, "expect", poison):
+        yield
+
+
+def use_between(engine: Any, what: str, number: int) -> list[float]:
+    """What a script may do between two steps; returns what it sees."""
+    module, token = engine.module, on_device(batches(1, 0, number)[0])
+    apart = on_device(batches(1, 10 * dist.get_rank(), number)[0])
+    with torch.no_grad():
+        if what == "a submodule":
+            return (
+                module.blocks[number % len(module.blocks)](module.embed(token[0]))
+                .flatten()
+                .tolist()
+            )
+        if what == "a method":
+            return module.encode(token[0]).flatten().tolist()
+        if what == "other orders on other ranks":
+            return [float(module(apart)), float(engine(apart))]
+        if what == "a copy":
+            copies = copy.deepcopy([module.embed, module.outside])  # a weight norm has no copy
+            return [float(each.weight.sum()) for each in copies]
+        if what == "a state dict of a part":
+            return [float(each.sum()) for each in module.blocks[0].state_dict().values()]
+    return []
+
+
+USES = ["a submodule", "a method", "other orders on other ranks", "a copy"]
+USES += ["a state dict of a part", "nothing"]
+
+
+def seen(config: dict[str, Any], seed: int, also: tuple[str, ...]) -> list[Any]:
+    draw, found = random.Random(seed), []
+    torch.compiler.reset()
+    engine = make_engine(config, model=partial(Drawn, seed, also))
+    for number in range(8):
+        found.append((number, train(engine, batches(1, 0, number))))
+        what = draw.choice(USES)
+        found.append((what, use_between(engine, what, number)))
+    found.append(weights_of(engine))
+    engine.destroy()
+    return found
+
+
+def differences(config: dict[str, Any], seeds: list[int], also: tuple[str, ...]) -> list[str]:
+    waits = copy.deepcopy(config)
+    waits["zero_optimization"]["zenflow"]["weights_arrive_in_forward"] = False
+    found = []
+    for seed in seeds:
+        with patch.object(chunks, "CHUNK_NUMEL", CHUNK):
+            expected = seen(waits, seed, also)
+            with poisoned():
+                here = seen(config, seed, also)
+        if difference := first_difference(expected, here):
+            found.append(f"seed {seed}, {Drawn(seed, also).kinds}: {difference}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "also", "seeds"),
+    [
+        (1, 2, (), [2, 3]),
+        (2, 1, (), [4, 5]),
+        (2, 2, ("compiled",), [6]),
+        (1, 2, ("scripted",), [7]),
+        pytest.param(1, 1, tuple(KINDS), list(range(8, 30)), marks=pytest.mark.full),
+        pytest.param(3, 2, (), list(range(40, 60)), marks=pytest.mark.full),
+        pytest.param(2, 2, ("compiled",), list(range(60, 70)), marks=pytest.mark.full),
+    ],
+)
+def test_a_forward_reads_complete_weights_wherever_it_finds_them(
+    ranks: int, stage: int, also: tuple[str, ...], seeds: list[int]
+) -> None:
+    found = run_ranks(
+        ranks, differences, late_config(stage), seeds, also, pool="late", timeout_seconds=600.0
+    )
+    assert found == [[]] * ranks
