@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -59,6 +60,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Of a machine with an accelerator: what the tests of ranks that share it have shown."""
     for line in shared_device.summary() if torch.accelerator.is_available() else ():
         terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def started_workers() -> Iterator[None]:
+    """For tests of how an optimizer process starts and what its rank then has as children."""
+    with ranks.started_workers():
+        yield
 
 
 def _part_of(item: pytest.Item) -> str:
