@@ -153,22 +153,30 @@ def test_one_in_n_is_chosen_by_name_and_not_by_place() -> None:
     assert beyond_one_in(12, [*reversed(cases[1:])]) == left_out - {cases[0]}
 
 
-def test_a_sample_without_a_number_has_each_value_of_each_setting_in_few_cases() -> None:
+def test_a_sample_without_a_number_has_each_function_and_value_of_a_file_in_few_cases() -> None:
     table = list(itertools.product((1, 2, 3), ("bf16", "int8"), ({"a": 1}, {"b": [2]})))
+    functions = ("resume", "save", "step")
     cases: list[Any] = [
         *(
-            Case(f"a.py::resume[{number}]", 0, stage=stage, states=states, section=section)
+            Case(f"a.py::{function}[{number}]", 0, stage=stage, states=states, section=section)
+            for function in functions
             for number, (stage, states, section) in enumerate(table)
         ),
-        Case("a.py::alone", 0),
+        *(Case(f"a.py::{function}-alone", 0) for function in functions),
+        *(Case(f"b.py::other[{stage}]", 0, stage=stage) for stage in (1, 2)),
     ]
     left_out = beyond_the_sample(cases)
     assert left_out == beyond_the_sample(reversed(cases)), "the order does not matter"
-    kept = [case.callspec.params for case in cases[:-1] if case not in left_out]
-    assert 3 <= len(kept) <= 4
+    kept = [case for case in cases if case not in left_out]
+    assert [case.nodeid for case in kept if "alone" in case.nodeid or "b.py" in case.nodeid] == [
+        *(f"a.py::{function}-alone" for function in functions),
+        *("b.py::other[1]", "b.py::other[2]"),
+    ]
+    sampled = [case for case in kept if case.nodeid.endswith("]") and "a.py" in case.nodeid]
+    assert 3 <= len(sampled) <= 4
+    assert {case.nodeid.partition("[")[0] for case in sampled} == {f"a.py::{f}" for f in functions}
     for name, number in (("stage", 3), ("states", 2), ("section", 2)):
-        assert len({str(each[name]) for each in kept}) == number
-    assert cases[-1] not in left_out
+        assert len({str(case.callspec.params[name]) for case in sampled}) == number
 
 
 def test_a_sample_has_one_case_in_n_of_each_function() -> None:
