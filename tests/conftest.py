@@ -54,6 +54,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    ranks.fork_workers()
     if config.getoption("--part"):
         _ONLY_PART.append(config.getoption("--part"))
 

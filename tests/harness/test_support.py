@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from tests.support.matrix import beyond_one_in, beyond_the_sample
-from tests.support.ranks import RankError, run_fresh_ranks, run_ranks
+from tests.support.optimizer_process import running
+from tests.support.ranks import RankError, run_fresh_ranks, run_ranks, started_workers
 from tests.support.same import first_difference
 
 
@@ -131,6 +133,27 @@ def test_tensors_of_an_accelerator_arrive_on_the_host() -> None:
     for answer in run_ranks(2, answer_with, "tensor", device="accelerator"):
         assert answer["weights"][0].device.type == "cpu"
         assert answer["weights"][0].tolist() == [0, 1, 2]
+
+
+def optimizer_process() -> dict[str, Any]:
+    with running() as (_, process):
+        seen = psutil.Process(process.pid)
+        return {
+            "command": " ".join(seen.cmdline()),
+            "child": seen.ppid() == os.getpid(),
+            "leader": os.getsid(process.pid) == process.pid,
+            "cpus": seen.cpu_affinity() == psutil.Process().cpu_affinity(),
+            "folder": seen.cwd() == os.getcwd(),
+        }
+
+
+def test_a_forked_optimizer_process_is_like_one_that_is_started() -> None:
+    (forked,) = run_ranks(1, optimizer_process)
+    with started_workers():
+        (started,) = run_ranks(1, optimizer_process)
+    assert "worker_nursery" in forked.pop("command")
+    assert "start_process" in started.pop("command")
+    assert forked == started == dict.fromkeys(("child", "leader", "cpus", "folder"), True)
 
 
 class Case:

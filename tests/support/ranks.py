@@ -255,19 +255,25 @@ def simulate(*devices: str) -> None:
 
 
 _pools: dict[tuple[int, str, str, bool], RankPool] = {}
-_starts_workers = False
+_forks_workers = False
+
+
+def fork_workers() -> None:
+    """From now on, the ranks of `run_ranks` fork their optimizer processes, but for those on a real
+    accelerator. What measures leaves them to be started, as users' are."""
+    global _forks_workers
+    _forks_workers = True
 
 
 @contextmanager
 def started_workers() -> Iterator[None]:
-    """Inside, the ranks of `run_ranks` start their optimizer processes, as users' do; elsewhere
-    they fork them."""
-    global _starts_workers
-    _starts_workers = True
+    """Inside, the ranks of `run_ranks` start their optimizer processes whatever was said."""
+    global _forks_workers
+    before, _forks_workers = _forks_workers, False
     try:
         yield
     finally:
-        _starts_workers = False
+        _forks_workers = before
 
 
 def run_ranks(
@@ -288,9 +294,10 @@ def run_ranks(
             and its log.
     """
     device = _device(device)
-    key = (world_size, device, pool, _starts_workers)
+    forks_workers = _forks_workers and device != "accelerator"
+    key = (world_size, device, pool, forks_workers)
     if key not in _pools:
-        _pools[key] = RankPool(world_size, device, forks_workers=not _starts_workers)
+        _pools[key] = RankPool(world_size, device, forks_workers=forks_workers)
     outcomes = _pools[key].run(body, args, kwargs, timeout_seconds)
     try:
         return _pools[key]._require(outcomes, body.__qualname__)
