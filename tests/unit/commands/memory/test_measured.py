@@ -204,6 +204,8 @@ def require_close(config: dict[str, Any], ranks: int, model: str | None = None) 
 
 
 SMALL_CHUNK = 1 << 12
+A_MINUTE = pytest.mark.full
+"""Of processor time. ``zenflow/test_state_dtype.py`` counts the bytes of such moments."""
 
 
 def measure_in_small_chunks(config: dict[str, Any]) -> Measured:
@@ -229,7 +231,7 @@ def measured_in_small_chunks(stage: int, way: str) -> list[Measured]:
     [
         (1, "predictive, interval 2"),
         (2, "predictive, interval 1"),
-        (2, "predictive, interval 1, int8 moments"),
+        pytest.param(2, "predictive, interval 1, int8 moments", marks=A_MINUTE),
         (3, "predictive, interval 1"),
         (3, "predictive, interval 2"),
         (3, "predictive, interval 1, offload_param"),
@@ -254,7 +256,7 @@ def test_start_up_and_a_save_hold_what_the_host_holds_between_steps_and_no_more(
         (2, "predictive, interval 1", 12.3),
         (3, "predictive, interval 1", 12.3),
         (2, "predictive, interval 1, bf16 moments", 8.3),
-        (2, "predictive, interval 1, int8 moments", 6.4),
+        pytest.param(2, "predictive, interval 1, int8 moments", 6.4, marks=A_MINUTE),
     ],
 )
 def test_with_chunks_in_transit_the_host_holds_little_besides_the_state(
