@@ -249,5 +249,6 @@ $(VENV)/.stamp-operators: $(VENV)/.stamp-dev
 	@echo "Compiling DeepSpeed's CPU operators and the simulated accelerator into $(VENV) (two minutes, once)"
 	@DS_ACCELERATOR=cpu python -m tools.build_operators >/dev/null & operators=$$!; \
 	python -c 'from tests.support.simulated_accelerator.build import library_path; library_path()'; \
+	DS_ACCELERATOR=cpu python -m tools.build_operators CPULionBuilder >/dev/null; \
 	wait $$operators
 	@touch $@

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ SIMULATED_GPU_TESTS_ONE_IN = 12
 """`make test-sim` and `make test-full` run all of them."""
 SHOWN_ERROR_LINES = 6
 _ONLY_PART: list[str] = []
+_LONGEST_FIRST = {"faults", "manual", "harness", "commands"}
+"""Folders."""
 NO_ACCELERATOR = "needs an accelerator, and this machine has none"
 
 
@@ -51,6 +54,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    ranks.fork_workers()
     if config.getoption("--part"):
         _ONLY_PART.append(config.getoption("--part"))
 
@@ -59,6 +63,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Of a machine with an accelerator: what the tests of ranks that share it have shown."""
     for line in shared_device.summary() if torch.accelerator.is_available() else ():
         terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def started_workers() -> Iterator[None]:
+    """For tests of how an optimizer process starts and what its rank then has as children."""
+    with ranks.started_workers():
+        yield
 
 
 def _part_of(item: pytest.Item) -> str:
@@ -80,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=NO_ACCELERATOR))
     # With several processes (-n), the files with the longest
     # tests come first: none of them is left for the end.
-    items.sort(key=lambda item: "faults" not in item.path.parts)
+    items.sort(key=lambda item: _LONGEST_FIRST.isdisjoint(item.path.parts))
     left_out: set[pytest.Item] = set()
     if config.getoption("--all-simulated"):
         left_out |= {
@@ -98,5 +109,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # last: a sample must hold each value among the cases that can still run
         left_out |= beyond_the_sample([item for item in items if item not in left_out])
     chosen = [item for item in items if item not in left_out][:: config.getoption("--one-in")]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen

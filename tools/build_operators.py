@@ -1,6 +1,7 @@
 """Compiles the DeepSpeed operators that training on a CPU needs, before anything waits for them.
 
     python -m tools.build_operators
+    python -m tools.build_operators CPULionBuilder    # of other builders, one or several
 
 DeepSpeed would compile them in the first process that wants them, while the other ranks wait. Where
 the result goes is `TORCH_EXTENSIONS_DIR`; a second run finds it there. A lock that a killed build
@@ -20,7 +21,7 @@ from tools.stale_locks import remove_stale_locks
 
 def main() -> None:
     remove_stale_locks(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()))
-    for name in ("ShareMemCommBuilder", "CPUAdamBuilder"):
+    for name in sys.argv[1:] or ("ShareMemCommBuilder", "CPUAdamBuilder"):
         builder = get_accelerator().create_op_builder(name)
         if builder is None:
             continue

@@ -60,6 +60,7 @@ def test_upstreams_call_leaves_threads_behind_and_the_whole_pool() -> None:
     assert turn.involuntary >= 0
 
 
+@pytest.mark.sampled(2)
 @needs_two_cpus
 @pytest.mark.parametrize("name", ["all threads, pool resized", TASKSET.name])
 def test_the_last_steps_of_the_ladder_bind_every_thread(name: str) -> None:

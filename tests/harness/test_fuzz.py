@@ -19,11 +19,11 @@ from tests.fuzz.targets import TARGETS
 
 SEED = 20261122
 CASES = {
-    "config": 300,
-    "files": 300,
-    "command-line": 60,
-    "trees": 40,
-    "launch": 500,
+    "config": 100,
+    "files": 150,
+    "command-line": 30,
+    "trees": 20,
+    "launch": 300,
     "training": 4,
 }
 
@@ -53,6 +53,7 @@ def case_with_seven(target: Target) -> Case:
     return next(case for case in cases if case.parts(target).count(7) == 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("target", "kind"),
     list(zip(broken.TARGETS, ["ZeroDivisionError", CRASH, HANG, "OutsideError"], strict=True)),

@@ -48,6 +48,7 @@ def harness(rule: str, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Tra
     return training
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("rule", "side"),
     [("ours-1", sides.PREDICTIVE_1), ("ours-4", sides.PREDICTIVE_4), ("adamw", sides.ADAMW)],

@@ -129,6 +129,7 @@ def test_tests_are_collected_with_no_more_than_torch_and_the_carried_wheels() ->
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("line", "is_found"),
     [

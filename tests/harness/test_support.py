@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 from deepspeed import comm as dist
@@ -22,8 +23,9 @@ from deepspeed_ext.runtime.backend import group_timeout_seconds
 from deepspeed_ext.zenflow.worker.messages import Work, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.matrix import beyond_one_in, beyond_the_sample
+from tests.support.optimizer_process import running
 from tests.support.poison import late_and_poisoned
-from tests.support.ranks import RankError, run_fresh_ranks, run_ranks
+from tests.support.ranks import RankError, run_fresh_ranks, run_ranks, started_workers
 from tests.support.same import first_difference
 
 
@@ -144,6 +146,27 @@ def test_tensors_of_an_accelerator_arrive_on_the_host() -> None:
         assert answer["weights"][0].tolist() == [0, 1, 2]
 
 
+def optimizer_process() -> dict[str, Any]:
+    with running() as (_, process):
+        seen = psutil.Process(process.pid)
+        return {
+            "command": " ".join(seen.cmdline()),
+            "child": seen.ppid() == os.getpid(),
+            "leader": os.getsid(process.pid) == process.pid,
+            "cpus": seen.cpu_affinity() == psutil.Process().cpu_affinity(),
+            "folder": seen.cwd() == os.getcwd(),
+        }
+
+
+def test_a_forked_optimizer_process_is_like_one_that_is_started() -> None:
+    (forked,) = run_ranks(1, optimizer_process)
+    with started_workers():
+        (started,) = run_ranks(1, optimizer_process)
+    assert "worker_nursery" in forked.pop("command")
+    assert "start_process" in started.pop("command")
+    assert forked == started == dict.fromkeys(("child", "leader", "cpus", "folder"), True)
+
+
 class Case:
     """What `beyond_the_sample` asks of a test."""
 
@@ -164,22 +187,30 @@ def test_one_in_n_is_chosen_by_name_and_not_by_place() -> None:
     assert beyond_one_in(12, [*reversed(cases[1:])]) == left_out - {cases[0]}
 
 
-def test_a_sample_without_a_number_has_each_value_of_each_setting_in_few_cases() -> None:
+def test_a_sample_without_a_number_has_each_function_and_value_of_a_file_in_few_cases() -> None:
     table = list(itertools.product((1, 2, 3), ("bf16", "int8"), ({"a": 1}, {"b": [2]})))
+    functions = ("resume", "save", "step")
     cases: list[Any] = [
         *(
-            Case(f"a.py::resume[{number}]", 0, stage=stage, states=states, section=section)
+            Case(f"a.py::{function}[{number}]", 0, stage=stage, states=states, section=section)
+            for function in functions
             for number, (stage, states, section) in enumerate(table)
         ),
-        Case("a.py::alone", 0),
+        *(Case(f"a.py::{function}-alone", 0) for function in functions),
+        *(Case(f"b.py::other[{stage}]", 0, stage=stage) for stage in (1, 2)),
     ]
     left_out = beyond_the_sample(cases)
     assert left_out == beyond_the_sample(reversed(cases)), "the order does not matter"
-    kept = [case.callspec.params for case in cases[:-1] if case not in left_out]
-    assert 3 <= len(kept) <= 4
+    kept = [case for case in cases if case not in left_out]
+    assert [case.nodeid for case in kept if "alone" in case.nodeid or "b.py" in case.nodeid] == [
+        *(f"a.py::{function}-alone" for function in functions),
+        *("b.py::other[1]", "b.py::other[2]"),
+    ]
+    sampled = [case for case in kept if case.nodeid.endswith("]") and "a.py" in case.nodeid]
+    assert 3 <= len(sampled) <= 4
+    assert {case.nodeid.partition("[")[0] for case in sampled} == {f"a.py::{f}" for f in functions}
     for name, number in (("stage", 3), ("states", 2), ("section", 2)):
-        assert len({str(each[name]) for each in kept}) == number
-    assert cases[-1] not in left_out
+        assert len({str(case.callspec.params[name]) for case in sampled}) == number
 
 
 def test_a_sample_has_one_case_in_n_of_each_function() -> None:

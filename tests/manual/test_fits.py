@@ -113,10 +113,15 @@ def test_a_step_of_deepspeeds_zenflow_moves_what_its_source_says() -> None:
     assert bound.beside == bound.host > bound.exposed
 
 
-def test_the_verdict_counts_every_case_once() -> None:
-    text = fits.markdown()
+@pytest.mark.parametrize("source", ["page", "two of each setting"])
+def test_the_verdict_counts_every_case_once(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, expected = fits.PAGE.read_text(), 2 * 4 * 4 * 6
+    if source != "page":
+        for name in ("GPUS", "GPU_GIB", "HOST_GIB"):
+            monkeypatch.setattr(fits, name, getattr(fits, name)[::3][:2])
+        text, expected = fits._verdict(), 2 * 2 * 2 * 2
     (cases,) = map(int, re.findall(r"In (\d+) cases", text))
-    assert cases == 2 * 4 * 4 * 6
+    assert cases == expected
     triples = re.findall(r"in (\d+), as large in (\d+) and smaller in (\d+)", text)
     assert [sum(map(int, triple)) for triple in triples] == [cases, cases]
     ((more, machines, less),) = re.findall(r"On (\d+) of (\d+) machines .* smaller on (\d+) ", text)
@@ -154,7 +159,7 @@ def test_flash_optim_fits_by_its_seven_bytes_and_the_next_shape_does_not() -> No
 
 
 def test_machines_that_people_own_are_on_the_page_each_with_its_hosts() -> None:
-    text = fits.markdown()
+    text = fits.PAGE.read_text()
     for machine in fits.OWNED:
         for host in machine.host_gib:
             assert f"| {machine.name} | {host:,} GB |" in text

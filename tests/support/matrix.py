@@ -15,24 +15,29 @@ import pytest
 def cover(cases: list[tuple], strength: int = 2) -> list[tuple]:
     """A small subset of `cases` in which every pair (triple, ...) of settings that occurs in them
     occurs (greedy)."""
-    places = list(itertools.combinations(range(len(cases[0])), strength))
-    numbers: dict[tuple, int] = {}
-    table = np.array(
-        [
-            [
-                numbers.setdefault((place, tuple(case[axis] for axis in place)), len(numbers))
-                for place in places
-            ]
-            for case in cases
-        ]
-    )
-    missing = np.ones(len(numbers), dtype=bool)
+    axes = [_numbered(values) for values in zip(*cases, strict=True)]
+    columns, number = [], 0
+    for place in itertools.combinations(axes, strength):
+        together = np.zeros(len(cases), dtype=np.int64)
+        for axis in place:
+            together = together * len(cases) + axis
+        found, column = np.unique(together, return_inverse=True)
+        columns.append(column + number)
+        number += len(found)
+    table = np.stack(columns, axis=1)
+    missing = np.ones(number, dtype=bool)
     chosen = []
     while missing.any():
         best = int(missing[table].sum(1).argmax())
         chosen.append(cases[best])
         missing[table[best]] = False
     return chosen
+
+
+def _numbered(values: tuple) -> np.ndarray:
+    """The number of each value among the different ones."""
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values])
 
 
 def some(cases: list[tuple], strength: int = 2) -> list[Any]:
@@ -44,23 +49,28 @@ def some(cases: list[tuple], strength: int = 2) -> list[Any]:
 
 
 def beyond_the_sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """What `make test` leaves out of each test function marked ``sampled``.
+    """What `make test` leaves out of the test functions marked ``sampled``.
 
-    ``sampled(n)`` runs one case in n, rounded up; ``sampled()`` so few that each value of each
-    setting that occurs in `items` is in one of them. The hash of a case's name chooses, so that no
-    value of a setting is left out because of its place in a list.
+    ``sampled(n)`` runs one case in n of a function, rounded up. What is marked ``sampled()`` in a
+    file is one table of properties, its functions, by variants, their settings: so few cases run
+    that each property is in one of them, and each value of each setting that occurs in `items`. The
+    hash of a case's name chooses, so that no value of a setting is left out because of its place in
+    a list.
     """
-    cases: dict[str, list[pytest.Item]] = {}
+    functions: dict[str, list[pytest.Item]] = {}
+    tables: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if mark := item.get_closest_marker("sampled"):
+            groups, end = (functions, "[") if mark.args else (tables, "::")
+            groups.setdefault(item.nodeid.partition(end)[0], []).append(item)
     left_out: set[pytest.Item] = set()
-    for same in cases.values():
+    for same in functions.values():
         mark = same[0].get_closest_marker("sampled")
         assert mark is not None
         same.sort(key=_hash)
-        chosen = same[: -(-len(same) // mark.args[0])] if mark.args else _each_value(same)
-        left_out.update(set(same) - set(chosen))
+        left_out.update(same[-(-len(same) // mark.args[0]) :])
+    for table in tables.values():
+        left_out.update(set(table) - _each_value(table))
     return left_out
 
 
@@ -68,14 +78,22 @@ _ALONE = SimpleNamespace(params={})
 """The settings of a test that has none."""
 
 
-def _each_value(same: list[pytest.Item]) -> list[pytest.Item]:
-    """Cases of one function in which each value of each of its settings occurs (greedy)."""
-    settings = [getattr(item, "callspec", _ALONE).params for item in same]
-    rows = [tuple((name, _named(each[name])) for name in each) for each in settings]
-    if not rows[0]:
-        return same
-    chosen = cover(rows, strength=1)
-    return [item for item, row in zip(same, rows, strict=True) if row in chosen]
+def _each_value(table: list[pytest.Item]) -> set[pytest.Item]:
+    """Cases in which each function occurs, and each value of each setting (greedy)."""
+    holds = {item: _function_and_values(item) for item in sorted(table, key=_hash)}
+    missing = set().union(*holds.values())
+    chosen = set()
+    while missing:
+        best = max(holds, key=lambda item: len(holds[item] & missing))
+        chosen.add(best)
+        missing -= holds[best]
+    return chosen
+
+
+def _function_and_values(item: pytest.Item) -> set[tuple[str, Any]]:
+    settings = getattr(item, "callspec", _ALONE).params
+    function = ("", item.nodeid.partition("[")[0])
+    return {function, *((name, _named(value)) for name, value in settings.items())}
 
 
 def _named(value: Any) -> Any:

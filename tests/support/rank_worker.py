@@ -29,6 +29,7 @@ def _join_group() -> None:
     from deepspeed_ext import shared_buffers
     from tests.support.gloo import await_every_gather
     from tests.support.shared_device import BACKEND, share_devices
+    from tests.support.worker_nursery import FORKS_WORKERS, fork_workers
 
     accelerator = get_accelerator()
     world_size = int(os.environ["WORLD_SIZE"])
@@ -55,6 +56,8 @@ def _join_group() -> None:
     with shared_buffers.not_made():
         deepspeed.init_distributed(dist_backend=backend)
     await_every_gather()
+    if FORKS_WORKERS in os.environ:
+        fork_workers()
 
 
 def _reset() -> None:

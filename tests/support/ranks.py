@@ -22,7 +22,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import Any, BinaryIO
 from tests.support import shared_device
 from tests.support.paths import ROOT
 from tests.support.rank_nursery import ForkedRank, Nursery
+from tests.support.worker_nursery import FORKS_WORKERS
 
 START_TIMEOUT_SECONDS = 300.0  # an operator may have to be compiled first
 GRACE_SECONDS = 3.0
@@ -62,10 +64,20 @@ class RankOutcome:
 
 
 class RankPool:
-    """`world_size` processes that run bodies until closed."""
+    """`world_size` processes that run bodies until closed.
+
+    Args:
+        forks_workers: their optimizer processes are forks of one, see
+            `tests.support.worker_nursery`.
+    """
 
     def __init__(
-        self, world_size: int, device: str = "cpu", group_timeout_seconds: float = 900.0
+        self,
+        world_size: int,
+        device: str = "cpu",
+        group_timeout_seconds: float = 900.0,
+        *,
+        forks_workers: bool = False,
     ) -> None:
         self.world_size = world_size
         self.shares_nccl = False
@@ -75,6 +87,8 @@ class RankPool:
         for rank in range(world_size):
             ours, theirs = Pipe()
             environment = self._environment(rank, device, group_timeout_seconds)
+            if forks_workers:
+                environment[FORKS_WORKERS] = "1"
             with open(self._log_path(rank), "wb") as log:
                 forks = device == "sim" or (device != "accelerator" and nursery(device).can_fork)
                 start = nursery(device).start if forks else _start_alone
@@ -250,7 +264,26 @@ def simulate(*devices: str) -> None:
     _simulated = frozenset(devices)
 
 
-_pools: dict[tuple[int, str, str], RankPool] = {}
+_pools: dict[tuple[int, str, str, bool], RankPool] = {}
+_forks_workers = False
+
+
+def fork_workers() -> None:
+    """From now on, the ranks of `run_ranks` fork their optimizer processes, but for those on a real
+    accelerator. What measures leaves them to be started, as users' are."""
+    global _forks_workers
+    _forks_workers = True
+
+
+@contextmanager
+def started_workers() -> Iterator[None]:
+    """Inside, the ranks of `run_ranks` start their optimizer processes whatever was said."""
+    global _forks_workers
+    before, _forks_workers = _forks_workers, False
+    try:
+        yield
+    finally:
+        _forks_workers = before
 
 
 def run_ranks(
@@ -271,9 +304,10 @@ def run_ranks(
             and its log.
     """
     device = _device(device)
-    key = (world_size, device, pool)
+    forks_workers = _forks_workers and device != "accelerator"
+    key = (world_size, device, pool, forks_workers)
     if key not in _pools:
-        _pools[key] = RankPool(world_size, device)
+        _pools[key] = RankPool(world_size, device, forks_workers=forks_workers)
     outcomes = _pools[key].run(body, args, kwargs, timeout_seconds)
     try:
         return _pools[key]._require(outcomes, body.__qualname__)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.simulated.cases import CASES, Case, check, seeded
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 
 @pytest.mark.parametrize(

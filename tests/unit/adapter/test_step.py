@@ -106,6 +106,7 @@ def check_calls(stage: int, answer: dict[str, Any], accumulation: int = 1) -> No
         assert overflows is ("_optimizer_step" not in names)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", STAGES)

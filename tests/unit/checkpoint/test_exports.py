@@ -79,6 +79,7 @@ CASES = [(stage, rule, dtype) for stage in (1, 2, 3) for rule in RULES for dtype
 BY_DEFAULT = [(2, "predictive", "bf16"), (3, "predictive", "bf16"), (1, "selective", "fp32")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("stage", "rule", "dtype"),
     [case if case in BY_DEFAULT else pytest.param(*case, marks=pytest.mark.full) for case in CASES],

@@ -35,24 +35,25 @@ SEQUENTIAL = {"update_interval": 2, "select_interval": 4}
 
 
 @pytest.mark.parametrize(
-    ("stage", "ranks", "zenflow"),
+    ("stage", "ranks", "zenflow", "first"),
     [
-        (2, 2, LAG_2),
-        pytest.param(3, 1, LAG_1, marks=pytest.mark.full),
-        pytest.param(2, 1, SEQUENTIAL, marks=pytest.mark.full),
-        pytest.param(1, 1, SEQUENTIAL, marks=pytest.mark.full),
-        pytest.param(1, 2, LAG_1, marks=pytest.mark.full),
-        pytest.param(2, 2, LAG_1, marks=pytest.mark.full),
-        pytest.param(3, 2, SEQUENTIAL, marks=pytest.mark.full),
-        pytest.param(3, 2, LAG_2, marks=pytest.mark.full),
+        (2, 2, LAG_2, 7),
+        pytest.param(2, 2, LAG_2, 2, marks=pytest.mark.full),
+        pytest.param(3, 1, LAG_1, 2, marks=pytest.mark.full),
+        pytest.param(2, 1, SEQUENTIAL, 2, marks=pytest.mark.full),
+        pytest.param(1, 1, SEQUENTIAL, 2, marks=pytest.mark.full),
+        pytest.param(1, 2, LAG_1, 2, marks=pytest.mark.full),
+        pytest.param(2, 2, LAG_1, 2, marks=pytest.mark.full),
+        pytest.param(3, 2, SEQUENTIAL, 2, marks=pytest.mark.full),
+        pytest.param(3, 2, LAG_2, 2, marks=pytest.mark.full),
     ],
 )
 def test_selective_resume_in_a_new_process(
-    stage: int, ranks: int, zenflow: dict, tmp_path: Path
+    stage: int, ranks: int, zenflow: dict, first: int, tmp_path: Path
 ) -> None:
     """From every step of two intervals and over a selection: steps 2 (end of the warm-up, first
-    selection) to 9; with intervals of 3 selections are at 2 and 8."""
+    selection) to 9; with intervals of 3 selections are at 2 and 8. By default from the last."""
     config = zenflow_config(
         stage, topk_ratio=0.1, select_block_size=32, full_warm_up_rounds=2, **zenflow
     )
-    assert failed_resumes(ranks, config, 2, 9, str(tmp_path)) == []
+    assert failed_resumes(ranks, config, first, 9, str(tmp_path)) == []

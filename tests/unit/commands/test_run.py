@@ -94,6 +94,7 @@ def without_ranks() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in NEEDED}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(importlib.util.find_spec("mpi4py") is not None, reason="DeepSpeed asks MPI")
 @pytest.mark.parametrize("autoload", [False, True])
 def test_a_process_without_a_launcher_is_rank_0_of_1(autoload: bool, tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_the_latest_of_different_bindings_counts_and_then_the_one_before() -> No
     assert distinct(answer["none"]["masks"]) == {tuple(CPUS)}
 
 
+@pytest.mark.sampled(3)
 @several_cpus
 @pytest.mark.parametrize(("call", "code"), [(1, errno.EPERM), (2, errno.EINVAL), (4, errno.EPERM)])
 def test_a_refusal_leaves_the_run_unbound_with_one_warning(call: int, code: int) -> None:

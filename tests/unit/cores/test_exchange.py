@@ -166,6 +166,7 @@ def rank_in(group: str, rank: int, host: Path, old: bool) -> Member:
     return report_rank(rank, rank, PlanRequest(), root=root)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize(
     ("groups", "own", "each"),

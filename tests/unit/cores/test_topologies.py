@@ -52,7 +52,7 @@ SPELLINGS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("case", "spelling"), SPELLINGS, ids=lambda value: getattr(value, "name", value)
 )

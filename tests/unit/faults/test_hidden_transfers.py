@@ -33,7 +33,7 @@ from tests.support.ranks import run_ranks
 from tests.support.waiting import GENEROUS_SECONDS
 from tests.support.zenflow import RULES, make_engine, run, train, zenflow_config
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(8)
 
 TIMEOUT_SECONDS = 2.0
 WITHOUT_FAULT, UNTIL_ERROR = 3, 12

@@ -155,7 +155,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("stage", "rule", "on_tensor"), CASES)
 def test_a_backward_pass_is_whole_or_the_engine_says_why_not(
     stage: int, rule: str, on_tensor: bool, tmp_path: Path

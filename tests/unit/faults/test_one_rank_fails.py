@@ -400,13 +400,13 @@ def go_through(
 @pytest.mark.parametrize(
     ("name", "stage", "rule", "every", "within"),
     [
-        ("step", 2, "predictive", 17, ""),
+        ("step", 2, "predictive", 37, ""),
         # ranks that select differently
         ("step", 2, "selective", 2, "zenflow/rules/selective/rule.py:SelectiveRule._"),
-        ("save", 2, "selective", 11, ""),
-        ("save beside", 2, "predictive", 23, ""),
-        ("load", 3, "predictive", 61, ""),
-        ("load elsewhere", 2, "predictive", 61, ""),
+        ("save", 2, "selective", 23, ""),
+        ("save beside", 2, "predictive", 41, ""),
+        ("load", 3, "predictive", 113, ""),
+        ("load elsewhere", 2, "predictive", 113, ""),
         *(
             pytest.param(name, stage, rule, 1, "", marks=pytest.mark.full)
             for name in ("step", "save", "save beside", "load", "load elsewhere")

@@ -29,7 +29,7 @@ def check(tier: str, stage: int, world_size: int, dtype: str, way: str) -> None:
         assert losses[-1] < losses[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("tier", "stage", "world_size", "dtype", "way"), cover(MATRIX))
 def test_equals_upstream(tier: str, stage: int, world_size: int, dtype: str, way: str) -> None:
     check(tier, stage, world_size, dtype, way)

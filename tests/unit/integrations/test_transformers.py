@@ -37,6 +37,7 @@ def test_logs_and_resume_with_our_fields(tmp_path: Path) -> None:
     assert "dsext/startup_seconds" not in whole[1]  # it has not changed
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_without_our_fields_equals_upstream(stage: int, tmp_path: Path) -> None:
     flags = ("--config", config_file(tmp_path, stage=stage))
@@ -47,6 +48,7 @@ def test_without_our_fields_equals_upstream(stage: int, tmp_path: Path) -> None:
     assert not any(name.startswith("dsext/") for log in upstream for name in log)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("gpu", "host", "section"),
     [

@@ -37,6 +37,8 @@ from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
 
+pytestmark = pytest.mark.sampled()
+
 CHUNK = 512
 
 

@@ -76,6 +76,7 @@ def with_overflows(config: dict, overflowing: list[int]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "zenflow", [{"update_interval": 1}, {"update_interval": 2}, SELECTIVE], ids=["1", "2", "hot"]
 )

@@ -10,9 +10,9 @@ from tests.support.matrix import some
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, zenflow_config
 
-pytestmark = pytest.mark.sampled()
+pytestmark = pytest.mark.sampled(4)
 
-ITERATIONS = 20
+ITERATIONS = 10
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ CASES = list(itertools.product(SECTIONS, (1, 2, 3), (1, 2)))
 NEEDED = cover(CASES, strength=1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "stage", "ranks"),
     [case if case in NEEDED else pytest.param(*case, marks=pytest.mark.full) for case in CASES],
@@ -196,7 +196,7 @@ def hyperparameters(config: dict[str, Any], extended: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
 @pytest.mark.parametrize(
     "given",

@@ -112,7 +112,7 @@ def disturbed_and_not(
     return expected, found
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [2, 3])

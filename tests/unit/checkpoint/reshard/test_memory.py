@@ -19,7 +19,7 @@ from deepspeed_ext.checkpoint.reshard import load
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 WIDTH = 1536
 CHUNK_NUMEL = 1 << 16

@@ -67,7 +67,7 @@ def test_three_faults_fail_three_checks() -> None:
     assert DROPPED in checks["gradients"].detail
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full  # `test_checks.py` has the check itself
 @pytest.mark.parametrize(
     ("overlap", "rank", "steps"), [(False, None, 4), (True, 1, 4), (True, None, 12)]
 )

@@ -327,6 +327,7 @@ EVERY_THIRD: list[Any] = [("ends", 1, 3), ("stays", 2, 3)]
 EVERY = [pytest.param(start, 1, 1, marks=pytest.mark.full) for start in ("ends", "stays")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("start", "first", "every"), EVERY_THIRD + EVERY)
 def test_a_signal_at_any_line_cuts_no_clean_up_short(
     start: str, first: int, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ def variant(kernel: str, block: int = 32, aligned: bool = True, **dtypes: str) -
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kernel", "target"),
     [

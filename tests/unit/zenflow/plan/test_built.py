@@ -86,6 +86,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", ["sim", "cpu"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)

@@ -136,6 +136,7 @@ def launches(numels: list[int]) -> tuple[int, int]:
     return count, len(parcels)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("partitions", "most_launches"),
     [([PARAMETERS], 160), ([10**9] * 7, 240), ([6 * 10**9, 10**9], 180)],

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full  # compiles the kernel twice; `test_vectors.py` compares that of this machine
 def test_vectors_change_no_bit(tmp_path: Path) -> None:
     """Without fused operations, which round once where others round twice."""
     plain, vectors = (
