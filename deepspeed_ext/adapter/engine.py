@@ -178,7 +178,7 @@ class Engine(EngineSettings):
         """Run DeepSpeed's check, the first method to see the config, and ours.
         `_set_distributed_vars` raises the errors of both."""
         parts, settings = self._parts, fields_of(self._config.zero_config)
-        with parts.refused.keeping():
+        with parts.refused.deferring_errors():
             parts.require_supported(
                 settings, self._zenflow, self.use_node_local_storage(), **self._spread()
             )
@@ -465,7 +465,7 @@ class Engine(EngineSettings):
         return zenflow.state.exact_weights()
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._parts.saver.keeping():
+        with self._parts.saver.deferring_errors():
             super()._save_checkpoint(*args, **kwargs)
 
     def _save_zero_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -473,7 +473,7 @@ class Engine(EngineSettings):
             super()._save_zero_checkpoint(*args, **kwargs)
 
     def _save_moe_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._parts.saver.keeping():
+        with self._parts.saver.deferring_errors():
             super()._save_moe_checkpoint(*args, **kwargs)
 
     def _copy_recovery_script(self, save_path: str) -> None:

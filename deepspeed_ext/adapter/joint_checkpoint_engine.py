@@ -25,7 +25,7 @@ from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import (
     MOST_TOLD,
-    KeptError,
+    DeferredError,
     RankGroup,
     agreed,
     rank_list,
@@ -82,7 +82,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self._loaded_id: str | None = None
         self._names_latest = False
         self._latest: str | None = None
-        self.kept = KeptError()
+        self.kept = DeferredError()
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -141,11 +141,11 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         return self._folder is None or get_accelerator().device_name() == "cpu"
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        with self.kept.keeping():
+        with self.kept.deferring_errors():
             super().makedirs(self._aside(path), exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        with self.kept.keeping():
+        with self.kept.deferring_errors():
             aside = self._aside(path)
             if self._folder is not None and isinstance(state_dict, dict):
                 state_dict = with_save_id(state_dict, self._save_id)

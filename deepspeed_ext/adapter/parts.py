@@ -35,7 +35,7 @@ from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.memory import is_out_of_memory
 from deepspeed_ext.runtime.parked import Parked
-from deepspeed_ext.runtime.ranks import KeptError, RankGroup, together, within
+from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, together, within
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
@@ -105,16 +105,19 @@ class Saver:
             self.files.break_off()
             raise
 
-    def keeping(self) -> AbstractContextManager[None]:
+    def deferring_errors(self) -> AbstractContextManager[None]:
         """Keep errors of the block for DeepSpeed's `commit`, which raises them on all ranks."""
-        return nullcontext() if self.files is None else self.files.kept.keeping()
+        return nullcontext() if self.files is None else self.files.kept.deferring_errors()
 
     @contextmanager
     def writing(self, optimizer: Any) -> Iterator[None]:
-        """Like `keeping`, for a block that writes the state of `optimizer` before the next step, so
-        that it need not be copied."""
+        """Like `deferring_errors`, for a block that writes the state of `optimizer` before the next
+        step, so that it need not be copied."""
         zenflow = None if self.files is None else zenflow_of(optimizer)
-        with self.keeping(), nullcontext() if zenflow is None else zenflow.state.uncopied():
+        with (
+            self.deferring_errors(),
+            nullcontext() if zenflow is None else zenflow.state.uncopied(),
+        ):
             yield
 
     def copied_without(self, error: OSError, save_path: str) -> None:
@@ -153,10 +156,10 @@ class Saver:
         if isinstance(self.files, AsyncCheckpointEngine):
             self.files.finish_alone()
 
-    def finished_alone(self, host: HostOptimizer | None) -> KeptError:
+    def finished_alone(self, host: HostOptimizer | None) -> DeferredError:
         """Call `finish_alone`; keep its error, unless a step has already reported its cause."""
-        kept = KeptError()
-        with kept.keeping():
+        kept = DeferredError()
+        with kept.deferring_errors():
             self.finish_alone()
         if kept.error is not None and host is not None and host.link.failed:
             logger.error(str(kept.take()))
@@ -268,7 +271,7 @@ class Parts:
     def __init__(self, undo: ExitStack, mpu: Any = None) -> None:
         self._undo = undo
         self._mpu = mpu
-        self.refused = KeptError()
+        self.refused = DeferredError()
         self.binding: CoreBinding | None = None
         self.gather: SingleParameterGather | None = None
         self.zenflow: ZenFlowParts | None = None
@@ -435,7 +438,7 @@ class Parts:
             logs: also write the metrics to the log.
         """
         host = None if self.zenflow is None else self.zenflow.host
-        with nullcontext() if host is None else host.link.keeping():
+        with nullcontext() if host is None else host.link.deferring_errors():
             if self.binding is not None and not self._cores_refreshed:
                 self._cores_refreshed = True
                 self.binding.refresh(None if host is None else host.link.process.pid)

@@ -337,7 +337,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             _, begin, _, numel = self.grad_position[number]
             gradient = self.get_gradient_for_reduction(param).view(-1)[begin : begin + numel]
         adds, completes = self.micro_step_id > 0, is_at_boundary(self)
-        with self.host_optimizer.link.keeping():
+        with self.host_optimizer.link.deferring_errors():
             self._host_gradients.take(number, gradient, adds=adds, completes=completes)
         if not get_accelerator().is_synchronized_device():
             gradient.record_stream(get_accelerator().current_stream())
@@ -450,7 +450,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         self.zenflow_parts.driver.begin()
         flat = super()._get_preflattened_grad_partition(group_idx)
         if flat is None:
-            with self.host_optimizer.link.keeping():
+            with self.host_optimizer.link.deferring_errors():
                 flat = self._laid_out(group_idx)
         return flat
 

@@ -133,7 +133,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             return super().partition_grads(params_to_release, grad_partitions)
         adds, completes = self.micro_step_id > 0, is_at_boundary(self)
         for param, gradient in zip(params_to_release, grad_partitions, strict=True):
-            with self.host_optimizer.link.keeping():
+            with self.host_optimizer.link.deferring_errors():
                 if self._partitions.held_numel(param):
                     padded = self._padded(param, gradient)
                     self._host_gradients.take(param.ds_id, padded, adds=adds, completes=completes)
@@ -258,7 +258,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             kept = [Swap(self, "persistent_parameters", [])]
         with parts.readiness.stepping(), swapped(*kept):
             parts.driver.run(super_call, lambda: self.overflow)
-        with self.host_optimizer.link.keeping():
+        with self.host_optimizer.link.deferring_errors():
             self._partitions.order_gathers()
             if self._late_weights is not None:
                 self._late_weights.choose_prefetches()

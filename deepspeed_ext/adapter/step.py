@@ -253,12 +253,12 @@ class StepDriver:
             overflows: whether it has skipped the step, because a gradient is not finite.
         """
         link, step = self._host.link, self.current
-        with link.keeping():
+        with link.deferring_errors():
             if self.gradients is not None:
                 self.place_gradients()
                 self.gradients.finish()
         with step.of_optimizer():
-            with link.keeping():
+            with link.deferring_errors():
                 for index, receiver in enumerate(step.receivers):
                     receiver.data = self._partitions.weights(index)
             # also after an error: unlike masters, they accept gradients on the device
@@ -267,10 +267,10 @@ class StepDriver:
                 if not overflows():
                     self._host.end_step()
                     return
-                with link.keeping():
+                with link.deferring_errors():
                     if self._scale is not None:
                         self._scale.overflowed()
-                link.raise_kept()
+                link.raise_deferred()
 
     # Note: [a step begins late]
     # Beginning a step may wait for the worker, and a step that has begun is counted. DeepSpeed
@@ -284,14 +284,14 @@ class StepDriver:
 
     def find_factor(self, unscale_and_clip: Callable[[torch.Tensor], None]) -> None:
         """Record the factor of the step's gradients: the worker and the estimate apply it."""
-        with self._host.link.keeping():
+        with self._host.link.deferring_errors():
             self.current.find_factor(unscale_and_clip)
 
     def take(self, index: int) -> None:
         """Hand over the gradient of a partition; after the last one, write all weights."""
         self.begin()
         grad_scale = 1.0  # unused: without a factor, an error is kept
-        with self._host.link.keeping():
+        with self._host.link.deferring_errors():
             grad_scale = self.current.factor
             if self._scale is not None:
                 grad_scale *= self._scale.factor()
@@ -307,7 +307,7 @@ class StepDriver:
         """Small tensors with the norms of `gradients`, so that DeepSpeed makes no fp64 copies; see
         `norm_tensors`."""
         norms: list[torch.Tensor] | None = None
-        with self._host.link.keeping():
+        with self._host.link.deferring_errors():
             norms = norm_tensors(gradients, params)
         # NaN makes every rank skip the step as an overflow; see Note: [an error of one rank].
         nan = partial(torch.full, (1,), math.nan, dtype=torch.float32)
@@ -325,7 +325,7 @@ class StepDriver:
         # NaN, if this rank has kept an error; see Note: [an error of one rank].
         norms = [torch.full((1,), math.nan, dtype=exact, device=device) for _ in numbers]
         if not self._host.link.failed:
-            with self._host.link.keeping():
+            with self._host.link.deferring_errors():
                 unused = torch.zeros(1, dtype=exact, device=device)
                 found = [self.gradients.norms.get(number, unused) for number in numbers]
                 norms = known_norm_tensors([norm.to(device).view(1) for norm in found], params)
@@ -346,7 +346,7 @@ class StepDriver:
     def forget_gradients(self) -> None:
         """Discard gradients on the host, after a step or an overflow."""
         if self.gradients is not None:
-            with self._host.link.keeping():
+            with self._host.link.deferring_errors():
                 self.gradients.forget()
 
     def slots(self) -> list[torch.Tensor]:

@@ -5,8 +5,8 @@ Two rules ensure that if one rank fails, the others do not wait forever in a col
 - Ranks compare plans before they use them (`require_same_plan`).
 - An error on one rank is raised on every rank. Our code without collectives runs inside `together`,
   which ends with a collective. Code that DeepSpeed calls between two of its own collectives must
-  continue to the next one. It keeps its error in a `KeptError`, which is raised on every rank at
-  the next point that all ranks reach.
+  continue to the next one. It keeps its error in a `DeferredError`, which is raised on every rank
+  at the next point that all ranks reach.
 
 A `together` may hold collectives if an agreement of the same ranks comes directly before each of
 them: another `together`, `raise_together` or `require_same_plan`. A rank that fails in between then
@@ -34,7 +34,7 @@ from deepspeed_ext.runtime.cpulist import format_cpulist
 __all__ = [
     "MOST_TOLD",
     "GridRanks",
-    "KeptError",
+    "DeferredError",
     "RankGroup",
     "agreed",
     "all_gather_single",
@@ -467,7 +467,7 @@ def within(outer: RankGroup, inner: RankGroup) -> Iterator[None]:
         yield
 
 
-class KeptError:
+class DeferredError:
     """Keeps the first error of code that must not raise yet, because the other ranks continue to a
     collective.
 
@@ -482,7 +482,7 @@ class KeptError:
         """Keep `error`, unless one is kept already."""
         self.error = self.error or error
 
-    def keeping(
+    def deferring_errors(
         self, convert: Callable[[Exception], Exception] = lambda error: error
     ) -> AbstractContextManager[None]:
         """Keep an error that the block raises, and continue after the block.
@@ -490,7 +490,7 @@ class KeptError:
         Args:
             convert: returns the error to keep in its place.
         """
-        return _Keeping(self, convert)
+        return _DeferringErrors(self, convert)
 
     def take(self) -> Exception | None:
         """Return the error and clear it; for `raise_together`."""
@@ -503,11 +503,11 @@ class KeptError:
             raise error
 
 
-class _Keeping(AbstractContextManager[None]):
-    """The block of `KeptError.keeping`. A class, because a signal handler may raise at any line:
-    before a generator's ``yield``, that error would be kept and the block skipped."""
+class _DeferringErrors(AbstractContextManager[None]):
+    """The block of `DeferredError.deferring_errors`. A class, because a signal handler may raise at
+    any line: before a generator's ``yield``, that error would be kept and the block skipped."""
 
-    def __init__(self, kept: KeptError, convert: Callable[[Exception], Exception]) -> None:
+    def __init__(self, kept: DeferredError, convert: Callable[[Exception], Exception]) -> None:
         self._kept = kept
         self._convert = convert
 

@@ -148,7 +148,7 @@ class Tuner:
         """Whether any rank's steps wait, or the accelerator's time differs from when the plan was
         chosen (another batch, accumulation or length). A collective."""
         changed = 0
-        with host.link.keeping():
+        with host.link.deferring_errors():
             step = self._metrics.typical_step()
             if step is not None:
                 waits, then = step.wait > WAITS * step.total, self.device_seconds
@@ -172,7 +172,7 @@ class Tuner:
             return
         self._probe = None
         times = ChainTimes(0.0, 0.0)
-        with host.link.keeping():
+        with host.link.deferring_errors():
             times = self._times(host.decided, probe, is_between)
         overlaps = host.decided.rule.overlapped and schedule.interval == 1
         if is_between and overlaps and self._chooses_share:
@@ -190,7 +190,7 @@ class Tuner:
             return
         times, self._alone = self._alone, None
         assert times is not None
-        with host.link.keeping():
+        with host.link.deferring_errors():
             step = None if is_between else self._metrics.typical_step()
             times = times if step is None else _contended(times, step, host.decided)
         self._contention, self._there = times.contention, times.there
@@ -198,7 +198,7 @@ class Tuner:
 
     def _limit(self, host: HostOptimizer, threads: int) -> None:
         if len(self._counts) > 1:
-            with host.link.keeping():
+            with host.link.deferring_errors():
                 host.link.limit_threads(threads)
 
     def adopt(self, host: HostOptimizer, heads: Sequence[int]) -> None:
@@ -245,7 +245,7 @@ class Tuner:
         now = host.decided
         changes = now.cpus is not None and threads != now.cpus.threads
         mine = Measured.of(now, self._may_expose, times, 0, changes)
-        with host.link.keeping():
+        with host.link.deferring_errors():
             reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
             room = memory.unused_accelerator_bytes() - reserve
             mine = Measured.of(now, self._may_expose, times, room, changes)
@@ -374,21 +374,21 @@ def _move(host: HostOptimizer, plan: ZenFlowPlan, *, hides: bool) -> bool:
     link, ranks = host.link, host.ranks
     link.wait_together()
     weights = [state.weights() for state in host.states]
-    with link.keeping():
+    with link.deferring_errors():
         link.transfers.release()
     share = AcceleratorShare.if_all_have_room(plan, weights, link.arena, host.kind, ranks)
     if share is None:
-        with link.keeping():
+        with link.deferring_errors():
             link.transfers.restore()
         return False
     prepare_kernels(plan, host.kind, weights, warns=ranks.rank == 0)
-    with link.keeping():
+    with link.deferring_errors():
         share.take()
     buffers = landing_buffers(plan, ranks)
     if buffers is None:
         told = "smaller landing buffers do not fit where larger ones were"
         raise agreed(OutOfMemoryError(told), ranks)
-    with link.keeping():
+    with link.deferring_errors():
         link.relay(plan, buffers)
         partitions = [
             partition_of(plan, before.index, state, before.ranks, link.arena)
@@ -397,5 +397,5 @@ def _move(host: HostOptimizer, plan: ZenFlowPlan, *, hides: bool) -> bool:
         host.move_to(plan, partitions, share)
         if hides:  # what is freed was copied by blocking copies
             share.hide()
-    link.raise_kept()
+    link.raise_deferred()
     return True

@@ -109,7 +109,7 @@ class VirtualRun:
         decided = decide(facts, config, host_share=None, is_asked=False)
         assert decided.measures_share
         schedule = SimpleNamespace(plan=self._plan, is_settled=True, interval=1)
-        link = SimpleNamespace(keeping=contextlib.nullcontext, limit_threads=self._limit)
+        link = SimpleNamespace(deferring_errors=contextlib.nullcontext, limit_threads=self._limit)
         self._host: Any = SimpleNamespace(
             decided=decided,
             ranks=_Ranks(self),

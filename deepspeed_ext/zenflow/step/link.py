@@ -19,7 +19,7 @@ from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.handlers import is_of_handler
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.own_process import OwnProcess
-from deepspeed_ext.runtime.ranks import KeptError, RankGroup, raise_together, together
+from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import relaid
@@ -147,7 +147,7 @@ class WorkerLink:
         self._ranks = ranks
         self.metrics = metrics
         self.arrivals = WeightArrivals(metrics)
-        self._kept = KeptError()
+        self._kept = DeferredError()
         self._gradients_in_flight = 0
         self._touched = {spec.key for spec in plan.arena if spec.touched}
         self._timeout_seconds = threads.timeout_seconds
@@ -224,18 +224,19 @@ class WorkerLink:
 
     # Note: [an error of one rank]
     # If a rank raised between two of DeepSpeed's collectives, the others would wait in the next one
-    # until the group's timeout. So each part of a step that can fail runs inside `keeping`: the
-    # rank keeps its error and goes on to the same collectives, with values that make every rank
-    # skip the step (a norm of NaN) or that are not read. The next wait of all ranks together raises
-    # the error on each of them. A call outside `keeping` must not be able to fail on one rank
-    # alone; tests/unit/faults/test_one_rank_fails.py lists those calls with the reason.
+    # until the group's timeout. So each part of a step that can fail runs inside
+    # `deferring_errors`: the rank keeps its error and goes on to the same collectives, with values
+    # that make every rank skip the step (a norm of NaN) or that are not read. The next wait of all
+    # ranks together raises the error on each of them. A call outside `deferring_errors` must not be
+    # able to fail on one rank alone; tests/unit/faults/test_one_rank_fails.py lists those calls
+    # with the reason.
 
-    def keeping(self) -> AbstractContextManager[None]:
+    def deferring_errors(self) -> AbstractContextManager[None]:
         """Wrap this rank's own part of a step; see Note: [an error of one rank]. Until all ranks
         wait together, `failed` is true and work may be skipped."""
         # not kept: that would raise it only after a collective of the parent's group
         self.home.require()
-        return self._kept.keeping(_told)
+        return self._kept.deferring_errors(_told)
 
     @property
     def failed(self) -> bool:
@@ -262,7 +263,7 @@ class WorkerLink:
         self.arrivals.expect(self.transfers, arriving)
         if self.failed:
             return
-        with self.keeping():
+        with self.deferring_errors():
             if tasks:
                 self._gradients_in_flight, self.phase = gradients, UpdatePhase.IN_FLIGHT
             self.transfers.depart(tasks, publishes)
@@ -271,7 +272,7 @@ class WorkerLink:
         """Start the copies of the gradients that `transfers` has taken (see `Transfers.start`).
         Does nothing if this rank has failed."""
         if not self.failed:
-            with self.keeping():
+            with self.deferring_errors():
                 self.transfers.start()
 
     def wait(self) -> Exception | None:
@@ -279,10 +280,10 @@ class WorkerLink:
         Even with progress, the wait ends before other ranks' collective times out.
 
         Returns:
-            The kept error, if any, which `raise_kept` raises on all ranks.
+            The kept error, if any, which `raise_deferred` raises on all ranks.
         """
         if not self.failed:
-            with self.keeping():
+            with self.deferring_errors():
                 within = Patience(self.longest_wait_seconds)
                 self.write_wait_seconds += self.process.wait_for_writes(within)
                 self.arrivals.complete(self.transfers, within)
@@ -307,14 +308,14 @@ class WorkerLink:
             return
         self.home.require()
         if not self.failed:
-            with self.keeping(), self.metrics.waiting.measured():
+            with self.deferring_errors(), self.metrics.waiting.measured():
                 within = Patience(self.longest_wait_seconds)
                 self.arrivals.complete(self.transfers, within, parts)
         self._lose_if_failed()
 
     def _lose_if_failed(self) -> None:
         if self.failed:
-            with self.keeping():
+            with self.deferring_errors():
                 self.arrivals.lose()
 
     def wait_together(self) -> None:
@@ -324,12 +325,12 @@ class WorkerLink:
             WorkerError: on every rank, if any rank's worker has failed, or has ended while idle;
                 every later wait raises it again.
         """
-        with self.keeping():
+        with self.deferring_errors():
             self.wait()
             self.process.require_alive()
-        self.raise_kept()
+        self.raise_deferred()
 
-    def raise_kept(self) -> None:
+    def raise_deferred(self) -> None:
         """Raise any rank's kept error on every rank, without waiting for a worker. A collective.
 
         Raises:
@@ -346,9 +347,9 @@ class WorkerLink:
     def receive(self) -> None:
         """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does
         not check an idle worker."""
-        with self.keeping(), self.metrics.waiting.measured():
+        with self.deferring_errors(), self.metrics.waiting.measured():
             self.wait()
-        self.raise_kept()
+        self.raise_deferred()
 
     def close(self) -> None:
         """Stop the worker. The arena's tensors stay readable. Idempotent, also after a failed

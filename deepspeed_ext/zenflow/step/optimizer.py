@@ -142,15 +142,15 @@ class HostOptimizer:
         with in_profile("zenflow.begin_step"):
             # the last step failed, perhaps before its interval was chosen
             if self.plan is not None:
-                self.link.raise_kept()
-            with self.link.keeping():
+                self.link.raise_deferred()
+            with self.link.deferring_errors():
                 self._take_over()
             self.plan = self.rule.schedule.plan()  # from here on, an interrupted step is noticed
-            with self.link.keeping():
+            with self.link.deferring_errors():
                 self._metrics.begin_step()
             if self.link.phase is UpdatePhase.EXPOSED:
                 self.link.wait()  # no collective, because other ranks may not be exposed
-                with self.link.keeping():
+                with self.link.deferring_errors():
                     self.link.phase = UpdatePhase.READ
                     self._state.take()
                     self.rule.resume()
@@ -173,7 +173,7 @@ class HostOptimizer:
         """
         # Runs even if the worker has failed: weights that do not depend on it stay correct until
         # all ranks wait.
-        with in_profile("zenflow.step_partition"), self.link.keeping():
+        with in_profile("zenflow.step_partition"), self.link.deferring_errors():
             plan = self._current_plan
             partition = self.partitions[index]
             transfers = self.link.transfers
@@ -216,7 +216,7 @@ class HostOptimizer:
             if starts_copies and not plan.waits_last:
                 # overlaps with DeepSpeed's use of the weights, which may wait for the device
                 self.link.start_copies()
-            with self.link.keeping():
+            with self.link.deferring_errors():
                 self._metrics.gathering.start()
 
     def end_step(self) -> None:
@@ -224,14 +224,14 @@ class HostOptimizer:
         interval and share are chosen."""
         with in_profile("zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
-            with self.link.keeping():
+            with self.link.deferring_errors():
                 self._metrics.gathering.stop()
             tasks: list[WorkerTask] = []
-            with self.link.keeping():
+            with self.link.deferring_errors():
                 if plan.handed_over and not plan.waits_last:
                     tasks = [rule.task(plan, partition) for partition in self.partitions]
             rule.schedule.advance(plan)
-            with self.link.keeping():
+            with self.link.deferring_errors():
                 if not plan.waits_last:
                     self.link.depart(
                         tasks,
@@ -243,12 +243,12 @@ class HostOptimizer:
             if (wanted := rule.measured_interval(plan)) is not None:
                 self.ring.choose_interval(wanted)
             self.counts = [count + 1 for count in self.counts]
-            with self.link.keeping():
+            with self.link.deferring_errors():
                 self._metrics.note_link(self.link.transfers.copying_seconds())
                 self._metrics.end_step(plan.waits_last)
                 self.shown.advance(self._shown_counts())
             self.plan = None
-            with self.link.keeping():
+            with self.link.deferring_errors():
                 # No parameter has a gradient, so no weight changes; schedulers and step hooks still
                 # see a step.
                 self.kind.optimizer.step()
@@ -258,7 +258,7 @@ class HostOptimizer:
     def _receive(self) -> None:
         """Wait for the worker on all ranks; then no save reads the arena any more."""
         self.link.receive()
-        with self.link.keeping():
+        with self.link.deferring_errors():
             self._state.hide()
 
     # -- gradients ---------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ class HostOptimizer:
 
     def _expose(self) -> bool:
         """`expose`, without taking over what a user has changed."""
-        with self.link.keeping():
+        with self.link.deferring_errors():
             self._settle(shows_moments=True)
         self.link.phase = UpdatePhase.EXPOSED
         return not self.link.failed
@@ -393,7 +393,7 @@ class HostOptimizer:
                 for tensor in self._beside_weights(partition)
             ]
             self._parked = Parked(beside, pins=pins)
-            with self.link.keeping():
+            with self.link.deferring_errors():
                 self.link.transfers.release()
         self.is_offloaded = True
 

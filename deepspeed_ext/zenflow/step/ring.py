@@ -43,14 +43,14 @@ class GradientRing:
             OutOfMemoryError: on every rank, if no interval fits on some rank.
         """
         interval = self._agreed_interval(wanted)
-        with self._link.keeping():
+        with self._link.deferring_errors():
             self._schedule.choose_interval(interval)
             self.lock()
 
     def _agreed_interval(self, wanted: int) -> int:
         shortest = self._plan.rule.shortest_interval
         longest = shortest
-        with self._link.keeping():
+        with self._link.deferring_errors():
             room = _available_bytes()
             longest = self._plan.affordable_interval(wanted, room)
             if longest == 0:
@@ -63,7 +63,7 @@ class GradientRing:
                 )
         interval = min(wanted, self._ranks.minimum(longest)[0])
         if interval < shortest:
-            self._link.raise_kept()
+            self._link.raise_deferred()
         if interval < wanted and self._ranks.rank == 0:
             logger.warning(
                 f"zenflow.update_interval = {interval}, not {wanted}: host memory has no room for "

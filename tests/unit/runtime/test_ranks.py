@@ -13,7 +13,7 @@ from deepspeed_ext import errors as all_errors
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError, RankError, WorkerError
 from deepspeed_ext.runtime import ranks as ranks_module
 from deepspeed_ext.runtime.ranks import (
-    KeptError,
+    DeferredError,
     RankGroup,
     raise_together,
     require_same_plan,
@@ -128,9 +128,9 @@ def test_an_interrupt_is_not_an_error_of_ranks() -> None:
 
 
 def test_the_first_error_is_kept() -> None:
-    kept = KeptError()
+    kept = DeferredError()
     for error in (ValueError("first"), ValueError("second")):
-        with kept.keeping():
+        with kept.deferring_errors():
             raise error
     taken = kept.take()
     assert str(taken) == "first"
@@ -156,8 +156,8 @@ def test_memory_of_the_failed_code_is_given_back() -> None:
     self_id = 0
     seen = []
     group = RankGroup.alone()
-    kept = KeptError()
-    with kept.keeping():
+    kept = DeferredError()
+    with kept.deferring_errors():
         body()
     assert alive
 

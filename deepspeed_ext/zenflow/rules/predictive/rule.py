@@ -100,7 +100,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
     # -- one optimizer step ------------------------------------------------------------------------
 
     def arrived(self) -> None:
-        with self._link.keeping():
+        with self._link.deferring_errors():
             self._measure()
         if self.schedule.wants_verdict:
             self._judge()
@@ -169,7 +169,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         if not self.schedule.wants_interval:
             return None
         worker, device, mine = 0.0, 0.0, 1
-        with self._link.keeping():
+        with self._link.deferring_errors():
             worker, device = self._metrics.typical()
             mine = smallest_interval(worker, device, self._settings.longest_interval)
         interval = -self._ranks.minimum(-mine)[0]
@@ -225,7 +225,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
     def _judge(self) -> None:
         """Report the largest error of all partitions and ranks to the guard. A collective."""
         score, told = 0, ""
-        with self._link.keeping():
+        with self._link.deferring_errors():
             score, told = self._worst()
         score, owner = self._ranks.largest(score)
         if not self.schedule.judge(score / _SCORES_PER_EXCESS):

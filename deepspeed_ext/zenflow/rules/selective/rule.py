@@ -125,9 +125,14 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                 "a step that selects waits first, so no rank has failed"
             )
             chosen.append(
-                select(state.scores, self._settings.topk_ratio, partition.ranks, self._link.keeping)
+                select(
+                    state.scores,
+                    self._settings.topk_ratio,
+                    partition.ranks,
+                    self._link.deferring_errors,
+                )
             )
-        with self._link.keeping():
+        with self._link.deferring_errors():
             for partition, state in zip(self._partitions, self.states, strict=True):
                 if plan.waits:
                     self._take_published(partition)
@@ -138,7 +143,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                 if plan.selects and not self._link.failed:
                     self._take_hot(partition, chosen[partition.index])
         if plan.selects:  # a rank with other hot blocks would call other collectives in later steps
-            self._link.raise_kept()
+            self._link.raise_deferred()
 
     def measured_interval(self, plan: SelectivePlan) -> int | None:
         """Choose the interval over which a cold block's gradients add up to a hot block's gradient
@@ -147,7 +152,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
             return None
         mean_hot = mean_cold = 0.0
         mine = 1
-        with self._link.keeping():
+        with self._link.deferring_errors():
             mean_hot, mean_cold = self._mean_scores()
             mine = (
                 math.ceil(self._settings.auto_ratio * mean_hot / mean_cold) if mean_cold > 0 else 1

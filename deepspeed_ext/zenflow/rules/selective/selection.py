@@ -38,7 +38,7 @@ def select(
     scores: torch.Tensor,
     ratio: float,
     ranks: RankGroup,
-    keeping: Callable[[], AbstractContextManager[None]] = nullcontext,
+    deferring_errors: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> torch.Tensor:
     """Choose this rank's blocks among those with the largest scores over all ranks. A collective.
 
@@ -53,8 +53,8 @@ def select(
     Args:
         scores: fp32 [blocks], none negative; the same number on every rank.
         ratio: share of the blocks to choose, between 0 and 1.
-        keeping: context for this rank's own work between collectives. If it keeps an error, the
-            result is invalid.
+        deferring_errors: context for this rank's own work between collectives. If it keeps an
+            error, the result is invalid.
 
     Returns:
         Block numbers, 1-D int64, ascending, on the device of the scores.
@@ -62,14 +62,14 @@ def select(
     count = scores.numel()
     candidates = torch.empty(0, dtype=torch.int64, device=scores.device)
     bits = candidates.int()
-    with keeping():
+    with deferring_errors():
         candidates = torch.topk(scores, most_hot_blocks(count, ratio)).indices.sort().values
         # non-negative floats keep their order as integers
         bits = scores[candidates].abs().view(torch.int32)
     left, smallest = hot_blocks(ranks.size * count, ratio), 0
     for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
         counts = torch.zeros(_DIGITS, dtype=torch.int64, device=ranks.device)
-        with keeping():
+        with deferring_errors():
             digits = (
                 bits if shift + _DIGIT_BITS == 32 else bits[bits >> shift + _DIGIT_BITS == smallest]
             )
@@ -80,11 +80,11 @@ def select(
         digit, left = _digit_of(counts.tolist(), left)
         smallest = smallest << _DIGIT_BITS | digit
     equal, mine = bits.bool(), torch.zeros(1, dtype=torch.int64, device=ranks.device)
-    with keeping():
+    with deferring_errors():
         equal = bits == smallest
         mine += equal.sum().to(mine.device)
     before = ranks.all_gather(mine)[: ranks.rank].sum().to(scores.device)
-    with keeping():
+    with deferring_errors():
         candidates = candidates[(bits > smallest) | (equal & (equal.cumsum(0) <= left - before))]
     return candidates  # noqa: RET504
 
