@@ -6,8 +6,8 @@
 Each commit trains the same model in its own process with one thread. They take turns (A B A B): one
 makes some steps while the other is idle. With `--start-up`, each round starts new processes and
 times `deepspeed.initialize` and the first step after it. The earlier commit is checked out to a
-temporary folder. It uses this checkout's native kernel if the sources are equal, otherwise its own,
-compiled on first use.
+temporary folder. It uses this checkout's native kernel if the sources are equal; otherwise its own
+is built first: without one it would compute in torch operations.
 """
 
 from __future__ import annotations
@@ -101,6 +101,9 @@ def checkout(commit: str) -> Iterator[Path]:
         ):
             for library in (ROOT / kernel).glob("*.so"):
                 shutil.copy(library, folder / kernel)
+        else:
+            build = [sys.executable, "setup.py", "build_ext", "--inplace"]
+            subprocess.run(build, cwd=folder, check=True, stdout=sys.stderr)
         yield folder
     finally:
         subprocess.run(["git", "worktree", "remove", "--force", str(folder)], cwd=ROOT, check=False)
