@@ -131,7 +131,7 @@ _PAGE = """# The plan that a run chooses
 You want to know how near a run comes to the best plan by itself. **Virtual time: a model of lanes,
 no device.**
 
-`python -m tests.simulated.automatic --write`, 26 November 2026.
+`python -m tests.simulated.automatic --write`, 27 November 2026.
 
 ## {rows:,} machines
 
