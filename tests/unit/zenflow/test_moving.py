@@ -185,7 +185,7 @@ def chosen(config: dict[str, Any], worker: float, device: float, folder: str) ->
     found: dict[str, Any] = {}
     mine = worker * (1 + dist.get_rank())
     step = MeasuredStep(device, max(0.0, mine - device), max(0.0, mine - device), mine)
-    saved = (4, MOVED_AT, WARM_UP + 4, CHOSEN_AT + 2)
+    saved = (4, WARM_UP + 4, CHOSEN_AT + 2)
     with (
         patch.object(Metrics, "typical", lambda _: (mine, device)),
         patch.object(Metrics, "typical_step", lambda _: step),
@@ -227,6 +227,8 @@ def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(
         moved_at = CHOSEN_AT - 1
         assert each["shares"] == [1.0] * moved_at + [share] * 7
         assert each["resumed at 4"] == (share, "")
+        while_watched, _ = each[f"resumed at {WARM_UP + 4}"]
+        assert while_watched == 1.0, "too few synchronous steps are left to measure"
         resumed, difference = each[f"resumed at {CHOSEN_AT + 2}"]
         assert difference == ""
         assert resumed == pytest.approx(share, abs=0.01)
