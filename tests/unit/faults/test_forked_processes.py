@@ -190,7 +190,6 @@ def test_the_error_names_both_processes() -> None:
     home = OwnProcess("the engine")
     home.require()
     home._pid += 1
-    with pytest.raises(
-        DeepSpeedExtError, match=f"belongs to process {os.getpid() + 1}, .* in process {os.getpid()}"
-    ):
+    told = f"belongs to process {os.getpid() + 1}, .* in process {os.getpid()}"
+    with pytest.raises(DeepSpeedExtError, match=told):
         home.require()
