@@ -203,7 +203,7 @@ OURS_14_BF16 = _ours(
 OURS_INTERVAL_1 = _ours("ours, interval 1", {"update_interval": 1})
 OURS_EXACT = _ours("ours, exact", {"update_rule": "exact"})
 ZERO_OFFLOAD = Way("ZeRO-Offload", _engine, zero={"offload_optimizer": OFFLOAD})
-SHARES = ("auto", 0.9, 0.75, 0.5)
+SHARES = (0.9, 0.75, 0.5)
 OURS_SHARED = tuple(
     _ours(
         f"ours, ratio {ratio}",

@@ -33,8 +33,6 @@ def slug(name: str) -> str:
 
 def parts() -> list[Part]:
     """All of them, what is worth most first."""
-    super_offload, zenflow, *others = ways.RIVALS
-    amp = WAYS["torchao CPUOffloadOptimizer, AMP"]
     return [
         operators("operators"),
         _core_sets(),
@@ -56,6 +54,18 @@ def parts() -> list[Part]:
         ),
         _alone(ways.OURS.at(3), (USUAL, LONG)),
         _alone(ways.ZERO_OFFLOAD.at(3), (USUAL,)),
+        *_rivals(),
+        _startup(7000),
+        _gather(),
+        _convergence(),
+        *_beyond_half_an_hour(),
+    ]
+
+
+def _rivals() -> list[Part]:
+    super_offload, zenflow, *others = ways.RIVALS
+    amp = WAYS["torchao CPUOffloadOptimizer, AMP"]
+    return [
         _decoder(
             "rivals/offload",
             "1.5b",
@@ -77,19 +87,18 @@ def parts() -> list[Part]:
             (USUAL,),
             "ours beside DeepSpeed's ZenFlow",
         ),
-        _startup(7000),
-        _gather(),
-        _convergence(),
+    ]
+
+
+def _beyond_half_an_hour() -> list[Part]:
+    return [
         _alone(ways.OURS_14_BF16.at(3), (USUAL,)),
         _decoder(
             "ratio",
             "1.5b",
-            (ways.OURS_INTERVAL_1, *ways.OURS_SHARED[1:]),
+            (ways.OURS_INTERVAL_1, *ways.OURS_SHARED),
             (SHORT,),
             "a part of the optimizer on the device",
-        ),
-        _decoder(
-            "ratio/auto", "1.5b", ways.OURS_SHARED[:1], (SHORT,), "the part that ratio auto takes"
         ),
         _alone(ways.OURS_14, (USUAL,)),
         _alone(ways.ZERO_OFFLOAD, (USUAL,)),

@@ -154,6 +154,9 @@ lanes as exactly as the model; a run measures them.
 
 The real choice around steps that only count seconds: {steps} steps a phase, 10 of them synchronous
 at the start. A pass waits for the thread on the busiest core.
+Not covered: batches whose lengths differ from step to step while the choice measures. It takes
+medians of six to eight steps, so chance may look like delay, and more than needed then steps on the
+accelerator: exact either way, and within the reserve.
 
 {changes}
 """

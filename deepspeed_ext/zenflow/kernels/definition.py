@@ -277,15 +277,9 @@ def bias_corrections(
 
 def bias_correction(updates: int, constants: HotConstants) -> tuple[float, float]:
     """`bias_corrections` of one number of updates, as values of fp32."""
-    cpu = torch.device("cpu")
-    first, second = (
-        float(table[min(updates, table.numel() - 1)])
-        for table in (
-            _bias_correction(beta, cpu)
-            for beta in (constants.correction_beta1, constants.correction_beta2)
-        )
-    )
-    return first, float(torch.tensor(math.sqrt(second), dtype=torch.float32, device="cpu"))
+    times = torch.tensor([updates], dtype=torch.int32, device="cpu")
+    first, second = bias_corrections(times, constants)
+    return float(first), float(second)
 
 
 @functools.lru_cache(maxsize=16)
