@@ -242,26 +242,36 @@ class ReachedState:
 
     def load(
         self,
-        super_call: Callable[[], None],
-        states: Any,
-        *,
-        loads_optimizer: bool,
-        folder: str | None,
+        super_call: Callable[..., None],
+        state_dict_list: Any,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+        checkpoint_folder: str | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Load a checkpoint. A collective.
 
         Args:
-            super_call: DeepSpeed's method.
-            states: the state dicts of all ranks.
-            folder: of a universal checkpoint; None: the checkpoint is not universal.
+            super_call: DeepSpeed's method; the others are its arguments.
+            state_dict_list: the state dicts of all ranks.
+            checkpoint_folder: of a universal checkpoint; None: the checkpoint is not universal.
         """
+        loads_optimizer = load_optimizer_states or bool(checkpoint_folder)
         host, exact = self._host, False
         self.drain_together()
         with together(host.ranks, CheckpointError):
-            saved = None if folder else self._read(states)
+            saved = None if checkpoint_folder else self._read(state_dict_list)
         _require_same_position(saved, host.ranks)
         with host.shown.quiet():
-            super_call()
+            super_call(
+                state_dict_list,
+                load_optimizer_states,
+                load_from_fp32_weights,
+                checkpoint_folder,
+                *args,
+                **kwargs,
+            )
         with together(host.ranks, CheckpointError):
             if loads_optimizer:
                 checkpoint.adopt_optimizer_state(host, self._partitions.clear_padding)
@@ -270,8 +280,8 @@ class ReachedState:
                 self._partitions.loaded(weights or [state.master.detach() for state in host.states])
             else:
                 host.masters_changed()
-            if self._scale is not None and not folder:
-                state = states[self._ranks.rank] or {}
+            if self._scale is not None and not checkpoint_folder:
+                state = state_dict_list[self._ranks.rank] or {}
                 self._scale.load_state_dict(state.get(_AUTOCAST_SCALE, self._scale.state_dict()))
         if loads_optimizer and not exact:
             with host.shown.quiet():

@@ -22,7 +22,7 @@ from deepspeed_ext.adapter.upstream import (
     accelerator_branch_only,
     all_gather_of_partitions,
     exchange_instead,
-    host_offload_config,
+    keep_masters_on_host,
     pins_offload_buffers,
     swapped,
 )
@@ -254,10 +254,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
     ) -> None:
         self._start = start
         self._partitions = GroupPartitions(self, self._link_optimizer_states)
-        self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
-        kwargs["offload_optimizer_config"] = host_offload_config()
-        if kwargs["gradient_accumulation_steps"] > 1:
-            kwargs["gradient_accumulation_dtype"] = torch.float32
+        self._pins_sums = keep_masters_on_host(kwargs)
         super().__init__(
             *args, settings=settings, ranks=start.ranks, check_replicas=check_replicas, **kwargs
         )
@@ -525,30 +522,9 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         """DeepSpeed's state dict, with p, m, v under their usual keys, plus ZenFlow's state."""
         return self.zenflow_parts.state.saved(super().state_dict)
 
-    def load_state_dict(
-        self,
-        state_dict_list: Any,
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = False,
-        checkpoint_folder: str | None = None,
-        load_serial: Any = None,
-        param_shapes: Any = None,
-    ) -> None:
-        super_call = partial(
-            super().load_state_dict,
-            state_dict_list,
-            load_optimizer_states,
-            load_from_fp32_weights,
-            checkpoint_folder,
-            load_serial,
-            param_shapes,
-        )
-        self.zenflow_parts.state.load(
-            super_call,
-            state_dict_list,
-            loads_optimizer=load_optimizer_states or bool(checkpoint_folder),
-            folder=checkpoint_folder,
-        )
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load a checkpoint; arguments as in DeepSpeed. A collective."""
+        self.zenflow_parts.state.load(super().load_state_dict, *args, **kwargs)
 
     def _load_legacy_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with together(self.host_optimizer.ranks, CheckpointError):

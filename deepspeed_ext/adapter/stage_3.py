@@ -19,8 +19,7 @@ from deepspeed_ext.adapter.upstream import (
     OffloadStateTypeEnum,
     Prefetches,
     Swap,
-    host_offload_config,
-    pins_offload_buffers,
+    keep_masters_on_host,
     swapped,
 )
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
@@ -62,11 +61,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     ) -> None:
         self._start = start
         self._partitions = SubGroupPartitions(self)
-        self._pins_sums = pins_offload_buffers(kwargs.get("offload_optimizer_config"))
-        kwargs["offload_optimizer_config"] = host_offload_config()
+        self._pins_sums = keep_masters_on_host(kwargs)
         kwargs["offload_ratio"] = 1.0  # DeepSpeed would split by whole sub-groups
-        if kwargs["gradient_accumulation_steps"] > 1:
-            kwargs["gradient_accumulation_dtype"] = torch.float32
         super().__init__(module, init_optimizer, *args, **kwargs)
         if self.host_optimizer.decided.arrival is Arrival.IN_BACKWARD:
             self.zenflow_parts.driver.gradients = HostGradients(
@@ -325,30 +321,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         """DeepSpeed's state dict, with p, m, v under their usual keys, plus ZenFlow's state."""
         return self.zenflow_parts.state.saved(super().state_dict)
 
-    def load_state_dict(
-        self,
-        state_dict_list: Any,
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = False,
-        checkpoint_folder: str | None = None,
-        load_serial: Any = None,
-        param_shapes: Any = None,
-    ) -> None:
-        super_call = partial(
-            super().load_state_dict,
-            state_dict_list,
-            load_optimizer_states,
-            load_from_fp32_weights,
-            checkpoint_folder,
-            load_serial,
-            param_shapes,
-        )
-        self.zenflow_parts.state.load(
-            super_call,
-            state_dict_list,
-            loads_optimizer=load_optimizer_states or bool(checkpoint_folder),
-            folder=checkpoint_folder,
-        )
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load a checkpoint; arguments as in DeepSpeed. A collective."""
+        self.zenflow_parts.state.load(super().load_state_dict, *args, **kwargs)
 
     def _rigid_load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         with together(self.host_optimizer.ranks, CheckpointError):

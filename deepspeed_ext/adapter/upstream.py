@@ -102,7 +102,7 @@ __all__ = [
     "fp16_on_any_cpu",
     "gather_stream",
     "is_model_parallel_parameter",
-    "host_offload_config",
+    "keep_masters_on_host",
     "is_on_nvme",
     "is_quantized",
     "is_stored_quantized",
@@ -296,9 +296,20 @@ def throughput_timer(timer: Callable[..., ThroughputTimer]) -> Swap:
     return Swap(engine_module, "ThroughputTimer", timer)
 
 
-def host_offload_config() -> DeepSpeedZeroOffloadOptimizerConfig:
-    """Return an ``offload_optimizer`` section that only places masters in pageable host memory."""
-    return DeepSpeedZeroOffloadOptimizerConfig(device=OffloadDeviceEnum.cpu, pin_memory=False)
+def keep_masters_on_host(arguments: dict[str, Any]) -> bool:
+    """Let a ZeRO optimizer that is built with `arguments` have its masters in pageable host memory,
+    and sum the gradients of several micro-steps in fp32.
+
+    Returns:
+        Whether the run asks for page-locked host buffers.
+    """
+    pins = pins_offload_buffers(arguments.get("offload_optimizer_config"))
+    arguments["offload_optimizer_config"] = DeepSpeedZeroOffloadOptimizerConfig(
+        device=OffloadDeviceEnum.cpu, pin_memory=False
+    )
+    if arguments["gradient_accumulation_steps"] > 1:
+        arguments["gradient_accumulation_dtype"] = torch.float32
+    return pins
 
 
 def counted_alike(params: Sequence[Any]) -> bool:

@@ -170,7 +170,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/step.py:Step.begin",
         "adapter/step.py:Step.of_",
         "adapter/step.py:Step.takes_gradients",
-        "adapter/upstream.py:host_offload_config",
+        "adapter/upstream.py:keep_masters_on_host",
         "adapter/upstream.py:pins_offload_buffers",
         "adapter/upstream.py:is_zero_optimizer",
         "adapter/zenflow_parts.py:zenflow_of",
