@@ -10,13 +10,36 @@ import os
 import sys
 import tempfile
 import time
+from pathlib import Path
+
+
+def cpu_seconds_of_all() -> float:
+    """User and system time of this process and of those that it has started, dead or alive; in
+    steps of a clock tick, 10 ms."""
+    ticks = {}
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        number = int(path.parent.name)
+        parents[number] = int(words[1])
+        ticks[number] = sum(map(int, words[11:15]))  # its own, and of children that have ended
+    ours = {os.getpid()}
+    while more := {each for each, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    return sum(ticks[each] for each in ours) / os.sysconf("SC_CLK_TCK")
+
+
+CLOCKS = {"wall": time.perf_counter, "thread": time.thread_time, "all": cpu_seconds_of_all}
 
 
 def main() -> None:
     """Write the milliseconds of `initialize`. Then read numbers of steps from stdin; answer each
     with the milliseconds of every `engine.step`."""
     order = json.loads(sys.argv[1])
-    now = time.thread_time if order["cpu_time"] else time.perf_counter
+    now = CLOCKS[order["clock"]]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints is no answer
     import deepspeed
