@@ -250,13 +250,6 @@ class Held:
 
     def _arena(self, *, at_start: bool) -> list[Part]:
         """The arena's arrays, in whole pages; `at_start` those that the worker touches then."""
-        nbytes = dict.fromkeys(_ARENA_KINDS, 0)
-        for specs, count in self._laid_out():
-            touched = {spec.key: spec.touched or not at_start for spec in specs}
-            for key, size in plan_layout(specs).page_bytes().items():
-                kind = "chunks" if key.partition == OF_CHUNKS else key.kind
-                if kind in _ARENA_KINDS and touched[key]:
-                    nbytes[kind] += size * count
         exchanged = {"g", "y", "chunks", "block_means", "known"}
         if not self.computes_there:
             weights = self.partitions[0].places.weights
@@ -265,8 +258,28 @@ class Held:
             Part(
                 _ARENA_KINDS[kind], size, Memory.LOCKED_ARENA if kind in exchanged else Memory.ARENA
             )
-            for kind, size in nbytes.items()
+            for kind, size in (self._touched_pages if at_start else self._pages).items()
         ]
+
+    @cached_property
+    def _pages(self) -> dict[str, int]:
+        """Bytes of the arena's pages by kind, once all of them are touched."""
+        return self._page_bytes(at_start=False)
+
+    @cached_property
+    def _touched_pages(self) -> dict[str, int]:
+        """Those that the worker touches at start."""
+        return self._page_bytes(at_start=True)
+
+    def _page_bytes(self, *, at_start: bool) -> dict[str, int]:
+        nbytes = dict.fromkeys(_ARENA_KINDS, 0)
+        for specs, count in self._laid_out():
+            touched = {spec.key: spec.touched or not at_start for spec in specs}
+            for key, size in plan_layout(specs).page_bytes().items():
+                kind = "chunks" if key.partition == OF_CHUNKS else key.kind
+                if kind in _ARENA_KINDS and touched[key]:
+                    nbytes[kind] += size * count
+        return nbytes
 
     def _laid_out(self) -> Iterator[tuple[list[ArraySpec], int]]:
         """Groups of arrays that are placed together, and the number of such groups. Exact for up to
