@@ -1,4 +1,5 @@
-"""Lets a model at stages 1 and 2 wait for weights that are on their way from the optimizer process.
+"""Lets a model at stages 1 and 2 wait for weights that are on their way, from the optimizer process
+or from other ranks.
 
 `LateGroups` completes what a module uses: before its forward, and whenever one of its parameters is
 taken as an attribute. So a parent that uses a child's weight waits for it, too, and so does a
@@ -13,9 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_ext.adapter.late_weights import complete_weights_of
+from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import warn_once
 from deepspeed_ext.runtime.ranks import RankGroup
+from deepspeed_ext.zenflow.plan.chunks import chunk_numel
+from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.messages import Span
 
@@ -39,10 +43,12 @@ class LateGroups:
 
     Note: [ranks gather late weights in one order]
     A rank steps its own partitions, and every rank needs all weights. So each part is broadcast by
-    its owner, from inside of the forward. Ranks may use modules in different orders, or not at all;
-    collectives must have one order. So the parts have an order on which all ranks agree in each
-    step, that in which rank 0 has used them last, and who needs one gathers all parts before it as
-    well. What is left is gathered when backward begins. A single rank takes what it needs alone.
+    its owner. Ranks may use modules in different orders, or not at all; collectives must have one
+    order. So the parts have an order on which all ranks agree in each step, that in which rank 0
+    has used them last. If its owner has a part before the step returns, as under the predictive
+    rule, all broadcasts begin then, and the forward only waits for them. Otherwise they begin
+    inside of the forward: who needs a part begins those of all parts before it as well, and
+    backward those that are left. A single rank takes what it needs alone.
 
     Args:
         zero: DeepSpeed's optimizer.
@@ -53,20 +59,27 @@ class LateGroups:
         self._host = host
         self._ranks = RankGroup.of(zero.dp_process_group)
         self._holders = [RankGroup.of(group) for group in zero.real_dp_process_group]
+        self._begins_in_step = host.decided.weights_arrive is WeightsArrival.GATHERED_IN_FORWARD
         self._parts = list(self._all_parts())
-        self._coming: list[_Part] = []  # what this rank has not gathered, in the agreed order
+        self._has_streams = not get_accelerator().is_synchronized_device()
+        self._coming: list[_Part] = []  # whose gathers have not begun here, in the agreed order
+        self._gathers: dict[_Part, Any] = {}  # that have begun since the last step
         self._used: dict[_Part, None] = {}  # in the order of their first use since the last step
-        self._gathered: Any = None  # event after the newest broadcast
+        pins = self._has_streams and self._ranks.size > 1
+        self._told = memory.host_empty(len(self._parts), torch.int64, pins)
+        self._is_told: Any = None  # event after the copy to `_told`
         self._waits_in_step = False
         self._model: torch.nn.Module | None = None
         self._modules: list[_LateModule] = []
 
     def _all_parts(self) -> Iterator[_Part]:
         size, share = self._host.link.transfers.chunk_numel, self._host.share
-        for index, (state, holders) in enumerate(
-            zip(self._host.states, self._holders, strict=True)
-        ):
-            numel, head = state.master.numel(), 0 if share is None else share.numels[index]
+        numels = [state.master.numel() for state in self._host.states]
+        if self._begins_in_step:  # a share may be chosen later, and leaves the parts as they are
+            sizes = zip(numels, self._holders, strict=True)
+            size = chunk_numel(sum(numel * holders.size for numel, holders in sizes), 1)
+        for index, (numel, holders) in enumerate(zip(numels, self._holders, strict=True)):
+            head = 0 if share is None else share.numels[index]
             for owner in range(holders.size):
                 if head:
                     yield _Part(index, owner, Span(0, head))
@@ -115,6 +128,8 @@ class LateGroups:
     def detach(self) -> None:
         """Let the model be as before, once all its weights are complete."""
         if not self._coming:
+            self._wait(self._parts)
+            self._gathers.clear()
             for module in self._modules:
                 module.detach()
             self._modules = []
@@ -129,22 +144,31 @@ class LateGroups:
     # -- a step ------------------------------------------------------------------------------------
 
     def agree(self) -> None:
-        """Agree on the order of the next step's parts. A collective of the data-parallel ranks."""
+        """Begin to agree on the order of the next step's parts, which `expect` finds complete. A
+        collective of the data-parallel ranks."""
         if self._ranks.size > 1:
             order = {part: place for place, part in enumerate(self._used)}
             places = [order.get(part, len(order)) for part in self._parts]
             told = torch.tensor(places, dtype=torch.int64, device="cpu").to(self._ranks.device)
             self._ranks.copy_from(0, told)
-            agreed = dict(zip(self._parts, told.tolist(), strict=True))
-            self._parts.sort(key=agreed.__getitem__)
+            self._told.copy_(told, non_blocking=True)
+            if self._has_streams:
+                self._is_told = get_accelerator().current_stream().record_event()
         self._used.clear()
 
     def expect(self) -> None:
-        """Note that a step has returned whose weights are on their way."""
+        """Note that a step has returned whose weights are on their way. A collective, if their
+        gathers begin now."""
         if self._ranks.size > 1:
+            if self._is_told is not None:
+                self._is_told.synchronize()
+            agreed = dict(zip(self._parts, self._told.tolist(), strict=True))
+            self._parts.sort(key=agreed.__getitem__)
             self._coming = list(self._parts)
         for module in self._modules:
             module.due = True
+        if self._begins_in_step:
+            self._begin(len(self._coming))
         if self._waits_in_step:
             self.complete()
 
@@ -158,7 +182,8 @@ class LateGroups:
             parts: what is used now; None: everything.
         """
         if parts is None:
-            self._gather_to(set(self._coming))
+            self._gather(self._parts)
+            self._gathers.clear()
             self._host.complete_weights()
             for module in self._modules:
                 module.due = False
@@ -168,27 +193,33 @@ class LateGroups:
         if self._ranks.size == 1:
             self._host.complete_weights((part.group, part.span) for part in wanted)
         else:
-            self._gather_to(set(wanted))
+            self._gather(wanted)
 
-    def _gather_to(self, wanted: set[_Part]) -> None:
-        """Gather `wanted` and what comes before; see Note: [ranks gather late weights in one
+    def _gather(self, wanted: Iterable[_Part]) -> None:
+        """Let the current stream find `wanted`; see Note: [ranks gather late weights in one
         order]."""
-        if self._gathered is not None:
-            get_accelerator().current_stream().wait_event(self._gathered)
+        wanted = set(wanted)
         places = [place for place, part in enumerate(self._coming) if part in wanted]
-        count = places[-1] + 1 if places else 0
+        self._begin(places[-1] + 1 if places else 0)
+        self._wait(wanted)
+
+    def _begin(self, count: int) -> None:
+        """Begin the gathers of the first `count` parts that are left."""
         now, self._coming = self._coming[:count], self._coming[count:]
         for part in now:
-            self._gather(part)
-        if now and not get_accelerator().is_synchronized_device():
-            self._gathered = get_accelerator().current_stream().record_event()
+            holders = self._holders[part.group]
+            if part.owner == holders.rank:
+                self._host.complete_weights([(part.group, part.span)])
+            partition = self._zero.parallel_partitioned_bit16_groups[part.group][part.owner]
+            if holders.size > 1:
+                self._gathers[part] = holders.begin_copy_from(
+                    part.owner, partition.data[slice(*part.span)]
+                )
 
-    def _gather(self, part: _Part) -> None:
-        holders = self._holders[part.group]
-        if part.owner == holders.rank:
-            self._host.complete_weights([(part.group, part.span)])
-        partition = self._zero.parallel_partitioned_bit16_groups[part.group][part.owner]
-        holders.copy_from(part.owner, partition.data[slice(*part.span)])
+    def _wait(self, parts: Iterable[_Part]) -> None:
+        for part in parts:
+            if (gather := self._gathers.get(part)) is not None:
+                gather.wait()
 
 
 class _LateModule:

@@ -36,6 +36,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.memory import is_out_of_memory
 from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, together, within
+from deepspeed_ext.zenflow.plan.decide import WEIGHTS_IN_STEP
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
@@ -408,6 +409,11 @@ class Parts:
                     f"zero_optimization.zenflow.{field} has no effect: "
                     f"this run uses the {zenflow.rule} update rule"
                 )
+            parts, field = zenflow_of(optimizer), "weights_arrive_in_forward"
+            asks = zenflow.rule != "selective" and zenflow.weights_arrive_in_forward
+            for reason in parts.host.decided.reasons if asks and parts is not None else ():
+                if reason.decision == WEIGHTS_IN_STEP:
+                    logger.warning(f"zero_optimization.zenflow.{field} has no effect: {reason.why}")
         offload = settings.offload_optimizer
         if (
             zenflow is not None

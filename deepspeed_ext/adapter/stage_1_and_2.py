@@ -272,7 +272,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         if self._start.run.config.rule == "selective":
             self.hot_exchange = HotExchange(parts.host, all_gather_of_partitions)
             exchange_instead(self)
-        if parts.host.decided.weights_arrive is WeightsArrival.IN_FORWARD:
+        if parts.host.decided.weights_arrive is not WeightsArrival.IN_STEP:
             self._partitions.late = LateGroups(self, parts.host)
             exchange_instead(self)
         self.single_partition_of_fp32_groups = parts.host.shown.masters
@@ -542,8 +542,8 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         return {**super().measurements(), **self.host_optimizer.measurements()}
 
     def destroy(self) -> None:
-        """Destroy it. Weights of other ranks that have not been gathered are gathered by whoever
-        uses them: this may be called on one rank alone."""
+        """Destroy it. Gathers of other ranks' weights that have not begun are left to whoever uses
+        them: this may be called on one rank alone."""
         try:
             super().destroy()
         finally:

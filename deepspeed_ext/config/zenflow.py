@@ -71,11 +71,12 @@ class ZenFlowConfig(ConfigSection):
 
     weights_arrive_in_forward: bool | None = None
     """``exact``: let ``step()`` return before its weights are there; each module's forward waits
-    for its own. Not given: true at stage 3, where weights are gathered before they are used, and
-    false at stages 1 and 2. With true at these, ``param.data`` that a script reads by itself
-    between a step and the next backward pass may be that of the step before, and with several ranks
-    all of them must use the model then, as at stage 3. False: weights are complete when ``step()``
-    returns."""
+    for its own. ``predictive`` at stages 1 and 2 with several ranks: the same for the gather of
+    weights from other ranks. Not given: true with ``exact`` at stage 3, where weights are gathered
+    before they are used, otherwise false. With true at stages 1 and 2, ``param.data`` that a script
+    reads by itself between a step and the next backward pass may be that of the step before; with
+    ``exact`` on several ranks all of them must use the model then, as at stage 3. False: weights
+    are complete when ``step()`` returns."""
 
     full_warm_up_rounds: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Synchronous optimizer steps at the start; each is an exact step of all parameters. There is
@@ -225,9 +226,10 @@ class ZenFlowConfig(ConfigSection):
 
     @property
     def arrives_late(self) -> bool:
-        """Whether exact weights may arrive after the step."""
-        wanted = self.weights_arrive_in_forward is not False and self.overlap_step is not False
-        return self.rule == "exact" and wanted
+        """Whether weights may be completed after the step."""
+        asks = self.weights_arrive_in_forward
+        wants = asks is not False if self.rule == "exact" else asks is True
+        return wants and self.rule != "selective" and self.overlap_step is not False
 
     @property
     def warm_up_steps(self) -> int | None:
@@ -255,12 +257,12 @@ CHOOSES_SELECTIVE = frozenset(
 )
 """Fields that select the selective rule if ``update_rule`` is not given."""
 
-_EXACT = frozenset({"block_size", "state_dtype"})
+_EXACT = frozenset({"block_size", "state_dtype", "weights_arrive_in_forward"})
 
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
     "predictive": _EXACT | {"prediction_error_factor"},
     "selective": CHOOSES_SELECTIVE | {"overlap_lag", "offload", "auto_ratio"},
-    "exact": _EXACT | {"weights_arrive_in_forward"},
+    "exact": _EXACT,
 }
 """Fields that not every rule reads, by the rules that do."""
 

@@ -166,6 +166,14 @@ class RankGroup:
         if self.size > 1:
             dist.broadcast(tensor, src=self.global_rank(owner), group=self.group)
 
+    def begin_copy_from(self, owner: int, tensor: torch.Tensor) -> Any:
+        """Begin to replace `tensor`, contiguous, by that of rank `owner`. A collective.
+
+        Returns:
+            The handle; after its ``wait()`` the current stream finds the values of `owner`.
+        """
+        return dist.broadcast(tensor, src=self.global_rank(owner), group=self.group, async_op=True)
+
     def broadcast(self, value: Any, owner: int = 0) -> Any:
         """Return the value of rank `owner`, any object that pickles. A collective."""
         values = [value]
@@ -299,6 +307,9 @@ class GridRanks(RankGroup):
     def copy_from(self, owner: int, tensor: torch.Tensor) -> None:
         for axis, place in zip(self.axes, self._places(owner), strict=True):
             axis.copy_from(place, tensor)
+
+    def begin_copy_from(self, owner: int, tensor: torch.Tensor) -> Any:
+        raise AssertionError("a grid copies along one axis after the other")
 
     def broadcast(self, value: Any, owner: int = 0) -> Any:
         for axis, place in zip(self.axes, self._places(owner), strict=True):

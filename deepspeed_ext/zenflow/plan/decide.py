@@ -42,7 +42,10 @@ from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["MOST_FOR_GRADIENTS", "decide"]
+__all__ = ["MOST_FOR_GRADIENTS", "WEIGHTS_IN_STEP", "decide"]
+
+WEIGHTS_IN_STEP = "weights arrive in the step"
+"""The decision that leaves ``weights_arrive_in_forward`` without effect."""
 
 MOST_FOR_GRADIENTS = 0.5
 """Fraction of the accelerator's free memory that gradients may take."""
@@ -183,23 +186,36 @@ class _Choice:
     # -- when weights arrive -----------------------------------------------------------------------
 
     def weights(self, measures_share: bool) -> tuple[WeightsArrival, Reason]:
-        """When the weights of exact steps arrive. At stages 1 and 2 they can be read between step
-        and forward without any call that could wait, so the config must ask for it; at stage 3 they
-        are gathered first."""
-        name, why = "weights arrive in the step", None
+        """When weights are complete. At stages 1 and 2 they can be read between step and forward
+        without any call that could wait, so the config must ask for it; at stage 3 they are
+        gathered first."""
+        why = None
         asks = self.config.weights_arrive_in_forward
         if not self.config.arrives_late:
-            why = "the config does not ask for the exact rule, or lets steps wait"
+            why = "the config does not ask for another time, or lets steps wait"
+        elif self.config.rule == "predictive":
+            return self._gathered()
         elif not self.facts.caller.partitions_weights and not asks:
             why = "at stages 1 and 2 a parameter may be read without a call that could wait"
         elif measures_share:
             why = "a share on the accelerator is chosen between steps whose weights are complete"
         if why is not None:
-            return WeightsArrival.IN_STEP, Reason(name, why)
+            return WeightsArrival.IN_STEP, Reason(WEIGHTS_IN_STEP, why)
         why = (
             "the config says so" if asks else "at stage 3 weights are gathered before they are read"
         )
         return WeightsArrival.IN_FORWARD, Reason("weights arrive in the next forward", why)
+
+    def _gathered(self) -> tuple[WeightsArrival, Reason]:
+        """When predicted weights are complete, if the config asks for them in the forward."""
+        if self.facts.caller.partitions_weights:
+            why = "at stage 3 the forward gathers predicted weights anyway"
+        elif self.facts.caller.ranks == 1:
+            why = "a single rank predicts all weights and gathers none"
+        else:
+            found = Reason("weights are gathered in the next forward", "the config says so")
+            return WeightsArrival.GATHERED_IN_FORWARD, found
+        return WeightsArrival.IN_STEP, Reason(WEIGHTS_IN_STEP, why)
 
     # -- where gradients wait ----------------------------------------------------------------------
 

@@ -29,12 +29,15 @@ class Arrival(enum.Enum):
 
 
 class WeightsArrival(enum.Enum):
-    """When the weights of an exact step come from the worker."""
+    """When the weights of a step are complete."""
 
     IN_STEP = "in the step"
     """All of them before the step returns."""
     IN_FORWARD = "in the next forward"
-    """Each chunk when it is first used after the step."""
+    """Each chunk comes from the worker when it is first used after an exact step."""
+    GATHERED_IN_FORWARD = "gathered in the next forward"
+    """This rank's partitions before the step returns, those of other ranks when they are first
+    used."""
 
 
 class Copies(enum.Enum):

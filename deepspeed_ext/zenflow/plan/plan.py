@@ -70,7 +70,7 @@ class ZenFlowPlan:
         caller: what the ZeRO optimizer around ZenFlow does.
         cpus: CPUs of this rank's two processes; None: not known.
         saves_beside: whether checkpoints are written beside training.
-        weights_arrive: when the weights of exact steps arrive.
+        weights_arrive: when the weights of a step are complete.
     """
 
     rule: PredictiveSettings | SelectiveSettings

@@ -41,7 +41,8 @@ def poisoned() -> Iterator[None]:
             partitions = self._zero.parallel_partitioned_bit16_groups[part.group]
             share = self._host.share
             is_share = share is not None and part.span.begin < share.numels[part.group]
-            if not (is_share and part.owner == self._holders[part.group].rank):
+            is_mine = part.owner == self._holders[part.group].rank
+            if not (is_mine and (is_share or self._begins_in_step)):
                 partitions[part.owner].data[slice(*part.span)].fill_(math.nan)
         expect(self)
 
@@ -69,20 +70,27 @@ def use_between(engine: Any, what: str, number: int) -> list[float]:
             return [float(each.weight.sum()) for each in copies]
         if what == "a state dict of a part":
             return [float(each.sum()) for each in module.blocks[0].state_dict().values()]
+        if what == "an average of the weights":
+            names = [name for name, _ in module.named_parameters()]
+            return [float(module.get_parameter(name).mean()) for name in names]
+        if what == "one rank alone":
+            return [float(module(token))] if dist.get_rank() == 0 else []
     return []
 
 
 USES = ["a submodule", "a method", "other orders on other ranks", "a copy"]
-USES += ["a state dict of a part", "nothing"]
+USES += ["a state dict of a part", "an average of the weights", "nothing"]
 
 
 def seen(config: dict[str, Any], seed: int, also: tuple[str, ...]) -> list[Any]:
     draw, found = random.Random(seed), []
     torch.compiler.reset()
     engine = make_engine(config, model=partial(Drawn, seed, also))
+    predicts = config["zero_optimization"]["zenflow"]["update_rule"] == "predictive"
+    uses = [*USES, "one rank alone"] if predicts else USES
     for number in range(8):
         found.append((number, train(engine, batches(1, 0, number))))
-        what = draw.choice(USES)
+        what = draw.choice(uses)
         found.append((what, use_between(engine, what, number)))
     found.append(weights_of(engine))
     engine.destroy()
@@ -104,21 +112,26 @@ def differences(config: dict[str, Any], seeds: list[int], also: tuple[str, ...])
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "also", "seeds"),
+    ("ranks", "stage", "rule", "also", "seeds"),
     [
-        (1, 2, (), [2, 3]),
-        (2, 1, (), [4, 5]),
-        (2, 2, ("compiled",), [6]),
-        (1, 2, ("scripted",), [7]),
-        pytest.param(1, 1, tuple(KINDS), list(range(8, 30)), marks=pytest.mark.full),
-        pytest.param(3, 2, (), list(range(40, 60)), marks=pytest.mark.full),
-        pytest.param(2, 2, ("compiled",), list(range(60, 70)), marks=pytest.mark.full),
+        (1, 2, "exact", (), [2, 3]),
+        (2, 1, "exact", (), [4, 5]),
+        (2, 2, "exact", ("compiled",), [6]),
+        (1, 2, "exact", ("scripted",), [7]),
+        (2, 1, "predictive", (), [80, 81]),
+        (3, 2, "predictive", ("compiled",), [82]),
+        pytest.param(1, 1, "exact", tuple(KINDS), list(range(8, 30)), marks=pytest.mark.full),
+        pytest.param(3, 2, "exact", (), list(range(40, 60)), marks=pytest.mark.full),
+        pytest.param(2, 2, "exact", ("compiled",), list(range(60, 70)), marks=pytest.mark.full),
+        pytest.param(
+            2, 2, "predictive", tuple(KINDS), list(range(90, 110)), marks=pytest.mark.full
+        ),
+        pytest.param(3, 1, "predictive", ("scripted",), [110, 111], marks=pytest.mark.full),
     ],
 )
 def test_a_forward_reads_complete_weights_wherever_it_finds_them(
-    ranks: int, stage: int, also: tuple[str, ...], seeds: list[int]
+    ranks: int, stage: int, rule: str, also: tuple[str, ...], seeds: list[int]
 ) -> None:
-    found = run_ranks(
-        ranks, differences, late_config(stage), seeds, also, pool="late", timeout_seconds=600.0
-    )
+    config = late_config(stage, update_rule=rule)
+    found = run_ranks(ranks, differences, config, seeds, also, pool="late", timeout_seconds=600.0)
     assert found == [[]] * ranks

@@ -369,14 +369,16 @@ def test_fields_of_one_rule_say_so_and_are_noticed_under_the_other() -> None:
     assert sorted(idle) == sorted([*SELECTING, "offload", "prediction_error_factor"])
 
 
-def test_the_exact_rule_overlaps_nothing_and_lets_weights_arrive_late_unless_told_not_to() -> None:
+def test_weights_arrive_late_under_the_exact_rule_unless_told_not_to_else_if_told_to() -> None:
     exact = ZenFlowConfig(update_rule="exact")
     assert (exact.interval, exact.overlapped, exact.arrives_late) == (1, False, True)
     assert not ZenFlowConfig(update_rule="exact", overlap_step=False).arrives_late
     assert not ZenFlowConfig(update_rule="exact", weights_arrive_in_forward=False).arrives_late
     assert ZenFlowConfig(update_rule="exact", weights_arrive_in_forward=True).arrives_late
-    assert not ZenFlowConfig(weights_arrive_in_forward=True).arrives_late
-    assert not ZenFlowConfig(overlap_step=False).arrives_late
+    assert not ZenFlowConfig().arrives_late
+    assert ZenFlowConfig(weights_arrive_in_forward=True).arrives_late
+    assert not ZenFlowConfig(weights_arrive_in_forward=True, overlap_step=False).arrives_late
+    assert not ZenFlowConfig(weights_arrive_in_forward=True, topk_ratio=0.1).arrives_late
 
 
 # -- tools that only read configs ------------------------------------------------------------------

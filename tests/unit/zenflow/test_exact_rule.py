@@ -1,5 +1,6 @@
 """The exact rule: the bits of steps that wait for their own update, although weights arrive during
-the next forward."""
+the next forward. The predictive rule: the bits of steps that wait for the gather of their weights.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -52,15 +54,20 @@ class WithFrozen(OddModel):
 
 def exact_config(stage: int, *args: Any, **section: Any) -> dict[str, Any]:
     """The exact rule, with weights that arrive in the forward."""
-    section = {"weights_arrive_in_forward": True} | section
-    return zenflow_config(stage, *args, update_rule="exact", **section)
+    section = {"update_rule": "exact", "weights_arrive_in_forward": True} | section
+    return zenflow_config(stage, *args, **section)
+
+
+predictive_config = partial(exact_config, update_rule="predictive")
+"""The predictive rule, whose weights are gathered in the forward."""
 
 
 def waiting(config: dict[str, Any]) -> dict[str, Any]:
-    """The same run, whose steps wait for their own update."""
+    """The same run, whose steps wait for their weights."""
     config = copy.deepcopy(config)
     section = config["zero_optimization"]["zenflow"]
-    section |= {"update_rule": "predictive", "overlap_step": False}
+    if section["update_rule"] == "exact":
+        section |= {"update_rule": "predictive", "overlap_step": False}
     del section["weights_arrive_in_forward"]
     return config
 
@@ -135,6 +142,7 @@ def test_and_with_other_settings_of_stage_3(zero: dict[str, Any]) -> None:
     same(2, config, "sim")
 
 
+PREDICTIVE = {"update_rule": "predictive"}
 GROUPS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "copies inside the step": (2, 2, {"hide_transfers": False}, {}),
     "gradients on the host": (2, 2, {"gradients_on_host": True}, {"round_robin_gradients": True}),
@@ -146,6 +154,20 @@ GROUPS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
         {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "round_robin_gradients": True},
     ),
     "three ranks": (2, 3, {}, {"overlap_comm": True}),
+    "predicted": (1, 2, PREDICTIVE, {}),
+    "predicted, interval 2, three ranks": (
+        2,
+        3,
+        PREDICTIVE | {"update_interval": 2, "full_warm_up_rounds": 2},
+        {"overlap_comm": True},
+    ),
+    "predicted, a share on the accelerator": (
+        1,
+        2,
+        PREDICTIVE,
+        {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "round_robin_gradients": True},
+    ),
+    "predicted, gradients on the host": (2, 2, PREDICTIVE | {"gradients_on_host": True}, {}),
 }
 """Stage, ranks, fields of the ``zenflow`` section and of ``zero_optimization``."""
 
@@ -167,6 +189,15 @@ def test_and_with_accumulation_overflows_and_branches(stage: int, device: str) -
     half["gradient_clipping"] = 0.05
     same(1, half, device)
     same(stage - 1, exact_config(stage), device, Branches)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_and_so_with_gathers_of_predicted_weights(device: str) -> None:
+    half = predictive_config(2, torch.float16, 3)
+    half["fp16"] |= {"initial_scale_power": 20}  # the first steps overflow
+    half["gradient_clipping"] = 0.05
+    same(2, half, device)
+    same(2, predictive_config(1), device, Branches)
 
 
 def test_and_with_lion() -> None:
@@ -314,19 +345,21 @@ def unlike(config: dict[str, Any], seeds: list[int], folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "ranks", "device", "seeds"),
+    ("stage", "ranks", "rule", "device", "seeds"),
     [
-        (3, 2, "cpu", [1, 2, 3]),
-        (3, 1, "sim", [4, 5]),
-        (3, 2, "sim", [6, 7]),
-        (2, 1, "sim", [8, 9]),
-        (1, 2, "sim", [10, 11]),
+        (3, 2, "exact", "cpu", [1, 2, 3]),
+        (3, 1, "exact", "sim", [4, 5]),
+        (3, 2, "exact", "sim", [6, 7]),
+        (2, 1, "exact", "sim", [8, 9]),
+        (1, 2, "exact", "sim", [10, 11]),
+        (1, 2, "predictive", "sim", [12, 13]),
+        (2, 3, "predictive", "cpu", [14]),
     ],
 )
 def test_every_reader_sees_the_weights_of_the_last_step(
-    stage: int, ranks: int, device: str, seeds: list[int], tmp_path: Path
+    stage: int, ranks: int, rule: str, device: str, seeds: list[int], tmp_path: Path
 ) -> None:
-    config, pool = exact_config(stage), f"exact {stage == 3}"
+    config, pool = exact_config(stage, update_rule=rule), f"exact {stage == 3}"
     found = run_ranks(ranks, unlike, config, seeds, str(tmp_path), device=device, pool=pool)
     assert found == [[]] * ranks
 
@@ -346,9 +379,9 @@ def each_reader(config: dict[str, Any], folder: str) -> list[str]:
     return [first_difference(*found)]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_so_does_each_of_them_alone(stage: int, tmp_path: Path) -> None:
-    config, pool = exact_config(stage), f"exact {stage == 3}"
+@pytest.mark.parametrize(("stage", "rule"), [(2, "exact"), (3, "exact"), (2, "predictive")])
+def test_so_does_each_of_them_alone(stage: int, rule: str, tmp_path: Path) -> None:
+    config, pool = exact_config(stage, update_rule=rule), f"exact {stage == 3}"
     found = run_ranks(2, each_reader, config, str(tmp_path), device="sim", pool=pool)
     assert found == [[""], [""]]
 
@@ -367,9 +400,14 @@ def without_the_wait(config: dict[str, Any]) -> str:
         return differs(config)
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (2, 2), (3, 1)])
-def test_without_the_wait_of_what_is_used_weights_would_be_old(stage: int, ranks: int) -> None:
-    config, pool = exact_config(stage), f"exact {stage == 3}"
+@pytest.mark.parametrize(
+    ("stage", "ranks", "rule"),
+    [(2, 1, "exact"), (2, 2, "exact"), (3, 1, "exact"), (2, 2, "predictive")],
+)
+def test_without_the_wait_of_what_is_used_weights_would_be_old(
+    stage: int, ranks: int, rule: str
+) -> None:
+    config, pool = exact_config(stage, update_rule=rule), f"exact {stage == 3}"
     for found in run_ranks(ranks, without_the_wait, config, device="sim", pool=pool):
         assert "losses" in found
 
@@ -434,16 +472,30 @@ def destroyed(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("stage", "ranks", "device"), [(3, 1, "cpu"), (3, 1, "sim"), (2, 1, "sim"), (2, 2, "cpu")]
+    ("stage", "ranks", "rule", "device"),
+    [
+        (3, 1, "exact", "cpu"),
+        (3, 1, "exact", "sim"),
+        (2, 1, "exact", "sim"),
+        (2, 2, "exact", "cpu"),
+        (1, 2, "predictive", "sim"),
+    ],
 )
-def test_a_destroyed_engine_leaves_complete_weights(stage: int, ranks: int, device: str) -> None:
-    config, pool = exact_config(stage), f"exact {stage == 3}"
+def test_a_destroyed_engine_leaves_complete_weights(
+    stage: int, ranks: int, rule: str, device: str
+) -> None:
+    config, pool = exact_config(stage, update_rule=rule), f"exact {stage == 3}"
     assert run_ranks(ranks, destroyed, config, device=device, pool=pool) == [""] * ranks
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(3, 1), (2, 1), (2, 2)])
-def test_a_second_engine_of_the_model_begins_with_complete_weights(stage: int, ranks: int) -> None:
-    config, pool = exact_config(stage), f"exact {stage == 3}"
+@pytest.mark.parametrize(
+    ("stage", "ranks", "rule"),
+    [(3, 1, "exact"), (2, 1, "exact"), (2, 2, "exact"), (2, 2, "predictive")],
+)
+def test_a_second_engine_of_the_model_begins_with_complete_weights(
+    stage: int, ranks: int, rule: str
+) -> None:
+    config, pool = exact_config(stage, update_rule=rule), f"exact {stage == 3}"
     assert run_ranks(ranks, change_another_engines, config, pool=pool) == [""] * ranks
 
 
@@ -559,22 +611,50 @@ def test_chunks_depart_in_the_order_in_which_the_last_forward_used_them(
     assert later == [[*natural[begin:], *natural[:begin]]] * 2
 
 
+def gathers(config: dict[str, Any]) -> list[Any]:
+    """For each step: whether the gathers of all ranks' parts have begun when it returns, and
+    whether those are the first that hold the embedding, which forward uses first."""
+    found = []
+    with small_chunks():
+        engine = make_engine(config, model=Backwards)
+        late = engine.optimizer._partitions.late
+        (embed,) = (
+            late._parts_of_parameters()[id(param)]
+            for name, param in engine.module.named_parameters()
+            if "first" in name
+        )
+        for batch in batches(3, dist.get_rank()):
+            train(engine, [batch])
+            begun = list(late._gathers)
+            found.append((begun == late._parts, set(begun[: len(embed)]) == set(embed)))
+            assert late._coming == []
+        engine.destroy()
+    return found
+
+
+def test_predicted_weights_are_gathered_from_the_step_on_in_the_order_of_use() -> None:
+    found = run_ranks(2, gathers, predictive_config(2), device="sim", pool="exact False")
+    assert found == [[(True, False), (True, True), (True, True)]] * 2
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 
 def after_a_death(config: dict[str, Any]) -> list[Any]:
     """One rank's worker dies while weights are on their way."""
     engine = make_engine(config)
+    predicts = config["zero_optimization"]["zenflow"]["update_rule"] == "predictive"
+    train(engine, batches(2 if predicts else 0, dist.get_rank()))
     data = [on_device(batch) for batch in batches(2, dist.get_rank())]
     worker, dies = engine.optimizer.host_optimizer.link.process, dist.get_rank() == 1
     engine.backward(engine(data[0]))
-    if dies:
+    if dies and not predicts:
         os.kill(worker.pid, signal.SIGSTOP)
-    engine.step()  # waits for nothing
+    engine.step()  # waits for nothing of this step
     if dies:
         os.kill(worker.pid, signal.SIGKILL)
     loss = engine(data[1])
-    found: list[Any] = [bool(loss.isnan()) or "old weights"]
+    found: list[Any] = [bool(loss.isnan())]
     engine.backward(loss)
     try:
         engine.step()
@@ -584,7 +664,10 @@ def after_a_death(config: dict[str, Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_if_a_worker_dies_weights_are_nan_and_every_rank_gets_the_error(stage: int) -> None:
-    found = run_ranks(2, after_a_death, exact_config(stage), pool=f"exact {stage == 3}")
-    assert found == [[True, True]] * 2
+@pytest.mark.parametrize(("stage", "rule"), [(2, "exact"), (3, "exact"), (2, "predictive")])
+def test_if_a_worker_dies_missing_weights_are_nan_and_every_rank_gets_the_error(
+    stage: int, rule: str
+) -> None:
+    config = exact_config(stage, update_rule=rule)
+    found = run_ranks(2, after_a_death, config, pool=f"exact {stage == 3}")
+    assert found == [[rule == "exact", True]] * 2  # predicted weights have left their rank
