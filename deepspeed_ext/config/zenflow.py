@@ -70,13 +70,13 @@ class ZenFlowConfig(ConfigSection):
     every step. Not given: true for ``predictive`` and ``exact``, false for ``selective``."""
 
     weights_arrive_in_forward: bool | None = None
-    """``exact``: let ``step()`` return before its weights are there; each module's forward waits
-    for its own. ``predictive`` at stages 1 and 2 with several ranks: the same for the gather of
-    weights from other ranks. Not given: true with ``exact`` at stage 3, where weights are gathered
-    before they are used, otherwise false. With true at stages 1 and 2, ``param.data`` that a script
-    reads by itself between a step and the next backward pass may be that of the step before; with
-    ``exact`` on several ranks all of them must use the model then, as at stage 3. False: weights
-    are complete when ``step()`` returns."""
+    """``predictive`` and ``exact``: let ``step()`` return before its weights are there; each
+    module's forward waits for its own. With ``predictive`` they are waited for only where they are
+    gathered from other ranks, at stages 1 and 2. Not given: true with ``exact`` at stage 3, where
+    weights are gathered before they are used, otherwise false. With true at stages 1 and 2,
+    ``param.data`` that a script reads by itself between a step and the next backward pass may be
+    that of the step before; with ``exact`` on several ranks all of them must use the model then, as
+    at stage 3. False: weights are complete when ``step()`` returns."""
 
     full_warm_up_rounds: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Synchronous optimizer steps at the start; each is an exact step of all parameters. There is

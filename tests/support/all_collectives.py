@@ -107,6 +107,9 @@ def agreement(ranks: RankGroup) -> None:
     assert total.tolist() == [ranks.size * (ranks.size + 1) / 2] * 3
     ranks.copy_from(int(ranks.size) - 1, total.copy_(torch.arange(3.0) + ranks.rank))
     assert total.tolist() == [ranks.size - 1, ranks.size, ranks.size + 1]
+    mine = torch.arange(3.0, device=ranks.device) + ranks.rank
+    ranks.begin_copy_from(int(ranks.size) - 1, mine).wait()
+    assert mine.tolist() == [ranks.size - 1, ranks.size, ranks.size + 1]
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         mine = torch.arange(6, device=ranks.device).view(2, 3).to(dtype) + ranks.rank
         expected = torch.stack([mine - ranks.rank + rank for rank in range(ranks.size)])

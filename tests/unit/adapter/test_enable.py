@@ -174,6 +174,13 @@ def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> li
             {},
             "zenflow.block_size has no effect: this run uses the selective update rule",
         ),
+        (
+            3,
+            {"zenflow": {"weights_arrive_in_forward": True}},
+            {},
+            "zenflow.weights_arrive_in_forward has no effect: "
+            "at stage 3 the forward gathers predicted weights anyway",
+        ),
     ],
 )
 def test_a_setting_without_effect_warns_on_rank_0_only(

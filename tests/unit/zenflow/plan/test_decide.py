@@ -15,7 +15,13 @@ from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, Dtypes
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
-from deepspeed_ext.zenflow.plan.places import EVERYTHING_ON_HOST, Arrival, Copies, Place
+from deepspeed_ext.zenflow.plan.places import (
+    EVERYTHING_ON_HOST,
+    Arrival,
+    Copies,
+    Place,
+    WeightsArrival,
+)
 from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.printed import as_config
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
@@ -42,6 +48,28 @@ def plan_of(facts: ZenFlowFacts, *, host_share: float | None = 1.0, **config: An
 
 
 # -- one decision at a time ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("caller", "config", "expected", "why"),
+    [
+        ({"ranks": 2}, {}, WeightsArrival.GATHERED_IN_FORWARD, "the config says so"),
+        ({"ranks": 1}, {}, WeightsArrival.IN_STEP, "gathers none"),
+        ({"ranks": 2, "partitions_weights": True}, {}, WeightsArrival.IN_STEP, "at stage 3"),
+        ({"ranks": 2}, {"overlap_step": False}, WeightsArrival.IN_STEP, "does not ask"),
+        ({"ranks": 2}, {"topk_ratio": 0.1}, WeightsArrival.IN_STEP, "does not ask"),
+        ({"ranks": 2}, {"update_rule": "exact"}, WeightsArrival.IN_FORWARD, "the config says so"),
+    ],
+)
+def test_weights_are_gathered_in_the_forward_where_that_is_asked_for_and_there_is_a_gather(
+    caller: dict[str, Any], config: dict[str, Any], expected: WeightsArrival, why: str
+) -> None:
+    facts = facts_of(one_rank(1 << 20), **caller)
+    plan = plan_of(facts, weights_arrive_in_forward=True, **config)
+    assert plan.weights_arrive is expected
+    assert [reason.why for reason in plan.reasons if why in reason.why]
+    left = plan_of(facts, **config)
+    assert left.weights_arrive is not WeightsArrival.GATHERED_IN_FORWARD
 
 
 @pytest.mark.parametrize(
