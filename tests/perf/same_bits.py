@@ -246,7 +246,7 @@ def arrays(value: Any, where: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of every file of a checkpoint, by file and path."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.rglob("*.pt")):
         content = torch.load(path, map_location="cpu", weights_only=False)
         found.update(arrays(content, str(path.relative_to(folder))))

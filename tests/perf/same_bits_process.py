@@ -65,7 +65,8 @@ def join(order: dict[str, Any], rank: int) -> None:
     if order["torch_root"]:
         from deepspeed_ext.zenflow import kernels
 
-        kernels.root = kernels.definition.root = torch.sqrt
+        root: Any = torch.sqrt
+        kernels.root = kernels.definition.root = root
 
 
 def make(run: dict[str, Any], rank: int) -> dict[str, Any]:
