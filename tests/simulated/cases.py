@@ -156,7 +156,7 @@ CASES += [
 ]
 CASES += [
     Case(stage, way, ranks, clip)
-    for way, stage, ranks, clip in product(GATHERS, (1, 2), (2, 3), (0.0, 1.0))
+    for way, (stage, ranks), clip in product(GATHERS, ((1, 2), (2, 2), (2, 3)), (0.0, 1.0))
 ]
 STRIDE = 37
 assert math.gcd(STRIDE, len(CASES)) == 1, "else some cases never have a turn"
