@@ -211,10 +211,8 @@ class LateGroups:
             if part.owner == holders.rank:
                 self._host.complete_weights([(part.group, part.span)])
             partition = self._zero.parallel_partitioned_bit16_groups[part.group][part.owner]
-            if holders.size > 1:
-                self._gathers[part] = holders.begin_copy_from(
-                    part.owner, partition.data[slice(*part.span)]
-                )
+            weights = partition.data[slice(*part.span)]
+            self._gathers[part] = holders.copy_from(part.owner, weights, async_op=True)
 
     def _wait(self, parts: Iterable[_Part]) -> None:
         for part in parts:

@@ -161,18 +161,17 @@ class RankGroup:
         all_gather_single(found.view(-1), tensor.contiguous().view(-1), group=self.group)
         return found
 
-    def copy_from(self, owner: int, tensor: torch.Tensor) -> None:
-        """Replace `tensor`, contiguous, by that of rank `owner`. A collective."""
-        if self.size > 1:
-            dist.broadcast(tensor, src=self.global_rank(owner), group=self.group)
-
-    def begin_copy_from(self, owner: int, tensor: torch.Tensor) -> Any:
-        """Begin to replace `tensor`, contiguous, by that of rank `owner`. A collective.
+    def copy_from(self, owner: int, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
+        """Replace `tensor`, contiguous, by that of rank `owner`. A collective.
 
         Returns:
-            The handle; after its ``wait()`` the current stream finds the values of `owner`.
+            With `async_op` the handle; after its ``wait()`` the current stream finds the values of
+            `owner`. None without it, and in a group of one.
         """
-        return dist.broadcast(tensor, src=self.global_rank(owner), group=self.group, async_op=True)
+        if self.size == 1:
+            return None
+        owner = self.global_rank(owner)
+        return dist.broadcast(tensor, src=owner, group=self.group, async_op=async_op)
 
     def broadcast(self, value: Any, owner: int = 0) -> Any:
         """Return the value of rank `owner`, any object that pickles. A collective."""
@@ -304,12 +303,10 @@ class GridRanks(RankGroup):
             found = axis.all_gather(found)
         return found.reshape(self.size, *tensor.shape)
 
-    def copy_from(self, owner: int, tensor: torch.Tensor) -> None:
+    def copy_from(self, owner: int, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
+        assert not async_op, "an axis waits for the one before it"
         for axis, place in zip(self.axes, self._places(owner), strict=True):
             axis.copy_from(place, tensor)
-
-    def begin_copy_from(self, owner: int, tensor: torch.Tensor) -> Any:
-        raise AssertionError("a grid copies along one axis after the other")
 
     def broadcast(self, value: Any, owner: int = 0) -> Any:
         for axis, place in zip(self.axes, self._places(owner), strict=True):

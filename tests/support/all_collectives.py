@@ -108,7 +108,7 @@ def agreement(ranks: RankGroup) -> None:
     ranks.copy_from(int(ranks.size) - 1, total.copy_(torch.arange(3.0) + ranks.rank))
     assert total.tolist() == [ranks.size - 1, ranks.size, ranks.size + 1]
     mine = torch.arange(3.0, device=ranks.device) + ranks.rank
-    ranks.begin_copy_from(int(ranks.size) - 1, mine).wait()
+    ranks.copy_from(int(ranks.size) - 1, mine, async_op=True).wait()
     assert mine.tolist() == [ranks.size - 1, ranks.size, ranks.size + 1]
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         mine = torch.arange(6, device=ranks.device).view(2, 3).to(dtype) + ranks.rank
