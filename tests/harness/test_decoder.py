@@ -83,7 +83,7 @@ def test_what_does_not_run_is_a_row_with_its_error_and_the_others_go_on() -> Non
     assert "No package" in bench_decoder.table(rows) or "CUDA" in bench_decoder.table(rows)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize(
     "way", [name for name, way in WAYS.items() if not way.needs and not way.compiled]
 )

@@ -19,8 +19,8 @@ from tests.fuzz.targets import TARGETS
 
 SEED = 20261122
 CASES = {
-    "config": 100,
-    "files": 150,
+    "config": 50,
+    "files": 100,
     "command-line": 30,
     "trees": 20,
     "launch": 300,
@@ -53,7 +53,7 @@ def case_with_seven(target: Target) -> Case:
     return next(case for case in cases if case.parts(target).count(7) == 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("target", "kind"),
     list(zip(broken.TARGETS, ["ZeroDivisionError", CRASH, HANG, "OutsideError"], strict=True)),

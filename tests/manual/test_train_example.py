@@ -255,7 +255,10 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_end() -> None:
         assert job.wait() == 130
 
 
-def test_ctrl_c_through_the_launcher_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_ctrl_c_through_the_launcher_saves_and_says_how_to_go_on(
+    ranks: int, tmp_path: Path
+) -> None:
     """As `make train` runs it: Ctrl-C reaches the command only, which ends the ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -271,7 +274,7 @@ def test_ctrl_c_through_the_launcher_saves_and_says_how_to_go_on(tmp_path: Path)
         sys.executable,
         "-m",
         "tools.launch",
-        "2",
+        str(ranks),
         "--master_port",
         port,
         "examples/train.py",

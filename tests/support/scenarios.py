@@ -1,8 +1,9 @@
-"""What the tests of real threads do, each in a process of its own (`run_scenario`): never in the
-pytest process."""
+"""What the tests of real threads do, each in a process of its own (`run_scenario`, or
+`run_with_torch`, which is faster): never in the pytest process."""
 
 from __future__ import annotations
 
+import ast
 import errno
 import gc
 import json
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.support.paths import ROOT
@@ -37,11 +38,10 @@ def run_scenario(
     """
     call = f"scenarios.{name}({', '.join(map(repr, arguments))})"
     code = f"{before}\nimport json; from tests.support import scenarios; print(json.dumps({call}))"
-    variables = {**os.environ, "OMP_NUM_THREADS": None, "DS_ACCELERATOR": "cpu", **environment}
     done = subprocess.run(
         [*prefix, sys.executable, "-c", code],
         cwd=ROOT,
-        env={key: value for key, value in variables.items() if value is not None},
+        env=_variables(environment),
         capture_output=True,
         text=True,
         timeout=120,
@@ -49,6 +49,21 @@ def run_scenario(
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_with_torch(name: str, *arguments: object) -> Any:
+    """Call ``name(*arguments)`` in a process that has imported torch before the package, and return
+    its answer. It is a fork, which has no other thread, and no OpenMP pool yet."""
+    from tests.support.forked import run_forked  # which imports torch; scenarios may not
+
+    done = run_forked(__name__, name, repr(arguments), environment=_variables({}))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _variables(changes: Mapping[str, str | None]) -> dict[str, str]:
+    variables = {**os.environ, "OMP_NUM_THREADS": None, "DS_ACCELERATOR": "cpu", **changes}
+    return {key: value for key, value in variables.items() if value is not None}
 
 
 def _listen() -> list[str]:
@@ -408,3 +423,8 @@ def openmp_runtimes() -> dict[str, Any]:
     before.restore()
     restored = {path: library.omp_get_max_threads() for path, library in _loaded()}
     return {"runtimes": len(changed), "changed": changed, "restored": restored == before.runtimes}
+
+
+if __name__ == "__main__":
+    answer = globals()[sys.argv[1]](*ast.literal_eval(sys.argv[2]))
+    sys.stdout.write(json.dumps(answer))

@@ -3,7 +3,6 @@ second, not in ten."""
 
 from __future__ import annotations
 
-import functools
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from deepspeed_ext.commands.verify import processes
-from tests.support import verify_faults
+from tests.support import ranks, verify_faults
 from tests.support.rank_nursery import Nursery
 
 __all__ = ["ForkedRanks", "left_behind", "nursery", "shared_segments"]
@@ -20,18 +19,16 @@ __all__ = ["ForkedRanks", "left_behind", "nursery", "shared_segments"]
 RANK = verify_faults.__name__
 
 
-@functools.cache
-def nursery(pid: int) -> Nursery:
-    """The process that forks the ranks of process `pid`. It ends with the thread that asks for it
-    first."""
-    started = Nursery()
-    started.load(
+def nursery() -> Nursery:
+    """The process that forks ranks. It ends with the thread that asks for it first."""
+    forks = ranks.nursery()
+    forks.load(
         "deepspeed_ext.commands.verify.rank",
         "deepspeed_ext.commands.verify.reference",
         "deepspeed_ext.commands.verify.model",
         RANK,
     )
-    return started
+    return forks
 
 
 class ForkedRanks(processes.Ranks):
@@ -39,7 +36,7 @@ class ForkedRanks(processes.Ranks):
 
     def _process(self, start: str, environment: dict[str, str], log: BinaryIO) -> Any:
         environment = {**environment, "OMP_NUM_THREADS": "1"}
-        return nursery(os.getpid()).start_script(
+        return nursery().start_script(
             RANK, [str(self.folder), self.phase, start], environment, log, log
         )
 

@@ -237,12 +237,12 @@ print(*sorted(name for name in sys.modules if name.partition(".")[0] in ours))
 """
 
 
-def test_import_of_torch_loads_nothing_heavy_of_ours() -> None:
+@pytest.mark.parametrize("setting", [pytest.param("0", marks=pytest.mark.full), "1"])
+def test_import_of_torch_loads_nothing_heavy_of_ours(setting: str) -> None:
     """Beside `errors`, which has no imports, and a module that reads the mask of CPUs."""
     ours = ["", ".autoload", ".cores", ".cores.initial_mask", ".errors"]
-    for setting in ("0", "1"):
-        (line,) = run(f"import torch\n{MODULES}", DSEXT_AUTOLOAD=setting)
-        assert line.split() == [f"deepspeed_ext{name}" for name in ours]
+    (line,) = run(f"import torch\n{MODULES}", DSEXT_AUTOLOAD=setting)
+    assert line.split() == [f"deepspeed_ext{name}" for name in ours]
 
 
 def test_our_modules_import_nothing_that_torch_has_not_imported() -> None:
@@ -317,7 +317,10 @@ def test_a_rank_forked_between_torch_and_deepspeed_has_it() -> None:
 
 @pytest.mark.parametrize(
     ("call", "module"),
-    [("enable", "deepspeed_ext.adapter.engine"), ("disable", "deepspeed.runtime.engine")],
+    [
+        ("enable", "deepspeed_ext.adapter.engine"),
+        pytest.param("disable", "deepspeed.runtime.engine", marks=pytest.mark.full),
+    ],
 )
 def test_our_own_functions_may_be_what_imports_deepspeed(call: str, module: str) -> None:
     code = f"""

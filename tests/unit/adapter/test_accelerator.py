@@ -39,6 +39,7 @@ def on(ranks: int, body: Any, *args: Any) -> list[Any]:
     return run_ranks(ranks, body, *args, device="accelerator", timeout_seconds=280)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", RANKS)
@@ -87,6 +88,7 @@ def test_resume_continues_to_the_bit(
     assert not failed_resumes(ranks, config, 2, 5, str(tmp_path), device="accelerator")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_selective_equals_zero_offload_if_nothing_is_deferred(stage: int, ranks: int) -> None:

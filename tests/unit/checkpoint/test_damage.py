@@ -95,6 +95,7 @@ def loads(folder: str, saving: dict[str, Any], loading: dict[str, Any], seed: in
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("stage", "beside", "other"),
     [(1, False, 1), (2, True, 2), (3, False, 3), (3, True, 3), (2, False, 3), (3, True, 1)],

@@ -207,6 +207,7 @@ def load_universal(config: dict, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("stage", "states"), [(2, "float32"), (3, "float32"), (2, "int8"), (3, "int8")]
 )

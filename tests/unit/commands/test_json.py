@@ -32,6 +32,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.cpu(reason="DeepSpeed logs its choice where it finds no accelerator")
 @pytest.mark.parametrize("name", ANSWERS)
 def test_json_is_all_that_is_printed(name: str) -> None:

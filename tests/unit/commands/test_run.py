@@ -12,6 +12,7 @@ import pytest
 
 from deepspeed_ext.commands import main as cli
 from deepspeed_ext.runtime.launcher_variables import NEEDED
+from tests.support.forked import run_forked
 from tests.support.paths import ROOT
 
 SCRIPT = """
@@ -23,6 +24,11 @@ engine = deepspeed.DeepSpeedEngine.__module__
 print(__name__, sys.argv[1:], neighbour.VALUE, engine, snapshot.initial() is not None)
 sys.exit(3)
 """
+
+
+def forked(script: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """``deepspeed-ext run script`` without a start of Python."""
+    return run_forked("deepspeed_ext.commands.main", "run", str(script), environment=environment)
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -49,7 +55,7 @@ def test_a_script_runs_as_main_with_its_arguments_and_the_extension(tmp_path: Pa
 def test_an_error_of_the_script_keeps_its_traceback(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('mine')\n")
-    done = run(str(script))
+    done = forked(script, dict(os.environ))
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "ValueError: mine" in done.stderr
@@ -122,10 +128,7 @@ def test_ranks_are_not_in_the_environment_before_communication_begins(tmp_path: 
     script.write_text(
         "import os, deepspeed\nprint(os.environ.get('LOCAL_RANK'), os.environ.get('WORLD_SIZE'))\n"
     )
-    command = [sys.executable, "-m", "deepspeed_ext.commands.main", "run", str(script)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=without_ranks(), capture_output=True, text=True, check=False
-    )
+    done = forked(script, without_ranks())
     assert done.stdout.splitlines()[-1:] == ["None None"], done.stderr[-2000:]
 
 
@@ -138,8 +141,9 @@ def test_a_task_of_srun_gets_the_variables_of_deepspeed(tmp_path: Path) -> None:
     task = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7"}
     step = {"NUM_TASKS": "2", "TASKS_PER_NODE": "1(x2)", "NODELIST": "node[1-2]"}
     slurm = {**task, **{f"SLURM_STEP_{name}": value for name, value in step.items()}}
-    assert run(str(script), **slurm).stdout.splitlines()[-1:] == ["1 2 0 node1"]
-    refused = run(str(script), **slurm, WORLD_SIZE="3")
+    environment = {**os.environ, **slurm}
+    assert forked(script, environment).stdout.splitlines()[-1:] == ["1 2 0 node1"]
+    refused = forked(script, environment | {"WORLD_SIZE": "3"})
     assert refused.returncode == 2
     assert refused.stderr.startswith(
         "deepspeed-ext run: error: WORLD_SIZE=3 is set, but srun says 2"

@@ -19,7 +19,7 @@ from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.cores.topology import flat_topology
 from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup
-from tests.support.scenarios import run_scenario
+from tests.support.scenarios import run_scenario, run_with_torch
 
 CPUS = sorted(os.sched_getaffinity(0))
 several_cpus = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
@@ -62,7 +62,7 @@ def test_threads_that_come_and_go_are_caught() -> None:
 @several_cpus
 def test_bindings_of_one_process_start_from_what_it_was_and_go_back_to_it() -> None:
     """Torch is imported first, so that only the masks tell which CPUs are allowed."""
-    answer = run_scenario("several_bindings", before="import torch")
+    answer = run_with_torch("several_bindings")
     both, one, none, dropped = (answer[name] for name in ("both", "one", "none", "dropped"))
     assert answer["plans"] == [answer["plans"][0]] * 3
     assert set(answer["plans"][0][0]) < set(CPUS)
@@ -77,7 +77,7 @@ def test_bindings_of_one_process_start_from_what_it_was_and_go_back_to_it() -> N
 
 @several_cpus
 def test_the_latest_of_different_bindings_counts_and_then_the_one_before() -> None:
-    answer = run_scenario("different_bindings")
+    answer = run_with_torch("different_bindings")
     assert (
         distinct(answer["first"]["masks"])
         == distinct(answer["again"]["masks"])
@@ -94,7 +94,7 @@ def test_the_latest_of_different_bindings_counts_and_then_the_one_before() -> No
 @several_cpus
 @pytest.mark.parametrize(("call", "code"), [(1, errno.EPERM), (2, errno.EINVAL), (4, errno.EPERM)])
 def test_a_refusal_leaves_the_run_unbound_with_one_warning(call: int, code: int) -> None:
-    answer = run_scenario("refused", call, code)
+    answer = run_with_torch("refused", call, code)
     assert answer["calls"] >= call
     assert answer["plan"] is None
     assert len(answer["warnings"]) == 1
@@ -107,7 +107,7 @@ def test_a_refusal_leaves_the_run_unbound_with_one_warning(call: int, code: int)
 
 @several_cpus
 def test_a_kernel_that_ignores_masks_is_noticed() -> None:
-    answer = run_scenario("ignored")
+    answer = run_with_torch("ignored")
     assert answer["plan"] is None
     assert len(answer["warnings"]) == 1
     assert answer["after"] == answer["before"]
@@ -115,7 +115,7 @@ def test_a_kernel_that_ignores_masks_is_noticed() -> None:
 
 @several_cpus
 def test_a_thread_that_ends_meanwhile_is_skipped() -> None:
-    answer = run_scenario("vanished_thread")
+    answer = run_with_torch("vanished_thread")
     assert answer["asked"] == 1
     assert distinct(answer["masks"]) == {tuple(answer["plan"])}
 
@@ -190,7 +190,7 @@ def test_a_place_travels_as_one_word(place: WorkerPlacement) -> None:
 
 @several_cpus
 def test_trainer_and_worker_are_both_verified() -> None:
-    answer = run_scenario("trainer_with_worker")
+    answer = run_with_torch("trainer_with_worker")
     assert answer["ok"]
     assert answer["moved"] >= 1
     assert answer["threads"] == answer["cpus"]
@@ -299,7 +299,7 @@ stop.set()
 
 
 def test_every_openmp_runtime_is_told() -> None:
-    answer = run_scenario("openmp_runtimes")
+    answer = run_with_torch("openmp_runtimes")
     if not answer["runtimes"]:
         pytest.skip("no system OpenMP runtime beside torch's")
     assert set(answer["changed"]) == {1}

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.zenflow.worker.kernel import library_path
+from tests.support.forked import run_forked
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.cpu(
     reason="the simulated accelerator needs the compiler that is missing here"
 )
 
+TRAINER = "tests.unit.faults.lone_trainer"
 TINY_DEV_SHM = [
     "unshare",
     "--mount",
@@ -35,7 +37,7 @@ def train(folder: Path, prefix: Sequence[str] = (), **environment: str) -> dict[
     """Run `lone_trainer` in `folder`; returns what it announced, and the lines that `prefix`
     printed."""
     done = subprocess.run(
-        [*prefix, sys.executable, "-m", "tests.unit.faults.lone_trainer", "destroy"],
+        [*prefix, sys.executable, "-m", TRAINER, "destroy"],
         cwd=folder,
         env={**os.environ, **environment},
         capture_output=True,
@@ -43,6 +45,10 @@ def train(folder: Path, prefix: Sequence[str] = (), **environment: str) -> dict[
         timeout=120,
         check=False,
     )
+    return announced(done)
+
+
+def announced(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"worker"'))
     return {**json.loads(line), "lines": done.stdout.splitlines()}
@@ -51,7 +57,7 @@ def train(folder: Path, prefix: Sequence[str] = (), **environment: str) -> dict[
 @cache
 def usual() -> dict[str, Any]:
     """The same on this machine as it is."""
-    return train(ROOT)
+    return announced(run_forked(TRAINER, "destroy", environment=os.environ))
 
 
 def test_without_compiler_and_caches(tmp_path: Path) -> None:

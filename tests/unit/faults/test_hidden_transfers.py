@@ -124,6 +124,7 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
     return [*found, {"losses": run(config, 2, rank=rank).losses}]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("stage", "rule", "how", "cases"),
     [
@@ -140,8 +141,15 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
             for stage in (2, 3)
             for rule in RULES
         ),
-        (2, "in chunks", "killed", [(state, chunk) for state in PASSING for chunk in (2, 7)]),
-        (3, "in chunks", "stopped", [("with the worker", 7), ("stepped", 7), ("being sent", 7)]),
+        pytest.param(
+            *(2, "in chunks", "killed", [(state, chunk) for state in PASSING for chunk in (2, 7)]),
+            marks=pytest.mark.full,
+        ),
+        (3, "in chunks", "stopped", [("with the worker", 7)]),
+        pytest.param(
+            *(3, "in chunks", "stopped", [("stepped", 7), ("being sent", 7)]),
+            marks=pytest.mark.full,
+        ),
         (3, "in chunks", "raising", [("with the worker", chunk) for chunk in (1, 7)]),
         (3, "predictive", "stopped", [("going down", 1), ("with the worker", 2), ("stepped", 2)]),
         (2, "predictive", "raising", [("with the worker", chunk) for chunk in (1, 2, 3)]),

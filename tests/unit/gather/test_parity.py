@@ -15,7 +15,7 @@ from tests.support.gather import DTYPES, STEPS, WAYS, compare_gathers
 from tests.support.matrix import cover
 from tests.support.ranks import is_simulated, run_ranks
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(8)
 
 MIN_NUMELS = (0, 600, None)
 MATRIX = list(itertools.product((1, 2, 3), DTYPES, (1, 3), MIN_NUMELS, WAYS))

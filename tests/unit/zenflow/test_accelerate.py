@@ -98,6 +98,7 @@ def with_everything(config: str, folder: str) -> dict[str, Any]:
     return {"log": trainer.state.log_history, "lengths": Generating.lengths, "updates": updates}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("stage", "zenflow"),
     [

@@ -34,7 +34,7 @@ from tests.support.zenflow import (
 )
 from tests.support.zenflow_runs import difference, with_and_without
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(6)
 
 STEPS = 12
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]

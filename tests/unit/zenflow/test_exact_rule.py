@@ -135,6 +135,7 @@ ZERO: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", ZERO.values(), ids=ZERO)
 def test_and_with_other_settings_of_stage_3(zero: dict[str, Any]) -> None:
     config = exact_config(3)
@@ -172,6 +173,7 @@ GROUPS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 """Stage, ranks, fields of the ``zenflow`` section and of ``zero_optimization``."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("stage", "ranks", "section", "zero"), GROUPS.values(), ids=GROUPS)
 def test_and_at_stages_1_and_2(
     stage: int, ranks: int, section: dict[str, Any], zero: dict[str, Any]
@@ -344,16 +346,27 @@ def unlike(config: dict[str, Any], seeds: list[int], folder: str) -> list[str]:
         ]
 
 
+DRAWN: tuple[tuple[int, int, str, str, list[int]], ...] = (
+    (3, 2, "exact", "cpu", [1, 2, 3]),
+    (3, 1, "exact", "sim", [4, 5]),
+    (3, 2, "exact", "sim", [6, 7]),
+    (2, 1, "exact", "sim", [8, 9]),
+    (1, 2, "exact", "sim", [10, 11]),
+    (1, 2, "predictive", "sim", [12, 13]),
+    (2, 3, "predictive", "cpu", [14]),
+)
+"""Stage, ranks, rule, device, and seeds, of which the first runs by default."""
+
+
 @pytest.mark.parametrize(
     ("stage", "ranks", "rule", "device", "seeds"),
     [
-        (3, 2, "exact", "cpu", [1, 2, 3]),
-        (3, 1, "exact", "sim", [4, 5]),
-        (3, 2, "exact", "sim", [6, 7]),
-        (2, 1, "exact", "sim", [8, 9]),
-        (1, 2, "exact", "sim", [10, 11]),
-        (1, 2, "predictive", "sim", [12, 13]),
-        (2, 3, "predictive", "cpu", [14]),
+        *((*setting, seeds[:1]) for *setting, seeds in DRAWN),
+        *(
+            pytest.param(*setting, seeds[1:], marks=pytest.mark.full)
+            for *setting, seeds in DRAWN
+            if len(seeds) > 1
+        ),
     ],
 )
 def test_every_reader_sees_the_weights_of_the_last_step(

@@ -82,6 +82,7 @@ def with_and_without(
     return found
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(("ranks", "ep_size"), WAYS)
@@ -138,6 +139,7 @@ def _final(engine: Any) -> dict[str, Any]:
     return {"weights": weights_of(engine), "masters": masters_of(engine)}
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("rule", OVERLAPPED)
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(("ranks", "ep_size"), WAYS)

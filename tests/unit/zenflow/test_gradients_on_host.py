@@ -116,7 +116,7 @@ MATRIX = list(
 )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("stage", "way", "accumulation", "clip", "ranks", "dtype"), some(MATRIX))
 def test_it_equals_the_run_whose_gradients_stay_to_the_bit(
     stage: int, way: str, accumulation: int, clip: float, ranks: int, dtype: torch.dtype
@@ -144,6 +144,7 @@ def test_fp16_and_its_overflows_are_the_same(stage: int, accumulation: int) -> N
         assert not difference
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "fields",
     [{"overlap_comm": True}, {"reduce_bucket_size": 500}, {"round_robin_gradients": True}],

@@ -194,6 +194,7 @@ def test_resume_from_a_save_beside_training_is_exact(stage: int, tmp_path: Path)
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
@@ -261,6 +262,7 @@ def crossed(
     return "loaded"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("extended", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_neither_loads_what_the_other_saved(stage: int, extended: bool, tmp_path: Path) -> None:
@@ -329,6 +331,7 @@ def test_experts_resume_to_the_bit(tmp_path: Path) -> None:
 # -- other settings --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 @pytest.mark.parametrize("stage", STAGES)
 def test_without_overlap_any_ratio_is_close_to_zero_offload(stage: int, ratio: float) -> None:
@@ -352,6 +355,7 @@ def test_resume_with_a_share_on_the_accelerator_is_exact(
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_weights_on_the_host_train_as_those_on_the_accelerator(overlap: bool, device: str) -> None:

@@ -63,6 +63,7 @@ def follow(config: dict[str, Any], measured: int, slots: int | None = None) -> d
     return found
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("given", ["auto", 0, 3])
 @pytest.mark.parametrize("measured", [1, 2])

@@ -93,6 +93,7 @@ def train_apart(config: dict[str, Any]) -> tuple[int, list[str]]:
     return found
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("stage", "ranks", "device"),
     [

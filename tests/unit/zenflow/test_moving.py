@@ -135,6 +135,7 @@ def moved_and_begun(
     return [*filter(None, found), *([] if overlapped else ["no step has overlapped"])]
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "fields"),
@@ -158,6 +159,7 @@ def test_a_run_that_moves_is_one_that_began_with_the_share(
     assert found == [[], []]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("dtype", "fields"),
     [
@@ -215,6 +217,7 @@ def chosen(config: dict[str, Any], worker: float, device: float, folder: str) ->
     return {**found, "shares": shares, "said": [text for _, text in said if "is" in text][:1]}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("states", ["float32", "bfloat16"])
 def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(
     states: str, tmp_path: Path

@@ -122,7 +122,7 @@ def equal_to_zero_offload(row: tuple[Any, ...], device: str) -> None:
 EQUAL = [row for row in MATRIX if row[:2] != (torch.bfloat16, 3)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("dtype", "accumulation", "ranks", "pin", "persistent", "model"), some(EQUAL)
 )
@@ -132,6 +132,7 @@ def test_without_overlap_it_equals_zero_offload_to_the_bit(
     equal_to_zero_offload((dtype, accumulation, ranks, pin, persistent, model), "cpu")
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "accumulation", "ranks", "pin", "persistent", "model"),

@@ -64,6 +64,7 @@ def goes_on_to_the_bit(config: dict[str, Any], way: str) -> None:
     assert_same(expected, run(config, rank, {7}, how), "after a step in the middle of an interval")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("stage", "rule", "ranks", "way"), some(list(itertools.product((1, 2, 3), RULES, (1, 2), WAYS)))
 )

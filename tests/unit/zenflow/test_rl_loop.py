@@ -15,6 +15,7 @@ pytestmark = pytest.mark.sampled(4)
 ITERATIONS = 10
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("stage", "rule"), some([(stage, rule) for stage in (1, 2, 3) for rule in RULES])
 )

@@ -50,6 +50,7 @@ def on_host(config: dict[str, Any]) -> dict[str, Any]:
 # -- training --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(12)
 @of_both
 @pytest.mark.parametrize("overlap_step", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
@@ -136,6 +137,7 @@ def test_copies_beside_the_step_carry_the_same_bits(states: str, stage: int, int
 # -- state -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(12)
 @of_both
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("stage", "interval"), [(1, 2), (2, 1), (3, 2)])

@@ -96,6 +96,7 @@ def streams(config: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
     return parts[-2:]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("stage", "rule", "ranks"), some(list(itertools.product((1, 2, 3), RULES, (1, 2))))
 )
@@ -109,6 +110,7 @@ def test_streamed_weights_equal_exported_ones_and_the_run_goes_on(
         assert torch.equal(added, expected), name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("stage", "more"),
     [

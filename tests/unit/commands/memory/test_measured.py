@@ -75,6 +75,7 @@ def test_a_longer_interval_is_planned_to_the_byte(way: str) -> None:
     assert rank.arena == sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN])
 
 
+@pytest.mark.sampled(16)
 @once_each([way for way in WAYS if way not in (*ON_HOST, *EARLY)])
 def test_each_phase_is_planned_within_two_percent(stage: int, way: str) -> None:
     """With the selective rule on one rank: on several, ranks differ in how many blocks are hot."""
@@ -121,6 +122,7 @@ def test_weights_on_the_host_are_planned_within_two_percent(way: str, accumulati
     require_close(memory_config(3, way, accumulation=accumulation), 1 if "selective" in way else 2)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("way", EARLY)
 @pytest.mark.parametrize("stage", [2, 3])
@@ -225,15 +227,15 @@ def measured_in_small_chunks(stage: int, way: str) -> list[Measured]:
     return run_ranks(2, measure_in_small_chunks, config, device="sim", timeout_seconds=280)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("stage", "way"),
     [
-        (1, "predictive, interval 2"),
-        (2, "predictive, interval 1"),
+        pytest.param(1, "predictive, interval 2", marks=pytest.mark.full),
+        pytest.param(2, "predictive, interval 1", marks=pytest.mark.full),
         pytest.param(2, "predictive, interval 1, int8 moments", marks=A_MINUTE),
         (3, "predictive, interval 1"),
-        (3, "predictive, interval 2"),
+        pytest.param(3, "predictive, interval 2", marks=pytest.mark.full),
         (3, "predictive, interval 1, offload_param"),
     ],
 )
@@ -249,13 +251,13 @@ def test_start_up_and_a_save_hold_what_the_host_holds_between_steps_and_no_more(
             assert extra <= most + NOTHING, f"{phase}: {extra:,} bytes more than {between:,}"
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("stage", "way", "most"),
     [
-        (2, "predictive, interval 1", 12.3),
+        pytest.param(2, "predictive, interval 1", 12.3, marks=pytest.mark.full),
         (3, "predictive, interval 1", 12.3),
-        (2, "predictive, interval 1, bf16 moments", 8.3),
+        pytest.param(2, "predictive, interval 1, bf16 moments", 8.3, marks=pytest.mark.full),
         pytest.param(2, "predictive, interval 1, int8 moments", 6.4, marks=A_MINUTE),
     ],
 )

@@ -169,7 +169,7 @@ def test_a_folder_of_any_name_and_two_checks_at_once(
     folder, before = tmp_path / "a #b?c=%41 é", shared_segments()
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    nursery(os.getpid())
+    nursery()
     with ThreadPoolExecutor(2) as both:
         right, wrong = both.map(check, [Fault(), Fault(("not loaded",))])
     assert set(right.values()) == {"PASS"}

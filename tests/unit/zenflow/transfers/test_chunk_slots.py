@@ -89,6 +89,7 @@ def drained(engine: Any) -> None:
     engine.optimizer.host_optimizer.drain()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("between", [None, away_and_back, exposed, away_and_exposed, drained])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_bits_are_those_of_whole_gradients(
@@ -103,6 +104,7 @@ def test_the_bits_are_those_of_whole_gradients(
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -140,6 +142,7 @@ def resume_in_chunks(config: dict[str, Any], *more: Any) -> list[str]:
         return resume_from_each(config, *more)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("saves_beside", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_resume_is_exact_at_every_step(stage: int, saves_beside: bool, tmp_path: Path) -> None:
@@ -215,6 +218,7 @@ def given(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("interval", [1, 2])
 def test_a_measured_interval_keeps_whole_gradients_only_if_it_is_longer_than_1(

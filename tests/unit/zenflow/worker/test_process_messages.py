@@ -60,6 +60,7 @@ def test_one_wait_covers_all_submissions() -> None:
         assert torch.equal(arena.tensor("p"), zeros)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("library", [library_path(), None])
 def test_a_limit_of_threads_in_between_changes_no_bit(library: str | None) -> None:
     found = []
