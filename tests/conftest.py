@@ -8,10 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-import deepspeed_ext.runtime.first_calls  # noqa: F401 (tests compare with torch's AdamW)
-from tests.support import ranks, shared_device
 from tests.support.matrix import beyond_one_in, beyond_the_sample
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -57,13 +54,26 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    ranks.fork_workers()
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests:  # the process that only shares out files among others needs no torch
+        import deepspeed_ext.runtime.first_calls  # noqa: F401 (tests compare with torch's AdamW)
+        from tests.support import ranks
+
+        ranks.fork_workers()
     if config.getoption("--part"):
         _ONLY_PART.append(config.getoption("--part"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """Of a machine with an accelerator: what the tests of ranks that share it have shown."""
+    if config.getoption("--simulated") or config.getoption("--all-simulated"):
+        return
+    import torch
+
+    from tests.support import shared_device
+
     for line in shared_device.summary() if torch.accelerator.is_available() else ():
         terminalreporter.write_line(line)
 
@@ -71,6 +81,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture
 def started_workers() -> Iterator[None]:
     """For tests of how an optimizer process starts and what its rank then has as children."""
+    from tests.support import ranks
+
     with ranks.started_workers():
         yield
 
@@ -84,6 +96,10 @@ def _part_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(trylast=True)  # `--one-in` counts what -m and -k have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    from tests.support import ranks
+
     if config.getoption("--all-simulated"):
         ranks.simulate("cpu", "accelerator")
     elif config.getoption("--simulated"):

@@ -111,6 +111,7 @@ def differences(config: dict[str, Any], seeds: list[int], also: tuple[str, ...])
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "stage", "rule", "also", "seeds"),
     [

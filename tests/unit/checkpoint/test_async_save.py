@@ -24,7 +24,7 @@ from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.zenflow import RULES, make_engine, train, weights_of, zenflow_config
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 BEFORE, AFTER = 5, 9
 """Steps before the save (in the middle of an interval), and at the end."""

@@ -27,7 +27,7 @@ from tests.support.zenflow import (
     zenflow_config,
 )
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 STAGES = [1, 2, 3]
 

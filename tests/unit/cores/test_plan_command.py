@@ -30,7 +30,7 @@ def run(root: Path, *arguments: str) -> int:
         return int(leaving.code or 0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -103,7 +103,7 @@ def test_cpus_that_are_not_online_are_left_out_with_a_warning(
     assert any("32-40" in warning for warning in printed["warnings"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("arguments", "pytorch", "optimizer", "idle"),
     [

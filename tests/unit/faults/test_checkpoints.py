@@ -21,7 +21,7 @@ from tests.support.models import OddModel, batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 STEPS, GOOD, BAD = 9, 4, 6
 

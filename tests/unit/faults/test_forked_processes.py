@@ -133,6 +133,7 @@ def with_children(config: dict[str, Any], folder: str, seed: int) -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("stage", "beside", "ranks"), [(2, True, 1), (3, False, 1), (1, True, 2), (3, True, 2)]
 )

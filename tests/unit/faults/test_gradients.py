@@ -24,7 +24,7 @@ from tests.support.zenflow import (
     zenflow_config,
 )
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 BAD_STEPS = {2: float("nan"), 3: float("inf"), 6: float("-inf")}
 STEPS = 10

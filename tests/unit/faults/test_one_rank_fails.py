@@ -400,11 +400,11 @@ def go_through(
 @pytest.mark.parametrize(
     ("name", "stage", "rule", "every", "within"),
     [
-        ("step", 2, "predictive", 74, ""),
+        ("step", 2, "predictive", 37, ""),
         # ranks that select differently
-        ("step", 2, "selective", 4, "zenflow/rules/selective/rule.py:SelectiveRule._"),
-        ("save", 2, "selective", 46, ""),
-        ("save beside", 2, "predictive", 82, ""),
+        ("step", 2, "selective", 2, "zenflow/rules/selective/rule.py:SelectiveRule._"),
+        ("save", 2, "selective", 23, ""),
+        ("save beside", 2, "predictive", 41, ""),
         ("load", 3, "predictive", 113, ""),
         ("load elsewhere", 2, "predictive", 113, ""),
         *(

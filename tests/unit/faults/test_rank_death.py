@@ -42,6 +42,7 @@ def last_rank_dies(config: dict[str, Any], folder: str) -> None:
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "stage", "device"),
     [

@@ -43,7 +43,7 @@ from tests.support.optimizer_process import PASS, running
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, run, train, zenflow_config
 
-pytestmark = [pytest.mark.sampled(2), pytest.mark.usefixtures("started_workers")]
+pytestmark = [pytest.mark.sampled(4), pytest.mark.usefixtures("started_workers")]
 
 
 def while_it(owner: Any, name: str, limit: int, value: Callable[[], int]) -> AbstractContextManager:

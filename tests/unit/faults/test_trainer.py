@@ -25,7 +25,7 @@ from tests.support.same import first_difference
 from tests.support.waiting import GENEROUS_SECONDS, wait_until
 from tests.support.zenflow import make_engine, train, weights_of, zenflow_config
 
-pytestmark = [pytest.mark.sampled(2), pytest.mark.usefixtures("started_workers")]
+pytestmark = [pytest.mark.sampled(4), pytest.mark.usefixtures("started_workers")]
 
 SCRIPT = "tests.unit.faults.lone_trainer"
 ANNOUNCED = re.compile(r'\{"worker".*\n')

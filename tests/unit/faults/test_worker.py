@@ -25,7 +25,7 @@ from tests.support.ranks import run_ranks
 from tests.support.waiting import GENEROUS_SECONDS
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 
-pytestmark = [pytest.mark.sampled(2), pytest.mark.usefixtures("started_workers")]
+pytestmark = [pytest.mark.sampled(4), pytest.mark.usefixtures("started_workers")]
 
 TIMEOUT_SECONDS = 2.0
 

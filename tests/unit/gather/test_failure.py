@@ -71,6 +71,7 @@ def body(over: Path | None, min_numel: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dies", "min_numel"), [(True, 0), (False, 10_000)], ids=["killed", "silent"]
 )

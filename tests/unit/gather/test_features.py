@@ -28,7 +28,7 @@ from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.same import assert_same, first_difference
 from tests.support.zero3 import ZooModel, fetch, gathered
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(3)
 
 
 def feature_body(

@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
 
-pytestmark = pytest.mark.sampled(10)
+pytestmark = pytest.mark.sampled(20)
 
 STEPS = 8
 OVERFLOWS = (2, 5)

@@ -23,7 +23,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize(("row", "stage"), CASES)
 def test_a_setting_of_zero_offload_does_what_the_table_says(
     row: Row, stage: int, tmp_path: Path

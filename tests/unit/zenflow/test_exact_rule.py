@@ -120,6 +120,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("section", VARIANTS.values(), ids=VARIANTS)
 def test_so_it_has_at_stage_3_wherever_arrays_are(section: dict[str, Any]) -> None:
     same(2, exact_config(3, **section), "sim")
@@ -183,6 +184,7 @@ def test_and_at_stages_1_and_2(
     same(ranks, config, "sim")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_and_with_accumulation_overflows_and_branches(stage: int, device: str) -> None:

@@ -143,6 +143,7 @@ def test_variants_train_and_are_measured(zenflow: dict, published: str) -> None:
     assert set(figures) <= in_tables, "a metric without a meaning in the manual"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("stage", "zenflow"),
     [

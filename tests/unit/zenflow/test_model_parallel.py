@@ -149,6 +149,7 @@ def lose_a_worker(config: dict[str, Any]) -> str:
     return told
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("stage", "ranks"), [(2, 2), (1, 4), (3, 2)])
 def test_a_worker_that_dies_is_the_same_error_on_every_rank_of_the_model(
     stage: int, ranks: int

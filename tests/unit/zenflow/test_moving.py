@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -180,14 +180,15 @@ def test_a_run_whose_landing_buffers_give_way_is_one_that_never_had_any(
 # -- the choice ---------------------------------------------------------------------------------
 
 
-def chosen(config: dict[str, Any], worker: float, device: float, folder: str) -> dict[str, Any]:
+def chosen(
+    config: dict[str, Any], worker: float, device: float, folder: str, saved: Sequence[int]
+) -> dict[str, Any]:
     """What a run chooses if these are its seconds, and how it differs after saves before and behind
     the move."""
     data = batches(CHOSEN_AT + 6, dist.get_rank())
     found: dict[str, Any] = {}
     mine = worker * (1 + dist.get_rank())
     step = MeasuredStep(device, max(0.0, mine - device), max(0.0, mine - device), mine)
-    saved = (4, WARM_UP + 4, CHOSEN_AT + 2)
     with (
         patch.object(Metrics, "typical", lambda _: (mine, device)),
         patch.object(Metrics, "typical_step", lambda _: step),
@@ -225,7 +226,8 @@ def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(
     """The slower worker decides: 0.95 * 1.0 of 2 * 1.0 seconds, in units of 1/1024."""
     config = config_of(2, "auto", state_dtype=states)
     share = int(0.475 * 1024) / 1024
-    found = run_ranks(2, chosen, config, 1.0, 1.0, str(tmp_path), device="sim")
+    saved = (4, WARM_UP + 4, CHOSEN_AT + 2)
+    found = run_ranks(2, chosen, config, 1.0, 1.0, str(tmp_path), saved, device="sim")
     for each in found:
         moved_at = CHOSEN_AT - 1
         assert each["shares"] == [1.0] * moved_at + [share] * 7
@@ -238,7 +240,8 @@ def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(
 
 
 def test_auto_stays_where_the_worker_keeps_up(tmp_path: Path) -> None:
-    for each in run_ranks(2, chosen, config_of(3, "auto"), 0.1, 1.0, str(tmp_path), device="sim"):
+    config = config_of(3, "auto")
+    for each in run_ranks(2, chosen, config, 0.1, 1.0, str(tmp_path), (), device="sim"):
         assert set(each["shares"]) == {1.0}
 
 

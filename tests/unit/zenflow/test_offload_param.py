@@ -151,6 +151,7 @@ def differs_from_weights_on_the_accelerator(config: dict[str, Any]) -> str:
     return first_difference(outcome(config), outcome(on_host(config, pin=True)))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", ON_DEVICES)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(
@@ -214,6 +215,7 @@ def test_overflowed_steps_change_nothing(rule: str) -> None:
     assert run_ranks(2, overflowing, config) == [expected, expected]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("rule", "ranks"), [("predictive", 2), ("selective", 2), ("predictive", 1)]
 )
@@ -244,6 +246,7 @@ def loaded(config: dict[str, Any], folder: str) -> tuple[dict[str, torch.Tensor]
     return masters, losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("moves", ["none", "to the host", "to the accelerator"])
 def test_a_checkpoint_loads_on_other_ranks(

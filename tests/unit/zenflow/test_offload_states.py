@@ -29,7 +29,7 @@ from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 from tests.support.zenflow import RULES, make_engine, masters_of, train, weights_of, zenflow_config
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(8)
 STEPS = 10
 WAYS: dict[str, dict[str, Any]] = {
     "page-locked": {"pin_memory": True, "non_blocking": True},

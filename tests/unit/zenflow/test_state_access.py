@@ -24,7 +24,7 @@ from tests.support.same import first_difference
 from tests.support.state_access import looking_on, scale_state, state_of
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(6)
 
 RULES = {
     "predictive": {"update_interval": 1},

@@ -106,6 +106,7 @@ def trained(config: dict[str, Any], steps: int) -> tuple[list[float], dict[str, 
     return found
 
 
+@pytest.mark.sampled(4)
 @of_both
 @pytest.mark.parametrize("interval", [1, 2])
 def test_weights_on_the_host_change_nothing(states: str, interval: int) -> None:

@@ -13,7 +13,7 @@ from tests.support.same import assert_same
 from tests.support.zenflow import make_engine, train, zenflow_config
 from tests.support.zenflow_runs import difference, initial_weights, start_model, with_and_without
 
-pytestmark = pytest.mark.sampled(3)
+pytestmark = pytest.mark.sampled(6)
 
 STAGES = [1, 2, 3]
 STEPS = 12

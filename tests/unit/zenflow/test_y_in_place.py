@@ -112,7 +112,7 @@ def disturbed_and_not(
     return expected, found
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", [2, 3])
@@ -121,7 +121,7 @@ def test_whatever_comes_between_steps_changes_nothing(stage: int, way: str, seed
     assert_same(*disturbed_and_not(f"events, stage {stage}", seed, config, EVENTS), way)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("way", ON_HOST)
 def test_whatever_comes_between_steps_changes_nothing_with_weights_on_the_host(

@@ -23,7 +23,7 @@ from tests.support.resharded import STEPS, Model, Run, beside, data, resume, sav
 from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import RULES, make_engine, train, weights_of
 
-pytestmark = pytest.mark.sampled(6)
+pytestmark = pytest.mark.sampled(12)
 
 RUNS = [
     Run(*each)

@@ -25,6 +25,7 @@ def saved_one_after_the_other(first: Run, second: Run, folder: Path) -> None:
         run_ranks(run.ranks, save, run, str(folder), steps, pool=run.pool)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("first", "second", "resumed"),
     [

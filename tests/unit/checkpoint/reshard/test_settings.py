@@ -27,6 +27,7 @@ def module_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("saved")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("saved", "resumed", "steps"),
     [

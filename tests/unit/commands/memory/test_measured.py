@@ -149,6 +149,7 @@ def test_the_arena_of_lion_is_planned_to_the_byte() -> None:
     "way", ["predictive, interval 1", "predictive, interval 1, half on the host"]
 )
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.full  # the arena is planned to the byte above
 def test_lion_is_planned_within_two_percent(stage: int, way: str) -> None:
     require_close(memory_config(stage, way) | LION, 2)
 
@@ -236,7 +237,7 @@ def measured_in_small_chunks(stage: int, way: str) -> list[Measured]:
         pytest.param(2, "predictive, interval 1, int8 moments", marks=A_MINUTE),
         (3, "predictive, interval 1"),
         pytest.param(3, "predictive, interval 2", marks=pytest.mark.full),
-        (3, "predictive, interval 1, offload_param"),
+        pytest.param(3, "predictive, interval 1, offload_param", marks=pytest.mark.full),
     ],
 )
 def test_start_up_and_a_save_hold_what_the_host_holds_between_steps_and_no_more(

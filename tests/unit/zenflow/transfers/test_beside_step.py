@@ -27,7 +27,7 @@ from tests.support.models import OddModel, batches, on_device, two_groups
 from tests.support.same import first_difference
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
 
-pytestmark = pytest.mark.sampled(4)
+pytestmark = pytest.mark.sampled(8)
 
 # DeepSpeed keeps topologies and groups of some of these features for the whole process.
 run_ranks = functools.partial(rank_pools.run_ranks, pool="beside")

@@ -167,6 +167,7 @@ def looked_on(config: dict[str, Any]) -> list[str]:
         return looking_on(config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_users_read_and_write_changes_nothing(stage: int) -> None:
     config = zenflow_config(stage, update_interval=1)

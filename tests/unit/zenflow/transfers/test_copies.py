@@ -84,7 +84,7 @@ def as_is_and_poisoned(config: dict[str, Any], steps: int) -> tuple[Any, Any, di
     return expected, actual, counts
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("device", "kind"),
     [
@@ -239,6 +239,7 @@ def heavy(millions: float, zenflow: dict[str, Any], steps: int, way: str | None)
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rule", RULES)
 def test_heavy_transfer_equals_the_synchronous_run(rule: str, device: str) -> None:

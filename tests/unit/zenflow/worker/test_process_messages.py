@@ -297,6 +297,7 @@ wait_to_be_killed()
 """
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("what", "says"),
     [

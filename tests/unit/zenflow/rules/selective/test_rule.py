@@ -20,7 +20,7 @@ from tests.support.same import assert_same
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of
 from tests.support.zenflow_runs import losses_of, selective_config, with_and_without
 
-pytestmark = pytest.mark.sampled(2)
+pytestmark = pytest.mark.sampled(4)
 
 STAGES = [1, 2, 3]
 EVERYTHING = 0.999

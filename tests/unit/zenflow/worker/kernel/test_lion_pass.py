@@ -70,6 +70,7 @@ def lion_steps(count: int, **changes: Any) -> list[LionStep]:
     return [LionStep(step=number, **fields) for number in range(1, count + 1)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_it_equals_deepspeeds_cpu_lion_to_the_bit(kernel: str, weight_decay: float) -> None:
