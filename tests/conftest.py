@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.matrix import beyond_one_in, beyond_the_sample
+from tests.support.matrix import beyond_one_in, beyond_the_sample, further_cases
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +21,9 @@ SIMULATED_GPU_TESTS_ONE_IN = 12
 """`make test-sim` and `make test-full` run all of them."""
 SHOWN_ERROR_LINES = 6
 _ONLY_PART: list[str] = []
+_ON_SIM: set[str] = set()
+"""Names of the tests that `--some-simulated` has chosen."""
+_RUN_RANKS = ("run_ranks", "run_fresh_ranks", "failed_resumes")
 _LONGEST_FIRST = {"faults", "manual", "harness", "commands"}
 """Folders."""
 NO_ACCELERATOR = "needs an accelerator, and this machine has none"
@@ -41,7 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--part", help="of the tests marked `gpu`, those of one part of `make test-gpu`"
     )
-    parser.addoption("--one-in", type=int, default=1, metavar="N", help="run one test in N")
+    parser.addoption(
+        "--some-simulated",
+        type=int,
+        metavar="N",
+        help="run the ranks of one test in N on the simulated accelerator instead of the CPU, of "
+        "those of which another case stays on the CPU",
+    )
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -94,7 +103,21 @@ def _part_of(item: pytest.Item) -> str:
     return part_of(item.nodeid.partition("::")[0], settings)
 
 
-@pytest.hookimpl(trylast=True)  # `--one-in` counts what -m and -k have left
+@pytest.hookimpl(tryfirst=True)  # before any fixture runs ranks
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.config.getoption("--some-simulated"):
+        from tests.support import ranks
+
+        ranks.simulate("accelerator", *(["cpu"] if item.nodeid in _ON_SIM else []))
+
+
+def _may_be_simulated(item: pytest.Item) -> bool:
+    """Whether a test has ranks on the CPU that may have the simulated accelerator instead."""
+    has_ranks = any(name in vars(item.module) for name in _RUN_RANKS)  # type: ignore[attr-defined]
+    return has_ranks and not any(map(item.get_closest_marker, ("gpu", "cpu")))
+
+
+@pytest.hookimpl(trylast=True)  # samples are of what -m and -k have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
@@ -127,7 +150,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out |= beyond_one_in(SIMULATED_GPU_TESTS_ONE_IN, on_gpu)
         # last: a sample must hold each value among the cases that can still run
         left_out |= beyond_the_sample([item for item in items if item not in left_out])
-    chosen = [item for item in items if item not in left_out][:: config.getoption("--one-in")]
-    kept = set(chosen)
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = chosen
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+    if number := config.getoption("--some-simulated"):
+        further = further_cases(filter(_may_be_simulated, items))
+        _ON_SIM.update(item.nodeid for item in set(further) - beyond_one_in(number, further))

@@ -112,5 +112,17 @@ def beyond_one_in(number: int, items: Iterable[pytest.Item]) -> set[pytest.Item]
     return {item for item in items if int.from_bytes(_hash(item), "big") % number}
 
 
+def further_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """All cases but one of each test function; a hash chooses that one."""
+    seen: set[str] = set()
+    found = []
+    for item in sorted(items, key=_hash):
+        function = item.nodeid.partition("[")[0]
+        if function in seen:
+            found.append(item)
+        seen.add(function)
+    return found
+
+
 def _hash(item: pytest.Item) -> bytes:
     return hashlib.sha256(item.nodeid.encode()).digest()

@@ -178,6 +178,7 @@ def test_a_parameter_that_a_step_does_not_use_has_gradient_zero(
         assert not difference
 
 
+@pytest.mark.full  # gradients come there before any optimizer
 @pytest.mark.parametrize("stage", STAGES)
 def test_lion_is_the_same(stage: int) -> None:
     config = zenflow_config(stage, accumulation=2, update_interval=1) | {"gradient_clipping": 0.5}
@@ -307,6 +308,7 @@ def resumed(config: dict[str, Any], folder: str) -> tuple[Any, ...]:
     return found
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("stage", STAGES)

@@ -184,6 +184,7 @@ def test_resume_is_exact_at_every_step(stage: int, device: str, tmp_path: Path) 
     )
 
 
+@pytest.mark.full  # `checkpoint/test_async_save.py` has it with Adam
 @pytest.mark.parametrize("stage", [2, 3])
 def test_resume_from_a_save_beside_training_is_exact(stage: int, tmp_path: Path) -> None:
     assert (
@@ -238,6 +239,7 @@ def test_a_second_moment_is_an_error(stage: int) -> None:
     assert run_ranks(1, second_moment, lion_config(stage))[0] in ("KeyError", "ValueError")
 
 
+@pytest.mark.full  # `test_offload_states.py` has it with Adam
 @pytest.mark.parametrize("stage", [2, 3])
 def test_training_goes_on_to_the_bit_after_its_states_were_away(stage: int) -> None:
     assert run_ranks(2, parked, lion_config(stage)) == ["", ""]
@@ -343,6 +345,7 @@ def test_without_overlap_any_ratio_is_close_to_zero_offload(stage: int, ratio: f
         assert difference(expected, actual) < 1e-2
 
 
+@pytest.mark.full  # `test_accelerator_share.py` has it with Adam
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_resume_with_a_share_on_the_accelerator_is_exact(

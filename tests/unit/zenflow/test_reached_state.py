@@ -49,7 +49,7 @@ DeepSpeed's views of what the state had held, a state that was read while the we
 Drawn again with other places."""
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("stage", "rule", "dtype", "ranks"),
     [case if case in BY_DEFAULT else pytest.param(*case, marks=pytest.mark.full) for case in CASES],

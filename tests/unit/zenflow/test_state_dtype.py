@@ -150,6 +150,7 @@ def test_resume_is_exact_at_every_step(
     assert failed_resumes(2 if device == "cpu" else 1, config, 1, 4, str(tmp_path), device) == []
 
 
+@pytest.mark.full  # `checkpoint/test_async_save.py` has it in fp32
 @of_both
 def test_a_save_beside_training_holds_the_same(states: str, tmp_path: Path) -> None:
     config = rounded(states, 2, update_interval=2, full_warm_up_rounds=2, async_save=True)
