@@ -94,7 +94,7 @@ def test_the_latest_of_different_bindings_counts_and_then_the_one_before() -> No
 @several_cpus
 @pytest.mark.parametrize(("call", "code"), [(1, errno.EPERM), (2, errno.EINVAL), (4, errno.EPERM)])
 def test_a_refusal_leaves_the_run_unbound_with_one_warning(call: int, code: int) -> None:
-    answer = run_with_torch("refused", call, code)
+    answer = run_scenario("refused", call, code)
     assert answer["calls"] >= call
     assert answer["plan"] is None
     assert len(answer["warnings"]) == 1
@@ -120,6 +120,7 @@ def test_a_thread_that_ends_meanwhile_is_skipped() -> None:
     assert distinct(answer["masks"]) == {tuple(answer["plan"])}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cpu", CPUS[:2])
 def test_one_cpu_by_taskset_is_shared(cpu: int) -> None:
     answer = run_scenario("situation", prefix=["taskset", "-c", str(cpu)])
@@ -130,6 +131,7 @@ def test_one_cpu_by_taskset_is_shared(cpu: int) -> None:
     assert any("more cores" in warning for warning in answer["warnings"])
 
 
+@pytest.mark.sampled(2)
 @several_cpus
 @pytest.mark.parametrize("torch_first", [False, True])
 def test_openmp_binding_is_undone_and_warned_about(torch_first: bool) -> None:
@@ -156,7 +158,7 @@ def test_a_thread_that_leaves_its_set_is_seen_and_brought_back() -> None:
     assert answer["mended"]
 
 
-@pytest.mark.parametrize("place", ["one", "all", "one each"])
+@pytest.mark.parametrize("place", ["one", pytest.param("all", marks=pytest.mark.full), "one each"])
 def test_a_worker_takes_its_place_before_torch(place: str) -> None:
     cpus = CPUS[-1:] if place == "one" else CPUS
     text = str(WorkerPlacement(frozenset(cpus), 0, place == "one each"))

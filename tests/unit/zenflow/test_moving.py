@@ -135,7 +135,7 @@ def moved_and_begun(
     return [*filter(None, found), *([] if overlapped else ["no step has overlapped"])]
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "fields"),

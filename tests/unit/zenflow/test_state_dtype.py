@@ -157,6 +157,7 @@ def test_a_save_beside_training_holds_the_same(states: str, tmp_path: Path) -> N
     assert failed_resumes(2, config, 2, 4, str(tmp_path)) == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [

@@ -89,7 +89,7 @@ def drained(engine: Any) -> None:
     engine.optimizer.host_optimizer.drain()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("between", [None, away_and_back, exposed, away_and_exposed, drained])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_bits_are_those_of_whole_gradients(
@@ -104,7 +104,7 @@ def test_the_bits_are_those_of_whole_gradients(
     ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "changes",
     [
