@@ -216,7 +216,11 @@ class LateGroups:
 
     def _wait(self, parts: Iterable[_Part]) -> None:
         for part in parts:
-            if (gather := self._gathers.get(part)) is not None:
+            if part not in self._gathers:
+                continue
+            if (gather := self._gathers[part]) is None:  # of a group that only this rank holds
+                self._host.complete_weights([(part.group, part.span)])
+            else:
                 gather.wait()
 
 
