@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests.perf.same_bits import VARIANTS, apart, checkpoint, losses_apart
+from tests.perf.same_bits import VARIANTS, Gap, apart, checkpoint, losses_apart
 
 
 @dataclass
@@ -19,17 +19,17 @@ class Held:
 def test_a_checkpoint_that_differs_in_one_bit_is_told_from_one_that_does_not(
     tmp_path: Path,
 ) -> None:
-    p = torch.arange(8.0)
-    state = {"step": 3, "states": [{"p": p}], "held": Held([torch.zeros(2)])}
+    state = {"step": 3, "states": [{"p": torch.arange(8.0)}], "held": Held([torch.zeros(2)])}
     for side in ("before", "now"):
         folder = tmp_path / side / "ranks"
         folder.mkdir(parents=True)
         torch.save(state, folder / "rank0.pt")
-        p[5] = torch.nextafter(torch.tensor(5.0), torch.tensor(6.0))
+        state["states"][0]["p"][5] = torch.nextafter(torch.tensor(5.0), torch.tensor(6.0))
     before, now = (checkpoint(tmp_path / side) for side in ("before", "now"))
-    assert sorted(before) == ["ranks/rank0.pt/held/values/0", "ranks/rank0.pt/states/0/p"]
-    assert apart(before, before) == "equal (2 arrays)"
-    told = "1 of 10 elements, in 1 of 2 arrays, first ranks/rank0.pt/states/0/p"
+    names = ["held/values/0", "states/0/p", "step"]
+    assert sorted(before) == [f"ranks/rank0.pt/{name}" for name in names]
+    assert apart(before, before) == ""
+    told = "1 of 11 elements, in 1 of 3 arrays, first ranks/rank0.pt/states/0/p"
     assert apart(before, now) == told
     zero = {"x": torch.zeros(1)}
     assert apart(zero, {"x": -torch.zeros(1)}).startswith("1 of 1 elements"), "bits, not values"
@@ -40,8 +40,8 @@ def test_a_checkpoint_that_differs_in_one_bit_is_told_from_one_that_does_not(
 def test_losses_are_compared_to_the_bit_on_every_rank() -> None:
     losses = [[(1.0).hex(), (0.5).hex()], [(1.0).hex(), (0.25).hex()]]
     other = [losses[0], [(1.0).hex(), (0.25 + 2**-54).hex()]]
-    assert losses_apart(losses, losses) == "equal"
-    assert losses_apart(losses, other, 31) == "from step 32, at most 2.2e-16 of a loss"
+    assert losses_apart(losses, losses) == Gap()
+    assert losses_apart(losses, other, 31) == Gap(32, 2.0**-52)
 
 
 def test_every_variant_gives_what_would_otherwise_be_measured() -> None:

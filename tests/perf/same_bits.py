@@ -227,10 +227,25 @@ def skipped_of(row: Row, work: Path, side: str) -> int:
     return int(json.loads((row.folder(work, side) / "rank0.json").read_text())["skipped"])
 
 
+@dataclass(frozen=True)
+class Gap:
+    """How losses differ: the first step of which one does, 0 if none, and the most, over a loss."""
+
+    step: int = 0
+    most: float = 0.0
+
+    def __str__(self) -> str:
+        return f"from step {self.step}, by at most {self.most:.1e}"
+
+
 def arrays(value: Any, where: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a nested value, with the path to it."""
+    """Every tensor and number of a nested value, with the path to it. The config is left out: it
+    is another one, because `autotune` is off."""
     if isinstance(value, torch.Tensor):
         yield where, value
+        return
+    if isinstance(value, int | float):
+        yield where, torch.tensor(value, dtype=torch.float64)
         return
     if hasattr(value, "__dict__") and not isinstance(value, type):
         value = vars(value)
@@ -241,11 +256,12 @@ def arrays(value: Any, where: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     else:
         return
     for key, each in items:
-        yield from arrays(each, f"{where}/{key}")
+        if key != "ds_config":
+            yield from arrays(each, f"{where}/{key}")
 
 
 def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of every file of a checkpoint, by file and path."""
+    """Every tensor and number of every file of a checkpoint, by file and path."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.rglob("*.pt")):
         content = torch.load(path, map_location="cpu", weights_only=False)
@@ -256,7 +272,7 @@ def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def apart(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> str:
-    """How two checkpoints differ: "equal (N arrays)", or how many elements of how many arrays."""
+    """How two checkpoints differ: in how many elements of how many arrays; empty: in none."""
     words = []
     for text, names in (
         ("only before", expected.keys() - actual.keys()),
@@ -282,46 +298,50 @@ def apart(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) ->
     if differing:
         found = f"{len(differing)} of {len(expected)} arrays, first {differing[0]}"
         words.append(f"{elements:,} of {total:,} elements, in {found}")
-    return "; ".join(words) or f"equal ({len(expected)} arrays)"
+    return "; ".join(words)
 
 
-def losses_apart(expected: list[list[str]], actual: list[list[str]], first: int = 1) -> str:
-    """ "equal", or from which step and by how much losses differ at most."""
-    steps = [
-        step
+def losses_apart(expected: list[list[str]], actual: list[list[str]], first: int = 1) -> Gap:
+    """How the losses of all ranks differ, the first of which are those of step `first`."""
+    pairs = [
+        (step, float.fromhex(a), float.fromhex(b))
         for one, other in zip(expected, actual, strict=True)
         for step, (a, b) in enumerate(zip(one, other, strict=True), first)
         if a != b
     ]
-    if not steps:
-        return "equal"
-    gaps = [
-        abs(float.fromhex(a) - float.fromhex(b)) / abs(float.fromhex(a))
-        for one, other in zip(expected, actual, strict=True)
-        for a, b in zip(one, other, strict=True)
+    if not pairs:
+        return Gap()
+    return Gap(min(step for step, *_ in pairs), max(abs(a - b) / abs(a) for _, a, b in pairs))
+
+
+def compare(row: Row, work: Path, side: str) -> tuple[Gap, str]:
+    """How the losses and the checkpoints of a side differ from the earlier commit's."""
+    first = MIDDLE if side == "resumed" else 0
+    before = [losses[first:] for losses in losses_of(row, work, "before")]
+    gap = losses_apart(before, losses_of(row, work, side), first + 1)
+    told = [
+        apart(*(checkpoint(row.folder(work, each) / str(tag)) for each in ("before", side)))
+        for tag in ([STEPS] if first else [MIDDLE, STEPS])
     ]
-    return f"from step {min(steps)}, at most {max(gaps):.1e} of a loss"
+    return gap, next(filter(None, told), "")
 
 
-def show(row: Row, work: Path) -> None:
-    """Print the row of a run: each comparison with the earlier commit."""
-    before = losses_of(row, work, "before")
-    cells = [f"{row.name}, stage {row.stage}, {row.ranks} rank{'s' if row.ranks > 1 else ''}"]
+def show(name: str, rows: list[Row], work: Path) -> None:
+    """Print the row of a variant; what differs but for roots, below it."""
+    skipped = sum(skipped_of(row, work, "before") for row in rows)
+    cells, found = [f"{name}, {skipped} skipped" if skipped else name], []
+    stages, ranks = ({getattr(row, part) for row in rows} for part in ("stage", "ranks"))
+    cells.append(f"{', '.join(map(str, sorted(stages)))}; {', '.join(map(str, sorted(ranks)))}")
     for side in ("now", "root", "resumed"):
-        first = MIDDLE if side == "resumed" else 0
-        losses = losses_apart(
-            [each[first:] for each in before], losses_of(row, work, side), first + 1
-        )
-        tags = [STEPS] if side == "resumed" else [MIDDLE, STEPS]
-        saved = [
-            apart(*(checkpoint(row.folder(work, each) / str(tag)) for each in ("before", side)))
-            for tag in tags
-        ]
-        cells.append(losses)
-        cells.append(saved[0] if len(set(saved)) == 1 else " // ".join(saved))
-    if skipped := skipped_of(row, work, "before"):
-        cells[0] += f" ({skipped} skipped)"
-    print("| " + " | ".join(cells) + " |", flush=True)
+        compared = [compare(row, work, side) for row in rows]
+        gaps = [gap for gap, _ in compared if gap.step]
+        pairs = zip(rows, compared, strict=True)
+        others = [f"{side}, {row}: {told}" for row, (_, told) in pairs if told]
+        worst = Gap(min(gap.step for gap in gaps), max(gap.most for gap in gaps)) if gaps else None
+        cells.append(f"{len(gaps)} of {len(rows)} differ, {worst}" if worst else "equal")
+        cells.append(f"{len(others)} of {len(rows)} differ" if others else "equal")
+        found += others if side != "now" else []
+    print("| " + " | ".join(cells) + " |", *found, sep="\n", flush=True)
 
 
 def main() -> None:
@@ -350,17 +370,17 @@ def main() -> None:
         ):
             train(side, rows, work)
         heads = [
-            f"{side}: {what}"
-            for side in ("now", "root", "resumed")
-            for what in ("losses", "checkpoint")
+            f"{what}, {side}"
+            for side in ("as it is", "same root", "resumed")
+            for what in ("losses", "checkpoints")
         ]
-        print("| run | " + " | ".join(heads) + " |")
-        print("|" + " --- |" * (len(heads) + 1))
-        for row in rows:
+        print("| run | stages; ranks | " + " | ".join(heads) + " |")
+        print("|" + " --- |" * (len(heads) + 2))
+        for name in dict.fromkeys(row.name for row in rows):
             try:
-                show(row, work)
+                show(name, [row for row in rows if row.name == name], work)
             except RuntimeError as error:
-                print(f"| {row} | failed: {error} |", flush=True)
+                print(f"| {name} | failed: {error} |", flush=True)
 
 
 if __name__ == "__main__":
