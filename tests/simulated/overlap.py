@@ -5,7 +5,6 @@ not a device.
     python -m tests.simulated.overlap --device-waits
     python -m tests.simulated.overlap --shares
     python -m tests.simulated.overlap --slots
-    python -m tests.simulated.overlap --rules
 
 Copies take `LINK` of a step each way and the worker's pass `WORKER` of one, for transfers inside of
 the step and beside the next. Then the link slows down from 0.1 to 2 of a step. A step is
@@ -26,6 +25,7 @@ from unittest.mock import patch
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from deepspeed_ext.zenflow.plan import chunks
@@ -36,11 +36,15 @@ from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 
 LINK, WORKER = 0.4, 0.5
-WARM_UP_STEPS, STEPS = 4, 8
+WARM_UP_STEPS, SETTLING_STEPS, STEPS = 4, 2, 8
+"""The last of the warm-up are in the model of time, too, so that the first measured step waits for
+an update as all others do."""
 WIDTH = 64
 LONG_LAYERS, LONG_CHUNKS = 192, 64
 """So that the optimizer's own operators are a small part of a step, as they are in a model that is
 worth offloading."""
+LONGEST_SECONDS = 900.0
+"""Of one call of `figures`, on a busy machine."""
 UP_OVER_DOWN = 1 + 4 / 32 / 2
 """Block means, 4 bytes per block of 32, come up beside 2 bytes per parameter."""
 HOST_SHARES = (1.0, 0.75, 0.5, 0.25)
@@ -54,14 +58,6 @@ SLOTS = (2, 3, 4, 6, 8)
 """Places for chunks on the host."""
 NEARLY_FULL = ((0.4, 0.5), (0.9, 0.5), (0.5, 0.9), (0.9, 0.9))
 """Shares of a step that the link takes each way and the worker, up to what can just be hidden."""
-PASSES = (0.1, 0.2, 0.4, 0.8)
-"""Shares of a step that the worker takes, where rules are compared; copies take half as long each
-way."""
-RULES: dict[str, tuple[tuple[str, Any], ...]] = {
-    "predictive": (),
-    "exact": (("update_rule", "exact"),),
-    "waits": (("overlap_step", False),),
-}
 OPERATOR_US = 10.0
 SLOWER = (0.1, 0.25, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0)
 
@@ -82,6 +78,7 @@ class Way:
     slots: int = SLOTS_OF_CHUNKS
     section: tuple[tuple[str, Any], ...] = ()
     """More fields of the ``zenflow`` section."""
+    steps: int = STEPS
 
     def config(self) -> dict[str, Any]:
         config = zenflow_config(
@@ -149,16 +146,35 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
             worker_time(ns_per_element),
         ):
             engine = make_engine(way.config(), model=partial(Layers, way.layers))
-            steps(engine, WARM_UP_STEPS)
+            steps(engine, WARM_UP_STEPS - SETTLING_STEPS)
             with simulation.timeline(**speeds, link_gb_per_s=link_gb_per_s, copy_us=0.0) as spans:
-                steps(engine, STEPS)
+                begun = moment()
+                steps(engine, SETTLING_STEPS)
+                settled = moment()
+                steps(engine, way.steps)
+                settled.synchronize()
+                settled_us = begun.elapsed_time(settled) * 1e3
             waited_us = (
                 0.0
                 if way.hidden is None
                 else engine.optimizer.measurements()["zenflow_wait_ms"] * 1e3
             )
             engine.destroy()
-        return [tuple(vars(span).values()) for span in spans], waited_us
+        measured = [
+            replace(
+                span,
+                begin_us=max(0.0, span.begin_us - settled_us),
+                end_us=span.end_us - settled_us,
+            )
+            for span in spans
+            if span.end_us > settled_us
+        ]
+        return [tuple(vars(span).values()) for span in measured], waited_us
+
+    def moment() -> Any:
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
+        return event
 
     def steps(engine: Any, count: int) -> None:
         for _ in range(count * way.accumulation):
@@ -167,7 +183,8 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
 
     calibration = run(1e9, 0.0)
     spans = [simulation.Span(*span) for span in calibration[0]]
-    step_us = (max(span.end_us for span in spans) - min(span.begin_us for span in spans)) / STEPS
+    begin_us, end_us = min(span.begin_us for span in spans), max(span.end_us for span in spans)
+    step_us = (end_us - begin_us) / way.steps
     ways = [
         (2 * numel / (link * step_us) / 1e3, worker * step_us / numel * 1e3)
         for link, worker in shares
@@ -179,7 +196,10 @@ def figures(way: Way, shares: list[tuple[float, float]]) -> list[dict[str, Any]]
     """For each share, on the first rank: the step's time over the calibrated one, the idle share of
     the compute lane, exposed copies, and what the engine says of its waits."""
     pool = f"overlap, stage {way.stage}"
-    return run_ranks(way.ranks, figures_body, astuple(way), shares, device="sim", pool=pool)[0]
+    arguments, limit = (astuple(way), shares), LONGEST_SECONDS
+    return run_ranks(
+        way.ranks, figures_body, *arguments, device="sim", pool=pool, timeout_seconds=limit
+    )[0]
 
 
 def figures_body(way: tuple[Any, ...], shares: list[tuple[float, float]]) -> list[dict[str, Any]]:
@@ -189,14 +209,14 @@ def figures_body(way: tuple[Any, ...], shares: list[tuple[float, float]]) -> lis
         (_while_computing([simulation.Span(*span) for span in spans]), waited_us)
         for spans, waited_us in timelines(Way(*way), shares)
     )
-    alone = max(span.end_us for span in calibration[0])
+    alone, count = max(span.end_us for span in calibration[0]), Way(*way).steps
     return [
         {
-            "us": max(span.end_us for span in spans) / STEPS,
+            "us": max(span.end_us for span in spans) / count,
             "step": max(span.end_us for span in spans) / alone,
             "idle": simulation.idle_share(spans),
             "exposed": simulation.exposed_us(spans) / alone,
-            "said": waited_us / (alone / STEPS),
+            "said": waited_us / (alone / count),
             "spans": [tuple(vars(span).values()) for span in spans],
         }
         for spans, waited_us in runs
@@ -303,25 +323,6 @@ def places(loads: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
     return rows
 
 
-def rules(passes: Sequence[float]) -> list[dict[str, Any]]:
-    """A row for each share of a step that the worker takes: the exposed share of a step at stage 3
-    under the predictive rule, the exact rule and if steps wait for their own update. The exact rule
-    is expected to expose the first chunk, and what its forward does not hide."""
-    loads, found = [(worker / 2, worker) for worker in passes], {}
-    for name, section in RULES.items():
-        way = Way(3, 1, 1, True, LONG_LAYERS, LONG_CHUNKS, section=section)
-        found[name] = [figures(way, [load])[0] for load in loads]
-    alone = found["exact"][0]["us"] / found["exact"][0]["step"]
-    forward = (LONG_LAYERS + LONG_CHUNKS) * OPERATOR_US / alone  # layers, and copies to weights
-    rows = []
-    for number, (link, worker) in enumerate(loads):
-        row = {"worker": worker, "forward": forward}
-        row |= {name: each[number]["step"] - 1.0 for name, each in found.items()}
-        first = (2 * link + worker) / LONG_CHUNKS
-        rows.append({**row, "exact, expected": max(0.0, worker - forward) + first})
-    return rows
-
-
 def comparisons_of(tables: Sequence[Sequence[dict[str, Any]]]) -> list[report.Comparison]:
     """Transfers beside the next step, against those inside of it and against plain ZeRO. Nothing
     varies in it."""
@@ -381,9 +382,6 @@ def main() -> None:
     parser.add_argument(
         "--slots", action="store_true", help="only how many places chunks need on the host"
     )
-    parser.add_argument(
-        "--rules", action="store_true", help="only what the predictive and the exact rule expose"
-    )
     arguments = parser.parse_args()
     print(f"link {LINK} of a step each way, worker {WORKER} of a step (a simulation)")
     if arguments.shares:
@@ -392,10 +390,6 @@ def main() -> None:
             f"link {SLOW[0]}, worker "
             f"{SLOW[1]}\n\n{report.table(rows, dict.fromkeys(rows[0], _cell))}"
         )
-        return
-    if arguments.rules:
-        rows = rules(PASSES)
-        print(f"\n{report.table(rows, dict.fromkeys(rows[0], _cell))}")
         return
     if arguments.slots:
         rows = places(NEARLY_FULL)

@@ -24,6 +24,8 @@ __all__ = ["FREE", "GRID", "LINKS", "NUMEL", "RANKS", "WORKERS", "Machine"]
 
 NUMEL, TOTAL = 1 << 28, 20 << 28
 DEVICE, RESERVE, SWEPT = 1.0, 0.15, 64
+FORWARD, BACKWARD = 0.25, 0.75
+"""Of `DEVICE`, with recomputed activations."""
 LINKS = (0.1, 0.3, 0.7, 1.0, 2.0)
 WORKERS = (0.25, 0.5, 0.9, 1.0, 1.5, 2.0, 4.0)
 FREE = (0.0, 0.1, 0.3, 0.6, 1.0)
@@ -68,7 +70,7 @@ class Machine:
     def seconds(self, plan: ZenFlowPlan) -> float:
         """Of a step, in which the slowest rank decides."""
         lanes = [lanes_of(plan, speeds) for speeds in self.speeds]
-        return max(DEVICE + each.exposed + max(0.0, each.beside - DEVICE) for each in lanes)
+        return DEVICE + max(each.waits(FORWARD * DEVICE, BACKWARD * DEVICE) for each in lanes)
 
     def unused(self, plan: ZenFlowPlan) -> int:
         """Bytes of the accelerator that a step with `plan` leaves, beside the reserve."""

@@ -124,7 +124,7 @@ def _fit(question: Question, setup: Setup) -> Fit:
         left[Place.HOST] = capacity.host - reserve - plan.host_peak()
     of_all = {Place.ACCELERATOR: capacity.accelerator, Place.HOST: capacity.host}
     missing = sum(-nbytes / (of_all[place] or 1) for place, nbytes in left.items() if nbytes < 0)
-    return Fit(plan, time, max(compute, time.beside) + time.exposed, tokens, room, left, missing)
+    return Fit(plan, time, time.seconds(compute), tokens, room, left, missing)
 
 
 def _best(found: Sequence[Fit]) -> Fit | None:

@@ -14,6 +14,8 @@ __all__ = ["Machine", "StepTime", "step_time", "traffic"]
 
 _FLOPS_PER_TOKEN = 6
 """Floating-point operations per parameter and token, forward and backward."""
+_FORWARD = 0.25
+"""Part of a step without optimizer that its forward takes if activations are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,19 @@ class StepTime:
         transfer: the longer of the transfers down and up.
         host: the optimizer's pass over host memory.
         exposed: what every step waits for, however long forward and backward take.
-        beside: what is hidden if forward and backward take at least as long.
+        beside: what is hidden if `hiding` of forward and backward takes at least as long.
+        hiding: the part of them that hides: less than all under the exact rule.
     """
 
     transfer: float
     host: float
     exposed: float
     beside: float
+    hiding: float = 1.0
+
+    def seconds(self, compute: float) -> float:
+        """Seconds of a step whose forward and backward take `compute`."""
+        return self.exposed + max(compute, self.beside + (1.0 - self.hiding) * compute)
 
     def tokens(self, active: int, machine: Machine) -> int:
         """Tokens per GPU and optimizer step from which `beside` is hidden.
@@ -58,7 +66,8 @@ class StepTime:
         Args:
             active: parameters that a token uses.
         """
-        return round(self.beside * machine.flops / (_FLOPS_PER_TOKEN * active))
+        per_token = _FLOPS_PER_TOKEN * active / machine.flops
+        return round(self.beside / (self.hiding * per_token)) if self.beside else 0
 
 
 def traffic(model: Model, setup: Setup) -> Traffic:
@@ -82,7 +91,8 @@ def step_time(model: Model, ranks: Ranks, setup: Setup, machine: Machine) -> Ste
         speeds = Speeds(machine.link, machine.host / ranks.per_host)
         lanes = lanes_of(setup.zenflow_plan(model, ranks), speeds)
         beside = max(lanes.beside, fetched) if setup.zenflow.overlapped else lanes.beside
-        return StepTime(max(lanes.down, lanes.up), lanes.host, lanes.exposed, beside)
+        hiding = _FORWARD * lanes.forward + (1.0 - _FORWARD) * lanes.backward
+        return StepTime(max(lanes.down, lanes.up), lanes.host, lanes.exposed, beside, hiding)
     down, up = moves.down * numel / machine.link, moves.up * numel / machine.link
     host = moves.passed * numel * ranks.per_host / machine.host
     sent = 0.0 if setup.weights is Place.HOST else up

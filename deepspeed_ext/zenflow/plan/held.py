@@ -250,7 +250,9 @@ class Held:
 
     def _arena(self, *, at_start: bool) -> list[Part]:
         """The arena's arrays, in whole pages; `at_start` those that the worker touches then."""
-        exchanged = {"g", "y", "chunks", "block_means", "known"}
+        exchanged = {"g", "y", "chunks"}
+        if self.rule.estimates:
+            exchanged |= {"block_means", "known"}
         if not self.computes_there:
             weights = self.partitions[0].places.weights
             exchanged = {"g"} if weights is Place.HOST else {"g", "y"}

@@ -5,15 +5,27 @@ All three work at once, chunk by chunk, so the slowest of them decides. What run
 forward and backward is hidden if these take at least as long; the rest is exposed in every step.
 What steps on the accelerator takes no time here.
 
-Not counted: the first and the last chunk, in which only one of the three works (1/64 of each),
-launches, and the waits of a link that several accelerators share.
+Exact weights that arrive in the forward add it to the chain: a module runs when its last chunk has
+arrived, and the next chunk arrives meanwhile. With n equal chunks, whose ways down, pass and way up
+take d, w and u in all, and a forward of f, the forward ends
+
+    (d + w + u + f) / n + (n - 1) / n max(d, w, u, f)
+
+after the gradients are complete: all four work at once, but for the first chunk. So a step waits
+
+    (d + w + u) / n + (n - 1) / n max(0, max(d, w, u) - f).
+
+Not counted: the first and the last chunk of other chains, in which only one of the three works
+(1/64 of each), launches, and the waits of a link that several accelerators share; under the exact
+rule, modules that are larger than a chunk.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.plan.chunks import chunk_numel
+from deepspeed_ext.zenflow.plan.places import Copies, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
@@ -61,6 +73,7 @@ class Lanes:
         host: the pass over host memory.
         exposed: what every step waits for, however long forward and backward take.
         beside: what is hidden if forward and backward take at least as long.
+        forward, backward: how much of a second of the forward, and of backward, hides.
     """
 
     down: float
@@ -68,21 +81,29 @@ class Lanes:
     host: float
     exposed: float
     beside: float
+    forward: float = 1.0
+    backward: float = 1.0
+
+    def waits(self, forward: float, backward: float) -> float:
+        """Seconds by which the optimizer makes a step longer that computes for so many seconds."""
+        hidden = self.forward * forward + self.backward * backward
+        return self.exposed + max(0.0, self.beside - hidden)
 
 
 def traffic_of(plan: ZenFlowPlan) -> Traffic:
-    """What a step moves: every gradient goes down; y and the block means come up once per
-    interval."""
+    """What a step moves: every gradient goes down; y, and the block means of estimates, come up
+    once per interval."""
     rule, dtypes, interval = plan.rule, plan.dtypes, plan.rule.longest_interval
     specs = plan.kinds.of(0, _NUMEL)
     kinds = (*rule.layout.kinds, *rule.layout.scales)
     state = sum(spec.nbytes for spec in specs if spec.kind in kinds) / _NUMEL
     means = sum(spec.nbytes for spec in specs if spec.kind in ("block_means", "known")) / _NUMEL
     gradient, published = DTYPE_BYTES[dtypes.gradient], DTYPE_BYTES[dtypes.published] + means
+    lifted = published if rule.estimates else DTYPE_BYTES[dtypes.published]
     every = rule.steps_between_selections(interval) if isinstance(rule, SelectiveSettings) else 0
     # the state of hot blocks, both ways
     moved = len("pmv") * bytes_of(rule, _NUMEL).moved / _NUMEL / every if every else 0.0
-    down, up = gradient + moved, published / interval + moved
+    down, up = gradient + moved, lifted / interval + moved
     return Traffic(down, up, gradient + (2 * state + published) / interval + down + up)
 
 
@@ -91,12 +112,16 @@ def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
 
     With landing buffers all of it can be hidden, without them only the pass. If the host computes
     the weights, the longer of two things is exposed: its estimate, which reads gradients and y and
-    writes weights, and the upload of the weights, unless they stay on the host.
+    writes weights, and the upload of the weights, unless they stay on the host. Exact weights that
+    arrive in the forward are hidden behind it alone.
     """
     moves, item = traffic_of(plan), DTYPE_BYTES[plan.dtypes.weights]
     numel = sum(each.on_host * each.times for each in plan.partitions)
     down, up = moves.down * numel / speeds.link, moves.up * numel / speeds.link
     host, transfer = moves.passed * numel / speeds.host, max(down, up)
+    if plan.weights_arrive is WeightsArrival.IN_FORWARD and not plan.rule.overlapped:
+        first = min(1.0, chunk_numel(numel, plan.rule.block_size) / max(1, numel))
+        return _in_forward(plan.copies, down, up, host, first)
     if not plan.rule.overlapped:
         return Lanes(down, up, host, max(transfer, host), 0.0)
     if plan.copies is Copies.BESIDE_STEP:
@@ -109,3 +134,14 @@ def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
     touched = moves.down + (3 if lifts else 2) * item  # the link reads weights, too
     estimate = touched * numel / speeds.host
     return Lanes(down, max(up, sent), host, max(estimate, sent), max(down, host))
+
+
+def _in_forward(copies: Copies, down: float, up: float, host: float, first: float) -> Lanes:
+    """The lanes of exact weights that arrive in the forward, of which `first` are the first chunk.
+    Copies that are not beside the step run inside of step and forward, so the pass alone is
+    hidden."""
+    before, beside = first * (down + host + up), max(down, host, up)
+    if copies is not Copies.BESIDE_STEP:
+        sent = down + up if copies is Copies.INSIDE_STEP else up
+        before, beside = sent + first * host, max(0.0, host - up)
+    return Lanes(down, up, host, before, (1.0 - first) * beside, 1.0 - first, 0.0)

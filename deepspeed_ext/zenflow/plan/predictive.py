@@ -94,8 +94,9 @@ class PredictiveSettings(RuleSettings):
         return False
 
     def per_block(self, places: Places) -> PerBlock:
-        """What the estimate is made from, copied to the accelerator if the estimate runs there."""
-        return PerBlock(*self.layout.per_block, exchanged=places.gradient is Place.ACCELERATOR)
+        """What the estimate is made from, copied to the accelerator if estimates run there."""
+        estimates_there = self.estimates and places.gradient is Place.ACCELERATOR
+        return PerBlock(*self.layout.per_block, exchanged=estimates_there)
 
     @property
     def drifts(self) -> bool:

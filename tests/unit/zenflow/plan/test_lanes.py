@@ -1,0 +1,101 @@
+"""What a step waits for its optimizer, against a model that walks through every chunk."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS
+from deepspeed_ext.zenflow.plan.decide import decide
+from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.lanes import Lanes, Speeds, lanes_of, traffic_of
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from tests.support.schedules import Machine, exact, predictive, speculative, zero_offload
+
+NUMEL, GIB = 1 << 31, 1 << 30
+PASSES, LINKS = (0.1, 0.2, 0.4, 0.8, 2.0), (0.05, 0.2, 0.5, 1.0)
+FORWARDS = (0.1, 0.25, 1 / 3)
+CHUNKS = 1 / MOST_CHUNKS
+
+
+def plan_of(**config: Any) -> ZenFlowPlan:
+    caller = Caller("bfloat16", "bfloat16", takes_gradients=True, partitions_weights=True)
+    rank = RankFacts((Run(NUMEL),), 80 * GIB, 80 * GIB)
+    chosen = ZenFlowConfig(update_interval=1, **config)
+    return decide(ZenFlowFacts((rank,), caller), chosen, host_share=1.0)
+
+
+def lanes(plan: ZenFlowPlan, link: float, worker: float) -> Lanes:
+    """On a machine that copies in `link` seconds each way and passes in `worker`."""
+    moves = traffic_of(plan)
+    return lanes_of(plan, Speeds(moves.down * NUMEL / link, moves.passed * NUMEL / worker))
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_the_exact_rule_waits_as_long_as_a_walk_through_its_chunks_says(forward: float) -> None:
+    """Within one chunk's way down: the walk knows that the courier hands the next chunk over before
+    it starts a chunk's way up."""
+    plan = plan_of(update_rule="exact")
+    for link, worker in itertools.product(LINKS, PASSES):
+        found = lanes(plan, link, worker)
+        walked = exact(Machine(forward, 1 - forward, link, worker, MOST_CHUNKS))
+        said = found.waits(forward, 1 - forward)
+        assert said <= walked + 1e-9
+        assert walked - said <= max(0.0, link - worker) * CHUNKS + 1e-9, (link, worker)
+
+
+def test_only_estimates_need_block_means() -> None:
+    ups = {rule: traffic_of(plan_of(update_rule=rule)).up for rule in ("predictive", "exact")}
+    assert ups == {"predictive": 2 + 4 / 32, "exact": 2}
+    exact_plan, predictive_plan = (plan_of(update_rule=rule) for rule in ("exact", "predictive"))
+    spared = predictive_plan.held.landing_bytes - exact_plan.held.landing_bytes
+    assert spared == NUMEL * 4 / 32
+
+
+def test_without_waits_only_the_first_chunk_is_exposed() -> None:
+    found = lanes(plan_of(update_rule="exact"), 0.1, 0.2)
+    first = (found.down + found.host + found.up) * CHUNKS
+    assert found.waits(1 / 3, 2 / 3) == pytest.approx(first) == pytest.approx(found.exposed)
+
+
+@pytest.mark.parametrize("rule", ["predictive", "exact"])
+def test_longer_backward_helps_the_predictive_rule_alone(rule: str) -> None:
+    found = lanes(plan_of(update_rule=rule), 0.2, 2.0)
+    gained = found.waits(0.3, 0.7) - found.waits(0.3, 1.7)
+    assert gained == pytest.approx(1.0 if rule == "predictive" else 0.0)
+    assert found.waits(0.3, 0.7) > found.waits(0.8, 0.7)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"update_rule": "exact", "hide_transfers": False},
+        {"update_rule": "exact", "gradients_on_host": True},
+        {"update_rule": "exact", "overlap_step": False},
+        {"update_rule": "exact", "weights_arrive_in_forward": False},
+    ],
+)
+def test_no_other_way_to_step_exactly_waits_less(config: dict[str, Any]) -> None:
+    """Where the pass is the slowest lane, but for the first chunk's way down."""
+    for link, worker in itertools.product(LINKS, PASSES):
+        best = lanes(plan_of(update_rule="exact"), link, worker)
+        other = lanes(plan_of(**config), link, worker)
+        if link <= worker:
+            assert other.waits(0.3, 0.7) >= best.waits(0.3, 0.7) - best.down * CHUNKS - 1e-9
+
+
+def test_schedules_wait_as_long_as_their_slowest_lane_says() -> None:
+    """The bounds of each schedule, which need no walk."""
+    machine = Machine(0.25, 0.75, 0.1, 0.5, MOST_CHUNKS)
+    assert predictive(machine) == 0.0
+    assert zero_offload(machine) == pytest.approx(0.6 + 0.2 * CHUNKS, abs=1e-9)
+    hidden = speculative(machine)
+    assert hidden == pytest.approx((0.5 + 2 * 0.2) * CHUNKS, abs=1e-9)
+    slow = Machine(0.25, 0.75, 0.1, 1.0, MOST_CHUNKS)
+    assert speculative(slow) > speculative(slow, kept=0.3) >= 0.0
+    costs = [speculative(machine, clipped=part) for part in (0.0, 0.5, 1.0)]
+    assert costs[1] - costs[0] == pytest.approx(costs[2] - costs[1])
+    assert costs[2] - costs[0] == pytest.approx(2 * 0.5, abs=3 * CHUNKS)
