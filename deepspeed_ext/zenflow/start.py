@@ -121,7 +121,7 @@ def start_optimizer(
         _copy_to_host(part[decided.head :], partition.master)
     rule = _rule(plan)(plan, partitions, link, ranks, kind, metrics)
     coded = (
-        CodedMoments(link.arena, partitions, layout, plan.rule.block_size)
+        CodedMoments(link.arena, len(partitions), layout, plan.rule.block_size)
         if layout.is_coded
         else None
     )

@@ -27,12 +27,17 @@ TARGETS = {
 }
 """sm_120 is the newest architecture of NVIDIA that Triton 3.9's ptxas knows."""
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, "u8": 1}
 _ARRAYS = {  # of the model's size, and how often each is loaded and stored
     "predict": {"weights": (0, 1), "published": (1, 0), "drift": (1, 0), "grad": (1, 0)},
     "move": {"weights": (1, 1), "drift": (1, 1), "grad": (1, 0)},
     "hot_step": {"p": (1, 1), "m": (1, 1), "v": (1, 1), "grad": (1, 0)},
     "share_step": {
+        **{name: (1, 1) for name in ("p", "m", "v")},
+        "grad": (1, 0),
+        "weights": (0, 1),
+    },
+    "rounded_step": {
         **{name: (1, 1) for name in ("p", "m", "v")},
         "grad": (1, 0),
         "weights": (0, 1),
@@ -48,6 +53,8 @@ _TYPES = {
     "sums": "fp64",
     "found": "fp64",
     "known": "i32",
+    "m_scales": "u8",
+    "v_scales": "u8",
 }
 
 

@@ -5,8 +5,8 @@ bits or exit 1.
 
 Triton reads that variable when it is imported, so this is a process of its own. The interpreter
 truncates what it stores in bf16, which no device does; so in bf16 only dithered numbers are
-compared, of which nothing is left to cut. Nor does a device read a subnormal number of bf16 as
-zero, as the interpreter does; so there is none. Square roots of the definition are rounded
+compared, of which nothing is left to cut. Nor does a device read or store a subnormal number of
+bf16 as zero, as the interpreter does; so there is none. Square roots of the definition are rounded
 correctly here, as they are on a device: on a CPU torch's may be off by the last bit (MKL).
 """
 
@@ -23,12 +23,14 @@ from unittest.mock import patch
 
 import torch
 
-from deepspeed_ext.zenflow.kernels import definition, device, host, launch, lion
+from deepspeed_ext.zenflow.kernels import definition, device, host, launch, lion, rounded
+from deepspeed_ext.zenflow.worker.kernel.codes import store
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 
 SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-45, 3e38)
 READ = (torch.float32, torch.bfloat16, torch.float16)
 STORED = (torch.float32, torch.float16)
+CODES = (torch.int8, torch.uint8)
 
 
 @dataclass
@@ -128,23 +130,49 @@ class Case:
             lambda p, m, v: launch.hot_step(p, m, v, grad, updates, constants), [p, m, v.abs_()]
         )
 
+    def constants(self) -> definition.HotConstants:
+        beta1, beta2 = self.random.choice([(0.0, 0.0), (0.9, 0.95), (0.9, 0.999)])
+        l2, decay = self.random.choice([(0.0, 1.0), (self.number(), 1.0), (0.0, self.number())])
+        return definition.HotConstants(
+            *(self.number(), 1e-3, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1e-8, l2, decay),
+            *self.random.choice([(beta1, beta2), (0.0, 0.0)]),
+        )
+
     def share_step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         rows = max(1, self.n // self.block)
         p, m, v, grad, weights = (
             self.array(dtype, rows * self.block).view(rows, -1)
             for dtype in (*[torch.float32] * 3, *self.random.choices(STORED, k=2))
         )
-        beta1, beta2 = self.random.choice([(0.0, 0.0), (0.9, 0.95), (0.9, 0.999)])
-        l2, decay = self.random.choice([(0.0, 1.0), (self.number(), 1.0), (0.0, self.number())])
-        constants = definition.HotConstants(
-            *(self.number(), 1e-3, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1e-8, l2, decay),
-            *self.random.choice([(beta1, beta2), (0.0, 0.0)]),
-        )
+        constants = self.constants()
         updates = self.random.choice([1, 2, 3, self.random.randint(1, 10**6)])
         return self.both(
             lambda p, m, v, w: launch.share_step(p, m, v, grad, w, updates, constants),
             [p, m, v.abs_(), weights],
         )
+
+    def rounded_step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rows = max(1, self.n // self.block)
+        p, grad, weights = (
+            self.array(dtype, rows * self.block).view(rows, -1)
+            for dtype in (torch.float32, *self.random.choices(STORED, k=2))
+        )
+        if self.random.random() < 0.3:
+            m, v = (self.array(torch.bfloat16, rows * self.block) for _ in range(2))
+            state = [p, m.view(rows, -1), v.abs_().view(rows, -1)]
+        else:
+            kept = [self.array(torch.float32, rows * self.block) for _ in range(2)]
+            codes = [torch.empty(rows, self.block, dtype=each) for each in CODES]
+            scales = [torch.empty(rows, dtype=torch.uint8) for _ in CODES]
+            store([kept[0], kept[1].abs_()], [each.view(-1) for each in codes], scales, self.block)
+            state = [p, *codes, *scales]
+        constants, updates = self.constants(), self.random.choice([1, 2, 2**31 - 1])
+        pairs = self.both(
+            lambda w, *s: rounded.rounded_step(s, grad, w, updates, constants), [weights, *state]
+        )
+        for each in (each for pair in pairs for each in pair if each.dtype == torch.bfloat16):
+            each.masked_fill_(each.abs() < torch.finfo(torch.bfloat16).tiny, 0.0)
+        return pairs
 
     def predict_lion(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         published, grad = (self.array(self.random.choice(READ)) for _ in range(2))
@@ -195,6 +223,7 @@ def main(cases: int, seed: int) -> None:
             case.move,
             case.hot_step,
             case.share_step,
+            case.rounded_step,
             case.predict_lion,
             *([case.norms] if number % 8 == 0 else []),
         ):

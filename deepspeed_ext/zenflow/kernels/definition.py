@@ -27,26 +27,27 @@ import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
-import numpy as np
 import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, HOST_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.roots import root
 from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS
 
 __all__ = [
     "CLAMP",
     "Chunks",
     "HotConstants",
+    "advance_moments",
     "bias_correction",
     "bias_corrections",
     "chunk_numel",
     "hot_step",
     "move",
     "predict",
-    "root",
     "share_step",
+    "update",
 ]
 
 CLAMP = 4.5
@@ -192,27 +193,6 @@ def move(
         part.of(drift).copy_(part.dithered(drifted, drift.dtype, 2, 3))
 
 
-# Note: [the nearest root]
-# On the CPU torch's sqrt is MKL's, of which one result in 170 is not the nearest number; in fp64,
-# too. CUDA's is the nearest, Triton's sqrt_rn as well, and NumPy's: it is the CPU's instruction.
-
-
-def root(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The nearest fp32 number to each square root, on any device; see Note: [the nearest root].
-
-    Args:
-        x: fp32, any shape. A negative element gives NaN.
-        out: what is written and returned, of the same shape on the same device; may be `x`. None: a
-            new tensor.
-    """
-    out = torch.empty_like(x) if out is None else out
-    if x.device.type != "cpu":
-        return torch.sqrt(x, out=out)
-    with np.errstate(invalid="ignore"):
-        np.sqrt(x.numpy(), out=out.numpy())
-    return out
-
-
 @dataclass(frozen=True)
 class HotConstants:
     """The numbers of one Adam step of hot blocks.
@@ -323,8 +303,9 @@ def hot_step(
             c[part.begin // block_size : part.end // block_size, None]
             for c in (correction1, correction2_sqrt)
         )
-        rows = (part.of(p), part.of(m), part.of(v), part.of(grad))
-        _step_rows(*rows, first, second, constants, part.temporary(0), part.temporary(1))
+        rows, temporaries = (part.of(p), part.of(m), part.of(v)), part.temporary
+        advance_moments(*rows, part.of(grad), constants, temporaries(0), temporaries(1))
+        update(*rows, first, second, constants, temporaries(0), temporaries(1))
 
 
 def share_step(
@@ -346,25 +327,36 @@ def share_step(
     weights.copy_(p)
 
 
-def _step_rows(
+def advance_moments(
     p: torch.Tensor,
     m: torch.Tensor,
     v: torch.Tensor,
     grad: torch.Tensor,
+    c: HotConstants,
+    g: torch.Tensor,
+    other: torch.Tensor,
+) -> None:
+    """The part of `hot_step` before the update, of a chunk; `g` and `other` are temporaries."""
+    g.copy_(grad).mul_(c.grad_scale)
+    if c.l2:
+        g.add_(torch.mul(p, c.l2, out=other))
+    m.mul_(c.beta1).add_(torch.mul(g, c.weight1, out=other))
+    v.mul_(c.beta2).add_(torch.mul(g, c.weight2, out=other).mul_(g))
+
+
+def update(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
     correction1: torch.Tensor,
     correction2_sqrt: torch.Tensor,
     c: HotConstants,
     g: torch.Tensor,
     other: torch.Tensor,
 ) -> None:
-    """`hot_step` of a chunk; `g` and `other` are temporaries."""
-    g.copy_(grad).mul_(c.grad_scale)
-    if c.l2:
-        g.add_(torch.mul(p, c.l2, out=other))
-    m.mul_(c.beta1).add_(torch.mul(g, c.weight1, out=other))
-    v.mul_(c.beta2).add_(torch.mul(g, c.weight2, out=other).mul_(g))
+    """The rest of `hot_step`, of a chunk; `g` and `other` are temporaries."""
     denominator = root(v, out=other).div_(correction2_sqrt).add_(c.eps)
-    update = torch.div(m, correction1, out=g).mul_(-c.lr).div_(denominator)
+    change = torch.div(m, correction1, out=g).mul_(-c.lr).div_(denominator)
     if c.decay != 1.0:
         p.mul_(c.decay)
-    p.add_(update)
+    p.add_(change)

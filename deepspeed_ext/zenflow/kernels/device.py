@@ -19,7 +19,13 @@ import triton
 import triton.language as tl
 
 from deepspeed_ext.zenflow.kernels.definition import CLAMP
-from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS
+from deepspeed_ext.zenflow.worker.kernel.rounding import (
+    CODES,
+    HASH_FACTORS,
+    HASH_SHIFTS,
+    MOST_SCALE,
+    NOT_FINITE,
+)
 
 __all__ = [
     "hot_step",
@@ -27,6 +33,7 @@ __all__ = [
     "norms",
     "predict",
     "predict_lion",
+    "rounded_step",
     "share_step",
     "sums_of_squares",
 ]
@@ -34,6 +41,9 @@ __all__ = [
 _CLAMP = tl.constexpr(CLAMP)
 _FACTOR_1, _FACTOR_2 = map(tl.constexpr, HASH_FACTORS)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = map(tl.constexpr, HASH_SHIFTS)
+_MOST_SCALE, _NOT_FINITE = tl.constexpr(MOST_SCALE), tl.constexpr(NOT_FINITE)
+_M_MOST, _M_MANTISSA, _M_EXPONENT, _M_ABOVE_HALF, _M_LEAST = map(tl.constexpr, CODES["int8"])
+_V_MOST, _V_MANTISSA, _V_EXPONENT, _V_ABOVE_HALF, _V_LEAST = map(tl.constexpr, CODES["uint8"])
 
 
 @triton.jit
@@ -53,6 +63,14 @@ def _normalized(grad, offsets, inside, factor, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _hashed(x):
+    """The hash of `rounding`, of uint32."""
+    x = (x ^ (x >> _SHIFT_1)) * _FACTOR_1
+    x = (x ^ (x >> _SHIFT_2)) * _FACTOR_2
+    return x ^ (x >> _SHIFT_3)
+
+
+@triton.jit
 def _dithered(x, like):
     """`x`, fp32, dithered to the dtype that `like` points to."""
     if like.dtype.element_ty == tl.float32:
@@ -61,10 +79,7 @@ def _dithered(x, like):
         mask: tl.constexpr = 0xFFFF if like.dtype.element_ty == tl.bfloat16 else 0x1FFF
         kept: tl.constexpr = 0xFFFF0000 if like.dtype.element_ty == tl.bfloat16 else 0xFFFFE000
         bits = x.to(tl.uint32, bitcast=True)
-        random = (bits ^ (bits >> _SHIFT_1)) * _FACTOR_1
-        random = (random ^ (random >> _SHIFT_2)) * _FACTOR_2
-        random = random ^ (random >> _SHIFT_3)
-        rounded = ((bits + (random & mask)) & kept).to(tl.float32, bitcast=True)
+        rounded = ((bits + (_hashed(bits) & mask)) & kept).to(tl.float32, bitcast=True)
         return tl.where(x == x, rounded, x).to(like.dtype.element_ty)
 
 
@@ -281,17 +296,32 @@ def predict_lion(
 
 
 @triton.jit
-def _adam(p, m, v, grad, offsets, inside, steps, ALIGNED: tl.constexpr):
+def _advanced(p, m, v, gradient, numbers):
+    """The moments of a step."""
+    grad_scale, beta1, weight1, beta2, weight2, l2 = numbers
+    g = gradient.to(tl.float32) * grad_scale
+    g = tl.where(l2 != 0.0, g + p * l2, g)
+    return m * beta1 + g * weight1, v * beta2 + g * weight2 * g
+
+
+@triton.jit
+def _updated(p, m, v, numbers):
+    """p of a step, from its moments."""
+    first, second, lr, eps, decay = numbers
+    denominator = tl.div_rn(tl.sqrt_rn(v), tl.broadcast_to(second, v.shape)) + eps
+    update = tl.div_rn(m, tl.broadcast_to(first, m.shape)) * -lr
+    return p * decay + tl.div_rn(update, denominator)
+
+
+@triton.jit
+def _adam(p, m, v, grad, offsets, inside, of_moments, of_update, ALIGNED: tl.constexpr):
     """Steps p, m and v in place; the new p."""
-    grad_scale, first, second, lr, beta1, weight1, beta2, weight2, eps, l2, decay = steps
     old_p = tl.load(_at(p, offsets, ALIGNED), mask=inside, other=0.0)
-    g = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32) * grad_scale
-    g = tl.where(l2 != 0.0, g + old_p * l2, g)
-    new_m = tl.load(_at(m, offsets, ALIGNED), mask=inside, other=0.0) * beta1 + g * weight1
-    new_v = tl.load(_at(v, offsets, ALIGNED), mask=inside, other=0.0) * beta2 + g * weight2 * g
-    denominator = tl.div_rn(tl.sqrt_rn(new_v), tl.broadcast_to(second, new_v.shape)) + eps
-    update = tl.div_rn(new_m, tl.broadcast_to(first, new_m.shape)) * -lr
-    new_p = old_p * decay + tl.div_rn(update, denominator)
+    gradient = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0)
+    old_m = tl.load(_at(m, offsets, ALIGNED), mask=inside, other=0.0)
+    old_v = tl.load(_at(v, offsets, ALIGNED), mask=inside, other=0.0)
+    new_m, new_v = _advanced(old_p, old_m, old_v, gradient, of_moments)
+    new_p = _updated(old_p, new_m, new_v, of_update)
     tl.store(_at(m, offsets, ALIGNED), new_m, mask=inside)
     tl.store(_at(v, offsets, ALIGNED), new_v, mask=inside)
     tl.store(_at(p, offsets, ALIGNED), new_p, mask=inside)
@@ -337,8 +367,9 @@ def hot_step(
     offsets = rows[:, None] * BLOCK + columns
     first = tl.load(correction1 + rows, mask=in_rows, other=1.0)[:, None]
     second = tl.load(correction2_sqrt + rows, mask=in_rows, other=1.0)[:, None]
-    steps = (grad_scale, first, second, lr, beta1, weight1, beta2, weight2, eps, l2, decay)
-    _adam(p, m, v, grad, offsets, inside, steps, ALIGNED)
+    of_moments = (grad_scale, beta1, weight1, beta2, weight2, l2)
+    of_update = (first, second, lr, eps, decay)
+    _adam(p, m, v, grad, offsets, inside, of_moments, of_update, ALIGNED)
 
 
 @triton.jit(
@@ -379,20 +410,129 @@ def share_step(
         inside = inside & (columns < BLOCK)
     offsets = rows[:, None] * BLOCK + columns
     one = tl.full((1, 1), 1.0, tl.float32)
-    steps = (
-        grad_scale,
-        one * first,
-        one * second,
-        lr,
-        beta1,
-        weight1,
-        beta2,
-        weight2,
-        eps,
-        l2,
-        decay,
+    of_moments = (grad_scale, beta1, weight1, beta2, weight2, l2)
+    of_update = (one * first, one * second, lr, eps, decay)
+    new_p = _adam(p, m, v, grad, offsets, inside, of_moments, of_update, ALIGNED)
+    tl.store(_at(weights, offsets, ALIGNED), new_p.to(weights.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _decoded(codes, scales):
+    """What codes stand for; `scales` are those of their rows, as they are stored."""
+    bits = tl.where(scales == _NOT_FINITE, 0x7FC00000, scales.to(tl.int32) << 23)
+    k = codes.to(tl.float32)
+    return k * tl.abs(k) * bits.to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def _coded(
+    x,
+    up,
+    MOST: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    LEAST_ABOVE_HALF: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """Codes of rows, and the scales of these rows as they are stored (`rounding`)."""
+    size = tl.abs(x)
+    largest = tl.max(size.to(tl.int32, bitcast=True), 1).to(tl.uint32)
+    stored = ((largest + (0x7FFFFF - MANTISSA)) >> 23).to(tl.int32) - EXPONENT
+    is_finite = stored <= _MOST_SCALE
+    stored = tl.where(is_finite, tl.maximum(stored, 1), _NOT_FINITE)
+    inverse = tl.where(is_finite, (254 - stored) << 23, 0).to(tl.float32, bitcast=True)
+    scaled = tl.where(is_finite[:, None], size, 0.0) * inverse[:, None]
+    k = tl.floor(tl.sqrt_rn(scaled))
+    k += tl.where((scaled - k * k) * 65536.0 > (k + k + 1.0) * up.to(tl.float32), 1.0, 0.0)
+    least = tl.where(x != 0.0, LEAST * 1.0, 0.0)
+    least = tl.where(scaled > MOST * MOST / 2, LEAST_ABOVE_HALF * 1.0, least)
+    k = tl.where(is_finite[:, None], tl.maximum(k, least), 0.0).to(tl.int32)
+    return tl.where(x < 0.0, -k, k), stored
+
+
+@triton.jit
+def _up_to_bfloat16(x, up):
+    """`x`, fp32, rounded to values of bfloat16 with random numbers below 2^16."""
+    rounded = (x.to(tl.uint32, bitcast=True) + up) & 0xFFFF0000
+    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("p", "m", "v", "grad", "weights", "m_scales", "v_scales", "n", "key", "first"),
+        *("second", "grad_scale", "lr", "beta1", "weight1", "beta2", "weight2", "eps", "l2"),
+        "decay",
+    ]
+)
+def rounded_step(
+    p,
+    m,
+    v,
+    grad,
+    weights,
+    m_scales,
+    v_scales,
+    n: tl.int64,
+    key: tl.int64,
+    first: tl.float32,
+    second: tl.float32,
+    grad_scale: tl.float32,
+    lr: tl.float32,
+    beta1: tl.float32,
+    weight1: tl.float32,
+    beta2: tl.float32,
+    weight2: tl.float32,
+    eps: tl.float32,
+    l2: tl.float32,
+    decay: tl.float32,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """`share_step` with moments of bfloat16, or of codes with scales 1-D [n / BLOCK]; `key` is the
+    hash of the update's number. Scales of bfloat16 are not read."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    in_rows = rows < n // BLOCK
+    inside = in_rows[:, None]
+    if COLUMNS != BLOCK:
+        inside = inside & (columns < BLOCK)
+    offsets = rows[:, None] * BLOCK + columns
+    one = tl.full((1, 1), 1.0, tl.float32)
+    of_moments = (grad_scale, beta1, weight1, beta2, weight2, l2)
+    of_update = (one * first, one * second, lr, eps, decay)
+    old_p = tl.load(_at(p, offsets, ALIGNED), mask=inside, other=0.0)
+    gradient = tl.load(_at(grad, offsets, ALIGNED), mask=inside, other=0.0)
+    old_m = tl.load(_at(m, offsets, ALIGNED), mask=inside, other=0)
+    old_v = tl.load(_at(v, offsets, ALIGNED), mask=inside, other=0)
+    if m.dtype.element_ty == tl.int8:
+        old_m = _decoded(old_m, tl.load(m_scales + rows, mask=in_rows, other=0))
+        old_v = _decoded(old_v, tl.load(v_scales + rows, mask=in_rows, other=0))
+    new_m, new_v = _advanced(
+        old_p, old_m.to(tl.float32), old_v.to(tl.float32), gradient, of_moments
     )
-    new_p = _adam(p, m, v, grad, offsets, inside, steps, ALIGNED)
+    random = _hashed((offsets + key).to(tl.uint32))
+    if m.dtype.element_ty == tl.int8:
+        new_m, new_v = tl.where(inside, new_m, 0.0), tl.where(inside, new_v, 0.0)
+        m_codes, m_stored = _coded(
+            new_m, random & 0xFFFF, _M_MOST, _M_MANTISSA, _M_EXPONENT, _M_ABOVE_HALF, _M_LEAST
+        )
+        v_codes, v_stored = _coded(
+            new_v, random >> 16, _V_MOST, _V_MANTISSA, _V_EXPONENT, _V_ABOVE_HALF, _V_LEAST
+        )
+        tl.store(m_scales + rows, m_stored.to(tl.uint8), mask=in_rows)
+        tl.store(v_scales + rows, v_stored.to(tl.uint8), mask=in_rows)
+        tl.store(_at(m, offsets, ALIGNED), m_codes.to(tl.int8), mask=inside)
+        tl.store(_at(v, offsets, ALIGNED), v_codes.to(tl.uint8), mask=inside)
+        new_m, new_v = _decoded(m_codes, m_stored), _decoded(v_codes, v_stored)
+    else:
+        new_m = _up_to_bfloat16(new_m, random & 0xFFFF)
+        new_v = _up_to_bfloat16(new_v, random >> 16)
+        tl.store(_at(m, offsets, ALIGNED), new_m.to(tl.bfloat16), mask=inside)
+        tl.store(_at(v, offsets, ALIGNED), new_v.to(tl.bfloat16), mask=inside)
+    new_p = _updated(old_p, new_m, new_v, of_update)
+    tl.store(_at(p, offsets, ALIGNED), new_p, mask=inside)
     tl.store(_at(weights, offsets, ALIGNED), new_p.to(weights.dtype.element_ty), mask=inside)
 
 

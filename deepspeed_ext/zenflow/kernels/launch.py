@@ -48,11 +48,11 @@ Variant = tuple[str, tuple[torch.dtype, ...], tuple[tuple[str, Any], ...]]
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """Options of every kernel. A fused multiply-add would round once, unlike the definition."""
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
 _ALIGNMENT = 16
 _TILE_NUMEL = {
     **dict.fromkeys(("predict", "predict_lion", "move"), 2048),
-    **dict.fromkeys(("hot_step", "share_step"), 1024),
+    **dict.fromkeys(("hot_step", "share_step", "rounded_step"), 1024),
 }
 _UNALIGNED_TILE_NUMEL = 512
 """A thread loads the elements of an unaligned tile one by one: more of them only cost registers and

@@ -13,6 +13,7 @@ from deepspeed_ext.zenflow.kernels.definition import HotConstants
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
 
 __all__ = [
+    "CONSTANTS",
     "PREPARED_NUMEL",
     "estimates",
     "first_elements",
@@ -24,7 +25,8 @@ __all__ = [
 
 PREPARED_NUMEL = 1 << 16
 """Elements of the arrays on which kernels are compiled."""
-_CONSTANTS = HotConstants(1.0, 1e-3, 0.9, 0.1, 0.99, 0.01, 1e-8, 0.0, 1.0, 0.9, 0.99)
+CONSTANTS = HotConstants(1.0, 1e-3, 0.9, 0.1, 0.99, 0.01, 1e-8, 0.0, 1.0, 0.9, 0.99)
+"""Of a step on them."""
 
 
 def prepare(
@@ -117,7 +119,7 @@ def hot_steps(
         grads = torch.zeros(blocks * block_size + first, dtype=grad, device=device)[first:].view_as(
             p
         )
-        yield lambda grads=grads: launch.hot_step(p, m, v, grads, updates, _CONSTANTS)  # type: ignore[misc]
+        yield lambda grads=grads: launch.hot_step(p, m, v, grads, updates, CONSTANTS)  # type: ignore[misc]
 
 
 def share_steps(
@@ -139,7 +141,7 @@ def share_steps(
             torch.zeros(p.numel() + first, dtype=dtype, device=device)[first:].view_as(p)
             for dtype in (grad, weights)
         )
-        yield lambda g=g, w=w: launch.share_step(p, m, v, g, w, 1, _CONSTANTS)  # type: ignore[misc]
+        yield lambda g=g, w=w: launch.share_step(p, m, v, g, w, 1, CONSTANTS)  # type: ignore[misc]
 
 
 def first_elements(alignments: Iterable[bool]) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow import kernels
 from deepspeed_ext.zenflow.kernels import prepare
+from deepspeed_ext.zenflow.kernels.rounded import rounded_steps
 from deepspeed_ext.zenflow.optimizers.adam_estimator import (
     Estimator,
     drift_coefficient,
@@ -157,6 +158,9 @@ class AdamKind(OptimizerKind):
         step: AdamStep,
     ) -> None:
         constants = kernels.HotConstants.of(step)
+        if self.layout.moment_dtype != "float32":
+            kernels.rounded_step(state, grad, weights, step.step, constants)
+            return
         p, m, v = state
         kernels.share_step(p, m, v, grad, weights, step.step, constants)
 
@@ -168,7 +172,10 @@ class AdamKind(OptimizerKind):
         weights: torch.dtype,
         alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
-        return prepare.share_steps(device, block_size, grad, weights, alignments)
+        dtypes, moment_dtype = (grad, weights), self.layout.moment_dtype
+        if moment_dtype != "float32":
+            return rounded_steps(device, block_size, moment_dtype, *dtypes, alignments)
+        return prepare.share_steps(device, block_size, *dtypes, alignments)
 
 
 def _is_adam(optimizer: torch.optim.Optimizer) -> bool:

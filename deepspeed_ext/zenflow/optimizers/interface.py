@@ -197,7 +197,8 @@ class OptimizerKind(ABC):
         """Take one exact step of whole blocks, in place, and round p to the weights.
 
         Args:
-            state: p and the moments; fp32 [k, block_size], one row per block.
+            state: p, fp32, and the moments in their own dtypes, [k, block_size], one row per block;
+                then the scales of codes, [k].
             grad, weights: [k, block_size], any float dtype, on their device.
             step: the update's constants.
         """

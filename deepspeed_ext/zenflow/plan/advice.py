@@ -188,7 +188,7 @@ def _remedies(plan: ZenFlowPlan, is_settled: bool) -> Iterator[Remedy]:
     if not isinstance(rule, PredictiveSettings):
         return
     chooses = plan.has_share or plan.measures_share or is_settled
-    if not (chooses or rule.layout.is_coded):
+    if not chooses:
         yield from _shares(plan)
     if rule.layout.moment_dtype == "float32" and rule.layout.counts_updates:
         layout = replace(rule.layout, moment_dtype="bfloat16")

@@ -66,8 +66,8 @@ class ArraySpec:
     exchanged: bool = False
     """It is copied to or from the accelerator, so it is page-locked."""
     before: int = 0
-    """Elements directly before it that step on the accelerator (see `Arena.whole`). The worker
-    ignores them; they take memory only while they are shown."""
+    """Elements (of scales, blocks) directly before it that step on the accelerator (see
+    `Arena.whole`). No pass reads them; they take memory only while they are shown."""
     replaced_by: str | None = None
     """Dtype of y, which takes the place of this gradient; None: it does not. Both have the same
     item size, so y of an element replaces only the gradient of that element."""
@@ -207,7 +207,7 @@ class ArenaKinds:
         Args:
             numel: its elements that step on the host, n.
             before: elements before them, of the same partition of ZeRO, that step on the
-                accelerator.
+                accelerator; whole blocks.
         """
         blocks = -(-numel // self.block_size)
         dtypes = self.dtypes
@@ -228,8 +228,14 @@ class ArenaKinds:
                 ArraySpec(name, its, numel, partition, before=before)
                 for name, its in self.layout.arrays
             ),
-            *(ArraySpec(name, "uint8", blocks, partition) for name in self.layout.scales),
-            *(ArraySpec(name, "float32", numel, partition, touched=False) for name in shown),
+            *(
+                ArraySpec(name, "uint8", blocks, partition, before=before // self.block_size)
+                for name in self.layout.scales
+            ),
+            *(
+                ArraySpec(name, "float32", numel, partition, touched=False, before=before)
+                for name in shown
+            ),
             *(
                 []
                 if replaces

@@ -323,7 +323,6 @@ class _Choice:
             and isinstance(rule, PredictiveSettings)
             and rule.overlapped
             and not config.gradients_on_host
-            and not rule.layout.is_coded
             and len(facts.ranks) == facts.caller.ranks
             and not facts.is_on_cpu
             and facts.caller.weights is Place.ACCELERATOR

@@ -135,7 +135,7 @@ class Held:
 
     @property
     def share_bytes(self) -> int:
-        """Bytes of p and the moments on the accelerator."""
+        """Bytes of the state on the accelerator."""
         return sum(share_bytes(self.rule, each.head) * each.times for each in self.partitions)
 
     @property
@@ -359,19 +359,18 @@ class Held:
 
     def _shown(self) -> Part:
         """The accelerator's share, shown on the host."""
-        heads = sum(each.head * each.times for each in self.partitions)
-        size = sum(DTYPE_BYTES[dtype] for _, dtype in self.rule.layout.arrays) * heads
-        return Part("shown state", size, Memory.ARENA)
+        return Part("shown state", self.share_bytes, Memory.ARENA)
 
     def _adopted(self) -> list[Part]:
         """Loaded moments: an fp32 copy if they are kept in 16 bits; codes are made from shown fp32
         values."""
         layout = self.rule.layout
-        on_host = sum(each.on_host * each.times for each in self.partitions)
-        size = len(layout.moments) * _FLOAT_BYTES * on_host
         if not layout.is_coded:
-            size = 0 if layout.moment_dtype == "float32" else size
+            on_host = sum(each.on_host * each.times for each in self.partitions)
+            size = 0 if layout.moment_dtype == "float32" else on_host
+            size *= len(layout.moments) * _FLOAT_BYTES
             return [Part("loaded moments", size, Memory.PAGEABLE)]
+        size = len(layout.moments) * _FLOAT_BYTES * self.numel
         shown = Part("shown moments", size, Memory.ARENA)
         return [
             shown,

@@ -73,9 +73,10 @@ def landing_bytes(kinds: ArenaKinds, numel: int) -> int:
 
 
 def share_bytes(rule: PredictiveSettings | SelectiveSettings, numel: int) -> int:
-    """Bytes of accelerator memory of `numel` elements that step there: p, and the moments in their
-    own dtype."""
-    return sum(DTYPE_BYTES[dtype] for _, dtype in rule.layout.arrays) * numel
+    """Bytes of accelerator memory of `numel` elements, whole blocks, that step there: p, the
+    moments in their own dtype, and a byte for each scale of codes."""
+    scales = len(rule.layout.scales) * (numel // rule.block_size)
+    return sum(DTYPE_BYTES[dtype] for _, dtype in rule.layout.arrays) * numel + scales
 
 
 def head_of(numel: int, host_share: float, block_size: int) -> int:

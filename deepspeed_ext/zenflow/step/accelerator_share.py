@@ -2,10 +2,10 @@
 
 ``offload_optimizer.ratio`` is the share of the optimizer on the host. The first blocks of each
 partition, up to that share, have p and the moments in accelerator memory: with Adam 12 bytes per
-element there, or 8 with moments in bf16, and none on the host. They never wait for the worker, and
-the update rule does not see them. The host's arrays begin before the rule's part (see
-`Arena.whole`), so DeepSpeed saves, loads and shows the whole partition: `show` copies the share
-there, `take` copies it back.
+element there, 8 with moments in bf16, or 6.1 with those of 8 bits, and none on the host. They never
+wait for the worker, and the update rule does not see them. The host's arrays begin before the
+rule's part (see `Arena.whole`), so DeepSpeed saves, loads and shows the whole partition: `show`
+copies the share there, `take` copies it back.
 
 Source of the idea: ZeRO-Offload++ (DeepSpeed's "Twin-Flow"), which moves whole sub-groups.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from math import prod
 
 import torch
 
@@ -22,10 +22,8 @@ from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.plan.chunks import ROUNDED_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.arena import Arena
-from deepspeed_ext.zenflow.worker.kernel.codes import round_moments
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
 
 __all__ = ["AcceleratorShare"]
@@ -36,8 +34,9 @@ class _Part:
     """The share of one partition: d elements, whole blocks.
 
     Attributes:
-        state: p, fp32, and the moments in their own dtype; [blocks, block_size], accelerator.
-        shown: the same on the host, [d], in the arena.
+        state: p, fp32, and the moments in their own dtypes, [blocks, block_size]; scales of codes,
+            [blocks]; accelerator.
+        shown: the same on the host, 1-D, in the arena.
     """
 
     state: tuple[torch.Tensor, ...]
@@ -65,14 +64,18 @@ class AcceleratorShare:
         self._kind = kind
         self._arena = arena
         self._is_shown = False
-        self._parts = []
+        layout, self._parts = kind.layout, []
         for index, (part, numel) in enumerate(zip(weights, numels, strict=True)):
             blocks = numel // block_size
-            like = partial(torch.zeros, blocks, block_size, device=device)
-            p = like(dtype=torch.float32).copy_(part[:numel].view(blocks, block_size))
-            shown = tuple(arena.whole(each, index)[:numel] for each in kind.layout.kinds)
-            moments = (like(dtype=each.dtype) for each in shown[1:])
-            self._parts.append(_Part((p, *moments), shown))
+            shapes: dict[str, tuple[int, ...]] = dict.fromkeys(layout.kinds, (blocks, block_size))
+            shapes |= dict.fromkeys(layout.scales, (blocks,))
+            shown = [arena.whole(each, index)[: prod(shape)] for each, shape in shapes.items()]
+            state = [
+                torch.zeros(shape, dtype=each.dtype, device=device)
+                for each, shape in zip(shown, shapes.values(), strict=True)
+            ]
+            state[0].copy_(part[:numel].view_as(state[0]))
+            self._parts.append(_Part(tuple(state), tuple(shown)))
 
     @classmethod
     def if_all_have_room(
@@ -130,38 +133,14 @@ class AcceleratorShare:
         state = self._parts[index].state
         p = state[0]
         if p.numel():
-            self._step_rows(state, grad.view_as(p), weights.view_as(p), step)
-
-    def _step_rows(
-        self,
-        state: Sequence[torch.Tensor],
-        grad: torch.Tensor,
-        weights: torch.Tensor,
-        step: StepConstants,
-    ) -> None:
-        """Step blocks, and round their moments as the worker does. The random numbers are those of
-        the elements' places among what steps here."""
-        p, *moments = state
-        if self._kind.layout.moment_dtype == "float32":
-            self._kind.step_rows(state, grad, weights, step)
-            return
-        rows = chunk_of(ROUNDED_CHUNK_NUMEL, p.shape[1]) // p.shape[1]
-        for begin in range(0, len(p), rows):
-            part = slice(begin, begin + rows)
-            exact = [each[part].float() for each in moments]
-            self._kind.step_rows((p[part], *exact), grad[part], weights[part], step)
-            m, v = (each.view(-1) for each in exact)
-            dtype, first = self._kind.layout.moment_dtype, begin * p.shape[1]
-            round_moments(m, v, dtype, p.shape[1], step.step, first)
-            for target, values in zip(moments, exact, strict=True):
-                target[part].copy_(values)
+            self._kind.step_rows(state, grad.view_as(p), weights.view_as(p), step)
 
     # -- outside of a step -------------------------------------------------------------------------
 
     @torch.no_grad()
     def show(self) -> None:
-        """Copy p and the moments to the host, where they take memory until `hide`. The arena must
-        not be in use."""
+        """Copy p and the moments, or their codes, to the host, where they take memory until `hide`.
+        The arena must not be in use."""
         for part in self._parts:
             for shown, values in zip(part.shown, part.state, strict=True):
                 shown.copy_(values.view(-1))
@@ -184,7 +163,7 @@ class AcceleratorShare:
         """Free the host memory of what is shown. Copies from there must be complete."""
         if self._is_shown:
             for index in range(len(self._parts)):
-                for each in self._kind.layout.kinds:
+                for each in self._kind.layout.kept:
                     self._arena.release_before(each, index)
             self._is_shown = False
 

@@ -8,13 +8,12 @@ again. A save does not show the moments: it decodes them chunk by chunk on their
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, chunk_of
-from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.codes import decode, encode
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
@@ -24,7 +23,8 @@ __all__ = ["CodedMoment", "CodedMoments"]
 
 
 class CodedMoment(NamedTuple):
-    """One moment of one partition of n elements.
+    """One moment of one partition of ZeRO, of n elements. The first of them may step on the
+    accelerator; then their codes are here only while they are shown (see `AcceleratorShare`).
 
     Attributes:
         kind, shown_kind, partition: kinds and partition of the arena's arrays of codes and shown
@@ -77,14 +77,15 @@ class CodedMoment(NamedTuple):
 class CodedMoments:
     """The moments of a rank's partitions.
 
+    Args:
+        partitions: how many there are.
+
     Attributes:
         is_shown: whether the shown values are the state, because they may have been written. From
             the beginning of a step, the codes are.
     """
 
-    def __init__(
-        self, arena: Arena, partitions: Sequence[Partition], layout: StateLayout, block_size: int
-    ) -> None:
+    def __init__(self, arena: Arena, partitions: int, layout: StateLayout, block_size: int) -> None:
         self.is_shown = False
         self._has_memory = False
         self._arena = arena
@@ -92,20 +93,19 @@ class CodedMoments:
             CodedMoment(
                 kind,
                 shown,
-                partition.index,
+                index,
                 block_size,
-                codes,
-                scales,
-                arena.tensor(shown, partition.index),
+                *(arena.whole(each, index) for each in (kind, scales, shown)),
             )
-            for partition in partitions
-            for kind, shown, codes, scales in zip(
-                layout.kinds[1:], layout.shown, partition.moments, partition.scales, strict=True
+            for index in range(partitions)
+            for kind, scales, shown in zip(
+                layout.kinds[1:], layout.scales, layout.shown, strict=True
             )
         ]
 
     def show(self) -> None:
-        """Decode the moments, which take memory until `hide`. The arena must not be in use."""
+        """Decode the moments, which take memory until `hide`. The arena must not be in use, and
+        must hold all codes."""
         self._has_memory = self.is_shown = True
         for moment in self._moments:
             for span in moment.spans(CODED_CHUNK_NUMEL):

@@ -17,7 +17,7 @@ __all__ = ["OptimizerState"]
 @dataclass(frozen=True)
 class OptimizerState:
     """This rank's p and moments. Those on the accelerator, or coded, are shown in the arena on
-    demand.
+    demand; codes on the accelerator are copied to the host first, and decoded there.
 
     Attributes:
         partitions: as the update rule steps them.
@@ -42,10 +42,10 @@ class OptimizerState:
 
     def take(self) -> None:
         """Take back what others may have written where it was shown."""
-        if self.share is not None:
-            self.share.take()
         if self.coded is not None:
             self.coded.take()
+        if self.share is not None:
+            self.share.take()
 
     def hide(self) -> None:
         """Free the memory of what was shown and is no longer read."""

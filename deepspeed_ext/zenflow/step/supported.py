@@ -98,11 +98,6 @@ def require_section(section: Any) -> None:
             "hot blocks keep fp32 moments, and would be rounded "
             "each time they move; the predictive rule has it",
         ),
-        Refusal(
-            f"{state_dtype} with {_ratio(section)}",
-            zenflow.state_dtype == "int8" and section.host_share != 1.0,
-            'codes are made and shown on the host alone; "bfloat16" has it',
-        ),
         *_of_gradients(section),
         Refusal(
             f"{state_dtype} with block_size above {LARGEST_CODED_BLOCK}",

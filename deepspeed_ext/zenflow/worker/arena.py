@@ -130,7 +130,7 @@ class Arena:
 
     def whole(self, kind: str, partition: int = 0) -> torch.Tensor:
         """An array with the elements before it, as one 1-D CPU tensor: all p, m or v of a partition
-        of ZeRO."""
+        of ZeRO. It stays the same after `relay`."""
         import torch
 
         spec, offset = self._arrays[ArrayKey(kind, partition)]
@@ -140,6 +140,16 @@ class Arena:
         return torch.frombuffer(
             self._memory, dtype=getattr(torch, spec.dtype), count=count, offset=begin
         )
+
+    def before(self, kind: str, partition: int = 0) -> int:
+        """The number of elements before an array, which step on the accelerator."""
+        return self._arrays[ArrayKey(kind, partition)].spec.before
+
+    def whole_array(self, kind: str, partition: int = 0) -> Array:
+        """The address of what `whole` returns; valid while the arena exists."""
+        spec, offset = self._arrays[ArrayKey(kind, partition)]
+        begin = self._address + offset - spec.before_bytes
+        return Array(begin, spec.dtype, spec.before + spec.numel)
 
     def relay(self, layout: ArenaLayout) -> None:
         """Use `layout` from now on. Existing tensors and addresses stay valid."""
@@ -156,8 +166,9 @@ class Arena:
             _require(_libc.madvise(self._address + begin, nbytes, _MADV_REMOVE) == 0)
 
     def release(self, kind: str, partition: int = 0) -> None:
-        """Free the memory of an array; it reads as zero until it is written again. No page holds
-        another array."""
+        """Free the memory of an array and of the elements before it; they read as zero until they
+        are written again. No page holds another array."""
+        self.release_before(kind, partition)
         spec, offset = self._arrays[ArrayKey(kind, partition)]
         begin = offset // PAGE_BYTES * PAGE_BYTES
         if spec.numel:

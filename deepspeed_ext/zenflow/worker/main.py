@@ -240,8 +240,8 @@ def _write_decoded(
     descriptor: int, part: CodedPart, arena: Arena, kernel: Kernel, block_size: int, crc: int
 ) -> int:
     """Write moments as fp32, chunk by chunk; return `crc` updated with them."""
-    codes = arena.array(part.kind, part.partition)
-    scales = arena.array(f"{part.kind}_scales", part.partition)
+    codes = arena.whole_array(part.kind, part.partition)
+    scales = arena.whole_array(f"{part.kind}_scales", part.partition)
     step = chunk_of(CODED_CHUNK_NUMEL, block_size)
     chunk = (ctypes.c_float * min(step, part.span.numel))()
     for begin in range(part.span.begin, part.span.end, step):
@@ -260,7 +260,7 @@ def _write_decoded(
 def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
     p, m, v, published, *grads = _arrays(work, arena, ADAM_STATE)
     means = _per_block(work, arena, "block_means", block_size)
-    first = 0 if work.span is None else work.span.begin
+    first = arena.before("p", work.partition) + (0 if work.span is None else work.span.begin)
     scales = None
     if m.dtype == CODE_DTYPES[0]:
         scales = (

@@ -127,7 +127,8 @@ class FilePart(NamedTuple):
 
 
 class CodedPart(NamedTuple):
-    """Coded moments, and the place of their fp32 values in a file."""
+    """Coded moments, and the place of their fp32 values in a file. `span` counts from the beginning
+    of ZeRO's partition: the codes of what steps on the accelerator are shown in the arena."""
 
     kind: str
     """Kind of the array of codes."""

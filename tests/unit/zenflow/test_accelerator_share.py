@@ -37,6 +37,10 @@ from tests.support.zenflow_runs import difference, with_and_without
 pytestmark = pytest.mark.sampled(6)
 
 STEPS = 12
+CODED = {"state_dtype": "int8"}
+of_each = pytest.mark.parametrize(
+    ("rule", "fields"), [*((rule, {}) for rule in RULES), ("predictive", CODED)]
+)
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 
 
@@ -62,17 +66,21 @@ def test_without_overlap_any_ratio_equals_zero_offload(stage: int, ratio: float)
         assert difference(expected, actual) < 1e-4
 
 
-@pytest.mark.parametrize("rule", RULES)
+@of_each
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_resume_with_a_share_is_exact_at_every_step(stage: int, rule: str, tmp_path: Path) -> None:
-    config = config_of(stage, 0.4, rule, torch.bfloat16)
+def test_resume_with_a_share_is_exact_at_every_step(
+    stage: int, rule: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    config = config_of(stage, 0.4, rule, torch.bfloat16, **fields)
     assert failed_resumes(2, config, 2, 5, str(tmp_path)) == []
 
 
-@pytest.mark.parametrize("rule", RULES)
+@of_each
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_users_read_and_write_includes_the_share(stage: int, rule: str) -> None:
-    config = config_of(stage, 0.4, rule)
+def test_what_users_read_and_write_includes_the_share(
+    stage: int, rule: str, fields: dict[str, Any]
+) -> None:
+    config = config_of(stage, 0.4, rule, **fields)
     assert [found for on_one in run_ranks(2, looking_on, config) for found in on_one if found] == []
 
 
@@ -103,11 +111,11 @@ def moved_and_freed(config: dict[str, Any], folder: str) -> list[str]:
 
 @pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "fields"), [(2, {}), (3, {}), (2, CODED), (3, CODED)])
 def test_saving_and_moving_away_change_nothing_and_leave_no_copy_on_the_host(
-    stage: int, device: str, async_save: bool, tmp_path: Path
+    stage: int, fields: dict[str, Any], device: str, async_save: bool, tmp_path: Path
 ) -> None:
-    config = config_of(stage, 0.4, update_interval=1, async_save=async_save)
+    config = config_of(stage, 0.4, update_interval=1, async_save=async_save, **fields)
     for found in run_ranks(
         2 if device == "cpu" else 1, moved_and_freed, config, str(tmp_path), device=device
     ):
@@ -134,17 +142,28 @@ def loaded_elsewhere(config: dict[str, Any], folder: str) -> tuple[list[torch.Te
     return masters, losses
 
 
-@pytest.mark.parametrize("there", [(2, 2, 0.7), (2, 1, 1.0), (3, 2, 0.25), (2, 2, 0.0)])
+@pytest.mark.parametrize(
+    ("there", "fields"),
+    [
+        ((2, 2, 0.7), {}),
+        ((2, 1, 1.0), {}),
+        ((3, 2, 0.25), {}),
+        ((2, 2, 0.0), {}),
+        ((2, 2, 0.7), CODED),
+        ((3, 1, 0.0), CODED),
+        ((2, 1, 1.0), CODED),
+    ],
+)
 def test_a_checkpoint_is_loaded_with_another_share_by_other_ranks_at_another_stage(
-    there: tuple[int, int, float], tmp_path: Path
+    there: tuple[int, int, float], fields: dict[str, Any], tmp_path: Path
 ) -> None:
     """Mid-interval: gradients that wait for the worker are applied to the host's part alone, all
     others have been. So what is loaded does not depend on where it is loaded."""
     stage, ranks, ratio = there
-    run_ranks(2, saved_elsewhere, config_of(2, 0.4), str(tmp_path))
+    run_ranks(2, saved_elsewhere, config_of(2, 0.4, **fields), str(tmp_path))
     expected, _ = run_ranks(1, loaded_elsewhere, config_of(1, 0.5), str(tmp_path))[0]
     for masters, losses in run_ranks(
-        ranks, loaded_elsewhere, config_of(stage, ratio), str(tmp_path)
+        ranks, loaded_elsewhere, config_of(stage, ratio, **fields), str(tmp_path)
     ):
         assert_same(expected, masters, "masters")
         assert all(map(math.isfinite, losses))

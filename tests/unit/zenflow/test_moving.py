@@ -146,6 +146,7 @@ def moved_and_begun(
         (torch.bfloat16, {"overlap_step": False}),
         (torch.bfloat16, {"full_warm_up_rounds": 3}),
         (torch.bfloat16, {"state_dtype": "bfloat16"}),
+        (torch.bfloat16, {"state_dtype": "int8"}),
         (torch.bfloat16, {"accumulation": 3}),
         (torch.float32, {"accumulation": 2, "full_warm_up_rounds": 3}),
     ],
@@ -219,7 +220,7 @@ def chosen(
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+@pytest.mark.parametrize("states", ["float32", "bfloat16", "int8"])
 def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(
     states: str, tmp_path: Path
 ) -> None:

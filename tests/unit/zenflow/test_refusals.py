@@ -38,10 +38,6 @@ SECTION: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"zenflow": {"topk_ratio": 0.1, "state_dtype": "int8"}},
     ),
-    'state_dtype = "int8" with offload_optimizer.ratio': (
-        3,
-        {"zenflow": {"state_dtype": "int8"}, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-    ),
     "block_size above 256": (2, {"zenflow": {"state_dtype": "int8", "block_size": 257}}),
     "compute_grad_norm": (2, {"compute_grad_norm": False}),
 }

@@ -81,4 +81,5 @@ class PredictivePartitionValues(PartitionValues):
     ) -> None:
         p, m, v = state
         gradients = [gradient[begin : begin + p.numel()] for gradient in self.gradients]
-        take_steps(p, m, v, gradients, self.steps, begin, moment_dtype, block_size)
+        first = self.on_accelerator + begin
+        take_steps(p, m, v, gradients, self.steps, first, moment_dtype, block_size)

@@ -1,10 +1,12 @@
 """Rounds moments with torch operations: to bfloat16, or to 8-bit codes and back (defined in
 `rounding`)."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
+from deepspeed_ext.zenflow.worker.kernel.roots import root
 from deepspeed_ext.zenflow.worker.kernel.rounding import (
     CODE_DTYPES,
     CODES,
@@ -17,7 +19,39 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import (
     rounding_key,
 )
 
-__all__ = ["decode", "encode", "round_moments"]
+__all__ = ["decode", "encode", "loaded", "round_moments", "store"]
+
+
+def loaded(
+    stored: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """m and v in fp32: the arrays themselves if they are fp32, else copies.
+
+    Args:
+        stored: m and v, fp32, bfloat16 or codes; 1-D [n], on one device.
+        scales: of codes, uint8 [ceil(n / block_size)] each; empty: they are not coded.
+        block_size: elements per block.
+    """
+    if not scales:
+        return stored[0].float(), stored[1].float()
+    moments = torch.empty(2, stored[0].numel(), dtype=torch.float32, device=stored[0].device)
+    for codes, of_blocks, moment in zip(stored, scales, moments, strict=True):
+        decode(codes, of_blocks, block_size, moment)
+    return moments[0], moments[1]
+
+
+def store(
+    moments: Sequence[torch.Tensor],
+    stored: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    block_size: int,
+) -> None:
+    """Write m and v of `loaded`, which are rounded already, to `stored`."""
+    for moment, target in zip(moments, stored, strict=True):
+        if not scales and target is not moment:
+            target.copy_(moment)
+    for moment, codes, of_blocks in zip(moments, stored, scales, strict=False):
+        encode(moment, codes, of_blocks, block_size)
 
 
 def round_moments(
@@ -91,7 +125,7 @@ def encode(
     """Encode whole blocks of a moment.
 
     Args:
-        values: 1-D fp32 [n], host; the last block may be shorter.
+        values: 1-D fp32 [n], any device; the last block may be shorter.
         codes: receives their codes: int8 [n] of m, uint8 [n] of v.
         scales: receives the scale of each block: uint8 [ceil(n / block_size)].
         block_size: elements per block.
@@ -105,7 +139,7 @@ def encode(
     scales.copy_(torch.where(is_finite, stored.clamp(min=1), NOT_FINITE))
     unit = _units(scales)[:, None]
     scaled = torch.where(is_finite[:, None], x, 0.0).abs().div_(unit).nan_to_num_(0.0)
-    k = scaled.sqrt().floor_()
+    k = root(scaled).floor_()
     up = NEAREST if up_by is None else _in_blocks(up_by.float(), block_size)
     k += ((scaled - k * k) * 65536.0) > (k + k + 1.0) * up
     least = torch.where(x != 0.0, float(kind.least), 0.0)

@@ -17,7 +17,7 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import (
     MeanPass,
     Publish,
 )
-from deepspeed_ext.zenflow.worker.kernel.codes import decode, encode, round_moments
+from deepspeed_ext.zenflow.worker.kernel.codes import decode, loaded, round_moments, store
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE, LionPass, LionStep
 
 __all__ = ["ReferenceKernel", "block_means_into", "known_into", "publish_into", "take_steps"]
@@ -69,7 +69,7 @@ class ReferenceKernel:
             with torch.no_grad():
                 stored, newest = (m[i], v[i]), [grad[i] for grad in grads]
                 of_blocks = [each[i] for each in scales]
-                moments = _loaded(stored, of_blocks, block)
+                moments = loaded(stored, of_blocks, block)
                 _steps(
                     p[i],
                     *moments,
@@ -79,7 +79,7 @@ class ReferenceKernel:
                     adam_pass.m.dtype,
                     block,
                 )
-                _store(moments, stored, of_blocks, block)
+                store(moments, stored, of_blocks, block)
                 block_means_into(moments[1], block, means[i])
                 publish_into(adam_pass.publish, p[i], *moments, means[i], block, published[i])
 
@@ -228,36 +228,9 @@ def take_steps(
     parts = [array.split(chunk) for array in (p, m, v, *grads)]
     for i, (p_part, m_part, v_part, *grad_parts) in enumerate(zip(*parts, strict=True)):
         stored = m_part, v_part
-        moments = _loaded(stored, (), block_size)
+        moments = loaded(stored, (), block_size)
         _steps(p_part, *moments, grad_parts, steps, first + i * chunk, dtype, block_size)
-        _store(moments, stored, (), block_size)
-
-
-def _loaded(
-    stored: tuple[torch.Tensor, torch.Tensor], scales: Sequence[torch.Tensor], block_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """m and v in fp32: the arrays themselves if they are fp32, else copies; `scales` belong to
-    codes."""
-    if not scales:
-        return stored[0].float(), stored[1].float()
-    moments = torch.empty(2, stored[0].numel(), dtype=torch.float32, device="cpu")
-    for codes, of_blocks, moment in zip(stored, scales, moments, strict=True):
-        decode(codes, of_blocks, block_size, moment)
-    return moments[0], moments[1]
-
-
-def _store(
-    moments: tuple[torch.Tensor, torch.Tensor],
-    stored: tuple[torch.Tensor, torch.Tensor],
-    scales: Sequence[torch.Tensor],
-    block_size: int,
-) -> None:
-    """Write m and v of `_loaded`, which are rounded already."""
-    for moment, target in zip(moments, stored, strict=True):
-        if not scales and target is not moment:
-            target.copy_(moment)
-    for moment, codes, of_blocks in zip(moments, stored, scales, strict=False):
-        encode(moment, codes, of_blocks, block_size)
+        store(moments, stored, (), block_size)
 
 
 def _steps(

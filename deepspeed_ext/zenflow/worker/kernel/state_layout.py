@@ -75,6 +75,11 @@ class StateLayout:
         return tuple(f"{kind}_scales" for kind in self.kinds[1:]) if self.is_coded else ()
 
     @property
+    def kept(self) -> tuple[str, ...]:
+        """Kinds of all arrays that are the state: p, the moments, and the scales of codes."""
+        return (*self.kinds, *self.scales)
+
+    @property
     def shown(self) -> tuple[str, ...]:
         """Kinds of the arrays that show the moments to others: the moments themselves or, if they
         are coded, fp32 arrays that take memory only while they are shown."""

@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.zenflow.kernels import HotConstants, definition, host
 from deepspeed_ext.zenflow.kernels.lion import define_predict_lion, step_lion
+from deepspeed_ext.zenflow.kernels.rounded import define_rounded_step
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, LionStep
+from deepspeed_ext.zenflow.worker.kernel.roots import root
 
 BLOCK, NUMEL = 32, 32 * 5 + 7
 STEPS = [
@@ -52,6 +54,9 @@ EXACT = {
         "masked_fill_",
     ),
     *("neg", "copysign_", "bitwise_right_shift", "__rshift__", "bitwise_and_", "bitwise_xor_"),
+    *("full", "scalar_tensor", "lift_fresh", "_local_scalar_dense", "unbind", "bitwise_and"),
+    *("__lshift__", "abs", "amax", "maximum", "floor_", "eq", "gt", "le", "isnan", "masked_fill"),
+    "nan_to_num_",
 }
 """Operations that do not round, or round a single value when they store it."""
 ROUND_ONCE = {
@@ -101,12 +106,16 @@ def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], 
     known = torch.randint(-9, 9, (2 * blocks,), dtype=torch.int32)
     counts = torch.arange(1, blocks + 1, dtype=torch.int32)
     hot = AdamBlocks(BlockSet(torch.arange(blocks), blocks * BLOCK, BLOCK), p, m, v, counts)
+    constants, of_16 = HotConstants.of(step), [p, m.bfloat16(), v.bfloat16()]
+    of_8 = [p, m.to(torch.int8), v.to(torch.uint8), *torch.ones(2, blocks, dtype=torch.uint8)]
     return {
         "estimator": lambda: Estimator.after(step, means, BLOCK),
         "predict": lambda: estimator.predict(weights, published, None, grad, 0.5, 1e-3),
         "predict with D": lambda: estimator.predict(weights, published, drift, grad, 0.5, 1e-3),
         "move": lambda: estimator.move(weights, drift, grad, 0.5, 1e-3, 1e-3),
         "hot step": lambda: hot.step(rows, step),
+        "rounded step, 16 bits": lambda: define_rounded_step(of_16, rows, p, 3, constants),
+        "rounded step, 8 bits": lambda: define_rounded_step(of_8, rows, p, 3, constants),
         "predict, Lion": lambda: define_predict_lion(
             weights, published, grad, known, 0.05, 0.9, 1e-3, BLOCK
         ),
@@ -173,7 +182,7 @@ def test_a_root_is_the_nearest_number(into: str) -> None:
     x = torch.cat([torch.rand(4096), torch.tensor([0.0, 1e-45, 3e38, math.inf, math.nan, -1.0])])
     expected = x.double().sqrt().float()  # fp64 has enough digits, although it is MKL's, too
     out = {"another": None, "itself": x, "a part": torch.empty(len(x), 2)[:, 1]}[into]
-    found = definition.root(x, out=out)
+    found = root(x, out=out)
     assert out is None or found is out
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())

@@ -8,10 +8,11 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.kernels import definition, launch, lion
+from deepspeed_ext.zenflow.kernels import definition, launch, lion, rounded
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
 
+CODES = (torch.int8, torch.uint8)
 CONSTANTS = definition.HotConstants(0.5, 1e-3, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 0.999, 0.9, 0.95)
 
 
@@ -37,7 +38,13 @@ def both_ways(numel: int, first: int) -> list[list[torch.Tensor]]:
             share = p1, m1, v1 = p.clone(), m.clone(), v.clone()
             of_share = y[: rows.numel()].view(-1, 32)
             launch.share_step(p1, m1, v1, rows, of_share, 9, CONSTANTS)
-        results = (moved, d, w, p, m, v, of_lion, *share, of_share)
+            coded = [p.clone(), *(torch.zeros_like(rows, dtype=each) for each in CODES)]
+            coded += [torch.zeros(len(p), dtype=torch.uint8, device=device) for _ in CODES]
+            of_16_bits = [p.clone(), m.bfloat16(), v.bfloat16()]
+            for state in (coded, of_16_bits):
+                for step in (1, 2):
+                    rounded.rounded_step(state, rows, of_share, step, CONSTANTS)
+        results = (moved, d, w, p, m, v, of_lion, *share, of_share, *coded, *of_16_bits)
         found.append([array.cpu() for array in results])
     return found
 
@@ -46,5 +53,5 @@ def both_ways(numel: int, first: int) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("first", [0, 1])
 def test_kernels_on_an_accelerator_equal_torch_operations_to_the_bit(first: int) -> None:
     kernels, operations = run_ranks(1, both_ways, (1 << 18) + 45, first, device="accelerator")[0]
-    names = "moved weights, D, predicted weights, p, m, v, weights of Lion, p, m, v, weights"
+    names = "moved weights, D, predicted weights, p, m, v, weights of Lion, states and weights"
     assert_same(kernels, operations, names)

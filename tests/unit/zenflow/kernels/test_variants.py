@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from deepspeed_ext.zenflow.kernels import definition, device, launch, lion, prepare
+from deepspeed_ext.zenflow.kernels import definition, device, launch, lion, prepare, rounded
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 
 BACKENDS = {
@@ -84,19 +84,22 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
         *prepare.estimates(cpu, 32, bf16, bf16, bf16, [True], [True, False]),
         *prepare.hot_steps(cpu, 32, bf16, [True]),
         *prepare.share_steps(cpu, 32, bf16, bf16, [True, False]),
+        *rounded.rounded_steps(cpu, 32, "int8", bf16, bf16, [True, False]),
     ]
     prepare.prepare(cpu, 32, prepared, warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
-    assert [len(keys) for keys in expected.values()] == [9, 9], (
-        "predict, move and share step twice, hot step, two of the norms"
+    assert [len(keys) for keys in expected.values()] == [11, 11], (
+        "predict, move and both steps of a share twice, hot step, two of the norms"
     )
-    assert len(launch.variants()) == 9
+    assert len(launch.variants()) == 11
 
     before = recorded.launches
     sizes = [(1, 0), (16, 1), (5003, 3), (4096, 8), (70_001, 64)]
     arrays = [[flat(numel, first + offset) for offset in (0, 0, 8, 16)] for numel, first in sizes]
     estimators = [Estimator(torch.ones(-(-numel // 32)), 32, 1.0, 1e-8) for numel, _ in sizes]
     state = torch.ones(3, 5, 32)
+    coded = [torch.zeros(5, 32, dtype=each) for each in (torch.int8, torch.uint8)]
+    coded += [torch.zeros(5, dtype=torch.uint8) for _ in range(2)]
     for step in range(1, 51):
         scale = 1.0 if step % 3 else 0.7
         launch.norms([grad for *_, grad in arrays])
@@ -117,9 +120,10 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
         for first in (0, 5):
             grad, weights = (flat(160, first).view(5, 32) for _ in range(2))
             launch.share_step(p, m, v, grad, weights, step, constants)
-    assert recorded.launches - before == 50 * (2 + 5 + 1 + 2)
+            rounded.rounded_step([p, *coded], grad, weights, step, constants)
+    assert recorded.launches - before == 50 * (2 + 5 + 1 + 2 + 2)
     assert recorded.keys == expected
-    assert len(launch.variants()) == 9
+    assert len(launch.variants()) == 11
 
 
 def test_steps_of_lion_compile_nothing_that_was_not_prepared(recorded: Recorded) -> None:

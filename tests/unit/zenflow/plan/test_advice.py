@@ -144,7 +144,7 @@ def plan_of(*, host_share: float | None = 1.0, lion: bool = False, **config: obj
     [
         (plan_of(), [SHARE, "state_dtype bfloat16", "update_interval 2"]),
         (plan_of(state_dtype="bfloat16"), [SHARE, "update_interval 2"]),
-        (plan_of(state_dtype="int8"), ["update_interval 2"]),
+        (plan_of(state_dtype="int8"), [SHARE, "update_interval 2"]),
         (plan_of(update_interval=2), [SHARE, "state_dtype bfloat16"]),
         (plan_of(update_interval="measured"), [SHARE, "state_dtype bfloat16"]),
         (plan_of(host_share=0.5), ["state_dtype bfloat16", "update_interval 2"]),

@@ -91,6 +91,7 @@ plans = st.sampled_from(
         {"update_interval": 2},
         {"hide_transfers": False},
         {"publish_dtype": "float32"},
+        {"state_dtype": "int8"},
     ]
 )
 
@@ -126,12 +127,14 @@ def test_arrays_keep_their_place_and_what_moves_lies_before_them(
         was, place = at[spec.key]
         assert place <= offset - spec.before_bytes or not spec.before
         assert offset + spec.nbytes <= place + was.nbytes
-    for kind in ("p", "m", "v"):
+    layout = plan.rule.layout
+    for kind in {*layout.kept, *layout.shown}:
         for index, decided in enumerate(moved.partitions):
             spec, offset = after.by_key()[ArrayKey(kind, index)]
             _, place = at[ArrayKey(kind, index)]
-            assert offset == place + 4 * decided.head
-            assert (spec.before, spec.numel) == (decided.head, decided.on_host)
+            per = plan.rule.block_size if kind in layout.scales else 1
+            assert offset == place + spec.before_bytes
+            assert (spec.before, spec.numel) == (decided.head // per, -(-decided.on_host // per))
     arrays = sorted((offset, spec.nbytes) for spec, offset in after.arrays if spec.numel)
     pages = [(begin // PAGE_BYTES, -(-(begin + size) // PAGE_BYTES)) for begin, size in arrays]
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(pages))

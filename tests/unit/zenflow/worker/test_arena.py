@@ -303,4 +303,6 @@ def test_elements_before_an_array_are_of_one_piece_with_it_and_take_memory_only_
     assert resident_bytes(arena) <= used + 2 * PAGE  # pages that it shares with its neighbours stay
     assert int((left != 0).sum()) <= 2 * PAGE // 4
     assert arena.tensor("p").tolist() == [3.0] * numel
+    arena.release("p")
+    assert not any(arena.tensor("p").tolist())
     assert all(arena.tensor(kind).tolist() == [3.0] * others for kind in ("a", "b"))

@@ -1,0 +1,89 @@
+"""The exact step of blocks whose moments have 16 or 8 bits, beside the worker's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from deepspeed_ext.zenflow.kernels import HotConstants, rounded
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.codes import loaded
+from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
+from tests.support.same import assert_same
+
+KEEPS = AdamStep(0.0, 0.0, 0.0, 1.0, 0.0, decoupled=True, step=7, grad_scale=1.0)
+"""m becomes the gradient, and v its square."""
+TRAINS = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, decoupled=True, step=1, grad_scale=0.5)
+STORED = {"bfloat16": (torch.bfloat16,) * 2, "int8": (torch.int8, torch.uint8)}
+BLOCK, ROWS = 32, 40
+N = BLOCK * ROWS
+
+of_both = pytest.mark.parametrize("dtype", STORED)
+
+
+def wide(seed: int) -> torch.Tensor:
+    """Gradients over six orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(N, generator=generator) * 10 ** (6 * torch.rand(N, generator=generator) - 3)
+
+
+def state_of(dtype: str) -> list[torch.Tensor]:
+    p = torch.randn(ROWS, BLOCK, generator=torch.Generator().manual_seed(1))
+    moments = [torch.zeros(ROWS, BLOCK, dtype=each) for each in STORED[dtype]]
+    scales = [torch.zeros(ROWS, dtype=torch.uint8) for _ in range(2 if dtype == "int8" else 0)]
+    return [p, *moments, *scales]
+
+
+def here_and_there(
+    dtype: str, steps: list[AdamStep], grads: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """p, m and v in fp32 as stepped beside the worker, and by the worker's definition."""
+    state = state_of(dtype)
+    p, m, v = state[0].view(-1).clone(), torch.zeros(N), torch.zeros(N)
+    weights = torch.empty(ROWS, BLOCK, dtype=torch.bfloat16)
+    for step, grad in zip(steps, grads, strict=True):
+        constants = HotConstants.of(step)
+        rounded.rounded_step(state, grad.view(ROWS, BLOCK), weights, step.step, constants)
+    take_steps(p, m, v, grads, steps, 0, dtype, BLOCK)
+    assert torch.equal(weights.nan_to_num(), state[0].bfloat16().nan_to_num())
+    here = loaded([each.view(-1) for each in state[1:3]], state[3:], BLOCK)
+    return [state[0].view(-1), *here], [p, m, v]
+
+
+@of_both
+def test_moments_are_rounded_as_by_the_worker(dtype: str) -> None:
+    """To the bit, also where they are zero, subnormal or no number."""
+    grad = wide(3)
+    grad[3], grad[40], grad[77], grad[200] = 0.0, 1e-40, math.nan, math.inf
+    for number in (7, 2**31 - 1):
+        here, there = here_and_there(dtype, [replace(KEEPS, step=number)], [grad])
+        assert_same(*([each.nan_to_num() for each in found[1:]] for found in (there, here)))
+
+
+@of_both
+def test_a_step_is_the_workers_but_for_last_bits(dtype: str) -> None:
+    """A value may lie on the other side of a random threshold. p follows from the rounded
+    moments."""
+    steps = [replace(TRAINS, step=each) for each in (1, 2, 3)]
+    grads = [torch.randn(N, generator=torch.Generator().manual_seed(each)) for each in range(3)]
+    here, there = here_and_there(dtype, steps, grads)
+    same = (here[1] == there[1]) & (here[2] == there[2])
+    assert same.float().mean() > 0.99
+    torch.testing.assert_close(here[0][same], there[0][same], rtol=1e-5, atol=1e-6)
+
+
+@of_both
+def test_chunks_do_not_matter(dtype: str) -> None:
+    found = []
+    for numel in (1 << 22, 5 * BLOCK):
+        with patch.object(rounded, "ROUNDED_CHUNK_NUMEL", numel):
+            state, weights = state_of(dtype), torch.empty(ROWS, BLOCK)
+            for t in (1, 2):
+                grad, constants = wide(t).view(ROWS, BLOCK), HotConstants.of(TRAINS)
+                rounded.rounded_step(state, grad, weights, t, constants)
+        found.append([*state, weights])
+    assert_same(*found)
