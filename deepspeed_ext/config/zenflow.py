@@ -105,8 +105,7 @@ class ZenFlowConfig(ConfigSection):
     parameter instead of 28; ``int8`` takes 5.9 bytes less, and the pass moves 16. Neither is exact:
     every update rounds both moments stochastically. A resume is still exact, and a checkpoint of
     another dtype is converted. DeepSpeed's ``bf16.bf16_optimizer_states`` sets ``bfloat16``, unless
-    this is given. ``int8`` needs a ``block_size`` of at most 256, and ``offload_optimizer.ratio``
-    1."""
+    this is given. ``int8`` needs a ``block_size`` of at most 256."""
 
     hide_transfers: bool | None = None
     """Overlap the copies of gradients and results with the next step. Takes 2 bytes of

@@ -3,10 +3,10 @@ device.
 
     python -m tests.perf.bench_kernels [--millions 256] [--turns 7] [--device accelerator]
 
-Both run on the same arrays, bf16 (p, m and v of the hot step: fp32), in turns. Bytes are those that
-the arithmetic needs: every array read once and written once. A kernel whose arrays begin at an odd
-element takes the variant for arrays that are not aligned. "Equal" says whether both ways gave the
-same bits.
+Both run on the same arrays, bf16 (p, m and v of exact steps: fp32, unless the name says otherwise),
+in turns. Bytes are those that the arithmetic needs: every array read once and written once. A
+kernel whose arrays begin at an odd element takes the variant for arrays that are not aligned.
+"Equal" says whether both ways gave the same bits.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from unittest.mock import patch
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.kernels import definition, launch
+from deepspeed_ext.zenflow.kernels import definition, launch, rounded
 from tests.perf import report
 from tests.support.ranks import run_ranks
 
 BLOCK = 32
+CODES = (torch.int8, torch.uint8)
 HOT_CONSTANTS = definition.HotConstants(
     0.5, 1e-3, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 0.999, 0.9, 0.95
 )
@@ -63,6 +64,9 @@ def works(numel: int, first: int) -> list[Work]:
     hot_grad = g[: hot * BLOCK].view(hot, BLOCK)
     updates = torch.arange(1, hot + 1, dtype=torch.int32, device=device)
     of_share = torch.empty_like(hot_grad)
+    of_16_bits = [p.clone(), m.bfloat16(), v.bfloat16()]
+    of_8_bits = [p.clone(), *(torch.zeros_like(p, dtype=each) for each in CODES)]
+    of_8_bits += [torch.zeros(hot, dtype=torch.uint8, device=device) for _ in CODES]
     blocks = inverse.nbytes
     return [
         Work(
@@ -94,6 +98,18 @@ def works(numel: int, first: int) -> list[Work]:
             lambda: launch.share_step(p, m, v, hot_grad, of_share, 9, HOT_CONSTANTS),
             [p, m, v, of_share],
             28 * hot * BLOCK,
+        ),
+        Work(
+            "share step, 16-bit moments, an eighth of the elements",
+            lambda: rounded.rounded_step(of_16_bits, hot_grad, of_share, 9, HOT_CONSTANTS),
+            [*of_16_bits, of_share],
+            20 * hot * BLOCK,
+        ),
+        Work(
+            "share step, 8-bit moments, an eighth of the elements",
+            lambda: rounded.rounded_step(of_8_bits, hot_grad, of_share, 9, HOT_CONSTANTS),
+            [*of_8_bits, of_share],
+            16 * hot * BLOCK + 4 * hot,
         ),
     ]
 

@@ -18,8 +18,9 @@ from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 __all__ = ["RuleBytes", "bytes_of", "share_step_bytes"]
 
 FLOAT_BYTES = DTYPE_BYTES["float32"]
-_RANDOM_BYTES = 5 * 8
-"""Temporaries per element whose moments are rounded stochastically."""
+_ROUNDING_BYTES = {"bfloat16": 24, "int8": 42}
+"""Temporaries per element while torch operations round its moments at random, by their dtype: three
+numbers of 8 bytes; or two of them, and the fp32 numbers of which a code is made."""
 _STATE_BYTES = 3 * FLOAT_BYTES
 """Bytes per element of a hot block: p, m and v in fp32."""
 _COUNT_BYTES, _ID_BYTES, _SIGN_BYTES = 4, 8, 1
@@ -84,9 +85,10 @@ def share_step_bytes(
     chunk = min(numel, chunk_of(at_once, block_size))
     if not layout.counts_updates:
         return 3 * FLOAT_BYTES * chunk
-    if layout.moment_dtype != "float32":  # both moments in fp32, and random numbers of 8 bytes
+    if layout.moment_dtype != "float32":  # and both moments in fp32
         chunk = min(chunk, chunk_of(ROUNDED_CHUNK_NUMEL, block_size))
-        return (4 * FLOAT_BYTES + _RANDOM_BYTES) * chunk + 3 * FLOAT_BYTES * (chunk // block_size)
+        per_element = 4 * FLOAT_BYTES + _ROUNDING_BYTES[layout.moment_dtype]
+        return per_element * chunk + 3 * FLOAT_BYTES * (chunk // block_size)
     return 2 * FLOAT_BYTES * chunk + 3 * FLOAT_BYTES * (chunk // block_size)
 
 

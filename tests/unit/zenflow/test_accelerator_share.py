@@ -22,7 +22,7 @@ from tests.support.models import batches, two_groups
 from tests.support.ranks import is_simulated, run_ranks
 from tests.support.resuming import failed_resumes
 from tests.support.same import assert_same, first_difference
-from tests.support.state_access import looking_on
+from tests.support.state_access import looking_on, state_of
 from tests.support.zenflow import (
     RULES,
     full_masters_of,
@@ -203,6 +203,30 @@ def test_collected_gradients_reach_only_the_part_on_the_host(data: st.DataObject
     assert all(
         torch.equal(found, expected[begin:end]) for found, expected in zip(part, whole, strict=True)
     )
+
+
+def moments_after_one_step(config: dict[str, Any]) -> list[dict[Any, torch.Tensor]]:
+    """The moments of a run with everything on the host, and of one with a share."""
+    found = []
+    for ratio in (1.0, 0.4):
+        config["zero_optimization"]["offload_optimizer"]["ratio"] = ratio
+        engine = make_engine(config, groups=two_groups)
+        train(engine, batches(1, dist.get_rank()))
+        found.append({key: values for key, values in state_of(engine).items() if key[1]})
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("states", ["bfloat16", "int8"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_moments_are_rounded_alike_wherever_they_step(stage: int, states: str) -> None:
+    """To the bit, in the step whose moments depend on the gradient alone: a random number goes by
+    the place in the whole partition."""
+    config = config_of(stage, 1.0, dtype=torch.bfloat16, state_dtype=states, overlap_step=False)
+    config["gradient_clipping"] = 0.0
+    for everywhere, shared in run_ranks(2, moments_after_one_step, config):
+        assert any(values.any() for values in everywhere.values())
+        assert_same(everywhere, shared)
 
 
 def overflowing(config: dict[str, Any]) -> tuple[list[float], list[float], int]:

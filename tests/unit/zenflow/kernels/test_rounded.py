@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from deepspeed_ext.zenflow.kernels import HotConstants, rounded
+from deepspeed_ext.zenflow.plan.chunks import HOST_CHUNK_NUMEL
+from deepspeed_ext.zenflow.plan.rule_bytes import share_step_bytes
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.codes import loaded
 from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
+from tests.support.meter import LiveBytes
 from tests.support.same import assert_same
 
 KEEPS = AdamStep(0.0, 0.0, 0.0, 1.0, 0.0, decoupled=True, step=7, grad_scale=1.0)
@@ -31,10 +35,10 @@ def wide(seed: int) -> torch.Tensor:
     return torch.randn(N, generator=generator) * 10 ** (6 * torch.rand(N, generator=generator) - 3)
 
 
-def state_of(dtype: str) -> list[torch.Tensor]:
-    p = torch.randn(ROWS, BLOCK, generator=torch.Generator().manual_seed(1))
-    moments = [torch.zeros(ROWS, BLOCK, dtype=each) for each in STORED[dtype]]
-    scales = [torch.zeros(ROWS, dtype=torch.uint8) for _ in range(2 if dtype == "int8" else 0)]
+def state_of(dtype: str, rows: int = ROWS) -> list[torch.Tensor]:
+    p = torch.randn(rows, BLOCK, generator=torch.Generator().manual_seed(1))
+    moments = [torch.zeros(rows, BLOCK, dtype=each) for each in STORED[dtype]]
+    scales = [torch.zeros(rows, dtype=torch.uint8) for _ in range(2 if dtype == "int8" else 0)]
     return [p, *moments, *scales]
 
 
@@ -56,9 +60,9 @@ def here_and_there(
 
 @of_both
 def test_moments_are_rounded_as_by_the_worker(dtype: str) -> None:
-    """To the bit, also where they are zero, subnormal or no number."""
+    """To the bit, also where they are zero, subnormal, too large or no number."""
     grad = wide(3)
-    grad[3], grad[40], grad[77], grad[200] = 0.0, 1e-40, math.nan, math.inf
+    grad[3], grad[40], grad[77], grad[200] = 0.0, 1e-40, math.nan, 3e38
     for number in (7, 2**31 - 1):
         here, there = here_and_there(dtype, [replace(KEEPS, step=number)], [grad])
         assert_same(*([each.nan_to_num() for each in found[1:]] for found in (there, here)))
@@ -87,3 +91,17 @@ def test_chunks_do_not_matter(dtype: str) -> None:
                 rounded.rounded_step(state, grad, weights, t, constants)
         found.append([*state, weights])
     assert_same(*found)
+
+
+@of_both
+def test_torch_operations_take_the_memory_that_the_plan_says(dtype: str) -> None:
+    rows = HOST_CHUNK_NUMEL // BLOCK
+    state, grad = state_of(dtype, rows), torch.ones(rows, BLOCK)
+    weights, constants = torch.empty(rows, BLOCK), HotConstants.of(TRAINS)
+    planned = share_step_bytes(rows * BLOCK, BLOCK, replace(ADAM_STATE, moment_dtype=dtype))
+    meter = LiveBytes()
+    meter.watch(*state, grad, weights)
+    held = sum(meter.live.values())
+    with meter:
+        rounded.define_rounded_step(state, grad, weights, 1, constants)
+    assert 0.95 * planned < meter.peak["total"] - held <= planned
