@@ -19,12 +19,13 @@ class Held:
 def test_a_checkpoint_that_differs_in_one_bit_is_told_from_one_that_does_not(
     tmp_path: Path,
 ) -> None:
-    state = {"step": 3, "states": [{"p": torch.arange(8.0)}], "held": Held([torch.zeros(2)])}
+    p = torch.arange(8.0)
+    state = {"step": 3, "states": [{"p": p}], "held": Held([torch.zeros(2)])}
     for side in ("before", "now"):
         folder = tmp_path / side / "ranks"
         folder.mkdir(parents=True)
         torch.save(state, folder / "rank0.pt")
-        state["states"][0]["p"][5] = torch.nextafter(torch.tensor(5.0), torch.tensor(6.0))
+        p[5] = torch.nextafter(torch.tensor(5.0), torch.tensor(6.0))
     before, now = (checkpoint(tmp_path / side) for side in ("before", "now"))
     names = ["held/values/0", "states/0/p", "step"]
     assert sorted(before) == [f"ranks/rank0.pt/{name}" for name in names]
