@@ -359,7 +359,7 @@ class Engine(EngineSettings):
         """Evaluate as DeepSpeed does, with the weights that training uses; if ZenFlow predicts
         them, log that once."""
         super().eval()
-        if self._zenflow is not None and self._zenflow.overlapped and self.global_rank == 0:
+        if (ours := self._parts.zenflow) and ours.host.decided.overlaps and self.global_rank == 0:
             log_once(logging.INFO, EVALUATES_PREDICTED)
 
     # -- states on the host ------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.direct_buffers import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
-from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Arrival
 from deepspeed_ext.zenflow.start import ZenFlowStart
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
@@ -73,9 +73,6 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             )
             self.reset_cpu_buffers()
         self._late_weights: LateWeights | None = None
-        if self.host_optimizer.decided.weights_arrive is WeightsArrival.IN_FORWARD:
-            places, prefetches = self._partitions.places(), Prefetches(self)
-            self._late_weights = LateWeights(self.host_optimizer, places, prefetches)
 
     def _create_fp32_partitions(self) -> None:
         """Let DeepSpeed make masters without memory: the arena's p comes from the weights."""
@@ -250,7 +247,11 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def step(self, closure: Any = None) -> None:
         parts, super_call = self.zenflow_parts, partial(super().step, closure)
         kept: list[Swap] = []
-        if self._late_weights is not None:  # the forward gathers persistent parameters, too
+        if self.host_optimizer.weights_follow:
+            if self._late_weights is None:
+                places, prefetches = self._partitions.places(), Prefetches(self)
+                self._late_weights = LateWeights(self.host_optimizer, places, prefetches)
+            # the forward gathers persistent parameters, too
             kept = [Swap(self, "persistent_parameters", [])]
         with parts.readiness.stepping(), swapped(*kept):
             parts.driver.run(super_call, lambda: self.overflow)

@@ -114,7 +114,10 @@ def _begin_backward(zero: Any) -> None:
     """Before a backward pass, complete all weights, also those that forward has not used: gradients
     go to slots in which their y may still be."""
     zero.clear_backward_seen_flag()
-    zero.zenflow_parts.state.complete_weights()
+    parts: ZenFlowParts = zero.zenflow_parts
+    with parts.host.link.deferring_errors():
+        parts.host.link.metrics.forward.stop()
+    parts.state.complete_weights()
 
 
 def _warn_of_mixed_blocks(partitions: ZeroPartitions, block_size: int) -> None:

@@ -356,7 +356,9 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         plan = saved.plan
         here = plan is not None and plan.host == host_id()
         threads, seconds = (plan.threads, plan.device_seconds) if plan and here else (None, 0.0)
-        host.mover.resumed(host, threads, seconds, is_elsewhere=plan is not None and not here)
+        elsewhere = plan is not None and not here
+        is_exact = getattr(saved.schedule, "is_exact", None)
+        host.mover.resumed(host, threads, seconds, is_elsewhere=elsewhere, is_exact=is_exact)
     rule = host.rule
     interval = saved.schedule.interval
     if changed := _changed_setting(host, saved) or _unaffordable_interval(host, interval):

@@ -8,11 +8,18 @@ from deepspeed_ext.config.core_binding import ReservedCores
 from deepspeed_ext.config.section import ConfigSection
 from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION
 
-__all__ = ["OF_ONE_RULE", "RuleName", "StateDtype", "ZenFlowConfig", "given_of_the_other_rule"]
+__all__ = [
+    "MEASURED",
+    "OF_ONE_RULE",
+    "RuleName",
+    "StateDtype",
+    "ZenFlowConfig",
+    "given_of_the_other_rule",
+]
 
 DAY_SECONDS = 24 * 3600
 
-RuleName = Literal["predictive", "selective", "exact"]
+RuleName = Literal["predictive", "selective", "exact", "measured"]
 
 Steps = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """A number of optimizer steps or epochs. Large values cost nothing, but ranks exchange it as an
@@ -32,7 +39,8 @@ Interval = Annotated[int, Field(ge=1, le=1024)]
 """Optimizer steps per hand-over. The predictive rule keeps a gradient for each of them."""
 
 MEASURED = "measured"
-"""Value of ``update_interval``. Accelerate refuses an "auto" that it does not fill in itself."""
+"""Value of ``update_rule`` and ``update_interval``. Accelerate refuses an "auto" that it does not
+fill in itself."""
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
@@ -53,8 +61,9 @@ class ZenFlowConfig(ConfigSection):
     accelerator include an estimate of the update in flight. ``selective``: ZenFlow as published.
     ``exact``: the steps of ``predictive`` without an estimate, so weights are those of Adam, AdamW
     or Lion to the bit; at stage 3 they arrive during the next forward, which waits for what has not
-    arrived. Not given: ``selective`` if ``topk_ratio`` or a ``select_*`` field is given, otherwise
-    ``predictive``."""
+    arrived. ``measured``, or "auto": after eight synchronous steps, ``exact`` if it is predicted to
+    make a step at most 5 % longer than ``predictive``, and that otherwise. Not given: ``selective``
+    if ``topk_ratio`` or a ``select_*`` field is given, otherwise ``predictive``."""
 
     update_interval: Interval | Literal["measured"] | None = None
     """``predictive``: optimizer steps whose gradients the worker processes in one pass. Not given:
@@ -67,7 +76,7 @@ class ZenFlowConfig(ConfigSection):
 
     overlap_step: bool | None = None
     """Let the worker step while the accelerator runs the next step. False: wait for the worker in
-    every step. Not given: true for ``predictive`` and ``exact``, false for ``selective``."""
+    every step. Not given: false for ``selective``, otherwise true."""
 
     weights_arrive_in_forward: bool | None = None
     """``predictive`` and ``exact``: let ``step()`` return before its weights are there; each
@@ -197,9 +206,10 @@ class ZenFlowConfig(ConfigSection):
     at the first selection; gives an interval of 1 to 8 steps."""
 
     def __init__(self, **data: Any) -> None:
-        """Read the interval "auto" as "measured"; any other "auto" means not given."""
-        if data.get("update_interval") == "auto":
-            data["update_interval"] = MEASURED
+        """Read the rule and the interval "auto" as "measured"; any other "auto" means not given."""
+        for name in ("update_rule", "update_interval"):
+            if data.get(name) == "auto":
+                data[name] = MEASURED
         super().__init__(**data)
 
     @property
@@ -211,7 +221,7 @@ class ZenFlowConfig(ConfigSection):
 
     @property
     def rule(self) -> RuleName:
-        """The update rule in use."""
+        """The update rule in use; ``measured``: not chosen yet."""
         return self.update_rule or (
             "selective" if CHOOSES_SELECTIVE & self.model_fields_set else "predictive"
         )
@@ -221,13 +231,14 @@ class ZenFlowConfig(ConfigSection):
         """Whether the worker steps while the accelerator runs a whole step, after the warm-up."""
         if self.rule == "exact":
             return False
-        return self.rule == "predictive" if self.overlap_step is None else self.overlap_step
+        return self.rule != "selective" if self.overlap_step is None else self.overlap_step
 
     @property
     def arrives_late(self) -> bool:
-        """Whether weights may be completed after the step."""
+        """Whether weights may be completed after the step, under the rule in use or once one is
+        chosen."""
         asks = self.weights_arrive_in_forward
-        wants = asks is not False if self.rule == "exact" else asks is True
+        wants = asks is True if self.rule == "predictive" else asks is not False
         return wants and self.rule != "selective" and self.overlap_step is not False
 
     @property
@@ -258,10 +269,13 @@ CHOOSES_SELECTIVE = frozenset(
 
 _EXACT = frozenset({"block_size", "state_dtype", "weights_arrive_in_forward"})
 
+_PREDICTIVE = _EXACT | {"prediction_error_factor"}
+
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
-    "predictive": _EXACT | {"prediction_error_factor"},
+    "predictive": _PREDICTIVE,
     "selective": CHOOSES_SELECTIVE | {"overlap_lag", "offload", "auto_ratio"},
     "exact": _EXACT,
+    "measured": _PREDICTIVE,
 }
 """Fields that not every rule reads, by the rules that do."""
 

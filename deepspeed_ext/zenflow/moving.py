@@ -7,6 +7,9 @@ moves without rounding: p and the moments are copied to the accelerator, and the
 begin after those elements. Later steps equal those of a run with this share from the start and the
 same p and moments. Thread counts do not change results.
 
+If the rule is open (`plan.rule_choice`), it is chosen once, before the first overlapped step. Under
+the exact rule the share is chosen then, too, and nothing is measured again.
+
 From `STEPS_BETWEEN` steps after a choice on, the run is checked every `STEPS_LOOKED_AT` steps. If
 steps wait, or the accelerator's time per step has changed, everything is measured again. The share
 may then move after an overlapped step, too: the worker publishes y again, for the elements that
@@ -29,10 +32,11 @@ from deepspeed_ext.runtime.ranks import agreed
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep, remedies_of
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
-from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.plan.places import Copies, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.printed import as_config
 from deepspeed_ext.zenflow.plan.probe import PROBED_STEPS, ThreadProbe
+from deepspeed_ext.zenflow.plan.rule_choice import RuleChoice, choose_rule, is_open, with_rule
 from deepspeed_ext.zenflow.plan.search import Measured, search_measured
 from deepspeed_ext.zenflow.plan.share import (
     MEASURED_STEPS,
@@ -102,10 +106,13 @@ class Tuner:
         self._contention = self._there = 0.0
         self._moves = self._since = 0
         self._gap = STEPS_BETWEEN
+        self._is_done = False
         self.device_seconds = self._fixed = 0.0
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
         """Count a step that has ended; choose if enough have been measured."""
+        if self._is_done:
+            return
         self._since += 1
         is_between = plan.waits_last and host.rule.schedule.plan().waits_last
         if self._alone is not None:
@@ -174,6 +181,8 @@ class Tuner:
         times = ChainTimes(0.0, 0.0)
         with host.link.deferring_errors():
             times = self._times(host.decided, probe, is_between)
+        if is_open(host.decided):
+            self._choose_rule(host, times)
         overlaps = host.decided.rule.overlapped and schedule.interval == 1
         if is_between and overlaps and self._chooses_share:
             self._alone, self._waited, self._watched = times, 0, 0
@@ -203,7 +212,7 @@ class Tuner:
 
     def adopt(self, host: HostOptimizer, heads: Sequence[int]) -> None:
         """See `Mover.adopt`. A run whose share has moved keeps it."""
-        if not self._chooses_share:
+        if not self._chooses_share or self._is_done:
             return
         sizes = [state.master.numel() for state in host.states]
         blocks = host.rule.block_size
@@ -222,10 +231,18 @@ class Tuner:
         self._is_open = self._is_open and not moved
 
     def resumed(
-        self, host: HostOptimizer, threads: int | None, device_seconds: float, *, is_elsewhere: bool
+        self,
+        host: HostOptimizer,
+        threads: int | None,
+        device_seconds: float,
+        *,
+        is_elsewhere: bool,
+        is_exact: bool | None,
     ) -> None:
-        """See `Mover.resumed`. On another machine, everything is chosen anew."""
+        """See `Mover.resumed`. On another machine, everything but the rule is chosen anew."""
         self._alone = None
+        if is_exact is not None and is_open(host.decided):
+            self._settle_rule(host, RuleChoice(is_exact, "the checkpoint's"))
         if host.ranks.minimum(-int(is_elsewhere))[0] < 0:
             self.device_seconds = 0.0
             self._moves, self._since, self._gap = 0, STEPS_BETWEEN, STEPS_BETWEEN
@@ -236,7 +253,35 @@ class Tuner:
             self._limit(host, threads)
             host.decided = with_threads(host.decided, threads)
 
+    # -- the rule ----------------------------------------------------------------------------------
+
+    def _choose_rule(self, host: HostOptimizer, times: ChainTimes) -> None:
+        """Choose the rule with all ranks, from synchronous steps. A collective."""
+        of_all = self._of_all(host, times, changes_threads=False)
+        if not self._chooses_share:
+            of_all = [replace(each, least=(UNITS,) * len(each.least)) for each in of_all]
+        self._settle_rule(host, choose_rule(host.decided, self._may_expose, of_all))
+
+    def _settle_rule(self, host: HostOptimizer, choice: RuleChoice) -> None:
+        host.settle_rule(with_rule(host.decided, is_exact=choice.is_exact, why=choice.why))
+        if choice.is_exact:
+            self._metrics.adviser = None
+        if host.ranks.rank == 0:
+            logger.info(str(host.decided.reasons[0]))
+
     # -- choosing ----------------------------------------------------------------------------------
+
+    def _of_all(
+        self, host: HostOptimizer, times: ChainTimes, *, changes_threads: bool
+    ) -> list[Measured]:
+        """What every rank has measured, and its room. A collective."""
+        now, may_expose = host.decided, self._may_expose
+        mine = Measured.of(now, may_expose, times, 0, changes_threads)
+        with host.link.deferring_errors():
+            reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
+            room = memory.unused_accelerator_bytes() - reserve
+            mine = Measured.of(now, may_expose, times, room, changes_threads)
+        return host.ranks.gather_objects(mine)
 
     def _choose(
         self, host: HostOptimizer, times: ChainTimes, threads: int, is_between: bool
@@ -244,12 +289,7 @@ class Tuner:
         """Choose with all ranks, and move. A collective."""
         now = host.decided
         changes = now.cpus is not None and threads != now.cpus.threads
-        mine = Measured.of(now, self._may_expose, times, 0, changes)
-        with host.link.deferring_errors():
-            reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
-            room = memory.unused_accelerator_bytes() - reserve
-            mine = Measured.of(now, self._may_expose, times, room, changes)
-        of_all = host.ranks.gather_objects(mine)
+        of_all = self._of_all(host, times, changes_threads=changes)
         moves = any(each.changes_threads for each in of_all)
         self._fixed, self._counts = times.fixed, _first(self._counts, threads)
         if changes:
@@ -259,6 +299,7 @@ class Tuner:
         self.device_seconds = times.beside(host.decided.host_share)
         self._gap = STEPS_BETWEEN if moves or self._is_open else 2 * self._gap
         self._since, self._moves, self._is_open = 0, self._moves + moves, False
+        self._is_done = host.decided.weights_arrive is WeightsArrival.IN_FORWARD
         if self._metrics.adviser is not None:
             self._metrics.adviser.settle(remedies_of(host.decided, is_settled=True))
         if host.ranks.rank == 0 and (moves or self._chooses_share):
@@ -313,10 +354,12 @@ class Tuner:
         if size is not None:
             chunks = sum(-(-each.on_host // size.numel) for each in plan.partitions)
         # a synchronous step waits for all copies, an overlapped one for those of one chunk
-        fixed = max(0.0, waited - worker) / chunks if chunks and math.isfinite(waited) else 0.0
+        copies = waited - self._metrics.worker_seconds  # its own pass, perhaps on few threads
+        fixed = max(0.0, copies) / chunks if chunks and math.isfinite(copies) else 0.0
         both = self._metrics.link_seconds
         link = _slower_way(plan, both) if math.isfinite(both) else 0.0
-        return ChainTimes(device, worker, link, fixed)
+        window = self._metrics.typical_window()
+        return ChainTimes(device, worker, link, fixed, window=window)
 
 
 def _first(counts: Sequence[int], count: int) -> tuple[int, ...]:

@@ -20,10 +20,13 @@ from deepspeed_ext.zenflow import moving
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.probe import thread_counts
+from deepspeed_ext.zenflow.plan.rule_choice import is_open
 from deepspeed_ext.zenflow.plan.search import Measured
 from deepspeed_ext.zenflow.plan.share import with_host_share
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
 
 __all__ = ["Machine", "VirtualRun", "phases"]
 
@@ -42,6 +45,7 @@ class Machine:
         slower: how many times as long the passes of the other ranks take.
         contention: by how much a second of a pass delays forward and backward.
         there: seconds of a step of all elements on the accelerator.
+        forward: seconds from a step to the next backward pass.
     """
 
     device: float = 1.0
@@ -50,6 +54,7 @@ class Machine:
     slower: tuple[float, ...] = ()
     contention: float = 0.0
     there: float = 0.0
+    forward: float = 0.3
 
     def passed(self, threads: int, share: float) -> float:
         """Seconds of a pass on equal parts, of which each core takes one after the other."""
@@ -92,33 +97,47 @@ class _Ranks:
 class VirtualRun:
     """One run: the real `Tuner` around steps of a `Machine`.
 
+    Args:
+        room: fraction of the accelerator's memory that is free.
+        section: fields of the ``zenflow`` section.
+
     Attributes:
         machine: as of the coming step.
         plans: after each step, share on the host and threads, as decided.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(
+        self, machine: Machine, *, stage: int = 2, room: float = 0.5, **section: Any
+    ) -> None:
+        self._room = round(room * TOTAL)
         self.machine = machine
         self.plans: list[tuple[float, int]] = []
         self._passes: deque[float] = deque(maxlen=REMEMBERED)
         self._is_overlapped = False
-        self._steps, self._threads, self._newest = 0, THREADS, math.nan
+        self._threads, self._newest = THREADS, math.nan
         rank = RankFacts((Run(NUMEL),), TOTAL, TOTAL, cpus=Cpus("0-1", "2-9", THREADS))
-        facts = ZenFlowFacts((rank,), Caller("bfloat16", "bfloat16", takes_gradients=True))
-        config = ZenFlowConfig()
+        divided = stage == 3
+        caller = Caller("bfloat16", "bfloat16", takes_gradients=True, partitions_weights=divided)
+        facts = ZenFlowFacts((rank,), caller)
+        config = ZenFlowConfig(**section)
         decided = decide(facts, config, host_share=None, is_asked=False)
         assert decided.measures_share
-        schedule = SimpleNamespace(plan=self._plan, is_settled=True, interval=1)
+        overlap = None if is_open(decided) else True
+        self._schedule = PredictiveSchedule(
+            1, overlap, WARM_UP, weights_arrive=decided.weights_arrive
+        )
         link = SimpleNamespace(deferring_errors=contextlib.nullcontext, limit_threads=self._limit)
         self._host: Any = SimpleNamespace(
             decided=decided,
             ranks=_Ranks(self),
             link=link,
-            rule=SimpleNamespace(schedule=schedule),
+            rule=SimpleNamespace(schedule=self._schedule),
             expose=lambda: True,
+            settle_rule=self._settle_rule,
         )
         metrics: Any = SimpleNamespace(
             typical=lambda: (self._newest, self.machine.device),
+            typical_window=lambda: self.machine.forward,
             typical_step=self._typical_step,
             adviser=None,
             link_seconds=0.1,
@@ -127,8 +146,9 @@ class VirtualRun:
         counts = thread_counts(THREADS)
         self._tuner = moving.Tuner(metrics, config, chooses_share=True, threads=counts)
 
-    def _plan(self) -> Any:
-        return SimpleNamespace(waits_last=self._steps < WARM_UP)
+    def _settle_rule(self, plan: ZenFlowPlan) -> None:
+        self._host.decided = plan
+        self._schedule.choose_rule(is_exact=not plan.rule.overlapped)
 
     def _limit(self, threads: int) -> None:
         self._threads = threads
@@ -140,6 +160,20 @@ class VirtualRun:
         wait, worker = total - there - device, statistics.median(self._passes)
         estimate = self.machine.there / moving.THERE_OVER_ESTIMATE
         return MeasuredStep(device, wait + there + estimate, wait, worker, 0.1)
+
+    @property
+    def rule(self) -> str:
+        """The rule in use, or ``open``; ``waits``: the exact one, with weights in the step."""
+        decided: ZenFlowPlan = self._host.decided
+        if is_open(decided):
+            return "open"
+        arrives = decided.weights_arrive is WeightsArrival.IN_FORWARD
+        return "predictive" if decided.rule.overlapped else "exact" if arrives else "waits"
+
+    @property
+    def why(self) -> str:
+        """The reason of the rule."""
+        return str(self._host.decided.reasons[0])
 
     @property
     def share(self) -> float:
@@ -161,7 +195,7 @@ class VirtualRun:
         """Take so many steps."""
         with self._moved():
             for _ in range(steps):
-                plan = self._plan()
+                plan = self._schedule.plan()
                 if plan.waits_last is self._is_overlapped:  # `Metrics` forgets its steps, too
                     self._is_overlapped = not self._is_overlapped
                     self._passes.clear()
@@ -169,14 +203,22 @@ class VirtualRun:
                 self._metrics.worker_seconds = self._newest
                 self._passes.append(self._newest)
                 self._metrics.wait_seconds = self._newest + 0.1
-                self._steps += 1
+                self._schedule.advance(plan)
                 self._tuner.after_step(self._host, plan)
                 self.plans.append((self.share, self._host.decided.cpus.threads))
 
-    def resume(self, threads: int, device_seconds: float, *, is_elsewhere: bool) -> None:
+    def resume(
+        self,
+        threads: int,
+        device_seconds: float,
+        *,
+        is_elsewhere: bool,
+        is_exact: bool | None = None,
+    ) -> None:
         """Go on from a checkpoint."""
-        host = self._host
-        self._tuner.resumed(host, threads, device_seconds, is_elsewhere=is_elsewhere)
+        self._tuner.resumed(
+            self._host, threads, device_seconds, is_elsewhere=is_elsewhere, is_exact=is_exact
+        )
 
     @contextlib.contextmanager
     def _moved(self) -> Iterator[None]:
@@ -189,7 +231,7 @@ class VirtualRun:
         with (
             patch.object(moving, "move_share", move),
             patch.object(memory, "total_accelerator_bytes", lambda: TOTAL),
-            patch.object(memory, "unused_accelerator_bytes", lambda: TOTAL // 2),
+            patch.object(memory, "unused_accelerator_bytes", lambda: self._room),
         ):
             yield
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.config.zenflow import MEASURED
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.arrays import ArraySpec, Dtypes, bytes_at_start, slot_arrays
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
@@ -37,6 +38,7 @@ from deepspeed_ext.zenflow.plan.places import (
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
+from deepspeed_ext.zenflow.plan.rule_choice import rule_reason
 from deepspeed_ext.zenflow.plan.search import Option, expected_times, search
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS
@@ -159,8 +161,8 @@ class _Choice:
                 f"the optimizer's state needs {shortage}: {instead}use more hosts, a smaller "
                 "zenflow.update_interval or more memory"
             )
-        weights_arrive, of_weights = self.weights(measures)
-        rule = self.rule
+        rule, of_rule = self.opened()
+        weights_arrive, of_weights = self.weights(rule, measures)
         if (
             measures
             and is_asked  # so the warm-up may be prolonged until enough steps are measured
@@ -175,7 +177,7 @@ class _Choice:
             host_share,
             found,
             shortage,
-            (*reasons, of_weights, of_chunks),
+            (*of_rule, *reasons, of_weights, of_chunks),
             self.facts.caller,
             measures,
             self.facts.mine.cpus,
@@ -183,21 +185,47 @@ class _Choice:
             weights_arrive,
         )
 
+    # -- the rule ----------------------------------------------------------------------------------
+
+    def opened(self) -> tuple[PredictiveSettings | SelectiveSettings, tuple[Reason, ...]]:
+        """The rule, and why, if the config leaves it to be measured (`plan.rule_choice`). Both
+        answers need eight synchronous steps, whose weights are the same under both."""
+        rule, why = self.rule, None
+        if self.config.rule != MEASURED or not isinstance(rule, PredictiveSettings):
+            return rule, ()
+        if not rule.overlapped:
+            return rule, (rule_reason("exact", "zenflow.overlap_step is off"),)
+        if rule.update_interval != 1:
+            why = "the exact rule has no update_interval"
+        elif self.facts.is_on_cpu:
+            why = "the CPU is the accelerator, so a pass and the forward share its cores"
+        elif not self.config.autotune:
+            why = "zenflow.autotune is off, so no step is measured"
+        if why is not None:
+            return replace(rule, is_open=False), (rule_reason("predictive", why),)
+        why = f"every step waits until {MEASURED_STEPS} are measured"
+        return rule, (rule_reason(MEASURED, why),)
+
     # -- when weights arrive -----------------------------------------------------------------------
 
-    def weights(self, measures_share: bool) -> tuple[WeightsArrival, Reason]:
-        """When weights are complete. At stages 1 and 2 they can be read between step and forward
-        without any call that could wait, so the config must ask for it; at stage 3 they are
-        gathered first."""
+    def weights(
+        self, rule: PredictiveSettings | SelectiveSettings, measures_share: bool
+    ) -> tuple[WeightsArrival, Reason]:
+        """When weights are complete; while `rule` is open, once it is exact. At stages 1 and 2 they
+        can be read between step and forward without any call that could wait, so the config must
+        ask for it; at stage 3 they are gathered first."""
         why = None
+        is_open = isinstance(rule, PredictiveSettings) and rule.is_open
         asks = self.config.weights_arrive_in_forward
         if not self.config.arrives_late:
             why = "the config does not ask for another time, or lets steps wait"
-        elif self.config.rule == "predictive":
-            return self._gathered()
+        elif rule.overlapped and not is_open:
+            if asks:
+                return self._gathered()
+            why = "the predictive rule is in use"
         elif not self.facts.caller.partitions_weights and not asks:
             why = "at stages 1 and 2 a parameter may be read without a call that could wait"
-        elif measures_share:
+        elif measures_share and not is_open:
             why = "a share on the accelerator is chosen between steps whose weights are complete"
         if why is not None:
             return WeightsArrival.IN_STEP, Reason(WEIGHTS_IN_STEP, why)

@@ -94,6 +94,12 @@ class ZenFlowPlan:
         return self.partitions[0].places
 
     @property
+    def overlaps(self) -> bool:
+        """Whether steps overlap after a warm-up; False while the rule is open."""
+        is_open = isinstance(self.rule, PredictiveSettings) and self.rule.is_open
+        return self.rule.overlapped and not is_open
+
+    @property
     def copies(self) -> Copies:
         """What crosses the link."""
         return self.places.copies

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.config.zenflow import MEASURED
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
 from deepspeed_ext.zenflow.plan.places import Arrival, Place, Places
@@ -43,6 +44,9 @@ class PredictiveSettings(RuleSettings):
     """None: the schedule chooses."""
     prediction_error_factor: float
     """0: no guard."""
+    is_open: bool = False
+    """Whether steps wait until measurements have decided if they overlap from then on or follow the
+    exact rule. Then `overlapped` is true, and the sizes are those of overlapped steps."""
 
     @classmethod
     def of(cls, config: ZenFlowConfig, *, layout: StateLayout = ADAM_STATE) -> PredictiveSettings:
@@ -68,6 +72,7 @@ class PredictiveSettings(RuleSettings):
             block_size=config.block_size,
             prediction_error_factor=config.prediction_error_factor,
             layout=layout,
+            is_open=config.rule == MEASURED and config.overlapped,
         )
 
     @property

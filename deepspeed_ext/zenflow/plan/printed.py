@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.places import Copies, Place, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 
@@ -16,8 +16,13 @@ def as_config(plan: ZenFlowPlan) -> dict[str, Any]:
     fields of the run's config they give the same plan on any machine that has room."""
     rule, places = plan.rule, plan.places
     section: dict[str, Any] = {"autotune": False}
-    if isinstance(rule, PredictiveSettings) and rule.warm_up_steps is not None:
-        section["full_warm_up_rounds"] = rule.warm_up_steps
+    if isinstance(rule, PredictiveSettings):
+        section["update_rule"] = "predictive" if rule.overlapped else "exact"
+        arrives = plan.weights_arrive is not WeightsArrival.IN_STEP
+        if arrives or not rule.overlapped:
+            section["weights_arrive_in_forward"] = arrives
+        if rule.warm_up_steps is not None:
+            section["full_warm_up_rounds"] = rule.warm_up_steps
     if rule.update_interval is not None:
         section["update_interval"] = rule.update_interval
     if places.weights is Place.ACCELERATOR:

@@ -72,6 +72,8 @@ class Metrics:
     """Runs while the accelerator must wait."""
     gathering: Stopwatch = field(default_factory=stopwatch)
     """Runs from the new weights to the end of the step."""
+    forward: Stopwatch = field(default_factory=stopwatch)
+    """Runs from the end of a step to the next backward pass."""
     adviser: Adviser | None = None
     """Judges overlapped steps; None: no judgement."""
     _total_wait: float = field(default=0.0, init=False)
@@ -79,6 +81,7 @@ class Metrics:
     _hideable: float = field(default=0.0, init=False)
     _worker: list[float] = field(default_factory=list, init=False)
     _device: list[float] = field(default_factory=list, init=False)
+    _forward: list[float] = field(default_factory=list, init=False)
     _overlapped: _Overlapped = field(default_factory=_Overlapped, init=False)
     _between: Stopwatch = field(default_factory=stopwatch)
     _inside: Stopwatch = field(default_factory=stopwatch)
@@ -92,12 +95,14 @@ class Metrics:
         if self._device:  # the first step has no previous one
             self.device_seconds = _newest(between, self.device_seconds)
         self._device = [*self._device[-_REMEMBERED:], *between]
+        self._forward = [*self._forward[-_REMEMBERED:], *self.forward.lap()]
 
     def end_step(self, synchronous: bool) -> None:
         """Stop timing the optimizer step. A `synchronous` step waits for its own update and hides
         nothing."""
         self._inside.stop()
         self._between.start()
+        self.forward.start()
         waits, gathers, insides = self.waiting.lap(), self.gathering.lap(), self._inside.lap()
         self.wait_seconds = _newest(waits, self.wait_seconds)
         self.gather_seconds = _newest(gathers, self.gather_seconds)
@@ -144,6 +149,11 @@ class Metrics:
         few."""
         worker, device = self._worker[_SETTLING_STEPS:], self._device[_SETTLING_STEPS:]
         return statistics.median(worker or [0.0]), statistics.median(device or [0.0])
+
+    def typical_window(self) -> float:
+        """Median seconds from the end of a step to the next backward pass, without the first
+        few."""
+        return _median(self._forward[_SETTLING_STEPS:], otherwise=0.0)
 
     def typical_step(self) -> MeasuredStep | None:
         """Medians over the latest successive overlapped steps; None: there is none, or the

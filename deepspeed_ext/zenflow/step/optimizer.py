@@ -19,7 +19,7 @@ from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.plan.places import Place
+from deepspeed_ext.zenflow.plan.places import Place, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
@@ -57,7 +57,13 @@ class Mover(Protocol):
         """
 
     def resumed(
-        self, host: HostOptimizer, threads: int | None, device_seconds: float, *, is_elsewhere: bool
+        self,
+        host: HostOptimizer,
+        threads: int | None,
+        device_seconds: float,
+        *,
+        is_elsewhere: bool,
+        is_exact: bool | None,
     ) -> None:
         """Continue with a checkpoint's plan. A collective.
 
@@ -65,6 +71,7 @@ class Mover(Protocol):
             threads: threads of the optimizer process; None: not known.
             device_seconds: see `Mover`.
             is_elsewhere: whether it was saved on another machine, so that steps are measured again.
+            is_exact: whether it followed the exact rule; None: not known.
         """
 
 
@@ -160,6 +167,14 @@ class HostOptimizer:
                 self._receive()
                 self.rule.arrived()
             self.plan = self.rule.schedule.plan()
+
+    @property
+    def weights_follow(self) -> bool:
+        """Whether the weights of the step that runs or comes are completed after it."""
+        if self.decided.weights_arrive is WeightsArrival.GATHERED_IN_FORWARD:
+            return True
+        plan = self.rule.schedule.plan()
+        return plan.weights_arrive and not plan.waits_last
 
     def step_partition(self, index: int, grad: torch.Tensor, grad_scale: float) -> None:
         """Take the gradient of one partition, on this rank alone.
@@ -458,6 +473,13 @@ class HostOptimizer:
         """The metrics of the last step that have been measured, by name; units are in the names."""
         values = self._metrics.as_dict(self.rule.schedule.interval or 1) | self.rule.measurements()
         return {f"zenflow_{name}": value for name, value in values.items()}
+
+    def settle_rule(self, plan: ZenFlowPlan) -> None:
+        """Continue with `plan`, in which the rule has been chosen (`plan.rule_choice`). Call it
+        between two steps; the last one was synchronous, if there was any."""
+        self.decided = plan
+        self.rule.settle(plan)
+        self.ring = GradientRing(plan, self.rule.schedule, self.link, self.ranks)
 
     def move_to(
         self, plan: ZenFlowPlan, partitions: Sequence[Partition], share: AcceleratorShare

@@ -57,7 +57,7 @@ def test_nothing_is_measured_again_within_two_hundred_steps() -> None:
     assert run.share < 1.0
 
 
-@pytest.mark.parametrize(("is_elsewhere", "share"), [(False, 1.0), (True, 0.46)])
+@pytest.mark.parametrize(("is_elsewhere", "share"), [(False, 1.0), (True, 0.472)])
 def test_a_load_on_another_machine_measures_again_and_one_on_the_same_does_not(
     is_elsewhere: bool, share: float
 ) -> None:
@@ -70,3 +70,27 @@ def test_a_load_on_another_machine_measures_again_and_one_on_the_same_does_not(
     run.run(400)
     assert run.share == pytest.approx(share, abs=0.01)
     assert run.plans[-1][1] == (THREADS if is_elsewhere else THREADS * 3 // 4)
+
+
+@pytest.mark.parametrize(
+    ("machine", "rule", "share"),
+    [
+        (Machine(worker=0.2, forward=0.3), "exact", 1.0),
+        (Machine(worker=0.5, forward=0.3), "exact", 0.56),  # the rest moves to the accelerator
+        (Machine(worker=0.2, slower=(3.0,), forward=0.3), "exact", 0.465),
+        (Machine(worker=0.9, forward=0.0), "predictive", 1.0),
+    ],
+)
+def test_a_rule_is_chosen_once_by_what_the_slowest_rank_hides_behind_the_forward(
+    machine: Machine, rule: str, share: float
+) -> None:
+    run = VirtualRun(machine, stage=3, room=0.5 if rule == "exact" else 0.0, update_rule="auto")
+    run.run(7)
+    assert run.rule == "open"
+    run.run(1)
+    assert run.rule == rule, run.why
+    run.machine = Machine(worker=3.0, forward=0.0)
+    run.run(600)
+    assert run.rule == rule
+    if rule == "exact":
+        assert run.plans[8:] == [(pytest.approx(share, abs=0.01), THREADS)] * 600

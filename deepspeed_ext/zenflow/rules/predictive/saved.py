@@ -36,6 +36,8 @@ class PredictiveSavedSchedule(SavedSchedule):
 
     is_ahead: bool
     guard: GuardValues
+    is_exact: bool | None = None
+    """None: not chosen yet, or an older release wrote it."""
 
 
 class ErrorValues(SavedValues):

@@ -91,6 +91,9 @@ class PredictiveState(State):
     """Whether the worker has published the extrapolated y and the per-block array, which overlapped
     steps need."""
     guard: GuardState = field(default_factory=GuardState)
+    is_exact: bool | None = None
+    """Whether steps follow the exact rule, so none overlaps; None: to be chosen, and until then
+    steps wait for their own update."""
 
 
 class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
@@ -99,7 +102,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
     Args:
         interval: optimizer steps handed over together; None: the caller measures during warm-up and
             then calls `choose_interval`.
-        overlap: False makes every step synchronous.
+        overlap: False makes every step synchronous; None: so is each until `choose_rule`.
         warm_up_steps: synchronous steps at the start, at least an interval; None:
             `default_warm_up_steps`.
         guarded: whether the guard judges probes.
@@ -110,18 +113,19 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
     def __init__(
         self,
         interval: int | None,
-        overlap: bool,
+        overlap: bool | None,
         warm_up_steps: int | None,
         guarded: bool = False,
         arrival: Arrival = Arrival.AFTER_Y,
         weights_arrive: WeightsArrival = WeightsArrival.IN_STEP,
     ) -> None:
-        super().__init__(PredictiveState(interval=interval))
+        is_exact = None if overlap is None else not overlap
+        super().__init__(PredictiveState(interval=interval, is_exact=is_exact))
         self._arrives_later = weights_arrive is WeightsArrival.IN_FORWARD
         self._arrival = arrival
-        self._overlap = overlap
+        self._overlap = overlap is not False
         self._warm_up_steps = warm_up_steps
-        self._guarded = guarded and overlap
+        self._guarded = guarded and self._overlap
         self._measured_from = 0
 
     @property
@@ -132,12 +136,20 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         wanted = default_warm_up_steps(interval) if wanted is None else wanted
         return max(wanted, interval or MEASURED_STEPS + 1)
 
+    def choose_rule(self, *, is_exact: bool) -> None:
+        """Follow the exact or the predictive rule from the coming step on; the same on every
+        rank."""
+        assert self.state.is_exact is None
+        self._overlap = not is_exact
+        self._guarded = self._guarded and self._overlap
+        self.state = replace(self.state, is_exact=is_exact)
+
     def ring_at(self, interval: int | None) -> int:
         return ring_of(interval or 1, self._arrival) if self._overlap else 1
 
     def plan(self) -> PredictivePlan:
         state, guard = self.state, self.state.guard
-        overlaps = self._overlap and not guard.synchronous
+        overlaps = state.is_exact is False and not guard.synchronous
         if (
             not overlaps
             or not state.is_ahead
@@ -154,7 +166,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
                 state.position,
                 ahead,
                 probes,
-                self._arrives_later,
+                state.is_exact is True and self._arrives_later,
             )
         last = state.position == state.interval - 1
         source = WeightSource.PREDICTED if last else WeightSource.DRIFTED
@@ -199,16 +211,23 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
 
     def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:
         """As for all schedules. If the guard is now off, steps that it had made synchronous overlap
-        again."""
+        again. A rule that is known here stays."""
         guard = GuardState(**dict(state["guard"]))
         is_released = guard.synchronous and not self._guarded
         super().load_state_dict(
-            {**state, "guard": GuardState() if is_released else guard}, position
+            {
+                **state,
+                "guard": GuardState() if is_released else guard,
+                "is_exact": self.state.is_exact,
+            },
+            position,
         )
         self._measured_from = self.state.steps
 
     def restart(self) -> None:
+        is_exact = self.state.is_exact
         super().restart()
+        self.state = replace(self.state, is_exact=is_exact)
         self._measured_from = 0
 
     @property

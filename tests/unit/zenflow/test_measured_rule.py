@@ -1,0 +1,165 @@
+"""`"update_rule": "measured"`: runs in which it becomes the exact rule, and in which it stays the
+predictive one. What is measured on a test machine is noise, so the bound decides: everything is
+accepted as exact, or nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed import comm as dist
+
+from deepspeed_ext.zenflow.plan import chunks, rule_choice
+from deepspeed_ext.zenflow.plan.rule_choice import is_open
+from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
+from tests.support.models import OddModel, batches, two_groups
+from tests.support.ranks import run_ranks
+from tests.support.same import first_difference
+from tests.support.zenflow import make_engine, masters_of, train, weights_of, zenflow_config
+
+pytestmark = pytest.mark.sampled()
+
+STEPS = MEASURED_STEPS + 7
+WARM_UP = MEASURED_STEPS + 2
+
+
+def measured_config(stage: int, accumulation: int = 1, **section: Any) -> dict[str, Any]:
+    """A run that may move a share to the accelerator, too, whose last bits may differ."""
+    fields = {"full_warm_up_rounds": WARM_UP, "weights_arrive_in_forward": True} | section
+    return zenflow_config(stage, torch.bfloat16, accumulation, update_rule="auto", **fields)
+
+
+def on_the_host(config: dict[str, Any]) -> dict[str, Any]:
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 1.0}
+    return config
+
+
+def named(config: dict[str, Any], *, is_exact: bool) -> dict[str, Any]:
+    """The same run, whose config names the rule: steps that wait, or that overlap."""
+    config = copy.deepcopy(config)
+    section = config["zero_optimization"]["zenflow"]
+    section |= {"update_rule": "predictive", "overlap_step": not is_exact}
+    del section["weights_arrive_in_forward"]
+    return config
+
+
+@contextmanager
+def choosing(*, is_exact: bool) -> Iterator[None]:
+    with (
+        patch.object(rule_choice, "MOST_EXPOSED", math.inf if is_exact else -1.0),
+        patch.object(chunks, "CHUNK_NUMEL", 512),
+    ):
+        yield
+
+
+def result_of(engine: Any, losses: list[float]) -> dict[str, Any]:
+    return {"losses": losses, "weights": weights_of(engine), "masters": masters_of(engine)}
+
+
+def chosen(config: dict[str, Any], is_exact: bool) -> list[Any]:
+    """Whether a run has the bits of the rule that it chose, and what it says of itself."""
+    passes = config["gradient_accumulation_steps"]
+    data, found = batches(STEPS * passes, dist.get_rank()), []
+    with choosing(is_exact=is_exact):
+        for mine in (named(config, is_exact=is_exact), config):
+            engine = make_engine(mine, model=OddModel, groups=two_groups)
+            losses = train(engine, data[: 7 * passes])
+            host = engine.optimizer.host_optimizer
+            assert is_open(host.decided) is (mine is config)
+            losses += train(engine, data[7 * passes :])
+            assert bool(host.link.arrivals.are_awaited) is (is_exact and mine is config)
+            found.append(result_of(engine, losses))
+            assert not is_open(host.decided)
+            said = host.measurements()["zenflow_exact"], host.decided.reasons[0]
+            engine.destroy()
+    return [first_difference(*found), said[0], said[1].decision]
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize(
+    ("stage", "ranks", "accumulation", "section"),
+    [
+        (2, 1, 1, {}),
+        (1, 2, 1, {}),
+        (2, 2, 3, {"hide_transfers": False}),
+        (3, 2, 1, {"gradients_on_host": True}),
+        (3, 3, 1, {}),
+    ],
+)
+def test_a_run_has_the_bits_of_the_rule_that_it_chose(
+    stage: int, ranks: int, accumulation: int, section: dict[str, Any], is_exact: bool
+) -> None:
+    config = on_the_host(measured_config(stage, accumulation, **section))
+    pool = f"exact {stage == 3}"
+    found = run_ranks(ranks, chosen, config, is_exact, device="sim", pool=pool)
+    rule = "exact" if is_exact else "predictive"
+    assert found == [["", float(is_exact), f"zenflow.update_rule = {rule}"]] * ranks
+
+
+# -- resume ----------------------------------------------------------------------------------------
+
+
+def resumed(config: dict[str, Any], was_exact: bool, at: int, folder: str) -> list[Any]:
+    """Save behind step `at`, and go on in a new engine that would choose the other rule. The rule
+    before and behind, and how the rest differs from an uninterrupted run."""
+    data, rules = batches(STEPS, dist.get_rank()), []
+    with choosing(is_exact=was_exact):
+        first = make_engine(config)
+        losses = train(first, data[:at])
+        first.save_checkpoint(folder, tag="kept")
+        losses += train(first, data[at:])
+        straight = result_of(first, losses)
+        rules.append(first.optimizer.host_optimizer.rule.schedule.state.is_exact)
+        first.destroy()
+    with choosing(is_exact=not was_exact):
+        second = make_engine(config)
+        second.load_checkpoint(folder, tag="kept")
+        again = result_of(second, losses[:at] + train(second, data[at:]))
+        rules.append(second.optimizer.host_optimizer.rule.schedule.state.is_exact)
+        second.destroy()
+    return [*rules, first_difference(straight, again)]
+
+
+@pytest.mark.parametrize("was_exact", [True, False])
+@pytest.mark.parametrize(("stage", "at"), [(2, MEASURED_STEPS), (3, STEPS - 3)])
+def test_a_resume_keeps_the_rule_that_was_chosen(
+    stage: int, at: int, was_exact: bool, tmp_path: Path
+) -> None:
+    config = measured_config(stage)
+    found = run_ranks(2, resumed, config, was_exact, at, str(tmp_path), device="sim")
+    assert found == [[was_exact, was_exact, ""]] * 2
+
+
+def test_a_resume_before_the_choice_measures_as_many_steps_as_a_start(tmp_path: Path) -> None:
+    config, folder = measured_config(3), str(tmp_path)
+    (found,) = run_ranks(1, resumed, config, True, MEASURED_STEPS - 2, folder, device="sim")
+    assert found[:2] == [True, False]
+
+
+def renamed(config: dict[str, Any], folder: str) -> list[Any]:
+    """Save a run that chose the exact rule, and go on with a config that names another."""
+    data = batches(STEPS, dist.get_rank())
+    with choosing(is_exact=True):
+        first = make_engine(config)
+        train(first, data)
+        first.save_checkpoint(folder, tag="kept")
+        first.destroy()
+    config = named(config, is_exact=False)
+    second = make_engine(config)
+    second.load_checkpoint(folder, tag="kept")
+    train(second, data[:3])
+    state = second.optimizer.host_optimizer.rule.schedule.state
+    second.destroy()
+    return [state.is_exact, state.is_ahead]
+
+
+def test_a_config_that_names_a_rule_is_obeyed(tmp_path: Path) -> None:
+    config = measured_config(2)
+    assert run_ranks(1, renamed, config, str(tmp_path), device="sim") == [[False, True]]
