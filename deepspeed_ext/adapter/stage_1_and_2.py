@@ -40,7 +40,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.ranks import RankGroup, together, within
 from deepspeed_ext.runtime.start_profile import StartupProfile
-from deepspeed_ext.zenflow.plan.places import Arrival, Place
+from deepspeed_ext.zenflow.plan.places import Arrival, Place, WeightsArrival
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 from deepspeed_ext.zenflow.start import ZenFlowStart
 
@@ -272,8 +272,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         if self._start.run.config.rule == "selective":
             self.hot_exchange = HotExchange(parts.host, all_gather_of_partitions)
             exchange_instead(self)
-        if parts.host.weights_follow:
-            self._let_weights_follow(parts)
+        self._let_weights_follow(parts)
         self.single_partition_of_fp32_groups = parts.host.shown.masters
         for group, master in zip(
             self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True
@@ -288,8 +287,14 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             self._take_gradients_to_host(parts)
 
     def _let_weights_follow(self, parts: ZenFlowParts) -> None:
-        """From now on, weights arrive after their step."""
-        self._partitions.late = LateGroups(self, parts.host)
+        """If weights are completed after their step, let the model wait for them from now on."""
+        host = parts.host
+        gathered = host.decided.weights_arrive is WeightsArrival.GATHERED_IN_FORWARD
+        if self._partitions.late is not None or not (
+            gathered or host.rule.schedule.weights_follow
+        ):
+            return
+        self._partitions.late = LateGroups(self, host)
         exchange_instead(self)
         parts.state.attach_late()
 
@@ -406,8 +411,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         # DeepSpeed's CPU offload copies weights through these buffers; ours are in place already
         receivers = parts.driver.current.receivers
         buffers = Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", receivers)
-        if parts.host.weights_follow and self._partitions.late is None:  # chosen since the start
-            self._let_weights_follow(parts)
+        self._let_weights_follow(parts)  # the rule may have been chosen since the start
         late = self._partitions.late
         with parts.readiness.stepping(), swapped(buffers):
             if late is not None:

@@ -47,6 +47,8 @@ class PredictiveSettings(RuleSettings):
     is_open: bool = False
     """Whether steps wait until measurements have decided if they overlap from then on or follow the
     exact rule. Then `overlapped` is true, and the sizes are those of overlapped steps."""
+    exchanges_per_block: bool = True
+    """Whether arrays are laid out for estimates, also if the exact rule has been chosen since."""
 
     @classmethod
     def of(cls, config: ZenFlowConfig, *, layout: StateLayout = ADAM_STATE) -> PredictiveSettings:
@@ -73,6 +75,7 @@ class PredictiveSettings(RuleSettings):
             prediction_error_factor=config.prediction_error_factor,
             layout=layout,
             is_open=config.rule == MEASURED and config.overlapped,
+            exchanges_per_block=config.overlapped,
         )
 
     @property
@@ -100,8 +103,8 @@ class PredictiveSettings(RuleSettings):
 
     def per_block(self, places: Places) -> PerBlock:
         """What the estimate is made from, copied to the accelerator if estimates run there."""
-        estimates_there = self.estimates and places.gradient is Place.ACCELERATOR
-        return PerBlock(*self.layout.per_block, exchanged=estimates_there)
+        goes_there = self.exchanges_per_block and places.gradient is Place.ACCELERATOR
+        return PerBlock(*self.layout.per_block, exchanged=goes_there)
 
     @property
     def drifts(self) -> bool:

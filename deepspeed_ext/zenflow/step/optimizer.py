@@ -19,7 +19,7 @@ from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
-from deepspeed_ext.zenflow.plan.places import Place, WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
@@ -167,14 +167,6 @@ class HostOptimizer:
                 self._receive()
                 self.rule.arrived()
             self.plan = self.rule.schedule.plan()
-
-    @property
-    def weights_follow(self) -> bool:
-        """Whether the weights of the step that runs or comes are completed after it."""
-        if self.decided.weights_arrive is WeightsArrival.GATHERED_IN_FORWARD:
-            return True
-        plan = self.rule.schedule.plan()
-        return plan.weights_arrive and not plan.waits_last
 
     def step_partition(self, index: int, grad: torch.Tensor, grad_scale: float) -> None:
         """Take the gradient of one partition, on this rank alone.

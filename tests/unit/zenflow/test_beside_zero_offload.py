@@ -1,0 +1,148 @@
+"""The exact rule directly beside DeepSpeed's ZeRO-Offload, to the bit.
+
+Both run torch's AdamW: the worker by its definition in torch, because the native pass rounds a
+fused multiply-add once, as DeepSpeed's own CPU Adam does in other places.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.step import link
+from tests.support.compare import allow_fp16
+from tests.support.models import batches, two_groups
+from tests.support.ranks import run_ranks
+from tests.support.same import first_difference
+from tests.support.zenflow import (
+    full_masters_of,
+    make_engine,
+    offload_config,
+    train,
+    weights_of,
+    zenflow_config,
+)
+
+pytestmark = pytest.mark.sampled()
+
+STEPS = 6
+OVERFLOWS = (1, 3)
+"""Steps that are skipped in fp16."""
+ACTIVE = 0.05
+"""A limit of the gradient norm that every step exceeds."""
+NORMS_APART = 2.0**-22
+"""ZeRO-Offload adds the squares of the parameters' norms in Python's floats, we in fp32 as ZeRO on
+an accelerator does."""
+
+
+def overflows_in(config: dict[str, Any]) -> bool:
+    """In fp16; with fp32 sums in host memory, ZeRO-Offload skips every step after an overflow,
+    because NaN stays in them."""
+    return config["fp16"]["enabled"] and "data_types" not in config
+
+
+class Norms:
+    """The norm of each step's gradients, as `unscale_and_clip_grads` of DeepSpeed gets it."""
+
+    def __init__(self, instead: Norms | None = None) -> None:
+        self.by_step: dict[int, Any] = {}
+        self.step = 0
+        self._instead = instead
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the norms, and pass on those of `instead`."""
+        with ExitStack() as stack:
+            for owner in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+                stack.enter_context(
+                    patch.object(owner, "unscale_and_clip_grads", self._around(owner))
+                )
+            yield
+
+    def _around(self, owner: Any) -> Callable[..., None]:
+        method = owner.unscale_and_clip_grads
+
+        def unscale_and_clip_grads(zero: Any, gradients: Any, norm: Any) -> None:
+            self.by_step[self.step] = norm
+            instead = self if self._instead is None else self._instead
+            method(zero, gradients, instead.by_step[self.step])
+
+        return unscale_and_clip_grads
+
+
+def outcome(config: dict[str, Any], norms: Norms, *, extended: bool) -> dict[str, Any]:
+    if config["fp16"]["enabled"]:
+        allow_fp16()
+    engine = make_engine(config, extended=extended, groups=two_groups)
+    passes, losses = config["gradient_accumulation_steps"], []
+    with norms.noted():
+        for number, batch in enumerate(batches(STEPS * passes, dist.get_rank())):
+            norms.step = number // passes
+            overflows = overflows_in(config) and norms.step in OVERFLOWS
+            losses += train(engine, [batch], times=math.inf if overflows else 1.0)
+    found = {
+        "losses": losses,
+        "skipped": engine.skipped_steps,
+        "weights": weights_of(engine),
+        "masters": full_masters_of(engine),
+    }
+    engine.destroy()
+    return found
+
+
+def differs(config: dict[str, Any]) -> list[Any]:
+    """How the two runs differ, by how much their norms do, and how many steps were skipped."""
+    norms = Norms()
+    with (
+        patch.object(link, "library_path", lambda: None),
+        patch.object(chunks, "CHUNK_NUMEL", 512),
+    ):
+        ours = outcome(config, norms, extended=True)
+    theirs_norms = Norms(norms)
+    theirs = outcome(offload_config(config), theirs_norms, extended=False)
+    apart = max(
+        abs(float(norms.by_step[step]) / float(norm) - 1.0)
+        for step, norm in theirs_norms.by_step.items()
+    )
+    return [first_difference(theirs, ours), apart, theirs["skipped"]]
+
+
+def config_of(stage: int, dtype: torch.dtype, accumulation: int, clipping: float) -> dict[str, Any]:
+    config = zenflow_config(
+        stage, dtype, accumulation, update_rule="exact", weights_arrive_in_forward=True
+    )
+    config["gradient_clipping"] = clipping
+    config["fp16"] |= {"initial_scale_power": 12, "hysteresis": 1}
+    if accumulation > 1:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CASES = [
+    case
+    for case in itertools.product((1, 2, 3), (1, 2, 3), DTYPES, (1, 4), (0.0, ACTIVE))
+    if case[2:4] != ("bf16", 4)  # whose sums are handed over in bf16, ZeRO-Offload's in fp32
+]
+
+
+@pytest.mark.parametrize(("stage", "ranks", "dtype", "accumulation", "clipping"), CASES)
+def test_the_exact_rule_has_the_bits_of_zero_offload(
+    stage: int, ranks: int, dtype: str, accumulation: int, clipping: float
+) -> None:
+    config = config_of(stage, DTYPES[dtype], accumulation, clipping)
+    for difference, apart, skipped in run_ranks(ranks, differs, config):
+        assert difference == ""
+        assert apart <= NORMS_APART
+        assert skipped == (len(OVERFLOWS) if overflows_in(config) else 0)
