@@ -290,9 +290,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         """If weights are completed after their step, let the model wait for them from now on."""
         host = parts.host
         gathered = host.decided.weights_arrive is WeightsArrival.GATHERED_IN_FORWARD
-        if self._partitions.late is not None or not (
-            gathered or host.rule.schedule.weights_follow
-        ):
+        if self._partitions.late is not None or not (gathered or host.rule.schedule.weights_follow):
             return
         self._partitions.late = LateGroups(self, host)
         exchange_instead(self)

