@@ -18,8 +18,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -123,17 +124,17 @@ class Layers(nn.Module):
         return self.layers(rows).float().square().mean()
 
 
-def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[Any], float]]:
+def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[Any], float, float]]:
     """The spans of some steps for each share of a step that copies each way and the worker's pass
-    take, on this rank, and what the engine says of its last step's waits, in microseconds. The
-    first is calibrated without both."""
+    take, on this rank; what the engine says of its last step's waits, and a step's median time, in
+    microseconds. The first is calibrated without both."""
     from tests.support.simulated_accelerator import simulation
     from tests.support.simulated_accelerator.worker_time import worker_time
 
     numel = way.layers * WIDTH * WIDTH // dist.get_world_size()
     rows = on_device(torch.randn(4, WIDTH).bfloat16())
 
-    def run(link_gb_per_s: float, ns_per_element: float) -> tuple[list[Any], float]:
+    def run(link_gb_per_s: float, ns_per_element: float) -> tuple[list[Any], float, float]:
         speeds = {
             "operator_us": OPERATOR_US,
             "memory_gb_per_s": 1e6,
@@ -150,10 +151,13 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
             with simulation.timeline(**speeds, link_gb_per_s=link_gb_per_s, copy_us=0.0) as spans:
                 begun = moment()
                 steps(engine, SETTLING_STEPS)
-                settled = moment()
-                steps(engine, way.steps)
-                settled.synchronize()
-                settled_us = begun.elapsed_time(settled) * 1e3
+                ends = [moment()]
+                for _ in range(way.steps):
+                    steps(engine, 1)
+                    ends.append(moment())
+                ends[-1].synchronize()
+                settled_us = begun.elapsed_time(ends[0]) * 1e3
+                step_us = median(a.elapsed_time(b) * 1e3 for a, b in pairwise(ends))
             waited_us = (
                 0.0
                 if way.hidden is None
@@ -169,7 +173,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
             for span in spans
             if span.end_us > settled_us
         ]
-        return [tuple(vars(span).values()) for span in measured], waited_us
+        return [tuple(vars(span).values()) for span in measured], waited_us, step_us
 
     def moment() -> Any:
         event = get_accelerator().Event(enable_timing=True)
@@ -182,9 +186,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
             engine.step()
 
     calibration = run(1e9, 0.0)
-    spans = [simulation.Span(*span) for span in calibration[0]]
-    begin_us, end_us = min(span.begin_us for span in spans), max(span.end_us for span in spans)
-    step_us = (end_us - begin_us) / way.steps
+    step_us = calibration[2]
     ways = [
         (2 * numel / (link * step_us) / 1e3, worker * step_us / numel * 1e3)
         for link, worker in shares
@@ -206,20 +208,20 @@ def figures_body(way: tuple[Any, ...], shares: list[tuple[float, float]]) -> lis
     from tests.support.simulated_accelerator import simulation
 
     calibration, *runs = (
-        (_while_computing([simulation.Span(*span) for span in spans]), waited_us)
-        for spans, waited_us in timelines(Way(*way), shares)
+        (_while_computing([simulation.Span(*span) for span in spans]), waited_us, step_us)
+        for spans, waited_us, step_us in timelines(Way(*way), shares)
     )
-    alone, count = max(span.end_us for span in calibration[0]), Way(*way).steps
+    alone_us, count = calibration[2], Way(*way).steps
     return [
         {
-            "us": max(span.end_us for span in spans) / count,
-            "step": max(span.end_us for span in spans) / alone,
+            "us": step_us,
+            "step": step_us / alone_us,
             "idle": simulation.idle_share(spans),
-            "exposed": simulation.exposed_us(spans) / alone,
-            "said": waited_us / (alone / count),
+            "exposed": simulation.exposed_us(spans) / (alone_us * count),
+            "said": waited_us / alone_us,
             "spans": [tuple(vars(span).values()) for span in spans],
         }
-        for spans, waited_us in runs
+        for spans, waited_us, step_us in runs
     ]
 
 
