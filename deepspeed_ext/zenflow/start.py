@@ -142,7 +142,7 @@ def _mover(
 ) -> Tuner | None:
     """The tuner that measures steps and moves to a better plan; None: the plan stays.
 
-    No tuner under the selective rule, whose hot blocks move already; on the CPU as accelerator,
+    No tuner under the selective rule (`plan.decide` says why); on the CPU as accelerator,
     where the pass and forward share cores; and with weights that arrive in forward, where no step
     is synchronous. Threads stay if the interval is measured, and if they are pinned near their
     memory.

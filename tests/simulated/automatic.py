@@ -159,6 +159,28 @@ medians of six to eight steps, so chance may look like delay, and more than need
 accelerator: exact either way, and within the reserve.
 
 {changes}
+
+## Under the selective rule
+
+A run under the selective rule keeps the plan that it begins with. What could it move without
+rounding, and what would that gain?
+
+- *Gradients on the host or the accelerator, copies beside or inside of the step*: no numbers
+  change. They are chosen before the first step, by the search that all rules share. The predictive rule
+  changes them later only to make room for a larger share.
+- *A share on the accelerator*: numbers change, because cold elements would step at every step, not
+  once per interval. The config gives it, or free memory with `"ratio": "auto"`. Hot blocks are such
+  a share, which moves at each selection.
+- *Threads of the optimizer process*: no bit changes (tested). Core binding gives them at the start.
+- *Cores and chunks*: no numbers change, and under no rule do they move.
+
+So threads are left. To time three counts twice takes six passes, which is six intervals: 48 steps
+at interval 8, where the predictive rule at interval 1 takes six. And they matter less: a pass has
+the whole interval to hide in, so it needs an interval-th of the predictive rule's bandwidth. A
+run whose passes are still too slow says so by `zenflow_wait_ms`; `deepspeed-ext tune` finds the
+count. A share could move to the bit at one moment only, the end of the synchronous start, before
+the first selection takes blocks out of the arena. That start is one step long unless the config
+says otherwise, and eight are needed to measure.
 """
 
 

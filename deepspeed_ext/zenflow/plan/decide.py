@@ -124,7 +124,7 @@ class _Choice:
             stays = measures and places.gradient is Place.HOST
             host_share, of_share = self.share(1.0 if stays else wanted_share)
             for landed, of_copies in self.landing(places, host_share):
-                reasons = of_gradients, of_share, of_copies
+                reasons = *self.stays(), of_gradients, of_share, of_copies
                 plans.append(
                     self._plan(landed, host_share, reasons, measures and not stays, is_asked)
                 )
@@ -205,6 +205,16 @@ class _Choice:
             return replace(rule, is_open=False), (rule_reason("predictive", why),)
         why = f"every step waits until {MEASURED_STEPS} are measured"
         return rule, (rule_reason(MEASURED, why),)
+
+    def stays(self) -> tuple[Reason, ...]:
+        """Why the run keeps this plan, if its rule leaves nothing to move."""
+        if not isinstance(self.rule, SelectiveSettings):
+            return ()
+        why = (
+            "hot blocks step on the accelerator in place of a share, and a pass has the whole "
+            "interval to hide in"
+        )
+        return (Reason("the plan stays", why),)
 
     # -- when weights arrive -----------------------------------------------------------------------
 

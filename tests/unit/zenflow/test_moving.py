@@ -33,7 +33,14 @@ from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
 from tests.support.waiting import wait_until
-from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
+from tests.support.zenflow import (
+    RULES,
+    full_masters_of,
+    make_engine,
+    train,
+    weights_of,
+    zenflow_config,
+)
 
 pytestmark = pytest.mark.sampled()
 
@@ -387,3 +394,31 @@ def test_everything_may_step_on_the_accelerator(stage: int) -> None:
     ((begun, moved),) = run_ranks(1, without_host, stage, device="sim")
     assert moved == pytest.approx(begun, rel=1e-2)
     assert begun[-1] < begun[0]
+
+
+# -- a run that does not move ----------------------------------------------------------------------
+
+
+def selective_runs(stage: int) -> list[Any]:
+    """Whether a run under the selective rule keeps its plan, and how one differs whose number of
+    threads changes in mid-run: the one thing that it could choose anew without rounding."""
+    data, found = batches(16, dist.get_rank()), []
+    for limits in (False, True):
+        config = zenflow_config(stage, **RULES["selective"])
+        engine = make_engine(config, groups=two_groups)
+        host = engine.optimizer.host_optimizer
+        plan, losses = host.decided, train(engine, data[:5])
+        if limits:
+            host.link.limit_threads(1)
+        found.append(result_of(engine, losses + train(engine, data[5:])))
+        kept = host.mover is None and host.decided is plan
+        engine.destroy()
+    return [kept, first_difference(*found)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_under_the_selective_rule_keeps_its_plan_and_threads_change_no_bit(
+    stage: int,
+) -> None:
+    pool = f"moving, {stage == 3}"
+    assert run_ranks(2, selective_runs, stage, device="sim", pool=pool) == [[True, ""]] * 2

@@ -50,6 +50,14 @@ def plan_of(facts: ZenFlowFacts, *, host_share: float | None = 1.0, **config: An
 # -- one decision at a time ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("config", [{}, {"update_rule": "exact"}, SELECTIVE])
+def test_a_plan_says_that_it_stays_exactly_if_the_rule_is_selective(config: dict[str, Any]) -> None:
+    plan = plan_of(facts_of(one_rank(1 << 20, 1 << 30)), host_share=None, **config)
+    said = [reason.decision for reason in plan.reasons]
+    assert ("the plan stays" in said) == (config == SELECTIVE)
+    assert not (plan.measures_share and "the plan stays" in said)
+
+
 @pytest.mark.parametrize(
     ("caller", "config", "expected", "why"),
     [
