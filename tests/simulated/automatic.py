@@ -166,8 +166,8 @@ A run under the selective rule keeps the plan that it begins with. What could it
 rounding, and what would that gain?
 
 - *Gradients on the host or the accelerator, copies beside or inside of the step*: no numbers
-  change. They are chosen before the first step, by the search that all rules share. The predictive rule
-  changes them later only to make room for a larger share.
+  change. They are chosen before the first step, by the search that all rules share. The
+  predictive rule changes them later only to make room for a larger share.
 - *A share on the accelerator*: numbers change, because cold elements would step at every step, not
   once per interval. The config gives it, or free memory with `"ratio": "auto"`. Hot blocks are such
   a share, which moves at each selection.
