@@ -113,10 +113,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _may_be_simulated(item: pytest.Item) -> bool:
     """Whether a test of the package has ranks on the CPU that may have the simulated accelerator
-    instead."""
+    instead. One with a setting `device` chooses by itself."""
     has_ranks = any(name in vars(item.module) for name in _RUN_RANKS)  # type: ignore[attr-defined]
+    names_device = hasattr(item, "callspec") and "device" in item.callspec.params
     is_marked = any(map(item.get_closest_marker, ("gpu", "cpu")))
-    return has_ranks and not is_marked and "unit" in item.path.parts
+    return has_ranks and not is_marked and not names_device and "unit" in item.path.parts
 
 
 @pytest.hookimpl(trylast=True)  # samples are of what -m and -k have left
