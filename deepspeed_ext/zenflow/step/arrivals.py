@@ -35,7 +35,8 @@ class WeightArrivals:
     Note: [lost weights]
     If a worker fails between two steps, its rank must not raise alone, and its old weights look
     right. So weights that can no longer arrive become NaN, until all ranks raise the error together
-    (see Note: [an error of one rank]).
+    (see Note: [an error of one rank]). They count as on their way until they are used, as on the
+    other ranks: stage 3 prefetches, which is a collective, only while none are.
 
     Attributes:
         partitions: in order; set before the first step.
@@ -46,6 +47,7 @@ class WeightArrivals:
         self._metrics = metrics
         self._awaited: dict[_Key, Span] = {}
         self._written: dict[_Key, Any] = {}  # events after the copies
+        self._lost: set[_Key] = set()  # of those awaited
         self._has_streams = not get_accelerator().is_synchronized_device()
 
     @property
@@ -65,6 +67,7 @@ class WeightArrivals:
         for index, span in transfers.in_order(indices):
             self._awaited[index, span.begin] = span
             self._written.pop((index, span.begin), None)
+            self._lost.discard((index, span.begin))
 
     def complete(
         self,
@@ -106,10 +109,19 @@ class WeightArrivals:
         if self._has_streams:
             self._written[key] = get_accelerator().current_stream().record_event()
         del self._awaited[key]
+        self._lost.discard(key)
 
-    def lose(self) -> None:
-        """Fill weights that are on their way with NaN; see Note: [lost weights]."""
-        for key, span in list(self._awaited.items()):
+    def lose(self, transfers: Transfers, parts: Iterable[tuple[int, Span]] | None = None) -> None:
+        """Fill weights that are on their way with NaN; see Note: [lost weights].
+
+        Args:
+            parts: what is used now; None: everything.
+        """
+        for key in self._awaited.keys() - self._lost:
             with torch.no_grad():
-                self.partitions[key[0]].weights()[slice(*span)].fill_(math.nan)
-            self._arrived(key)
+                self.partitions[key[0]].weights()[slice(*self._awaited[key])].fill_(math.nan)
+            self._lost.add(key)
+        used = list(self._lost) if parts is None else list(self._chunks_of(transfers, parts))
+        for key in used:
+            if key in self._awaited:
+                self._arrived(key)

@@ -307,16 +307,17 @@ class WorkerLink:
         if not self.arrivals.are_due:
             return
         self.home.require()
+        used = None if parts is None else list(parts)
         if not self.failed:
             with self.deferring_errors(), self.metrics.waiting.measured():
                 within = Patience(self.longest_wait_seconds)
-                self.arrivals.complete(self.transfers, within, parts)
-        self._lose_if_failed()
+                self.arrivals.complete(self.transfers, within, used)
+        self._lose_if_failed(used)
 
-    def _lose_if_failed(self) -> None:
+    def _lose_if_failed(self, parts: Sequence[tuple[int, Span]] | None = None) -> None:
         if self.failed:
             with self.deferring_errors():
-                self.arrivals.lose()
+                self.arrivals.lose(self.transfers, parts)
 
     def wait_together(self) -> None:
         """Wait for everything in flight. A collective.

@@ -10,12 +10,19 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
 from deepspeed import comm as dist
 
+from deepspeed_ext.adapter.reached_state import ReachedState
+from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import WorkerError
+from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
+from deepspeed_ext.zenflow.step.link import WorkerLink
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import PartitionPass
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -124,6 +131,81 @@ def test_every_rank_ends_with_the_error_and_can_begin_anew(
         assert outcome["left"] == []
         assert all(math.isfinite(loss) for loss in outcome["losses"])
     assert not list(tmp_path.iterdir())
+
+
+PHASES: dict[str, tuple[type, str]] = {
+    "gradients leave": (HostOptimizer, "step_partition"),
+    "the norm is known": (StepDriver, "find_factor"),
+    "the worker steps": (WorkerLink, "depart"),
+    "chunks arrive": (WeightArrivals, "_arrived"),
+    "a backward pass completes weights": (ReachedState, "complete_weights"),
+    "a save": (HostOptimizer, "drain"),
+}
+"""Phases of a step of the exact rule, and the method behind whose first call the worker is
+killed."""
+
+
+def shared_mappings() -> set[str]:
+    """What this process maps in /dev/shm."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line}
+
+
+def lose_in(config: dict[str, Any], phase: str, folder: str) -> dict[str, Any]:
+    """Rank 0's worker dies in a phase of an exact step. How does this rank end, and how does a
+    resume differ from an undisturbed run?"""
+    rank = dist.get_rank()
+    data, message, before = batches(6, rank), "no error", shared_mappings()
+    with patch.object(chunks, "CHUNK_NUMEL", 512):
+        engine = make_engine(config)
+        train(engine, data[:2])
+        engine.save_checkpoint(folder, tag="good")
+        straight = train(engine, data[2:])
+        engine.destroy()
+        engine = make_engine(config)
+        engine.load_checkpoint(folder, tag="good")
+        train(engine, data[2:3])
+        process = engine.optimizer.host_optimizer.link.process
+        owner, name = PHASES[phase]
+        method, killed = getattr(owner, name), list[bool]()
+
+        def and_killed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = method(self, *args, **kwargs)
+            if rank == 0 and not killed:
+                os.kill(process.pid, signal.SIGKILL)
+                killed.append(gone(process.pid))
+            return found
+
+        try:
+            with patch.object(owner, name, and_killed):
+                if phase == "a save":
+                    engine.save_checkpoint(folder, tag="lost")
+                train(engine, data[3:])
+        except WorkerError as error:
+            message = str(error)
+        engine.destroy()
+        again = make_engine(config)
+        again.load_checkpoint(folder, tag="good")
+        resumed = train(again, data[2:])
+        again.destroy()
+    children = psutil.Process().children()
+    left = [f"process {p.pid}" for p in children if p.status() != psutil.STATUS_ZOMBIE]
+    left += sorted(shared_mappings() - before)
+    return {"message": message, "left": left, "same": resumed == straight}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_worker_dies_in_any_phase_of_an_exact_step(
+    stage: int, phase: str, tmp_path: Path
+) -> None:
+    config = zenflow_config(stage, update_rule="exact", weights_arrive_in_forward=True)
+    for found in run_ranks(2, lose_in, config, phase, str(tmp_path)):
+        assert "rank 0" in found["message"]
+        assert "SIGKILL" in found["message"]
+        assert "checkpoint" in found["message"]
+        assert found["left"] == []
+        assert found["same"]
 
 
 def train_and_destroy(config: dict) -> list[bool]:
