@@ -32,6 +32,7 @@ from deepspeed_ext.runtime.ranks import agreed
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep, remedies_of
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
+from deepspeed_ext.zenflow.plan.partitions import share_bytes
 from deepspeed_ext.zenflow.plan.places import Copies, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.printed import as_config
@@ -54,8 +55,9 @@ from deepspeed_ext.zenflow.step.link import UpdatePhase
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.schedule import StepPlan
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["Tuner", "move_share"]
+__all__ = ["Tuner", "move_share", "there_over_estimate"]
 
 MOST_MOVES = 2
 STEPS_BETWEEN = 200
@@ -68,9 +70,6 @@ CHANGED = 0.1
 MOST_SYNCHRONOUS = 32
 """Most further synchronous steps that a choice waits for overlapped ones."""
 MOST_CONTENTION = 0.9
-THERE_OVER_ESTIMATE = 3.5
-"""Bytes of an exact step on the accelerator over those of estimate and norms: 28 and 8 per
-element."""
 
 
 class Tuner:
@@ -383,8 +382,18 @@ def _contended(alone: ChainTimes, step: MeasuredStep, plan: ZenFlowPlan) -> Chai
         worker=step.worker,
         link=_slower_way(plan, step.link) if step.link else alone.link,
         contention=min(MOST_CONTENTION, contention),
-        there=THERE_OVER_ESTIMATE * max(0.0, step.inside - step.wait - step.gather),
+        there=there_over_estimate(plan) * max(0.0, step.inside - step.wait - step.gather),
     )
+
+
+def there_over_estimate(plan: ZenFlowPlan) -> float:
+    """Bytes of an exact step on the accelerator over those of estimate and norms: 28 and 8 per
+    element with fp32 moments."""
+    dtypes, block_size = plan.dtypes, plan.rule.block_size
+    gradient, published = DTYPE_BYTES[dtypes.gradient], DTYPE_BYTES[dtypes.published]
+    weights = DTYPE_BYTES[dtypes.weights]
+    stepped = 2 * share_bytes(plan.rule, block_size) / block_size + gradient + weights
+    return stepped / (2 * gradient + published + weights)
 
 
 def move_share(host: HostOptimizer, plan: ZenFlowPlan, host_share: float, why: str) -> bool:

@@ -158,7 +158,7 @@ class VirtualRun:
         device, total = Machine.beside(*here), Machine.step(*here)
         there = self.machine.there * (1.0 - self.share)
         wait, worker = total - there - device, statistics.median(self._passes)
-        estimate = self.machine.there / moving.THERE_OVER_ESTIMATE
+        estimate = self.machine.there / moving.there_over_estimate(self._host.decided)
         return MeasuredStep(device, wait + there + estimate, wait, worker, 0.1)
 
     @property

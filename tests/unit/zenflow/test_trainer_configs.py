@@ -30,6 +30,9 @@ def trained(config: dict[str, Any], extended: bool) -> dict[str, Any]:
 def with_zenflow(name: str) -> Any:
     """A run with the section added, and one with ZeRO-Offload."""
     config = shipped(name, dist.get_world_size())
+    if "offload_optimizer" not in config["zero_optimization"]:
+        # as with the Trainer's own AdamW; DeepSpeed's fused one has no simulated accelerator
+        config["optimizer"]["params"]["torch_adam"] = True
     added = {
         **config,
         "zero_optimization": {
