@@ -251,7 +251,7 @@ class Held:
     def _arena(self, *, at_start: bool) -> list[Part]:
         """The arena's arrays, in whole pages; `at_start` those that the worker touches then."""
         exchanged = {"g", "y", "chunks"}
-        if self.rule.estimates:
+        if self.kinds.per_block.exchanged:
             exchanged |= {"block_means", "known"}
         if not self.computes_there:
             weights = self.partitions[0].places.weights
