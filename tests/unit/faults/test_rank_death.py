@@ -21,6 +21,8 @@ from tests.support.zenflow import make_engine, train, zenflow_config
 GOOD, MORE = 3, 3
 GROUP_TIMEOUT_SECONDS = 20.0
 FAILED = 3
+EXACT = {"update_rule": "exact", "weights_arrive_in_forward": True}
+"""A rank dies while weights are on their way."""
 
 
 def last_rank_dies(config: dict[str, Any], folder: str) -> None:
@@ -44,22 +46,24 @@ def last_rank_dies(config: dict[str, Any], folder: str) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("ranks", "stage", "device"),
+    ("ranks", "stage", "device", "section"),
     [
-        (2, 2, "cpu"),
+        (2, 2, "cpu", {}),
+        pytest.param(2, 2, "cpu", EXACT, marks=pytest.mark.full),
+        pytest.param(2, 3, "cpu", EXACT, marks=pytest.mark.full),
         *(
-            pytest.param(ranks, stage, "accelerator", marks=pytest.mark.gpu)
+            pytest.param(ranks, stage, "accelerator", {}, marks=pytest.mark.gpu)
             for ranks, stage in ((2, 3), (3, 2))
         ),
     ],
 )
 def test_the_others_end_and_so_do_all_optimizer_processes(
-    ranks: int, stage: int, device: str, tmp_path: Path
+    ranks: int, stage: int, device: str, section: dict[str, Any], tmp_path: Path
 ) -> None:
     outcomes = run_fresh_ranks(
         ranks,
         last_rank_dies,
-        zenflow_config(stage, update_interval=1),
+        zenflow_config(stage, update_interval=1, **section),
         str(tmp_path),
         device=device,
         group_timeout_seconds=GROUP_TIMEOUT_SECONDS,
