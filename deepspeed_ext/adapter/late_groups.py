@@ -242,7 +242,8 @@ class _LateModule:
         self, late: LateGroups, module: torch.nn.Module, parts: dict[int, list[_Part]]
     ) -> None:
         self.due = False
-        self._late = late
+        # not a decorator: torch's compiler takes seconds to import
+        self._complete = torch.compiler.disable(late.complete)
         self._module = module
         self._parts = [
             *dict.fromkeys(part for p in _held_by(module) for part in parts.get(id(p), ()))
@@ -262,10 +263,9 @@ class _LateModule:
     def __reduce__(self) -> tuple[Any, ...]:
         return _hook_of_a_copy, ()
 
-    @torch.compiler.disable
     def complete(self) -> None:
-        """Let the module's weights be those of the last step."""
-        self._late.complete(self._parts)
+        """Let the module's weights be those of the last step; compiled code calls it as it is."""
+        self._complete(self._parts)
 
     def detach(self) -> None:
         """Let the module be as before."""
