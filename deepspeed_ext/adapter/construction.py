@@ -42,7 +42,6 @@ from deepspeed_ext.runtime.ranks import GridRanks, RankGroup, raise_together
 from deepspeed_ext.zenflow.plan.phases import Phase, nbytes_of
 from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.rule_choice import is_open
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
@@ -182,7 +181,7 @@ def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
         if layout.moment_dtype == "float32"
         else f", moments in {layout.moment_dtype} (not exact)"
     )
-    is_waiting, late = is_open(host.decided), host.decided.weights_arrive
+    is_waiting, late = host.decided.rule.is_open, host.decided.weights_arrive
     rule = "rule measured in the first steps" if is_waiting else f"{_rule(settings, host)} rule"
     how = f"update_interval {interval}, {rule}{rounded}"
     yield f"{layout.name.capitalize()} runs in a process of its own, one per rank; {how}"

@@ -356,10 +356,10 @@ class Engine(EngineSettings):
             check(zenflow.readiness, *states)
 
     def eval(self) -> None:
-        """Evaluate as DeepSpeed does, with the weights that training uses; if ZenFlow predicts
-        them, log that once."""
+        """Evaluate as DeepSpeed does, with training's weights; log if ZenFlow predicts them."""
         super().eval()
-        if (ours := self._parts.zenflow) and ours.host.decided.overlaps and self.global_rank == 0:
+        rule = None if self._parts.zenflow is None else self._parts.zenflow.host.decided.rule
+        if rule and rule.overlapped and not rule.is_open and self.global_rank == 0:
             log_once(logging.INFO, EVALUATES_PREDICTED)
 
     # -- states on the host ------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.ranks import RankGroup, together, within
 from deepspeed_ext.runtime.start_profile import StartupProfile
-from deepspeed_ext.zenflow.plan.places import Arrival, Place, WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Arrival, Place
 from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 from deepspeed_ext.zenflow.start import ZenFlowStart
 
@@ -288,11 +288,9 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
 
     def _let_weights_follow(self, parts: ZenFlowParts) -> None:
         """If weights are completed after their step, let the model wait for them from now on."""
-        host = parts.host
-        gathered = host.decided.weights_arrive is WeightsArrival.GATHERED_IN_FORWARD
-        if self._partitions.late is not None or not (gathered or host.rule.schedule.weights_follow):
+        if self._partitions.late is not None or not parts.host.decided.weights_follow:
             return
-        self._partitions.late = LateGroups(self, host)
+        self._partitions.late = LateGroups(self, parts.host)
         exchange_instead(self)
         parts.state.attach_late()
 

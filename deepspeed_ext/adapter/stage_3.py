@@ -247,7 +247,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def step(self, closure: Any = None) -> None:
         parts, super_call = self.zenflow_parts, partial(super().step, closure)
         kept: list[Swap] = []
-        if self.host_optimizer.rule.schedule.weights_follow:
+        if self.host_optimizer.decided.weights_follow:
             if self._late_weights is None:
                 places, prefetches = self._partitions.places(), Prefetches(self)
                 self._late_weights = LateWeights(self.host_optimizer, places, prefetches)

@@ -357,7 +357,8 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         here = plan is not None and plan.host == host_id()
         threads, seconds = (plan.threads, plan.device_seconds) if plan and here else (None, 0.0)
         elsewhere = plan is not None and not here
-        is_exact = getattr(saved.schedule, "is_exact", None)
+        schedule = saved.schedule
+        is_exact = schedule.is_exact if isinstance(schedule, PredictiveSavedSchedule) else None
         host.mover.resumed(host, threads, seconds, is_elsewhere=elsewhere, is_exact=is_exact)
     rule = host.rule
     interval = saved.schedule.interval

@@ -37,7 +37,7 @@ from deepspeed_ext.zenflow.plan.places import Copies, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.printed import as_config
 from deepspeed_ext.zenflow.plan.probe import PROBED_STEPS, ThreadProbe
-from deepspeed_ext.zenflow.plan.rule_choice import RuleChoice, choose_rule, is_open, with_rule
+from deepspeed_ext.zenflow.plan.rule_choice import RuleChoice, choose_rule, with_rule
 from deepspeed_ext.zenflow.plan.search import Measured, search_measured
 from deepspeed_ext.zenflow.plan.share import (
     MEASURED_STEPS,
@@ -180,7 +180,7 @@ class Tuner:
         times = ChainTimes(0.0, 0.0)
         with host.link.deferring_errors():
             times = self._times(host.decided, probe, is_between)
-        if is_open(host.decided):
+        if host.decided.rule.is_open:
             self._choose_rule(host, times)
         overlaps = host.decided.rule.overlapped and schedule.interval == 1
         if is_between and overlaps and self._chooses_share:
@@ -240,7 +240,7 @@ class Tuner:
     ) -> None:
         """See `Mover.resumed`. On another machine, everything but the rule is chosen anew."""
         self._alone = None
-        if is_exact is not None and is_open(host.decided):
+        if is_exact is not None and host.decided.rule.is_open:
             self._settle_rule(host, RuleChoice(is_exact, "the checkpoint's"))
         if host.ranks.minimum(-int(is_elsewhere))[0] < 0:
             self.device_seconds = 0.0

@@ -28,7 +28,6 @@ from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.probe import thread_counts
-from deepspeed_ext.zenflow.plan.rule_choice import is_open
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
 from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
@@ -147,7 +146,7 @@ def _mover(
     is synchronous. Threads stay if the interval is measured, and if they are pinned near their
     memory.
     """
-    if plan.weights_arrive is WeightsArrival.IN_FORWARD and not is_open(plan):
+    if plan.weights_arrive is WeightsArrival.IN_FORWARD and not plan.rule.is_open:
         return None
     if not config.autotune or is_on_cpu or not isinstance(plan.rule, PredictiveSettings):
         return None

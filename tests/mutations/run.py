@@ -35,6 +35,12 @@ TESTS = (
     "tests/unit/zenflow/test_exact_rule.py::test_training_has_the_bits_of_steps_that_wait",
     "tests/unit/zenflow/test_exact_rule.py::"
     "test_weights_that_one_stream_has_brought_may_be_read_on_another",
+    "tests/unit/zenflow/test_exact_rule.py::"
+    "test_weights_arrive_when_forward_uses_them_and_before_backward",
+    "tests/unit/zenflow/test_exact_rule.py::test_a_destroyed_engine_leaves_complete_weights",
+    "tests/unit/zenflow/test_exact_rule.py::test_every_reader_sees_the_weights_of_the_last_step",
+    "tests/unit/adapter/test_late_groups.py",
+    "tests/unit/faults/test_worker.py::test_a_worker_dies_in_any_phase_of_an_exact_step",
     "tests/unit/adapter/test_gradients_on_host.py",
     "tests/unit/adapter/test_throughput_timer.py",
     "tests/unit/gather/test_features.py::test_a_fetch_left_to_upstream_is_waited_for",
@@ -45,6 +51,9 @@ TESTS = (
 """Those in the folder of a site's package run before the others."""
 COPIED = ("deepspeed_ext", "tests", "tools", "pyproject.toml", "examples", "configs")
 REDUNDANT = {
+    "adapter/late_groups.py:LateGroups.detach: self._wait(self._parts)": (
+        "for work that is queued behind `destroy`; no test reads weights so soon"
+    ),
     "adapter/stage_3.py:ZenFlowZeroOptimizerStage3.partition_grads: param.grad.record_stream": (
         "for gradients made on another stream, as DeepSpeed does; "
         "no test gives their memory to others so soon"
@@ -72,9 +81,10 @@ REDUNDANT = {
 NOT_NOTICED = "not noticed"
 HEAD = """# Waits
 
-Each place where the package orders the work of a device, and the first test on the simulated accelerator that fails
-without it. A simulation: it shows order and lifetime. `python -m tests.mutations.run --write-docs` makes this table; a
-test holds its rows to the places that the code has. Waits inside of a blocking copy are not listed.
+Each place where the package orders the work of a device, or waits for weights of the exact rule, and
+the first test on the simulated accelerator that fails without it. A simulation: it shows order and
+lifetime. `python -m tests.mutations.run --write-docs` makes this table; a test holds its rows to the
+places that the code has. Waits inside of a blocking copy are not listed.
 
 | place | noticed by |
 | --- | --- |

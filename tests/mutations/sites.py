@@ -1,4 +1,5 @@
-"""Finds every place where the package orders the work of a device, by reading its source."""
+"""Finds every place where the package orders the work of a device, or waits for weights that are on
+their way, by reading its source."""
 
 from __future__ import annotations
 
@@ -14,6 +15,14 @@ __all__ = ["Site", "sites", "without"]
 ORDERS = frozenset({"wait_stream", "wait_event", "record_stream", "record", "synchronize", "wait"})
 OUR_NAMES_FOR_THEM = frozenset({"_wait", "_record", "_finish", "order_gathers"})
 """Methods of the package that do nothing but such a wait: each call of one is a wait of its own."""
+FOR_WEIGHTS = frozenset(
+    {
+        *(("link", "complete"), ("arrivals", "complete"), ("self", "_lose_if_failed")),
+        *(("_process", "wait_for"), ("_courier", "wait_for")),
+    }
+)
+"""Receivers and methods that wait for weights of the exact rule, or give up those that are lost.
+What the adapter calls for it ends in one of these."""
 NOT_OF_A_DEVICE = frozenset(
     {
         *(
@@ -95,10 +104,6 @@ def _sites_of(tree: ast.AST, path: str, where: tuple[str, ...] = ()) -> Iterator
 def _orders(function: ast.expr) -> bool:
     if not isinstance(function, ast.Attribute):
         return False
-    if function.attr in OUR_NAMES_FOR_THEM:
-        return True
-    if function.attr not in ORDERS:
-        return False
     receiver = function.value
     name = (
         receiver.attr
@@ -107,4 +112,6 @@ def _orders(function: ast.expr) -> bool:
         if isinstance(receiver, ast.Name)
         else ""
     )
-    return name not in NOT_OF_A_DEVICE
+    if function.attr in OUR_NAMES_FOR_THEM or (name, function.attr) in FOR_WEIGHTS:
+        return True
+    return function.attr in ORDERS and name not in NOT_OF_A_DEVICE

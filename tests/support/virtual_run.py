@@ -23,7 +23,6 @@ from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, RankFacts, Run, ZenFl
 from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.probe import thread_counts
-from deepspeed_ext.zenflow.plan.rule_choice import is_open
 from deepspeed_ext.zenflow.plan.search import Measured
 from deepspeed_ext.zenflow.plan.share import with_host_share
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
@@ -122,7 +121,7 @@ class VirtualRun:
         config = ZenFlowConfig(**section)
         decided = decide(facts, config, host_share=None, is_asked=False)
         assert decided.measures_share
-        overlap = None if is_open(decided) else True
+        overlap = None if decided.rule.is_open else True
         self._schedule = PredictiveSchedule(
             1, overlap, WARM_UP, weights_arrive=decided.weights_arrive
         )
@@ -165,7 +164,7 @@ class VirtualRun:
     def rule(self) -> str:
         """The rule in use, or ``open``; ``waits``: the exact one, with weights in the step."""
         decided: ZenFlowPlan = self._host.decided
-        if is_open(decided):
+        if decided.rule.is_open:
             return "open"
         arrives = decided.weights_arrive is WeightsArrival.IN_FORWARD
         return "predictive" if decided.rule.overlapped else "exact" if arrives else "waits"

@@ -225,17 +225,16 @@ class _Choice:
         can be read between step and forward without any call that could wait, so the config must
         ask for it; at stage 3 they are gathered first."""
         why = None
-        is_open = isinstance(rule, PredictiveSettings) and rule.is_open
         asks = self.config.weights_arrive_in_forward
         if not self.config.arrives_late:
             why = "the config does not ask for another time, or lets steps wait"
-        elif rule.overlapped and not is_open:
+        elif rule.overlapped and not rule.is_open:
             if asks:
                 return self._gathered()
             why = "the predictive rule is in use"
         elif not self.facts.caller.partitions_weights and not asks:
             why = "at stages 1 and 2 a parameter may be read without a call that could wait"
-        elif measures_share and not is_open:
+        elif measures_share and not rule.is_open:
             why = "a share on the accelerator is chosen between steps whose weights are complete"
         if why is not None:
             return WeightsArrival.IN_STEP, Reason(WEIGHTS_IN_STEP, why)

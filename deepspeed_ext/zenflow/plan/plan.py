@@ -94,10 +94,9 @@ class ZenFlowPlan:
         return self.partitions[0].places
 
     @property
-    def overlaps(self) -> bool:
-        """Whether steps overlap after a warm-up; False while the rule is open."""
-        is_open = isinstance(self.rule, PredictiveSettings) and self.rule.is_open
-        return self.rule.overlapped and not is_open
+    def weights_follow(self) -> bool:
+        """Whether weights are completed after their step; False while the rule is open."""
+        return self.weights_arrive is not WeightsArrival.IN_STEP and not self.rule.is_open
 
     @property
     def copies(self) -> Copies:

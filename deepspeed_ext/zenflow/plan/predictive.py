@@ -44,9 +44,6 @@ class PredictiveSettings(RuleSettings):
     """None: the schedule chooses."""
     prediction_error_factor: float
     """0: no guard."""
-    is_open: bool = False
-    """Whether steps wait until measurements have decided if they overlap from then on or follow the
-    exact rule. Then `overlapped` is true, and the sizes are those of overlapped steps."""
     exchanges_per_block: bool = True
     """Whether arrays are laid out for estimates, also if the exact rule has been chosen since."""
 

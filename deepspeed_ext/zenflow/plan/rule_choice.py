@@ -23,7 +23,7 @@ from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.search import Measured, search_measured
 from deepspeed_ext.zenflow.plan.share import step_seconds
 
-__all__ = ["MOST_EXPOSED", "RuleChoice", "choose_rule", "is_open", "rule_reason", "with_rule"]
+__all__ = ["MOST_EXPOSED", "RuleChoice", "choose_rule", "rule_reason", "with_rule"]
 
 MOST_EXPOSED = 0.05
 """Fraction by which an exact step may be longer than a predictive one."""
@@ -40,11 +40,6 @@ class RuleChoice:
 
     is_exact: bool
     why: str
-
-
-def is_open(plan: ZenFlowPlan) -> bool:
-    """Whether the rule is still to be chosen."""
-    return isinstance(plan.rule, PredictiveSettings) and plan.rule.is_open
 
 
 def rule_reason(name: str, why: str) -> Reason:

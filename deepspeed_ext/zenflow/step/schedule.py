@@ -75,12 +75,6 @@ class Schedule(ABC, Generic[PlanT, StateT]):
     def plan(self) -> PlanT:
         """Describe the coming step."""
 
-    @property
-    def weights_follow(self) -> bool:
-        """Whether the weights of the coming step arrive after it."""
-        plan = self.plan()
-        return plan.weights_arrive and not plan.waits_last
-
     @abstractmethod
     def advance(self, plan: PlanT) -> None:
         """Record that the step described by `plan` was carried out."""

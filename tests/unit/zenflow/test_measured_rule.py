@@ -17,7 +17,6 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.zenflow.plan import chunks, rule_choice
-from deepspeed_ext.zenflow.plan.rule_choice import is_open
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.ranks import run_ranks
@@ -72,11 +71,11 @@ def chosen(config: dict[str, Any], is_exact: bool) -> list[Any]:
             engine = make_engine(mine, model=OddModel, groups=two_groups)
             losses = train(engine, data[: 7 * passes])
             host = engine.optimizer.host_optimizer
-            assert is_open(host.decided) is (mine is config)
+            assert host.decided.rule.is_open is (mine is config)
             losses += train(engine, data[7 * passes :])
             assert bool(host.link.arrivals.are_awaited) is (is_exact and mine is config)
             found.append(result_of(engine, losses))
-            assert not is_open(host.decided)
+            assert not host.decided.rule.is_open
             said = host.measurements()["zenflow_exact"], host.decided.reasons[0]
             engine.destroy()
     return [first_difference(*found), said[0], said[1].decision]

@@ -14,7 +14,7 @@ from deepspeed_ext.zenflow.plan.places import Place, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.printed import as_config
-from deepspeed_ext.zenflow.plan.rule_choice import MOST_EXPOSED, choose_rule, is_open, with_rule
+from deepspeed_ext.zenflow.plan.rule_choice import MOST_EXPOSED, choose_rule, with_rule
 from deepspeed_ext.zenflow.plan.search import Measured
 from deepspeed_ext.zenflow.plan.share import UNITS, ChainTimes, step_seconds
 
@@ -103,12 +103,12 @@ def test_the_rule_is_open_at_the_start_where_it_can_be_measured(
     how: dict[str, Any], expected: str | None, why: str
 ) -> None:
     plan = plan_of(**how)
-    assert is_open(plan) is (expected is None)
+    assert plan.rule.is_open is (expected is None)
     assert plan.reasons[0].decision == f"zenflow.update_rule = {expected or 'measured'}"
     assert why in plan.reasons[0].why
     late = expected is None and how.get("stage", 3) == 3
     assert plan.weights_arrive is (IN_FORWARD if late else IN_STEP)
-    assert plan.overlaps is (expected == "predictive")
+    assert (plan.rule.overlapped and not plan.rule.is_open) is (expected == "predictive")
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
@@ -117,7 +117,7 @@ def test_a_chosen_rule_is_the_plan_of_a_config_that_names_it(
     section: dict[str, Any], is_exact: bool
 ) -> None:
     chosen = with_rule(plan_of(**section), is_exact=is_exact, why="")
-    assert not is_open(chosen)
+    assert not chosen.rule.is_open
     named = plan_of(**section | as_config(chosen)["zenflow"])
     laid_out = replace(cast(PredictiveSettings, named.rule), exchanges_per_block=True)  # as before
     assert replace(named, rule=laid_out, reasons=chosen.reasons) == chosen
@@ -126,4 +126,4 @@ def test_a_chosen_rule_is_the_plan_of_a_config_that_names_it(
 
 def test_other_rules_are_not_open() -> None:
     for rule in ("predictive", "exact", "selective", None):
-        assert not is_open(plan_of(update_rule=rule))
+        assert not plan_of(update_rule=rule).rule.is_open
