@@ -31,7 +31,7 @@ def interposer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("size", "every"),
-    [(2, 97), *(pytest.param(size, 1, marks=pytest.mark.full) for size in (2, 3))],
+    [(2, 193), *(pytest.param(size, 1, marks=pytest.mark.full) for size in (2, 3))],
 )
 def test_kill_at_every_system_call(interposer: Path, size: int, every: int, tmp_path: Path) -> None:
     """New and reused tag, one disk and one per rank, a save that waits and one beside training,

@@ -91,6 +91,7 @@ def body(folder: str) -> tuple[list[float], int]:
     return our_losses, gather.num_collectives
 
 
+@pytest.mark.full
 def test_equals_upstream(tmp_path: Any) -> None:
     for losses, num_collectives in run_ranks(2, body, str(tmp_path)):
         assert len(losses) == STEPS

@@ -361,6 +361,7 @@ DRAWN: tuple[tuple[int, int, str, str, list[int]], ...] = (
 """Stage, ranks, rule, device, and seeds, of which the first runs by default."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("stage", "ranks", "rule", "device", "seeds"),
     [
@@ -695,3 +696,23 @@ def test_if_a_worker_dies_missing_weights_are_nan_and_every_rank_gets_the_error(
     config = exact_config(stage, update_rule=rule)
     found = run_ranks(2, after_a_death, config, pool=f"exact {stage == 3}")
     assert found == [[rule == "exact", True]] * 2  # predicted weights have left their rank
+
+
+def waited_for_after_a_death(config: dict[str, Any]) -> bool:
+    """Whether weights that can no longer arrive are NaN once somebody has waited for all of them,
+    and used none."""
+    engine = make_engine(config)
+    engine.backward(engine(on_device(batches(1, 0)[0])))
+    host = engine.optimizer.host_optimizer
+    os.kill(host.link.process.pid, signal.SIGSTOP)
+    engine.step()
+    os.kill(host.link.process.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError):
+        host.link.wait_together()
+    is_lost = any(bool(each.weights().isnan().any()) for each in host.partitions)
+    engine.destroy()
+    return is_lost
+
+
+def test_weights_that_a_dead_worker_leaves_behind_do_not_look_right() -> None:
+    assert run_ranks(1, waited_for_after_a_death, exact_config(2), pool="exact False") == [True]

@@ -199,6 +199,7 @@ def test_in_fp16_a_good_prediction_is_left_alone(stage: int) -> None:
         assert sum(guarded.overflowed) == len(overflowing)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "dtype", "accumulation"), SETTINGS)
 def test_a_run_that_is_interrupted_when_the_guard_has_tripped_goes_on_to_the_bit(
     stage: int, dtype: torch.dtype, accumulation: int, tmp_path: Path

@@ -46,7 +46,7 @@ def resumed(folder: str, configs: dict[str, str], stops: list[int]) -> dict[str,
 @pytest.mark.parametrize(
     ("ranks", "stages"),
     [
-        (2, {2: INTERVAL_1}),
+        pytest.param(2, {2: INTERVAL_1}, marks=pytest.mark.full),
         pytest.param(1, {3: INTERVAL_2}, marks=pytest.mark.full),
         pytest.param(2, {1: INTERVAL_2}, marks=pytest.mark.full),
         pytest.param(1, {1: INTERVAL_1, 2: INTERVAL_2}, marks=pytest.mark.full),

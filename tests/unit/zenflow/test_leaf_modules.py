@@ -60,7 +60,8 @@ def with_and_without(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_without_overlap_it_equals_zero_offload(ranks: int) -> None:
     """In fp32, with accumulation: the predictive rule to the bit, the selective one to the rounding
     of hot blocks, which step in another order of operations. With ``offload_param``

@@ -81,6 +81,7 @@ def chosen(config: dict[str, Any], is_exact: bool) -> list[Any]:
     return [first_difference(*found), said[0], said[1].decision]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize(
     ("stage", "ranks", "accumulation", "section"),
@@ -126,6 +127,7 @@ def resumed(config: dict[str, Any], was_exact: bool, at: int, folder: str) -> li
     return [*rules, first_difference(straight, again)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("was_exact", [True, False])
 @pytest.mark.parametrize(("stage", "at"), [(2, MEASURED_STEPS), (3, STEPS - 3)])
 def test_a_resume_keeps_the_rule_that_was_chosen(

@@ -226,7 +226,7 @@ def chosen(
     return {**found, "shares": shares, "said": [text for _, text in said if "is" in text][:1]}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("states", ["float32", "bfloat16", "int8"])
 def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(
     states: str, tmp_path: Path

@@ -28,7 +28,8 @@ def test_losses_and_the_generators_weights_are_those_of_a_loop_that_stays_awake(
         assert len(set(losses)) > ITERATIONS
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [2, 3])
 def test_the_same_with_the_generator_in_another_process(stage: int) -> None:
     config = zenflow_config(stage, accumulation=2, update_interval=1)
     for changed, _ in run_ranks(2, rl_loop.both_loops, config, ITERATIONS, remote=True):

@@ -162,6 +162,7 @@ def check(fault: Fault) -> dict[str, str]:
     }
 
 
+@pytest.mark.full
 def test_a_folder_of_any_name_and_two_checks_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
