@@ -32,7 +32,27 @@ def cpu_seconds_of_all() -> float:
     return sum(ticks[each] for each in ours) / os.sysconf("SC_CLK_TCK")
 
 
-CLOCKS = {"wall": time.perf_counter, "thread": time.thread_time, "all": cpu_seconds_of_all}
+_calls = 0
+
+
+def _count(frame: object, event: str, argument: object) -> None:
+    global _calls
+    _calls += event == "call"
+
+
+def calls() -> float:
+    """A thousandth of the calls of Python functions that this thread has made: a clock that no
+    other work changes."""
+    sys.setprofile(_count)
+    return _calls / 1e3
+
+
+CLOCKS = {
+    "wall": time.perf_counter,
+    "thread": time.thread_time,
+    "all": cpu_seconds_of_all,
+    "calls": calls,
+}
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ class Contestant:
                 "stage": stage,
                 "zenflow": zenflow,
                 "millions": args.millions,
-                "clock": ("all" if args.start_up else "thread") if args.cpu_time else "wall",
+                "clock": _clock(args),
             },
         )
         environment = {**os.environ, **KEEPS_MEMORY, "PYTHONPATH": str(tree)}
@@ -112,6 +112,12 @@ def checkout(commit: str) -> Iterator[Path]:
 
 def _bytes(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
+
+
+def _clock(args: argparse.Namespace) -> str:
+    if args.calls:
+        return "calls"
+    return ("all" if args.start_up else "thread") if args.cpu_time else "wall"
 
 
 def start(tree: Path, way: str, args: argparse.Namespace) -> list[float]:
@@ -187,10 +193,17 @@ def main() -> None:
         help="CPU time, which other work hardly changes: that of the training thread, or with "
         "--start-up that of all processes",
     )
+    parser.add_argument(
+        "--calls",
+        action="store_true",
+        help="calls of Python functions in the training thread instead of milliseconds: nothing "
+        "else on the machine changes them",
+    )
     parser.add_argument("--only", choices=WAYS, help="one configuration")
     args = parser.parse_args()
+    unit = "calls" if args.calls else "ms"
     print(
-        "| configuration | before, ms | now, ms | now / before, "
+        f"| configuration | before, {unit} | now, {unit} | now / before, "
         "median of rounds | rounds, lowest to highest |"
     )
     print("| --- | --- | --- | --- | --- |")
