@@ -38,7 +38,7 @@ from deepspeed_ext.zenflow.plan.places import (
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
-from deepspeed_ext.zenflow.plan.rule_choice import rule_reason
+from deepspeed_ext.zenflow.plan.rule_choice import arrival_reason, rule_reason
 from deepspeed_ext.zenflow.plan.search import Option, expected_times, search
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS
@@ -46,7 +46,7 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = ["MOST_FOR_GRADIENTS", "WEIGHTS_IN_STEP", "decide"]
 
-WEIGHTS_IN_STEP = "weights arrive in the step"
+WEIGHTS_IN_STEP = arrival_reason(WeightsArrival.IN_STEP, "").decision
 """The decision that leaves ``weights_arrive_in_forward`` without effect."""
 
 MOST_FOR_GRADIENTS = 0.5
@@ -237,11 +237,11 @@ class _Choice:
         elif measures_share and not rule.is_open:
             why = "a share on the accelerator is chosen between steps whose weights are complete"
         if why is not None:
-            return WeightsArrival.IN_STEP, Reason(WEIGHTS_IN_STEP, why)
+            return _arriving(WeightsArrival.IN_STEP, why)
         why = (
             "the config says so" if asks else "at stage 3 weights are gathered before they are read"
         )
-        return WeightsArrival.IN_FORWARD, Reason("weights arrive in the next forward", why)
+        return _arriving(WeightsArrival.IN_FORWARD, why)
 
     def _gathered(self) -> tuple[WeightsArrival, Reason]:
         """When predicted weights are complete, if the config asks for them in the forward."""
@@ -250,9 +250,8 @@ class _Choice:
         elif self.facts.caller.ranks == 1:
             why = "a single rank predicts all weights and gathers none"
         else:
-            found = Reason("weights are gathered in the next forward", "the config says so")
-            return WeightsArrival.GATHERED_IN_FORWARD, found
-        return WeightsArrival.IN_STEP, Reason(WEIGHTS_IN_STEP, why)
+            return _arriving(WeightsArrival.GATHERED_IN_FORWARD, "the config says so")
+        return _arriving(WeightsArrival.IN_STEP, why)
 
     # -- where gradients wait ----------------------------------------------------------------------
 
@@ -536,3 +535,7 @@ class _Choice:
 
 def _total(partitions: Sequence[Run]) -> int:
     return sum(run.numel * run.times for run in partitions)
+
+
+def _arriving(arrives: WeightsArrival, why: str) -> tuple[WeightsArrival, Reason]:
+    return arrives, arrival_reason(arrives, why)

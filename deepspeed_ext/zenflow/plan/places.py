@@ -35,7 +35,7 @@ class WeightsArrival(enum.Enum):
     """All of them before the step returns."""
     IN_FORWARD = "in the next forward"
     """Each chunk comes from the worker when it is first used after an exact step."""
-    GATHERED_IN_FORWARD = "gathered in the next forward"
+    GATHERED_IN_FORWARD = "from other ranks in the next forward"
     """This rank's partitions before the step returns, those of other ranks when they are first
     used."""
 

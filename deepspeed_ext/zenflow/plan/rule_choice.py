@@ -23,7 +23,14 @@ from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.search import Measured, search_measured
 from deepspeed_ext.zenflow.plan.share import step_seconds
 
-__all__ = ["MOST_EXPOSED", "RuleChoice", "choose_rule", "rule_reason", "with_rule"]
+__all__ = [
+    "MOST_EXPOSED",
+    "RuleChoice",
+    "arrival_reason",
+    "choose_rule",
+    "rule_reason",
+    "with_rule",
+]
 
 MOST_EXPOSED = 0.05
 """Fraction by which an exact step may be longer than a predictive one."""
@@ -47,6 +54,11 @@ def rule_reason(name: str, why: str) -> Reason:
     return Reason(f"zenflow.update_rule = {name}", why, is_open=True)
 
 
+def arrival_reason(arrives: WeightsArrival, why: str) -> Reason:
+    """The reason why weights arrive when they do."""
+    return Reason(f"weights arrive {arrives.value}", why)
+
+
 def with_rule(plan: ZenFlowPlan, *, is_exact: bool, why: str) -> ZenFlowPlan:
     """`plan`, whose rule is open, with a rule; everything else stays in place. At stages 1 and 2
     weights are late only if the config asks for it, which then holds for predicted ones, too."""
@@ -58,6 +70,12 @@ def with_rule(plan: ZenFlowPlan, *, is_exact: bool, why: str) -> ZenFlowPlan:
     if arrive is WeightsArrival.IN_FORWARD and not is_exact:
         gathers = not caller.partitions_weights and caller.ranks > 1
         arrive = WeightsArrival.GATHERED_IN_FORWARD if gathers else WeightsArrival.IN_STEP
+        others = [
+            each
+            for each in others
+            if each.decision != arrival_reason(plan.weights_arrive, "").decision
+        ]
+        others.append(arrival_reason(arrive, "the predictive rule was chosen"))
     return replace(
         plan,
         rule=replace(plan.rule, overlapped=not is_exact, is_open=False),

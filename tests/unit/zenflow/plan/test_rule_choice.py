@@ -118,6 +118,8 @@ def test_a_chosen_rule_is_the_plan_of_a_config_that_names_it(
 ) -> None:
     chosen = with_rule(plan_of(**section), is_exact=is_exact, why="")
     assert not chosen.rule.is_open
+    arrives = [each for each in chosen.reasons if each.decision.startswith("weights arrive")]
+    assert [each.decision for each in arrives] == [f"weights arrive {chosen.weights_arrive.value}"]
     named = plan_of(**section | as_config(chosen)["zenflow"])
     laid_out = replace(cast(PredictiveSettings, named.rule), exchanges_per_block=True)  # as before
     assert replace(named, rule=laid_out, reasons=chosen.reasons) == chosen
