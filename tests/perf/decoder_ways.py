@@ -169,10 +169,14 @@ def _flash(model: nn.Module, way: Way) -> Loop:
 
 
 def _ours(name: str, zenflow: dict[str, Any], **more: Any) -> Way:
-    settled = {"warm_up": 20 if not zenflow else 10}  # `{}` chooses behind 10 synchronous steps
-    zenflow = zenflow and {"full_warm_up_rounds": 5, **zenflow}
+    """As a user gets it: it chooses its plan behind ten synchronous steps."""
     zero = {"zenflow": zenflow, **more.pop("zero", {})}
-    return Way(name, _engine, zero=zero, extended=True, **(settled | more))
+    return Way(name, _engine, zero=zero, extended=True, **({"warm_up": 20} | more))
+
+
+def _given(name: str, zenflow: dict[str, Any], **more: Any) -> Way:
+    """With a plan that is given: nothing is chosen, so the synchronous steps are few."""
+    return _ours(name, {"full_warm_up_rounds": 5, **zenflow}, warm_up=10, **more)
 
 
 def _compiled(way: Way) -> Way:
@@ -195,19 +199,23 @@ UPSTREAM_ZENFLOW = sides.UPSTREAM_OVERLAPPED.zenflow
 ZERO = Way("ZeRO", _engine, other=FUSED, says="bf16.check_grad_overflow is on by default")
 ZERO_UNCHECKED = replace(ZERO, name="ZeRO, no overflow check", other=FUSED | UNCHECKED, says="")
 OURS = _ours("ours", {})
-OURS_14 = _ours("ours, 14/2", {"pt_reserved_cores": 2, "update_interval": 1})
-OURS_14_BF16 = _ours(
+OURS_14 = _given("ours, 14/2", {"pt_reserved_cores": 2, "update_interval": 1})
+OURS_14_BF16 = _given(
     "ours, 14/2, bf16 moments",
     {"pt_reserved_cores": 2, "update_interval": 1, "state_dtype": "bfloat16"},
 )
-OURS_INTERVAL_1 = _ours("ours, interval 1", {"update_interval": 1})
+OURS_INT8 = _ours("ours, 8-bit moments", {"state_dtype": "int8"})
 OURS_EXACT = _ours("ours, exact", {"update_rule": "exact"})
+OURS_EXACT_IN_FORWARD = _ours(
+    "ours, exact, weights in forward", {"update_rule": "exact", "weights_arrive_in_forward": True}
+)
+OURS_AUTO = _ours("ours, rule auto", {"update_rule": "auto", "weights_arrive_in_forward": True})
 ZERO_OFFLOAD = Way("ZeRO-Offload", _engine, zero={"offload_optimizer": OFFLOAD})
 SHARES = (0.9, 0.75, 0.5)
 OURS_SHARED = tuple(
-    _ours(
+    _given(
         f"ours, ratio {ratio}",
-        {"full_warm_up_rounds": 5},
+        {},
         zero={"offload_optimizer": {"device": "cpu", "ratio": ratio}},
     )
     for ratio in SHARES
@@ -271,7 +279,10 @@ WAYS: dict[str, Way] = {
         _compiled(OURS),
         OURS_14,
         OURS_14_BF16,
-        OURS_INTERVAL_1,
+        OURS_INT8,
+        OURS_EXACT,
+        OURS_EXACT_IN_FORWARD,
+        OURS_AUTO,
         *OURS_SHARED,
         ZERO_OFFLOAD,
         *(way.at(3) for way in (OURS, OURS_14, OURS_14_BF16, OURS_EXACT, ZERO_OFFLOAD)),

@@ -38,13 +38,8 @@ def parts() -> list[Part]:
         _core_sets(),
         _link(),
         *(_beside_zero(batch) for batch in (USUAL, SHORT, LONGER)),
-        _decoder(
-            "step/1.5b/exact",
-            "1.5b",
-            (ways.OURS.at(3), ways.OURS_EXACT.at(3), ways.ZERO_OFFLOAD.at(3)),
-            (USUAL, LONGER),
-            "the exact rule beside the predictive one and ZeRO-Offload, stage 3",
-        ),
+        _exact(USUAL, ways.OURS_EXACT, ways.OURS_AUTO),
+        _exact(LONGER),
         _decoder(
             "step/1.5b/zero",
             "1.5b",
@@ -69,21 +64,21 @@ def _rivals() -> list[Part]:
         _decoder(
             "rivals/offload",
             "1.5b",
-            (ways.OURS_INTERVAL_1, ways.ZERO_OFFLOAD, *(way for way in others if way != amp)),
+            (ways.OURS, ways.ZERO_OFFLOAD, *(way for way in others if way != amp)),
             (USUAL,),
             "ours beside torchao, FSDP2 and FlashOptim",
         ),
         _decoder(
             "rivals/super",
             "1.5b",
-            (ways.OURS_INTERVAL_1, super_offload, amp),
+            (ways.OURS, super_offload, amp),
             (USUAL,),
             "ours beside SuperOffload",
         ),
         _decoder(
             "rivals/zenflow",
             "1.5b",
-            (ways.OURS_INTERVAL_1, zenflow),
+            (ways.OURS, zenflow),
             (USUAL,),
             "ours beside DeepSpeed's ZenFlow",
         ),
@@ -96,9 +91,9 @@ def _beyond_half_an_hour() -> list[Part]:
         _decoder(
             "ratio",
             "1.5b",
-            (ways.OURS_INTERVAL_1, *ways.OURS_SHARED),
+            (ways.OURS, ways.OURS_INT8, *ways.OURS_SHARED),
             (SHORT,),
-            "a part of the optimizer on the device",
+            "a part of the optimizer on the device, chosen and given",
         ),
         _alone(ways.OURS_14, (USUAL,)),
         _alone(ways.ZERO_OFFLOAD, (USUAL,)),
@@ -121,6 +116,16 @@ def _beside_zero(batch: str) -> Part:
         (ways.ZERO_UNCHECKED, ways.OURS, ways.OURS_14),
         (batch,),
         "ours beside ZeRO-2",
+    )
+
+
+def _exact(batch: str, *more: Way) -> Part:
+    return _decoder(
+        f"step/1.5b/exact/{batch}",
+        "1.5b",
+        (ways.OURS, ways.OURS_EXACT_IN_FORWARD, ways.ZERO_OFFLOAD, *more),
+        (batch,),
+        "the exact rule beside the predictive one and ZeRO-Offload",
     )
 
 
