@@ -322,7 +322,7 @@ class Tuner:
         moved = False
         if is_worth_it(now, found.share):
             if not is_between:  # the next step publishes y again, without what moves
-                host.expose()
+                host.publish_again()
             moved = move_share(host, found.plan, found.share, why)
             why = why if moved else f"{why}; but a rank could not allocate it"
         if host.ranks.rank == 0:

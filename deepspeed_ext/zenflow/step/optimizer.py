@@ -321,10 +321,12 @@ class HostOptimizer:
         """`drain`, without taking over what a user has changed."""
         if (error := self.link.wait()) is not None:
             raise error
-        # otherwise the arena is already authoritative
+        # otherwise the arena already holds everything, except perhaps decoded moments
         if self.link.phase is not UpdatePhase.EXPOSED:
             self.rule.write_back()
-            self._state.show(moments=shows_moments)
+            self._state.show()
+        if shows_moments:
+            self._state.show_moments()
 
     def _take_over(self) -> None:
         """Take over what a user has changed, other than by writing in place, so that the next step
@@ -375,10 +377,16 @@ class HostOptimizer:
             self._take_over()
         return exposed
 
-    def _expose(self) -> bool:
+    def publish_again(self) -> None:
+        """Wait for the update in flight, and make the next step publish its results again, from p
+        and the moments as they are. Unlike `expose`, coded moments stay as they are. If this rank's
+        worker has failed, the next step raises the error on every rank."""
+        self._expose(shows_moments=False)
+
+    def _expose(self, *, shows_moments: bool = True) -> bool:
         """`expose`, without taking over what a user has changed."""
         with self.link.deferring_errors():
-            self._settle(shows_moments=True)
+            self._settle(shows_moments)
         self.link.phase = UpdatePhase.EXPOSED
         return not self.link.failed
 
@@ -410,7 +418,7 @@ class HostOptimizer:
         if self._parked is not None:
             self._parked.restore()
             if not self.link.transfers.restore():
-                self._expose()  # so that the next step publishes again
+                self.publish_again()
             self._parked = None
         self.is_offloaded = False
 

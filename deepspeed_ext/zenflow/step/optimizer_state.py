@@ -32,12 +32,14 @@ class OptimizerState:
     share: AcceleratorShare | None = None
     coded: CodedMoments | None = None
 
-    def show(self, *, moments: bool) -> None:
-        """Make the arena hold everything, coded moments only if `moments`. The arena must not be in
-        use."""
+    def show(self) -> None:
+        """Make the arena hold everything, moments as they are kept. It must not be in use."""
         if self.share is not None:
             self.share.show()
-        if self.coded is not None and moments:
+
+    def show_moments(self) -> None:
+        """Make the arena, which holds everything, hold coded moments in fp32, too."""
+        if self.coded is not None and not self.coded.is_shown:
             self.coded.show()
 
     def take(self) -> None:
