@@ -322,7 +322,7 @@ class Tuner:
         moved = False
         if is_worth_it(now, found.share):
             if not is_between:  # the next step publishes y again, without what moves
-                host.publish_again()
+                host.expose(shows_moments=False)
             moved = move_share(host, found.plan, found.share, why)
             why = why if moved else f"{why}; but a rank could not allocate it"
         if host.ranks.rank == 0:
@@ -382,18 +382,18 @@ def _contended(alone: ChainTimes, step: MeasuredStep, plan: ZenFlowPlan) -> Chai
         worker=step.worker,
         link=_slower_way(plan, step.link) if step.link else alone.link,
         contention=min(MOST_CONTENTION, contention),
-        there=there_over_estimate(plan) * max(0.0, step.inside - step.wait - step.gather),
+        there=there_over_estimate(plan) * step.estimate,
     )
 
 
 def there_over_estimate(plan: ZenFlowPlan) -> float:
-    """Bytes of an exact step on the accelerator over those of estimate and norms: 28 and 8 per
-    element with fp32 moments."""
+    """Bytes of an exact step on the accelerator over those of an estimate: 28 and 6 per element
+    with fp32 moments. Both are bound by memory."""
     dtypes, block_size = plan.dtypes, plan.rule.block_size
     gradient, published = DTYPE_BYTES[dtypes.gradient], DTYPE_BYTES[dtypes.published]
     weights = DTYPE_BYTES[dtypes.weights]
     stepped = 2 * share_bytes(plan.rule, block_size) / block_size + gradient + weights
-    return stepped / (2 * gradient + published + weights)
+    return stepped / (gradient + published + weights)
 
 
 def move_share(host: HostOptimizer, plan: ZenFlowPlan, host_share: float, why: str) -> bool:

@@ -158,7 +158,8 @@ class VirtualRun:
         there = self.machine.there * (1.0 - self.share)
         wait, worker = total - there - device, statistics.median(self._passes)
         estimate = self.machine.there / moving.there_over_estimate(self._host.decided)
-        return MeasuredStep(device, wait + there + estimate, wait, worker, 0.1)
+        inside = wait + there + estimate
+        return MeasuredStep(device, inside, wait, worker, 0.1, estimate=estimate)
 
     @property
     def rule(self) -> str:

@@ -81,6 +81,7 @@ class MeasuredStep:
         worker: duration of the worker's pass, per step.
         link: duration of copies beside the step; 0: they run inside, or there are none.
         gather: the part of `inside` between the weights and the end of the step.
+        estimate: the part of `inside` that estimates the weights of elements on the host.
     """
 
     device: float
@@ -89,6 +90,7 @@ class MeasuredStep:
     worker: float
     link: float = 0.0
     gather: float = 0.0
+    estimate: float = 0.0
 
     @property
     def total(self) -> float:

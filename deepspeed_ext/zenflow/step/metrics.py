@@ -36,6 +36,7 @@ class _Overlapped:
     gather: deque[float] = field(default_factory=_seconds)
     worker: deque[float] = field(default_factory=_seconds)
     link: deque[float] = field(default_factory=_seconds)
+    estimate: deque[float] = field(default_factory=_seconds)
 
 
 @dataclass
@@ -72,6 +73,8 @@ class Metrics:
     """Runs while the accelerator must wait."""
     gathering: Stopwatch = field(default_factory=stopwatch)
     """Runs from the new weights to the end of the step."""
+    estimating: Stopwatch = field(default_factory=stopwatch)
+    """Runs while weights are estimated, without waits for what the estimate needs."""
     forward: Stopwatch = field(default_factory=stopwatch)
     """Runs from the end of a step to the next backward pass."""
     adviser: Adviser | None = None
@@ -104,6 +107,7 @@ class Metrics:
         self._between.start()
         self.forward.start()
         waits, gathers, insides = self.waiting.lap(), self.gathering.lap(), self._inside.lap()
+        estimates = self.estimating.lap()
         self.wait_seconds = _newest(waits, self.wait_seconds)
         self.gather_seconds = _newest(gathers, self.gather_seconds)
         self.step_seconds = _newest(insides, self.step_seconds)
@@ -120,6 +124,7 @@ class Metrics:
         past.wait.extend(waits)
         past.gather.extend(gathers)
         past.inside.extend(insides)
+        past.estimate.extend(estimates)
         adviser, measured = self.adviser, len(past.inside)
         if adviser is not None and adviser.is_due(measured):
             adviser.judge(self.typical_step())
@@ -164,7 +169,7 @@ class Metrics:
             return None
         worker, link = median(past.worker), median(past.link)
         inside, wait, gather = map(median, (past.inside, past.wait, past.gather))
-        return MeasuredStep(device, inside, wait, worker, link, gather)
+        return MeasuredStep(device, inside, wait, worker, link, gather, median(past.estimate))
 
     def as_dict(self, interval: int) -> dict[str, float]:
         """The measured metrics by name, for logs; times in milliseconds, sizes in bytes."""

@@ -363,25 +363,22 @@ class HostOptimizer:
             assert error is not None
             raise error
 
-    def expose(self) -> bool:
+    def expose(self, *, shows_moments: bool = True) -> bool:
         """Prepare p, m, v for reading or writing from outside: drain, and make the next step start
         from their new values.
 
         If nothing is written, the next step is bitwise unchanged; it costs one extra worker pass.
 
+        Args:
+            shows_moments: see `drain`.
+
         Returns:
             False if this rank's worker has failed. The error is raised on every rank by the next
             step, because the caller may be inside a collective.
         """
-        if exposed := self._expose():
+        if exposed := self._expose(shows_moments=shows_moments):
             self._take_over()
         return exposed
-
-    def publish_again(self) -> None:
-        """Wait for the update in flight, and make the next step publish its results again, from p
-        and the moments as they are. Unlike `expose`, coded moments stay as they are. If this rank's
-        worker has failed, the next step raises the error on every rank."""
-        self._expose(shows_moments=False)
 
     def _expose(self, *, shows_moments: bool = True) -> bool:
         """`expose`, without taking over what a user has changed."""
@@ -418,7 +415,7 @@ class HostOptimizer:
         if self._parked is not None:
             self._parked.restore()
             if not self.link.transfers.restore():
-                self.publish_again()
+                self._expose(shows_moments=False)  # so that the next step publishes again
             self._parked = None
         self.is_offloaded = False
 

@@ -147,9 +147,9 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
                 part, estimator = slice(*span), state.estimator.of(*span)
                 y = published[span.begin - arrived.begin : span.end - arrived.begin]
                 drifted = None if state.drift is None else state.drift[part]
-                self._kind.predict(
-                    estimator, target, y, drifted, grad[part], step, position, self._interval
-                )
+                estimated = target, y, drifted, grad[part]
+                with self._metrics.estimating.measured():
+                    self._kind.predict(estimator, *estimated, step, position, self._interval)
             self._metrics.bytes_up += published.nbytes
         if state.drift is not None:
             state.drift.zero_()

@@ -85,10 +85,11 @@ class Judge:
 
 
 def take_step(metrics: Metrics, seconds: float, *, synchronous: bool = False) -> None:
-    """A step whose parts take `seconds`, times 8 between steps, 4 inside, 2 of them waiting, 1 of
-    them gathering; the pass over two gradients takes 10 and copies take 5."""
+    """A step whose parts take `seconds`, times 8 between steps, 4 inside, 2 of them waiting, 1
+    gathering, a half estimating; the pass over two gradients takes 10 and copies take 5."""
     metrics._between, metrics._inside = GivenLaps(8 * seconds), GivenLaps(4 * seconds)
     metrics.waiting, metrics.gathering = GivenLaps(2 * seconds), GivenLaps(seconds)
+    metrics.estimating = GivenLaps(seconds / 2)
     metrics.begin_step()
     metrics.note_worker(10 * seconds, gradients=2)
     metrics.note_link(5 * seconds)
@@ -103,12 +104,12 @@ def test_overlapped_steps_in_a_row_are_judged_by_their_medians() -> None:
     assert judge.judged == []
     take_step(metrics, 1.0)
     take_step(metrics, 2.0)
-    assert judge.judged[-1] == MeasuredStep(16.0, 8.0, 4.0, 10.0, 10.0, 2.0)
+    assert judge.judged[-1] == MeasuredStep(16.0, 8.0, 4.0, 10.0, 10.0, 2.0, 1.0)
     take_step(metrics, 90.0, synchronous=True)
     take_step(metrics, 7.0)
     assert len(judge.judged) == 2, "a synchronous step begins anew"
     take_step(metrics, 7.0)
-    assert judge.judged[-1] == MeasuredStep(56.0, 28.0, 14.0, 35.0, 35.0, 7.0)
+    assert judge.judged[-1] == MeasuredStep(56.0, 28.0, 14.0, 35.0, 35.0, 7.0, 3.5)
     assert metrics.as_dict(1)["slowdown"] == 1.5
 
 
