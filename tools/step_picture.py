@@ -1,5 +1,5 @@
-"""Draws docs/gpu_step.svg from benchmarks/gpu.json: time and memory of a step on a GPU, ours beside
-DeepSpeed's ways.
+"""Draws docs/gpu_step.svg from benchmarks/gpu_h200_rivals.json: time and memory of a step on a GPU,
+ours beside other ways to offload.
 
 python -m tools.step_picture
 """
@@ -17,18 +17,20 @@ from tools.architecture import ROOT
 __all__ = ["PICTURE", "picture"]
 
 PICTURE = ROOT / "docs" / "gpu_step.svg"
-MEASURED = ROOT / "benchmarks" / "gpu.json"
-MODEL, BATCH = "offload_step_1.5b", "1x8192"
+MEASURED = ROOT / "benchmarks" / "gpu_h200_rivals.json"
+BATCH = "1x8192"
 OURS = "deepspeed_ext"
 NAMES = {
-    "ZeRO": "ZeRO-2, no offload",
-    "ZeRO-Offload, DeepSpeedCPUAdam": "ZeRO-Offload",
-    "upstream ZenFlow, overlapped": "DeepSpeed's ZenFlow",
-    "predictive, interval 1": OURS,
+    ("exact_1x8192", "ZeRO, no overflow check"): "ZeRO-2, no offload",
+    ("rivals", "ZeRO-Offload"): "ZeRO-Offload",
+    ("zenflow", "DeepSpeed's ZenFlow"): "DeepSpeed's ZenFlow",
+    ("rivals", "FSDP2, CPUOffloadPolicy"): "FSDP2, CPU offload",
+    ("rivals", "torchao CPUOffloadOptimizer, full bf16"): "torchao, all in bf16",
+    ("rivals", "ours"): OURS,
 }
-"""Ways to train in the picture's order, by their names in the file."""
+"""Ways to train in the picture's order, by result and name in the file."""
 QUANTITIES = {
-    "median ms": ("ms per step", ",.0f"),
+    "mean ms": ("ms per step", ",.0f"),
     "host GiB": ("GiB of host memory", ".1f"),
     "device GiB": ("GiB of the GPU", ".1f"),
 }
@@ -51,10 +53,20 @@ class Panel:
     form: str
 
 
+def measured() -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of `BATCH`, by result and way."""
+    results: dict[str, Any] = json.loads(MEASURED.read_text())["settings"]["results"]
+    return {
+        (name, row["way"]): row
+        for name, result in results.items()
+        for row in result["rows"]
+        if row.get("batch") == BATCH
+    }
+
+
 def panels() -> list[Panel]:
     """What was measured."""
-    results: dict[str, Any] = json.loads(MEASURED.read_text())["settings"]["results"]
-    rows = {row["variant"]: row for row in results[MODEL]["rows"] if row["batch"] == BATCH}
+    rows = measured()
     return [
         Panel(title, [rows[name][key] for name in NAMES], form)
         for key, (title, form) in QUANTITIES.items()
@@ -72,10 +84,10 @@ def _lines() -> Iterator[str]:
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
         f'height="{height}" font-family="sans-serif" font-size="17" role="img" '
-        'aria-label="Time and memory of a step on one H100">'
+        'aria-label="Time and memory of a step on one H200">'
     )
     yield f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
-    title = "8,192 tokens, 1.5 billion parameters, one H100"
+    title = "8,192 tokens, 1.5 billion parameters, one H200"
     yield _text(14, 28, title, "font-weight='bold' font-size='18'")
     for number, panel in enumerate(found):
         top = TOP + number * PANEL
@@ -89,7 +101,7 @@ def _lines() -> Iterator[str]:
                 f'height="{BAR}" rx="3" fill="{color}"/>'
             )
             yield _text(LEFT + width + 8, y + 17, format(value, panel.form), bold)
-    yield _text(14, height - 12, "measured; shorter is better", "font-size='15' fill='#555'")
+    yield _text(14, height - 12, "measured, means; shorter is better", "font-size='15' fill='#555'")
     yield "</svg>"
 
 
