@@ -203,7 +203,8 @@ def test_names_pick_a_part_and_all_below_it() -> None:
     assert len(names) == len(set(names))
     below = [part.name for part in gpu_parts.parts() if part.is_in(["step/1.5b"])]
     ours = [f"step/1.5b/{batch}" for batch in ("1x8192", "1x2048", "4x8192")]
-    others = [f"step/1.5b/{name}" for name in ("exact", "zero", "compiled", "1x4096")]
+    names_of_others = "exact/1x8192", "zero", "compiled", "1x4096", "exact/4x8192"
+    others = [f"step/1.5b/{name}" for name in names_of_others]
     assert below == [*ours, *others]
     assert not any(part.is_in(["step/1.5"]) for part in gpu_parts.parts())
 

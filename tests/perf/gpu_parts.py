@@ -39,7 +39,6 @@ def parts() -> list[Part]:
         _link(),
         *(_beside_zero(batch) for batch in (USUAL, SHORT, LONGER)),
         _exact(USUAL, ways.OURS_EXACT, ways.OURS_AUTO),
-        _exact(LONGER),
         _decoder(
             "step/1.5b/zero",
             "1.5b",
@@ -105,6 +104,7 @@ def _beyond_half_an_hour() -> list[Part]:
             "layers compiled by torch.compile",
         ),
         _beside_zero(MIDDLE),
+        _exact(LONGER),
     ]
 
 

@@ -187,11 +187,19 @@ class RankPool:
         unfinished = RankOutcome(error=why, hung=not has_failed)
         return [outcomes.get(rank, unfinished) for rank in range(self.world_size)]
 
+    def _exit_code(self, rank: int) -> int:
+        """The exit code of a process that has closed its connection. Freeing 100 GiB of page-locked
+        memory takes a while."""
+        try:
+            return self.processes[rank].wait(timeout=120)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL
+
     def _receive(self, rank: int) -> RankOutcome:
         try:
             message = self.connections[rank].recv_bytes()
         except (EOFError, ConnectionError):
-            return RankOutcome(exit_code=self.processes[rank].wait(timeout=10))
+            return RankOutcome(exit_code=self._exit_code(rank))
         try:
             value, error = pickle.loads(message)
         # an error of this rank, so that the answers of the others are not taken for a later test's
