@@ -274,7 +274,7 @@ class ReachedState:
         with together(host.ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read(state_dict_list)
         _require_same_position(saved, host.ranks)
-        with host.shown.quiet():
+        with self._replaceable(), host.shown.quiet():
             super_call(
                 state_dict_list,
                 load_optimizer_states,
@@ -283,7 +283,7 @@ class ReachedState:
                 *args,
                 **kwargs,
             )
-        with together(host.ranks, CheckpointError):
+        with self._replaceable(), together(host.ranks, CheckpointError):
             if loads_optimizer:
                 checkpoint.adopt_optimizer_state(host, self._partitions.clear_padding)
                 exact = checkpoint.restore(host, saved, f"rank {dist.get_rank()}")
@@ -297,6 +297,16 @@ class ReachedState:
         if loads_optimizer and not exact:
             with host.shown.quiet():
                 self._partitions.exchange_loaded()
+
+    @contextmanager
+    def _replaceable(self) -> Iterator[None]:
+        """After an error, drop what a load has put in place of the state: another load, which must
+        replace it, would refuse to take it over."""
+        try:
+            yield
+        except BaseException:
+            self._host.shown.drop_changes()
+            raise
 
     def take_from_weights(self, super_call: Callable[[], None]) -> None:
         """Let `super_call` set p to the weights, and start over from p. A collective."""

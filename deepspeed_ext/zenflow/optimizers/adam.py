@@ -52,6 +52,7 @@ class AdamKind(OptimizerKind):
         return _is_adam(optimizer)
 
     def require_steppable(self, *, predicts: bool) -> None:
+        super().require_steppable(predicts=predicts)
         name = type(self.optimizer).__name__
         for index, group in enumerate(self.optimizer.param_groups):
             _require_two_moments(index, group, name)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from deepspeed_ext.zenflow.worker.messages import LionPartitionPass, PartitionPass
 
@@ -67,7 +68,7 @@ class OptimizerKind(ABC):
 
     # -- hyperparameters ---------------------------------------------------------------------------
 
-    def require_steppable(self, *, predicts: bool) -> None:  # noqa: B027 (most settings can be changed)
+    def require_steppable(self, *, predicts: bool) -> None:
         """Check the hyperparameters before a step, because a script may have changed them.
 
         Args:
@@ -76,6 +77,16 @@ class OptimizerKind(ABC):
         Raises:
             ConfigError: a parameter group has a setting with which the worker cannot step.
         """
+        for index in range(len(self.optimizer.param_groups)):
+            try:
+                self.step(index, 1, 1.0)
+            except (TypeError, ValueError, KeyError, RuntimeError) as error:
+                name = type(self.optimizer).__name__
+                raise ConfigError(
+                    f"parameter group {index} of {name} cannot be stepped with: a setting such as "
+                    f"lr or betas is not a number, or missing ({type(error).__name__}: {error}). "
+                    "Put it back"
+                ) from error
 
     @abstractmethod
     def step(self, group: int, number: int, grad_scale: float) -> Any:

@@ -34,11 +34,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from deepspeed_ext.errors import StateError
+from deepspeed_ext.errors import CheckpointError, StateError
 from deepspeed_ext.zenflow.step.partition import WholeState
 
 __all__ = ["Change", "ShownState", "ShownTensor", "plain", "write"]
 
+_ANOTHER = "load another checkpoint by its tag"
+_MOST_UPDATES = 1 << 62
 _VIEWS = {"data", "detach", "narrow", "view", "view_as", "alias"}
 _LIKE = {"empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"}
 _DESCRIPTIONS = {
@@ -305,11 +307,16 @@ class ShownState:
                     if handle.data_ptr() != own.data_ptr() or handle.shape != own.shape:
                         handle.data = own
                 entry = self._optimizer.state.get(handles.master)
-                if not entry:
-                    entry = self._optimizer.state[handles.master] = {} if entry is None else entry
+                if not isinstance(entry, dict):
+                    entry = self._optimizer.state[handles.master] = {}
                 entry.update(handles.moments)
                 self._count(entry, count)
                 handles.updates = count
+
+    def drop_changes(self) -> None:
+        """Put the handles and step counts that were bound last back into the optimizer's state,
+        whatever has taken their place."""
+        self.bind([handles.updates for handles in self._handles])
 
     def advance(self, updates: Sequence[int]) -> None:
         """Update the step counts in the optimizer's state, in place; nothing else has changed."""
@@ -364,6 +371,8 @@ class ShownState:
         entry = self._optimizer.state.get(handles.master)
         if not entry:
             return Change(index, [*values, *((each, None) for _, _, each in moments)], 0)
+        if not isinstance(entry, dict):
+            raise StateError(f"optimizer.state {where} is now a {_kind(entry)}: put back its dict")
         for name, handle, own in moments:
             if name not in entry:
                 raise StateError(
@@ -374,7 +383,8 @@ class ShownState:
                 values.append(
                     (own, _fitting(entry[name], own, f"optimizer.state {where}, {name!r},"))
                 )
-        updates = _step_of(entry, f"optimizer.state {where}")
+        if (updates := _as_count(entry.get("step"))) is None:
+            raise StateError(f"optimizer.state {where}, 'step', {_no_count(entry.get('step'))}")
         if not values and updates == handles.updates:
             return None
         return Change(index, values, None if updates == handles.updates else updates)
@@ -382,20 +392,30 @@ class ShownState:
     def loaded(self) -> list[Change]:
         """What DeepSpeed has put into the optimizer's state from a checkpoint, for every partition.
         A moment missing in the checkpoint is zero.
+
+        Raises:
+            CheckpointError: something of it does not fit.
         """
-        found = []
         with torch._C.DisableTorchFunctionSubclass():
-            for index, handles in enumerate(self._handles):
-                entry, values = self._optimizer.state.get(handles.master, {}), []
-                for name, own in handles.state.moments.items():
-                    value = entry.get(name)
-                    if value is None or not _is_on(value, own):
-                        values.append((own, None if value is None else value.view(-1)))
-                step = entry.get("step")
-                if step is None:
-                    step = self._optimizer.param_groups[handles.state.group].get("step") or 0
-                found.append(Change(index, values, int(step)))
-        return found
+            return [self._loaded(index, handles) for index, handles in enumerate(self._handles)]
+
+    def _loaded(self, index: int, handles: _Handles) -> Change:
+        where, values = f"optimizer.state of partition {index}", []
+        entry = self._optimizer.state.get(handles.master, {})
+        if not isinstance(entry, dict):
+            raise CheckpointError(f"{where} is a {_kind(entry)}, expected a dict: {_ANOTHER}")
+        for name, own in handles.state.moments.items():
+            value = entry.get(name)
+            if value is not None and (told := _misfit(value, own)):
+                raise CheckpointError(f"{where}, {name!r}, {told}: {_ANOTHER}")
+            if value is None or not _is_on(value, own):
+                values.append((own, value))
+        step = entry.get("step")
+        if step is None:
+            step = self._optimizer.param_groups[handles.state.group].get("step") or 0
+        if (count := _as_count(step)) is None:
+            raise CheckpointError(f"{where}, 'step', {_no_count(step)}: {_ANOTHER}")
+        return Change(index, values, count)
 
 
 def _is_on(tensor: torch.Tensor, own: torch.Tensor) -> bool:
@@ -409,29 +429,38 @@ def _is_on(tensor: torch.Tensor, own: torch.Tensor) -> bool:
 
 def _fitting(value: Any, own: torch.Tensor, what: str) -> torch.Tensor:
     """A value that may replace `own`, as a plain tensor."""
+    if told := _misfit(value, own):
+        raise StateError(
+            f"{what} {told}: put back what was moved away before the next step, save or load"
+        )
+    plain_value: torch.Tensor = value.detach()
+    return plain_value
+
+
+def _misfit(value: Any, own: torch.Tensor) -> str:
+    """Why a value cannot replace `own`; empty if it can."""
     if not isinstance(value, torch.Tensor):
-        raise StateError(
-            f"{what} is now a {type(value).__name__}, expected a tensor of {own.numel()} elements"
-        )
-    if value.shape != own.shape or value.dtype not in _FLOATS or value.layout != torch.strided:
-        raise StateError(
-            f"{what} is now {tuple(value.shape)} {value.dtype}, expected {tuple(own.shape)} "
-            f"{own.dtype}: put back what was moved away before the next step, save or load"
-        )
-    return value.detach()
+        return f"is now a {_kind(value)}, expected a tensor of {own.numel()} elements"
+    if value.shape == own.shape and value.dtype in _FLOATS and value.layout == torch.strided:
+        return ""
+    return f"is now {tuple(value.shape)} {value.dtype}, expected {tuple(own.shape)} {own.dtype}"
 
 
-def _step_of(entry: Mapping[str, Any], what: str) -> int:
-    step = entry.get("step")
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _as_count(step: Any) -> int | None:
+    """A number of updates, in whatever form an optimizer keeps it; None: it is none."""
     try:
-        count = float(step)  # type: ignore[arg-type]
+        count = float(step)
     except (TypeError, ValueError, RuntimeError):
-        count = -1.0
-    if count < 0 or count != int(count):
-        raise StateError(
-            f"{what}, 'step', is now {step!r}, expected how many updates the moments have had"
-        )
-    return int(count)
+        return None
+    return int(count) if 0 <= count < _MOST_UPDATES and count.is_integer() else None
+
+
+def _no_count(step: Any) -> str:
+    return f"is now {step!r}, expected how many updates the moments have had"
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

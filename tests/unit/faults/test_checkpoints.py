@@ -3,6 +3,8 @@ and no state lost."""
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 import resource
 import signal
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
@@ -121,6 +124,52 @@ def test_checkpoint_of_another_model(stage: int, tmp_path: Path) -> None:
     ((message, equal),) = run_ranks(1, load_foreign, config, str(tmp_path))
     assert "size" in message or "elements" in message
     assert equal
+
+
+MISFITS: dict[str, tuple[str, Any, str]] = {
+    "one value for all": ("exp_avg", torch.ones(1), "'exp_avg', is now (1,) torch.float32"),
+    "another size": ("exp_avg_sq", torch.ones(3), "'exp_avg_sq', is now (3,) torch.float32"),
+    "no tensor": ("exp_avg", 3.0, "'exp_avg', is now a float"),
+    "a count below zero": ("step", -3, "'step', is now tensor(-3.)"),
+    "no dict": ("", True, "bool"),
+    "no count": ("step", torch.ones(2), "'step', is now tensor([1., 1.])"),
+    "an infinite count": ("step", math.inf, "'step', is now tensor(inf)"),
+    "a count of NaN": ("step", torch.tensor(math.nan), "'step', is now tensor(nan)"),
+}
+"""Name in the first partition's state (none: all of it), value, and what is said of it."""
+
+
+def load_misfits(config: dict) -> list[str]:
+    """What is wrong if a state has a value that does not fit, and a good one is loaded after it."""
+    engine, found = make_engine(config), []
+    optimizer, data = engine.optimizer, batches(STEPS, 0)
+    train(engine, data[:GOOD])
+    weights = copy.deepcopy(engine.module.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict())
+    expected = train(engine, data[GOOD:])
+
+    def load(state: dict[str, Any]) -> None:
+        engine.module.load_state_dict(weights)
+        optimizer.load_state_dict([state], True, True)
+
+    for what, (name, value, told) in MISFITS.items():
+        bad = copy.deepcopy(saved)
+        key = "base_optimizer_state" if "base_optimizer_state" in bad else "optimizer_state_dict"
+        if name:
+            bad[key]["state"][0][name] = value
+        else:
+            bad[key]["state"][0] = value
+        if told not in (said := refused(lambda: load(bad))):  # noqa: B023
+            found.append(f"{what}: {said}")
+        load(copy.deepcopy(saved))
+        found += [] if train(engine, data[GOOD:]) == expected else [f"{what}: the next load"]
+    engine.destroy()
+    return found
+
+
+def test_a_state_that_does_not_fit_is_refused_by_name_and_the_next_load_goes_on() -> None:
+    config = zenflow_config(2, state_dtype="int8")
+    assert run_ranks(1, load_misfits, config) == [[]]
 
 
 def save_on_full_disk(config: dict, folder: str) -> dict[str, Any]:

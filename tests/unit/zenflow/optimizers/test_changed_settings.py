@@ -11,6 +11,8 @@ import torch
 
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
+from deepspeed_ext.zenflow.optimizers.lion import LionKind
 from tests.support.linear import LinearNet, Plain, drawn_loss
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import full_masters_of, make_engine, zenflow_config
@@ -101,6 +103,25 @@ def test_what_the_worker_cannot_step_with_is_refused_by_name_and_the_step_is_sti
     assert "overlap_step" in forgets
     assert "betas=(0.9, 1), but each must be at least 0 and below 1" in one
     assert "betas=(-0.1, 0.9)" in negative
+
+
+@pytest.mark.parametrize("kind", [AdamKind, LionKind])
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", "1e-3"), ("lr", ""), ("lr", [1e-3]), ("betas", 0.9), ("betas", None)]
+)
+def test_what_is_no_number_is_refused_by_name(
+    kind: type[OptimizerKind], name: str, value: Any
+) -> None:
+    ours = kind.__new__(kind)  # DeepSpeed's Lion would be compiled
+    ours.optimizer = optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    vars(ours)["_decoupled"] = True
+    ours.require_steppable(predicts=True)
+    optimizer.param_groups[0][name] = value
+    if value == "1e-3":  # which float takes
+        ours.require_steppable(predicts=True)
+        return
+    with pytest.raises(ConfigError, match=r"parameter group 0 of .*such as lr or betas"):
+        ours.require_steppable(predicts=True)
 
 
 def test_what_predicts_nothing_takes_any_beta2() -> None:
