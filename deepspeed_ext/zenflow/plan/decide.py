@@ -114,15 +114,16 @@ class _Choice:
 
     def made(self, wanted_share: float | None, *, is_asked: bool) -> ZenFlowPlan:
         """Make all decisions, in order, and take the fastest plan that fits."""
-        if wanted_share is None and not (is_asked or self.may_share()):
-            wanted_share = 1.0
+        wanted_share, why = self.known_share(wanted_share, is_asked=is_asked)
         measures = self.measures_share(wanted_share)
-        if wanted_share is None and not measures and not is_asked:
-            wanted_share = self.share_if_a_host_is_short()
         plans = []
         for places, of_gradients in self.gradients(1.0 if measures else wanted_share):
             stays = measures and places.gradient is Place.HOST
-            host_share, of_share = self.share(1.0 if stays else wanted_share)
+            host_share, of_share = (
+                self.share(1.0, "gradients wait on the host, where they arrive in backward")
+                if stays
+                else self.share(wanted_share, why)
+            )
             for landed, of_copies in self.landing(places, host_share):
                 reasons = *self.stays(), of_gradients, of_share, of_copies
                 plans.append(
@@ -326,10 +327,27 @@ class _Choice:
 
     # -- what steps on the accelerator -------------------------------------------------------------
 
-    def share(self, wanted: float | None) -> tuple[float, Reason]:
-        """The fraction of each partition that steps on the host."""
+    def known_share(self, given: float | None, *, is_asked: bool) -> tuple[float | None, str]:
+        """The fraction of each partition that steps on the host, if it follows from the config or
+        from a host that is short of memory, and why; None: it is chosen or measured."""
+        if given is not None or is_asked:
+            there = self.facts.caller.weights is Place.HOST
+            why = "offload_param keeps the weights on the host" if there else "the config says so"
+            return given, why
+        if not self.may_share():
+            return 1.0, "the config gives no other"
+        if self.measures_share(given):
+            return None, ""
+        share, fits = self.share_that_fits()
+        if self._host_shortage(_ON_ACCELERATOR, share) is None:
+            return share, f"a host has no memory for all of it; {fits.why}"
+        return 1.0, "a host has no memory for all of it, and accelerators have none for the rest"
+
+    def share(self, wanted: float | None, why: str) -> tuple[float, Reason]:
+        """The fraction of each partition that steps on the host; `wanted`, if it is known, because
+        of `why`."""
         if wanted is not None:
-            return wanted, Reason(f"offload_optimizer.ratio = {wanted:.4g}", "the config says so")
+            return wanted, Reason(f"offload_optimizer.ratio = {wanted:.4g}", why)
         if self.facts.is_on_cpu:
             return 1.0, Reason("offload_optimizer.ratio = 1", "the CPU is the accelerator")
         if self.measures_share(wanted):
@@ -363,12 +381,6 @@ class _Choice:
             and not facts.is_on_cpu
             and facts.caller.weights is Place.ACCELERATOR
         )
-
-    def share_if_a_host_is_short(self) -> float:
-        """If the config asks for no share: the one that free memory allows, if the optimizer then
-        fits; else 1."""
-        share, _ = self.share_that_fits()
-        return 1.0 if self._host_shortage(_ON_ACCELERATOR, share) is not None else share
 
     def share_that_fits(self) -> tuple[float, Reason]:
         """The smallest share on the host that the accelerators' free memory before the first step

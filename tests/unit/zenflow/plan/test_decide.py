@@ -50,6 +50,37 @@ def plan_of(facts: ZenFlowFacts, *, host_share: float | None = 1.0, **config: An
 # -- one decision at a time ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("changes", "asks", "share", "config", "why"),
+    [
+        ({}, True, 1.0, {}, "the config says so"),
+        ({}, True, 0.5, SELECTIVE, "the config says so"),
+        ({}, False, None, SELECTIVE, "the config gives no other"),
+        ({}, False, None, {"update_rule": "exact"}, "the config gives no other"),
+        ({}, False, None, {"autotune": False}, "the config gives no other"),
+        ({}, False, None, {}, "until 8 steps"),
+        ({"weights": Place.HOST}, False, 1.0, {}, "offload_param keeps"),
+        ({"is_on_cpu": True}, True, None, {}, "the CPU is the accelerator"),
+    ],
+)
+def test_the_reason_of_a_share_says_who_has_chosen_it(
+    changes: dict[str, Any], asks: bool, share: float | None, config: dict[str, Any], why: str
+) -> None:
+    facts = facts_of(one_rank(1 << 20, 1 << 30), **changes)
+    plan = decide(facts, ZenFlowConfig(**config), host_share=share, is_asked=asks)
+    (reason,) = (each for each in plan.reasons if "offload_optimizer.ratio" in each.decision)
+    assert why in reason.why
+
+
+@pytest.mark.parametrize(("free", "why"), [(1 << 24, "were free"), (0, "have none for the rest")])
+def test_a_share_that_a_short_host_leaves_is_not_the_configs(free: int, why: str) -> None:
+    rank = replace(one_rank(1 << 20, free), host_free=(("memory", 1 << 23),))
+    plan = decide(facts_of(rank), ZenFlowConfig(), host_share=None, is_asked=False)
+    (reason,) = (each for each in plan.reasons if "offload_optimizer.ratio" in each.decision)
+    assert "a host has no memory for all of it" in reason.why
+    assert why in reason.why
+
+
 @pytest.mark.parametrize("config", [{}, {"update_rule": "exact"}, SELECTIVE])
 def test_a_plan_says_that_it_stays_exactly_if_the_rule_is_selective(config: dict[str, Any]) -> None:
     plan = plan_of(facts_of(one_rank(1 << 20, 1 << 30)), host_share=None, **config)
