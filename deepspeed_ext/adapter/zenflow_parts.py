@@ -116,7 +116,7 @@ def _begin_backward(zero: Any) -> None:
     zero.clear_backward_seen_flag()
     parts: ZenFlowParts = zero.zenflow_parts
     with parts.host.link.deferring_errors():
-        parts.host.link.metrics.forward.stop()
+        parts.host.link.metrics.begin_backward()
     parts.state.complete_weights()
 
 

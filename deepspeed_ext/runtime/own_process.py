@@ -40,7 +40,7 @@ class OwnProcess:
         Raises:
             StateError: this process was forked from it.
         """
-        if not self.is_here:
+        if os.getpid() != self._pid:  # not `is_here`: steps call this 30 times
             raise StateError(
                 f"{self._what} belongs to process {self._pid}, but was called in process "
                 f"{os.getpid()}, which was forked from it: call it in the process that trains"

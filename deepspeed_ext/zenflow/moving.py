@@ -263,6 +263,7 @@ class Tuner:
 
     def _settle_rule(self, host: HostOptimizer, choice: RuleChoice) -> None:
         host.settle_rule(with_rule(host.decided, is_exact=choice.is_exact, why=choice.why))
+        self._metrics.forward = None
         if choice.is_exact:
             self._metrics.adviser = None
         if host.ranks.rank == 0:

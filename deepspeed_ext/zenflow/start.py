@@ -18,6 +18,7 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
 from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
+from deepspeed_ext.runtime.stopwatch import stopwatch
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all, without_landing
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
 from deepspeed_ext.zenflow.moving import Tuner
@@ -104,7 +105,8 @@ def start_optimizer(
         require_same_plan("ZenFlow's partitions", list(groups), sharers)
     plan, buffers = _plan_with_buffers(facts, start.run, ranks)
     prepare_kernels(plan, kind, parts, warns=ranks.rank == 0)
-    metrics = Metrics(adviser=_adviser(start, plan, threads))
+    forward = stopwatch() if plan.rule.is_open else None
+    metrics = Metrics(forward=forward, adviser=_adviser(start, plan, threads))
     link = WorkerLink(plan, buffers, threads, ranks, metrics)
     start.undo.callback(link.abandon)
     share = None

@@ -75,8 +75,9 @@ class Metrics:
     """Runs from the new weights to the end of the step."""
     estimating: Stopwatch = field(default_factory=stopwatch)
     """Runs while weights are estimated, without waits for what the estimate needs."""
-    forward: Stopwatch = field(default_factory=stopwatch)
-    """Runs from the end of a step to the next backward pass."""
+    forward: Stopwatch | None = None
+    """Runs from the end of a step to the next backward pass, until a rule is chosen by that time;
+    None: nobody asks for it."""
     adviser: Adviser | None = None
     """Judges overlapped steps; None: no judgement."""
     _total_wait: float = field(default=0.0, init=False)
@@ -98,14 +99,21 @@ class Metrics:
         if self._device:  # the first step has no previous one
             self.device_seconds = _newest(between, self.device_seconds)
         self._device = [*self._device[-_REMEMBERED:], *between]
-        self._forward = [*self._forward[-_REMEMBERED:], *self.forward.lap()]
+        if self.forward is not None:
+            self._forward = [*self._forward[-_REMEMBERED:], *self.forward.lap()]
+
+    def begin_backward(self) -> None:
+        """Note that a backward pass begins."""
+        if self.forward is not None:
+            self.forward.stop()
 
     def end_step(self, synchronous: bool) -> None:
         """Stop timing the optimizer step. A `synchronous` step waits for its own update and hides
         nothing."""
         self._inside.stop()
         self._between.start()
-        self.forward.start()
+        if self.forward is not None:
+            self.forward.start()
         waits, gathers, insides = self.waiting.lap(), self.gathering.lap(), self._inside.lap()
         estimates = self.estimating.lap()
         self.wait_seconds = _newest(waits, self.wait_seconds)
@@ -156,8 +164,8 @@ class Metrics:
         return statistics.median(worker or [0.0]), statistics.median(device or [0.0])
 
     def typical_window(self) -> float:
-        """Median seconds from the end of a step to the next backward pass, without the first
-        few."""
+        """Median seconds from the end of a step to the next backward pass, without the first few;
+        0 if not measured."""
         return _median(self._forward[_SETTLING_STEPS:], otherwise=0.0)
 
     def typical_step(self) -> MeasuredStep | None:

@@ -72,10 +72,12 @@ def chosen(config: dict[str, Any], is_exact: bool) -> list[Any]:
             losses = train(engine, data[: 7 * passes])
             host = engine.optimizer.host_optimizer
             assert host.decided.rule.is_open is (mine is config)
+            assert (host.link.metrics.forward is not None) is (mine is config)
             losses += train(engine, data[7 * passes :])
             assert bool(host.link.arrivals.are_awaited) is (is_exact and mine is config)
             found.append(result_of(engine, losses))
             assert not host.decided.rule.is_open
+            assert host.link.metrics.forward is None
             said = host.measurements()["zenflow_exact"], host.decided.reasons[0]
             engine.destroy()
     return [first_difference(*found), said[0], said[1].decision]

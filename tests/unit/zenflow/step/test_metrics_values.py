@@ -151,3 +151,13 @@ def test_what_only_publishes_again_counts_as_hidden_but_not_as_typical(gradients
     metrics.note_worker(2.0, gradients)
     assert metrics.worker_seconds == 2.0
     assert metrics._worker == [2.0] * gradients
+
+
+def test_the_window_is_measured_only_if_somebody_asks_for_it() -> None:
+    nobody, asked = Metrics(), Metrics(forward=GivenLaps(9.0, 9.0, 0.5, 0.25, 0.5))
+    for metrics in (nobody, asked):
+        metrics.begin_step()
+        metrics.end_step(synchronous=True)
+        metrics.begin_backward()
+    assert (nobody.typical_window(), nobody._forward) == (0.0, [])
+    assert asked.typical_window() == 0.5  # without the first two
