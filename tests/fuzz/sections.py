@@ -14,7 +14,8 @@ import torch
 from deepspeed_ext.checkpoint.zenflow_state import VERSION
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveState
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, LionStep
+from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require
 
@@ -33,11 +34,16 @@ DTYPES = (
 
 
 def valid(rule: str) -> dict[str, Any]:
-    """A section as a run with `rule` saves it, of two partitions."""
-    of_guard = {name: asdict(PredictiveState())[name] for name in ("is_ahead", "guard")}
+    """A section as a run with `rule` saves it, of two partitions; ``lion``: with that optimizer."""
+    state = asdict(PredictiveState(is_exact=False))
+    of_guard = {name: state[name] for name in ("is_ahead", "guard", "is_exact")}
+    is_lion = rule == "lion"
     return {
         "version": VERSION,
-        "rule": rule,
+        "rule": "predictive" if is_lion else rule,
+        "optimizer": "lion" if is_lion else "adam",
+        "moment_dtype": {"predictive": "int8"}.get(rule, "float32"),
+        "weights": [torch.zeros(numel, dtype=torch.bfloat16) for numel in NUMELS],
         "kernel": "native",
         "block_size": BLOCK_SIZE,
         "schedule": {"steps": 5, "interval": 2}
@@ -63,6 +69,16 @@ def _partition(rule: str, whole: int, on_accelerator: int) -> dict[str, Any]:
     blocks = -(-numel // BLOCK_SIZE)
     common = {"numel": whole, "on_accelerator": on_accelerator, "collected": [asdict(step)]}
     common["gradients"] = [torch.zeros(numel, dtype=torch.bfloat16)]
+    if rule == "lion":
+        width = LION_STATE.per_block_width(BLOCK_SIZE)
+        return common | {
+            "collected": [],
+            "gradients": [],
+            "last": asdict(LionStep(1e-3, 0.9, 0.95, 0.1, step=4, grad_scale=1.0)),
+            "errors": None,
+            "drift": None,
+            "inverse": torch.zeros(blocks * width, dtype=torch.int32),
+        }
     if rule == "selective":
         return common | {
             "block_updates": torch.full((blocks,), 4, dtype=torch.int32),
@@ -87,7 +103,7 @@ def make(rng: random.Random) -> Parts:
         )
         for _ in range(rng.randint(0, 4))
     ]
-    return [("rule", rng.choice(["predictive", "selective"])), *edits]
+    return [("rule", rng.choice(["predictive", "selective", "lion"])), *edits]
 
 
 def build(parts: Parts) -> Any:
