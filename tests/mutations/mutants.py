@@ -29,9 +29,10 @@ from cosmic_ray.operators import (
     zero_iteration_for_loop,
 )
 
+from tests.mutations.operators import ExchangeArguments, MoveEnd, RemoveStatement
 from tests.support.paths import ROOT
 
-__all__ = ["MODULES", "Mutant", "Site", "draw", "sites_of"]
+__all__ = ["KINDS", "MODULES", "Mutant", "Site", "draw", "sites_of"]
 
 MODULES = tuple(
     f"{folder}/{name}.py".removeprefix("./")
@@ -110,6 +111,9 @@ KINDS: dict[str, tuple[type, ...]] = {
         break_continue.ReplaceContinueWithBreak,
         zero_iteration_for_loop.ZeroIterationForLoop,
     ),
+    "statement": (RemoveStatement,),
+    "arguments": (ExchangeArguments,),
+    "end": (MoveEnd,),
 }
 
 
@@ -165,10 +169,14 @@ class Mutant:
 
 
 def draw(
-    count: int, seed: int, paths: Sequence[str] = MODULES, package: Path = ROOT / "deepspeed_ext"
+    count: int,
+    seed: int,
+    paths: Sequence[str] = MODULES,
+    kinds: Iterable[str] = KINDS,
+    package: Path = ROOT / "deepspeed_ext",
 ) -> list[Mutant]:
-    """Return `count` mutants at different places, each with a random one of the ways to change its
-    place.
+    """Return `count` mutants of these kinds at different places, each with a random one of the ways
+    to change its place.
 
     The chance of a place depends on its own line only: what changes elsewhere changes nothing of
     the draw.
@@ -176,7 +184,9 @@ def draw(
     sources = {path: (package / path).read_text() for path in paths}
     chances: list[tuple[random.Random, Site]] = []
     seen: Counter[str] = Counter()
-    for site in (site for path, source in sources.items() for site in sites_of(path, source)):
+    for site in (
+        site for path, source in sources.items() for site in sites_of(path, source, kinds)
+    ):
         line = sources[site.path].splitlines()[site.start[0] - 1]
         place = f"{site.path}:{site.kind}:{site.start[1]}:{line}"
         seen[place] += 1
@@ -194,16 +204,16 @@ def draw(
     return found
 
 
-def sites_of(path: str, source: str) -> Iterator[Site]:
-    """Find every place of a file that an operator can change.
+def sites_of(path: str, source: str, kinds: Iterable[str] = KINDS) -> Iterator[Site]:
+    """Find every place of a file that an operator of these kinds can change.
 
     Not annotations, which nothing reads, nor what only guards: assertions, whether `zip` is strict,
     and whether a dataclass is frozen, of which tests/unit/test_dataclasses.py takes care.
     """
     nodes, skipped = list(_nodes(get_ast(source))), list(_skipped(source))
     ways: dict[tuple[str, Any, Any], list[tuple[type, int]]] = {}
-    for kind, operators in KINDS.items():
-        for operator in operators:
+    for kind in kinds:
+        for operator in KINDS[kind]:
             change: Any = operator()
             places = [place for node in nodes for place in change.mutation_positions(node)]
             for occurrence, (start, end) in enumerate(places):

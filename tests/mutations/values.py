@@ -3,7 +3,7 @@ changed line.
 
     python -m tests.mutations.values [--count 300] [--seed 1] [--only TEXT] [--processes 2]
     [--seconds 25]
-        [--again [TEXT ...]]
+        [--kinds KIND ...] [--again [TEXT ...]]
 
 First it records which lines each test runs; the record is kept, and made again for files that have
 changed. Then each mutant meets, in a fork, first the tests without ranks and then some with ranks,
@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.mutations.forks import Fork, Room, import_once
-from tests.mutations.mutants import MODULES, Mutant, draw
+from tests.mutations.mutants import KINDS, MODULES, Mutant, draw
 from tests.mutations.record import MOST_SECONDS, Record, Test, choose
 from tests.support.paths import ROOT
 
@@ -197,7 +197,8 @@ def is_meant(mutant: Mutant, texts: Sequence[str] | None) -> bool:
 def campaign(args: argparse.Namespace) -> int:
     """Record, draw, run and report; 0 if none survived."""
     record, results = Record(OUTPUTS / "record.json"), Results(OUTPUTS / f"{args.seed}.jsonl")
-    mutants = draw(args.count, args.seed, [path for path in MODULES if args.only in path])
+    paths = [path for path in MODULES if args.only in path]
+    mutants = draw(args.count, args.seed, paths, args.kinds)
     with made_rooms(args.processes) as rooms:
         run_all(list(record_tasks(record, rooms[0].path.parent)), rooms)
         tests, tasks = record.tests(), []
@@ -213,7 +214,8 @@ def campaign(args: argparse.Namespace) -> int:
                 )
         run_all(tasks, rooms)
     found = [results.by_name[mutant.name] for mutant in mutants]
-    text = page(found, f"make test-mutants N={args.count} SEED={args.seed}")
+    kinds = "" if args.kinds == list(KINDS) else f' ARGS="--kinds {" ".join(args.kinds)}"'
+    text = page(found, f"make test-mutants N={args.count} SEED={args.seed}{kinds}")
     (OUTPUTS / f"{args.seed}.md").write_text(text)
     print(text)
     return int(any(result.state == "survived" for result in found))
@@ -226,6 +228,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=300, help="mutants (300)")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
     parser.add_argument("--only", default="", help="modules whose path holds this text")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of changes (all)"
+    )
     parser.add_argument("--processes", type=int, default=2, help="forks at a time")
     parser.add_argument(
         "--seconds",
