@@ -224,6 +224,107 @@ def test_the_bytes_of_one_run_are_what_is_reckoned_by_hand() -> None:
     assert plan.others[Phase.LOAD] == weights + masters + moments, "both files"
 
 
+SMALL = {
+    "reduce_bucket_size": 300,
+    "max_live_parameters": 100,
+    "max_reuse_distance": 0,
+    "prefetch_bucket_size": 0,
+}
+"""Of a bf16 model of 1,000 parameters, the largest of which has 100 elements, on two ranks."""
+OFFLOAD = {"offload": True, "pins": True, "rounds_pinned": False}
+BY_HAND: list[tuple[dict[str, Any], tuple[Place, Phase], dict[str, int]]] = [
+    (  # stage 1 keeps each gradient in fp32, and fills a bucket in it that is reduced in bf16
+        {"stage": 1, "accumulates_fp32": True, "accumulation": 2},
+        (Place.ACCELERATOR, Phase.BACKWARD),
+        {
+            "gradients": 4 * (1000 - 300),
+            "reduction buckets": 4 * 300,
+            "partition of the gradients": 4 * 500,
+            "reduction copies": 4 * 300 + 2 * 300,
+        },
+    ),
+    (  # stage 2 converts the reduced bucket, and the largest gradient of it
+        {"stage": 2, "accumulates_fp32": True},
+        (Place.ACCELERATOR, Phase.BACKWARD),
+        {
+            "gradients": 4 * 500,
+            "reduction buckets": 2 * 300,
+            "gradient being made": 2 * 100,
+            "reduction copies": 2 * 300 + 4 * 100,
+        },
+    ),
+    (  # stage 3 copies the bucket, and this rank's part of it in fp32
+        {"stage": 3, "accumulates_fp32": True},
+        (Place.ACCELERATOR, Phase.BACKWARD),
+        {
+            "gradients": 4 * 500,
+            "reduction buckets": 2 * 300,
+            "live parameters": 2 * 100,
+            "gradient being made": 2 * 100,
+            "reduction copies": 2 * 300 + 4 * 150,
+        },
+    ),
+    (  # with offload, each half of the largest gradient, and the same in fp64 for the norm
+        {"stage": 3, **OFFLOAD},
+        (Place.ACCELERATOR, Phase.BACKWARD),
+        {
+            "reduction buckets": 2 * 300,
+            "live parameters": 2 * 100,
+            "gradient being made": 2 * 100,
+            "reduction copies": 2 * 300 + (8 + 2) * 50,
+        },
+    ),
+    (
+        {"stage": 3},
+        (Place.ACCELERATOR, Phase.BETWEEN),
+        {"weights": 2 * 500, "gradients": 2 * 500, "reduction buckets": 2 * 300},
+    ),
+    (  # a layer, and this rank's part of it if that comes from the host
+        {"stage": 3, "offload_param": True, "gathers_on_save": True, **OFFLOAD},
+        (Place.ACCELERATOR, Phase.SAVE),
+        {"reduction buckets": 2 * 300, "gathered layer": 2 * (100 + 50)},
+    ),
+    (
+        {"stage": 3, "gathers_on_save": True, **OFFLOAD},
+        (Place.ACCELERATOR, Phase.SAVE),
+        {"weights": 2 * 500, "reduction buckets": 2 * 300, "gathered layer": 2 * 100},
+    ),
+    (  # this rank's slice, and two chunks of no more than its size
+        {"stage": 2, "flatten_tier": "host"},
+        (Place.HOST, Phase.START),
+        {"slice for flattening": 2 * 500, "staging": 2 * 2 * 500},
+    ),
+    ({"stage": 3}, (Place.HOST, Phase.START), {"defragmentation": 2 * 500}),
+]
+ALWAYS = {"weights", "master", "moment m", "moment v"}
+"""What a rank holds in each phase, so that most rows do not repeat it."""
+
+
+@pytest.mark.parametrize(("given", "where", "expected"), BY_HAND)
+def test_the_bytes_of_deepspeed_are_what_is_reckoned_by_hand(
+    given: dict[str, Any], where: tuple[Place, Phase], expected: dict[str, int]
+) -> None:
+    plan = plan_memory(Model(1000, 100, "bfloat16"), Ranks(2, 2), Setup(**SMALL, **given))
+    found = {part.kind: part.nbytes for part in plan.parts[where]}
+    assert found.items() >= expected.items()
+    assert found.keys() - expected.keys() <= ALWAYS
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_pin_memory_locks_what_crosses_the_link_and_not_the_moments(pins: bool) -> None:
+    setup = Setup(2, offload=True, pins=pins, rounds_pinned=False, accumulation=2, **SMALL)
+    plan = plan_memory(Model(1000, 100, "bfloat16"), Ranks(2, 2), setup)
+    crossing = 2 * 4 * 500 + 2 * 2 * 500 + 2 * 100  # masters, gradients; copy, sums; buffer
+    assert plan.page_locked(Phase.BETWEEN) == (crossing if pins else 0)
+    assert plan.nbytes(Place.HOST, Phase.BETWEEN) == crossing + 2 * 4 * 500
+
+
+def test_weights_on_the_host_are_page_locked_whatever_the_config_says() -> None:
+    setup = Setup(3, offload=True, offload_param=True, rounds_pinned=False, **SMALL)
+    plan = plan_memory(Model(1000, 100, "bfloat16"), Ranks(2, 2), setup)
+    assert plan.page_locked(Phase.BETWEEN) == 2 * 500
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_bytes_of_zenflow_are_what_is_reckoned_by_hand(stage: Any) -> None:
     """bf16, four ranks, a million elements in each partition, copies beside the next step."""
