@@ -149,3 +149,16 @@ def test_memory_that_the_allocator_keeps_unused_is_free(monkeypatch: pytest.Monk
     monkeypatch.setattr(allocation, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(allocation.torch, "get_device_module", lambda name: device)
     assert allocation.free_accelerator_bytes() == (5 + 7 - 4) * GIB
+
+
+def test_what_was_free_at_the_peak_is_less_than_what_is_free_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = SimpleNamespace(
+        device_name=lambda: "xpu",
+        max_memory_allocated=lambda: 6 * GIB,
+        memory_allocated=lambda: 4 * GIB,
+    )
+    monkeypatch.setattr(allocation, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(allocation, "free_accelerator_bytes", lambda: 8 * GIB)
+    assert allocation.unused_accelerator_bytes() == (8 - (6 - 4)) * GIB

@@ -79,6 +79,10 @@ def test_there_are_at_most_64_whole_chunks(numel: int, block_size: int) -> None:
     )
 
 
+def test_a_chunk_is_of_whole_blocks_and_has_at_least_one() -> None:
+    assert [chunk_of(numel, 256) for numel in (1, 256, 511, 512)] == [256, 256, 256, 512]
+
+
 SCALE = 1 << 14
 """Chunks and partitions are so much smaller than real ones: the numbers of launches are the
 same."""

@@ -77,6 +77,17 @@ def test_arrays_that_are_read_together_begin_apart(
         )
 
 
+def test_as_many_arrays_as_a_page_has_lines_begin_on_different_ones() -> None:
+    specs = [ArraySpec("g", "float32", MIB // 4, slot=slot) for slot in range(PAGE // 64)]
+    offsets = [array.offset for array in plan_layout(specs).arrays]
+    assert len({offset % PAGE for offset in offsets}) == len(specs)
+
+
+def test_a_mapping_that_the_system_refuses_says_why() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        arena_module._map(-1, PAGE)
+
+
 def test_two_mappings_share_memory_and_tensors_outlive_the_arena() -> None:
     layout = plan_layout(
         [

@@ -204,3 +204,12 @@ def test_a_verdict_tells_whether_it_changes_the_coming_steps_in_both_directions(
     for calm in range(1, CALM_PROBES + 1):
         assert schedule.judge(0.1) is (calm == CALM_PROBES)
     assert not schedule.state.guard.synchronous
+
+
+def test_nothing_is_settled_while_a_probe_waits_for_its_verdict() -> None:
+    schedule = PredictiveSchedule(1, overlap=True, warm_up_steps=1, guarded=True)
+    while not schedule.wants_verdict:
+        schedule.advance(schedule.plan())
+    assert not schedule.is_settled
+    schedule.judge(0.1)
+    assert schedule.is_settled

@@ -141,6 +141,17 @@ def test_an_open_interval_is_chosen_after_measured_steps() -> None:
     )
 
 
+def test_steps_before_a_load_were_not_measured() -> None:
+    before = PredictiveSchedule(None, overlap=True, warm_up_steps=None)
+    walk(before, MEASURED_STEPS)
+    loaded = PredictiveSchedule(None, overlap=True, warm_up_steps=None)
+    loaded.load_state_dict(before.state_dict(), before.state.position)
+    for _ in range(MEASURED_STEPS):
+        assert not loaded.wants_interval
+        walk(loaded, 1)
+    assert loaded.wants_interval
+
+
 STEPS = st.tuples(st.just("steps"), st.tuples(st.integers(1, 40), st.sampled_from([0.1, 2.0])))
 LOAD = st.tuples(
     st.just("load"),
