@@ -83,6 +83,10 @@ def message_of(**zero: Any) -> str:
             ["zero_optimization.zenflow.prediction_error_factor", "0.5", "at least 1"],
         ),
         (
+            {"zenflow": {"prediction_error_factor": -0.5}},
+            ["zero_optimization.zenflow.prediction_error_factor", "-0.5"],
+        ),
+        (
             {"zenflow": {"top_ratio": 0.1}},
             ["zero_optimization.zenflow.top_ratio", "mean 'topk_ratio'"],
         ),

@@ -304,12 +304,13 @@ def test_in_process_plan_uses_disjoint_whole_cores(host: Host) -> None:
             )
 
 
-def test_a_rank_with_a_quota_uses_no_more_cores_than_it_has_time_for() -> None:
-    """Also where the optimizer's cores are not limited otherwise, and more cores are allowed and
-    free."""
+@pytest.mark.parametrize("request_", [PlanRequest(), PlanRequest(2, 6)])
+def test_a_rank_with_a_quota_uses_no_more_cores_than_it_has_time_for(request_: PlanRequest) -> None:
+    """Also where the optimizer's cores are not limited otherwise, or it asks for more, and more
+    cores are allowed and free."""
     topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(16)), (0,), ((10,),))
     plan = plan_host(
-        topology, [RankFacts(0, topology.cpus, None, (CpuQuota("a", 6.0),))], PlanRequest()
+        topology, [RankFacts(0, topology.cpus, None, (CpuQuota("a", 6.0),))], request_
     ).ranks[0]
     assert len({*plan.pytorch, *plan.optimizer}) == 6
 

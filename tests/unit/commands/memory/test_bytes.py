@@ -343,8 +343,27 @@ def test_the_bytes_of_zenflow_are_what_is_reckoned_by_hand(stage: Any) -> None:
         assert here[kind].nbytes == pytest.approx(4 * numel, abs=2 * PAGE)
     assert here["master"].memory is Memory.ARENA
     assert here["block means"].memory is Memory.LOCKED_ARENA
+    (staging,) = (part for part in plan.parts(Place.HOST, Phase.START) if part.kind == "staging")
+    assert staging.nbytes == 2 * 2 * numel, "two chunks, each as large as all weights"
     weights = 2 * numel if stage == 3 else 0
     assert plan.held.file_bytes == 12 * numel + 4 * blocks + weights
+
+
+def test_a_save_beside_training_has_its_own_copy_of_what_is_not_in_the_arena() -> None:
+    """The count of updates of each block of 256 twice, as a copy is made of it and one of that, and
+    the numbers of the tenth that is hot."""
+    setup = Setup(
+        2, zenflow=ZenFlowConfig(update_rule="selective", topk_ratio=0.1, async_save=True)
+    )
+    held = planned(setup, 2**20, 1).zenflow
+    assert held is not None
+    (copy,) = (
+        part
+        for part in held.held.moments(Place.HOST, Phase.SAVE)["module"]
+        if part.kind == "copy of the rule's state"
+    )
+    blocks = 2**20 // 256
+    assert copy.nbytes == 2 * 4 * blocks + 8 * -(-blocks // 10)
 
 
 @pytest.mark.parametrize("buffer", Buffer)

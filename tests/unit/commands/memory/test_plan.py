@@ -478,6 +478,26 @@ def test_a_run_is_named_by_what_distinguishes_it(share: float, name: str) -> Non
     assert name_of(Setup(host_share=share, zenflow=ZenFlowConfig(update_interval=2))) == name
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("leaves", [True, False])
+def test_what_only_stage_3_has_is_noted_there_alone(stage: Any, leaves: bool) -> None:
+    setup = Setup(stage, zenflow=ZenFlowConfig(gradients_on_host=leaves))
+    notes = plan_memory(model_of(10**6), Ranks(2, 2), setup).notes
+    assert any("max_live_parameters" in note for note in notes) is (stage == 3)
+    assert any("zero.Init" in note for note in notes) is (stage == 3 and leaves)
+
+
+def test_by_default_the_optimizer_is_deepspeeds_which_has_no_temporaries() -> None:
+    default, torchs = (
+        plan_memory(model_of(10**6), Ranks(2, 2), Setup(2, offload=True, **given))
+        for given in ({}, {"fused_adam": False})
+    )
+    kinds = [
+        {part.kind for part in plan.parts[Place.HOST, Phase.STEP]} for plan in (default, torchs)
+    ]
+    assert kinds[1] - kinds[0] == {"temporaries"}
+
+
 @pytest.mark.parametrize(
     ("stage", "fp32", "zenflow", "noted"),
     [

@@ -130,3 +130,11 @@ def test_what_predicts_nothing_takes_any_beta2() -> None:
     kind.require_steppable(predicts=False)
     with pytest.raises(ConfigError, match="beta2"):
         kind.require_steppable(predicts=True)
+
+
+@pytest.mark.parametrize("betas", [(1.0, 0.9), (1.5, 0.9), (-0.1, 0.9), (0.9, 1.0), (0.9, -0.1)])
+def test_a_beta_outside_of_its_bounds_is_refused(betas: tuple[float, float]) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    optimizer.param_groups[0]["betas"] = betas
+    with pytest.raises(ConfigError, match="each must be at least 0 and below 1"):
+        AdamKind(optimizer).require_steppable(predicts=False)

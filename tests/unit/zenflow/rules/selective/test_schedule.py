@@ -1,6 +1,8 @@
 """The selective schedule: every gradient counts once, nothing is overwritten, blocks move only
 while nothing is on its way."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.places import Arrival
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings, unknown_epoch
 from deepspeed_ext.zenflow.rules.selective.schedule import SelectivePlan, SelectiveSchedule
 
 
@@ -159,3 +161,19 @@ def test_an_open_interval_ends_before_the_next_selection(
 def test_intervals_that_contradict_one_another_are_refused(settings: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, **settings))
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps_per_epoch", "warns"),
+    [
+        ({"select_strategy": "epoch"}, None, True),
+        ({"select_strategy": "epoch"}, 7, False),
+        ({}, None, False),
+        ({"update_rule": "exact"}, None, False),
+    ],
+)
+def test_only_epochs_of_unknown_length_are_warned_of(
+    fields: dict[str, Any], steps_per_epoch: int | None, warns: bool
+) -> None:
+    config = ZenFlowConfig(**{"update_rule": "selective", **fields})
+    assert (unknown_epoch(config, steps_per_epoch) is not None) is warns
