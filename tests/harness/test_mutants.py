@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from cosmic_ray.mutating import mutate_code
 from tests.mutations.mutants import MODULES, Mutant, draw, sites_of
 from tests.mutations.operators import ExchangeArguments, MoveEnd, RemoveStatement
 from tests.mutations.record import Test, choose
-from tests.mutations.values import is_meant
+from tests.mutations.values import Result, is_meant, mutant_task, run_all
 from tests.support.paths import ROOT
 
 SOURCE = """
@@ -141,6 +143,50 @@ def test_no_mutant_gets_more_than_its_time() -> None:
         30,
         30,
     ]
+
+
+class FakeRoom:
+    """Has a fork that fails with the first of its tests that `failing` names, the next time."""
+
+    def __init__(self, folder: Path, failing: list[set[str]]) -> None:
+        self.path, self.failure, self.log = folder, folder / "failure", ""
+        self.ran: list[list[str]] = []
+        self._failing = failing
+        (folder / "deepspeed_ext" / "gather").mkdir(parents=True)
+
+    def start(self, arguments: Sequence[str]) -> Any:
+        names = [name for name in arguments if name.startswith("tests/")]
+        self.ran.append([name.partition("::")[2] for name in names])
+        failing = self._failing.pop(0)
+        found = next((name for name in names if name.partition("::")[2] in failing), None)
+        self.failure.unlink(missing_ok=True)
+        if found is not None:
+            self.failure.write_text(found)
+        fork = SimpleNamespace(status=int(found is not None), seconds=1.0)
+        return SimpleNamespace(**vars(fork), poll=lambda: fork.status, end=lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("failing", "forks", "state", "by"),
+    [
+        ([{"a"}], ["abcd"], "killed", "a"),
+        ([{"b"}, {"b"}], ["abcd", "b"], "killed", "b"),
+        ([{"b"}, set(), set()], ["abcd", "b", "cd"], "survived", "2 tests"),
+        ([{"b"}, set(), {"c"}, {"c"}], ["abcd", "b", "cd", "c"], "killed", "c"),
+        ([{"d"}, set()], ["abcd", "d"], "survived", "1 tests"),
+    ],
+)
+def test_a_failure_of_ranks_counts_if_it_comes_again(
+    failing: list[set[str]], forks: list[str], state: str, by: str, tmp_path: Path
+) -> None:
+    """On a busy machine a test with ranks may fail without the mutant."""
+    room: Any = FakeRoom(tmp_path, failing)
+    file = "tests/unit/gather/test_plan.py::"
+    tests = [ran(f"{file}{name}", {9}, has_ranks=name != "a") for name in "abcd"]
+    kept: list[Result] = []
+    run_all([mutant_task(mutant_at(10), tests, kept.append)], [room])
+    assert ["".join(names) for names in room.ran] == forks
+    assert [(result.state, result.by.removeprefix(file)) for result in kept] == [(state, by)]
 
 
 def test_what_forks_share_leaves_the_package_to_their_copies() -> None:

@@ -74,7 +74,7 @@ _SAME = "Is_Eq Eq_Is IsNot_NotEq NotEq_IsNot"
 """Comparisons that differ only for objects that are equal to others."""
 
 
-GUARDS = frozenset({"strict", "frozen"})
+GUARDS = frozenset({"strict", "frozen", "init"})
 """Arguments that only guard."""
 
 
@@ -208,7 +208,8 @@ def sites_of(path: str, source: str, kinds: Iterable[str] = KINDS) -> Iterator[S
     """Find every place of a file that an operator of these kinds can change.
 
     Not annotations, which nothing reads, nor what only guards: assertions, whether `zip` is strict,
-    and whether a dataclass is frozen, of which tests/unit/test_dataclasses.py takes care.
+    whether a dataclass is frozen, of which tests/unit/test_dataclasses.py takes care, and whether
+    its constructor takes a field.
     """
     nodes, skipped = list(_nodes(get_ast(source))), list(_skipped(source))
     ways: dict[tuple[str, Any, Any], list[tuple[type, int]]] = {}

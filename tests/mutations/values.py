@@ -61,10 +61,13 @@ class Result:
 
 class Task:
     """Something that runs in a fork in a room: `start` begins it, `done` takes the fork when it has
-    ended."""
+    ended, and returns what that room does next."""
 
     def __init__(
-        self, start: Callable[[Room], Fork], done: Callable[[Room, Fork, bool], None], limit: float
+        self,
+        start: Callable[[Room], Fork],
+        done: Callable[[Room, Fork, bool], Task | None],
+        limit: float,
     ) -> None:
         self.start, self.done, self.limit = start, done, limit
 
@@ -82,7 +85,8 @@ def run_all(tasks: Sequence[Task], rooms: Sequence[Room]) -> None:
                         continue
                     fork.end()
                     del running[room]
-                    task.done(room, fork, overran)
+                    if (following := task.done(room, fork, overran)) is not None:
+                        running[room] = following, following.start(room)
                 if waiting and room not in running:
                     task = waiting.pop(0)
                     running[room] = task, task.start(room)
@@ -99,11 +103,12 @@ def record_tasks(record: Record, folder: Path) -> Iterator[Task]:
 
         def done(
             room: Room, fork: Fork, overran: bool, name: str = name, target: Path = target
-        ) -> None:
+        ) -> Task | None:
             passed = record.add(name, target)
             print(
                 f"{name}: {passed} tests in {fork.seconds:.0f} s, status {fork.status}", flush=True
             )
+            return None
 
         def start(room: Room, name: str = name, target: Path = target) -> Fork:
             return record.start(name, room, target)
@@ -111,8 +116,18 @@ def record_tasks(record: Record, folder: Path) -> Iterator[Task]:
         yield Task(start, done, 1800)
 
 
-def mutant_task(mutant: Mutant, tests: Sequence[Test], keep: Callable[[Result], None]) -> Task:
-    """The task that tries one mutant."""
+def mutant_task(
+    mutant: Mutant,
+    tests: Sequence[Test],
+    keep: Callable[[Result], None],
+    later: Sequence[Test] = (),
+) -> Task:
+    """The task that tries one mutant. A test with ranks that fails among others is run again alone:
+    on a busy machine such a test may fail without the mutant.
+
+    Args:
+        later: tests that follow if all of `tests` pass.
+    """
     longest, total = max(test.seconds for test in tests), sum(test.seconds for test in tests)
 
     def start(room: Room) -> Fork:
@@ -122,14 +137,20 @@ def mutant_task(mutant: Mutant, tests: Sequence[Test], keep: Callable[[Result], 
             ["-x", "--full", "-p", "no:anyio", "--timeout", f"{60 + 20 * longest:.0f}", *names]
         )
 
-    def done(room: Room, fork: Fork, overran: bool) -> None:
+    def done(room: Room, fork: Fork, overran: bool) -> Task | None:
         _write(room, mutant, mutant.original)
         by = room.failure.read_text() if room.failure.exists() else f"{len(tests)} tests"
+        if fork.status == 0 and later:
+            return mutant_task(mutant, later, keep)
+        at = next((at for at, test in enumerate(tests) if test.name == by), None)
+        if len(tests) > 1 and at is not None and tests[at].has_ranks:
+            return mutant_task(mutant, tests[at : at + 1], keep, later=tests[at + 1 :])
         late = overran or any(words in room.log for words in SLOW)
         state = "survived" if fork.status == 0 else "timeout" if late else "killed"
         if state == "killed" and fork.status != FAILED_TESTS:
             by += f" (pytest ended with {fork.status})"
         keep(Result(mutant.name, mutant.site.kind, state, by, fork.seconds))
+        return None
 
     return Task(start, done, 120 + 10 * total)
 
