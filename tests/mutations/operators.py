@@ -13,7 +13,7 @@ from cosmic_ray.operators.operator import Example, Operator
 
 __all__ = ["ExchangeArguments", "MoveEnd", "RemoveStatement"]
 
-_HAVE_NO_ORDER = frozenset({"max", "min", "isclose", "gcd", "lcm"})
+_HAVE_NO_ORDER = frozenset({"gcd", "hypot", "isclose", "lcm", "max", "min", "suppress"})
 """Functions whose result does not depend on the order of their arguments."""
 _OF_TYPES = frozenset({"cast", "getattr", "hasattr", "isinstance", "issubclass", "setattr"})
 """Functions that refuse their arguments in another order, wherever they are called."""

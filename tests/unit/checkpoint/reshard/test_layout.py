@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.adapter.saved_checkpoint import Keys, SavedPartitions
+from deepspeed_ext.checkpoint.reshard import load
 from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement, plan_copies
-from deepspeed_ext.checkpoint.reshard.load import load_frozen
+from deepspeed_ext.checkpoint.reshard.load import load_frozen, load_optimizer
 from deepspeed_ext.errors import CheckpointError
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
@@ -185,3 +186,16 @@ def test_each_flat_tensor_belongs_to_the_group_that_lists_it(
     assert saved.group_of_flats == expected
     order = [number for params in groups for number in params] or [0, 1, 2]
     assert [scalars["step"] for scalars in saved.scalars] == order
+
+
+def test_partitions_with_different_states_do_not_fit_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load, "_plan", lambda saved, target: [])
+    tensors = [{"master": None, "exp_avg": None}, {"master": None}]
+    saved: Any = SimpleNamespace(
+        folder="tag", partitions=lambda rank: SimpleNamespace(tensors=tensors)
+    )
+    target: Any = SimpleNamespace()
+    with pytest.raises(CheckpointError, match="different optimizer states"):
+        load_optimizer(saved, target)
