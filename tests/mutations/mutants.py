@@ -30,6 +30,7 @@ from cosmic_ray.operators import (
 )
 
 from tests.mutations.operators import ExchangeArguments, MoveEnd, RemoveStatement
+from tests.mutations.sites import orders
 from tests.support.paths import ROOT
 
 __all__ = ["KINDS", "MODULES", "Mutant", "Site", "draw", "sites_of"]
@@ -211,14 +212,17 @@ def sites_of(path: str, source: str, kinds: Iterable[str] = KINDS) -> Iterator[S
     whether a dataclass is frozen, of which tests/unit/test_dataclasses.py takes care, and whether
     its constructor takes a field.
     """
-    nodes, skipped = list(_nodes(get_ast(source))), list(_skipped(source))
+    nodes, skipped, waits = (
+        list(found) for found in (_nodes(get_ast(source)), _skipped(source), _waits(source))
+    )
     ways: dict[tuple[str, Any, Any], list[tuple[type, int]]] = {}
     for kind in kinds:
+        left_out = [*skipped, *(waits if kind == "statement" else ())]
         for operator in KINDS[kind]:
             change: Any = operator()
             places = [place for node in nodes for place in change.mutation_positions(node)]
             for occurrence, (start, end) in enumerate(places):
-                if not any(first <= start < last for first, last in skipped):
+                if not any(first <= start < last for first, last in left_out):
                     ways.setdefault((kind, start, end), []).append((operator, occurrence))
     for (kind, start, end), found in sorted(ways.items(), key=lambda item: item[0][1:]):
         yield Site(path, kind, start, end, tuple(found))
@@ -245,7 +249,18 @@ def _skipped(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         elif isinstance(node, ast.Assert) or (isinstance(node, ast.keyword) and node.arg in GUARDS):
             part = node
         if isinstance(part, ast.expr | ast.stmt | ast.keyword):
-            yield (part.lineno, part.col_offset), (part.end_lineno or 0, part.end_col_offset or 0)
+            yield _span(part)
+
+
+def _waits(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where a statement begins and ends that `tests.mutations.run` removes."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and orders(node.func):
+            yield _span(node)
+
+
+def _span(node: ast.expr | ast.stmt | ast.keyword) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
 
 
 def _statement(source: str, line: int) -> range:

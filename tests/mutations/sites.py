@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.paths import ROOT
 
-__all__ = ["Site", "sites", "without"]
+__all__ = ["Site", "orders", "sites", "without"]
 
 ORDERS = frozenset({"wait_stream", "wait_event", "record_stream", "record", "synchronize", "wait"})
 OUR_NAMES_FOR_THEM = frozenset({"_wait", "_record", "_finish", "order_gathers"})
@@ -93,7 +93,7 @@ def _sites_of(tree: ast.AST, path: str, where: tuple[str, ...] = ()) -> Iterator
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Call)
-            and _orders(node.value.func)
+            and orders(node.value.func)
         ):
             assert node.end_lineno is not None
             lines = (node.lineno, node.end_lineno)
@@ -101,7 +101,8 @@ def _sites_of(tree: ast.AST, path: str, where: tuple[str, ...] = ()) -> Iterator
         yield from _sites_of(node, path, (*where, node.name) if named else where)  # type: ignore[attr-defined]
 
 
-def _orders(function: ast.expr) -> bool:
+def orders(function: ast.expr) -> bool:
+    """Whether a call of `function` orders work of a device, or waits for it."""
     if not isinstance(function, ast.Attribute):
         return False
     receiver = function.value
