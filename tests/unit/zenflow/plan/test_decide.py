@@ -81,6 +81,22 @@ def test_a_share_that_a_short_host_leaves_is_not_the_configs(free: int, why: str
     assert why in reason.why
 
 
+def test_all_of_the_optimizer_steps_on_the_host_unless_a_share_is_given() -> None:
+    facts = facts_of(one_rank(1 << 20, 1 << 30))
+    assert decide(facts, ZenFlowConfig()) == plan_of(facts, host_share=1.0)
+
+
+@pytest.mark.parametrize(("interval", "touched"), [(1, 1), (4, 7), ("measured", 1)])
+def test_until_an_interval_is_chosen_only_the_slots_of_interval_one_are_touched(
+    interval: int | str, touched: int
+) -> None:
+    facts = facts_of(one_rank(1 << 20, 1 << 30))
+    kinds = plan_of(facts, update_interval=interval, hide_transfers=False).kinds
+    assert kinds.touched_slots == touched
+    assert kinds.slots >= touched
+    assert (kinds.slots > touched) is (interval == "measured")
+
+
 @pytest.mark.parametrize("config", [{}, {"update_rule": "exact"}, SELECTIVE])
 def test_a_plan_says_that_it_stays_exactly_if_the_rule_is_selective(config: dict[str, Any]) -> None:
     plan = plan_of(facts_of(one_rank(1 << 20, 1 << 30)), host_share=None, **config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.arrays import PAGE_BYTES, ArrayKey, plan_layout
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.share import (
@@ -27,6 +29,7 @@ from deepspeed_ext.zenflow.plan.share import (
 )
 
 GIB = 1 << 30
+RATIO = "offload_optimizer.ratio"
 many = settings(deadline=None, derandomize=True, database=None)
 numbers = st.lists(st.integers(0, 1_000_000), min_size=1, max_size=3)
 shares = st.floats(0.0, 1.0)
@@ -42,6 +45,21 @@ def plan_of(
     limits = () if host is None else (("machine", host),)
     rank = RankFacts(tuple(Run(numel) for numel in numels), 80 * GIB, 80 * GIB, host_free=limits)
     return decide(ZenFlowFacts((rank,), caller), ZenFlowConfig(**config), host_share=share)
+
+
+def test_a_new_share_replaces_its_reason_and_no_other() -> None:
+    plan = plan_of(GIB, update_rule="exact")
+    moved = with_host_share(with_host_share(plan, 0.5, "first"), 0.25, "second")
+    named = [each for each in moved.reasons if each.decision.startswith(RATIO)]
+    assert [each.why for each in named] == ["second"]
+    kept = [each for each in plan.reasons if each.decision.partition(" =")[0] != RATIO]
+    assert [each for each in moved.reasons if each not in named] == kept
+
+
+def test_nothing_hides_in_a_window_that_was_not_measured() -> None:
+    plan = replace(plan_of(GIB, update_rule="exact"), weights_arrive=WeightsArrival.IN_FORWARD)
+    assert hiding_units(plan, ChainTimes(device=1.0, worker=0.5)) == 0
+    assert hiding_units(plan, ChainTimes(device=1.0, worker=0.5, window=1.0)) == UNITS
 
 
 @pytest.mark.parametrize(
