@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.cores import initial_mask
+from deepspeed_ext.cores import topology as topology_module
 from deepspeed_ext.cores.plan import PlanRequest, RankFacts, plan_host
 from deepspeed_ext.cores.report import read_host
 from deepspeed_ext.cores.topology import (
@@ -220,6 +221,11 @@ def test_limits_at_the_root_count_where_the_process_does_not_say_its_group(tmp_p
     assert read_cpu_quota_cores(tmp_path) == 1.5
 
 
+def test_a_quota_without_a_period_says_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "250000")
+    assert not read_cpu_quotas(tmp_path)
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_cpuset_is_that_of_the_nearest_group(old: bool, tmp_path: Path) -> None:
     write_host(tmp_path, cores(8), old=old, cpuset="2-5")
@@ -251,6 +257,22 @@ def test_a_narrow_mask_without_openmp_binding_is_the_users_own(
     found = find_allowed(read_topology(tmp_path), tmp_path, environ)
     assert found.cpus == {0}
     assert not found.warnings
+
+
+def test_openmp_binds_to_one_core_so_a_mask_of_two_is_the_users_own(tmp_path: Path) -> None:
+    write_host(tmp_path, cores(16), mask="0-1", cpuset="0-7")
+    found = find_allowed(read_topology(tmp_path), tmp_path, {"OMP_PROC_BIND": "true"})
+    assert found.cpus == {0, 1}
+    assert not found.warnings
+
+
+def test_on_the_live_host_the_masks_of_its_threads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = read_topology()
+    first = min(topology.cpus)
+    monkeypatch.setattr(initial_mask, "_initial", None)
+    monkeypatch.setattr(initial_mask, "present", lambda: frozenset(topology.cpus - {first}))
+    monkeypatch.setattr(topology_module, "_thread_masks", lambda root: [frozenset({first})])
+    assert find_allowed(topology, environ={}).cpus == {first}
 
 
 def test_masks_of_all_threads_are_united(tmp_path: Path) -> None:
