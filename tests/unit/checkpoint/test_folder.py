@@ -224,6 +224,24 @@ def test_a_swap_that_cannot_be_finished_is_an_error_unless_another_job_finished_
             ours.finish_swap()
 
 
+def test_a_save_of_another_job_between_the_renames_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, rename = begun(tmp_path, "t", "new"), os.rename
+
+    def after_another_job(source: str, target: str) -> None:
+        if source == ours.staging:
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "rename", rename)
+                saved(tmp_path, "t", "another")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", after_another_job)
+    with pytest.raises(CheckpointError, match="another job has saved under"):
+        ours.swap()
+    assert CheckpointFolder(str(tmp_path), "t", SAVED_NAMES).state().saved == "another"
+
+
 @pytest.mark.usefixtures("of_another_job")
 def test_a_save_removes_what_an_earlier_one_of_its_tag_has_replaced(tmp_path: Path) -> None:
     """The earlier one has swapped and has not ended."""
