@@ -54,6 +54,10 @@ def test_the_largest_part_of_the_step_limits_it(measured: MeasuredStep, limit: L
     assert advise(measured).limit is limit
 
 
+def test_a_slowdown_is_a_ratio_of_times() -> None:
+    assert step(2.0, 1.0, 0.5, 1.0).slowdown == 1.5
+
+
 @pytest.mark.parametrize(
     ("measured", "cores", "room", "line"),
     [

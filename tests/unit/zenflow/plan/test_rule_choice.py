@@ -81,6 +81,15 @@ def test_at_stages_1_and_2_nothing_hides_unless_the_config_lets_weights_arrive_i
     assert choose_rule(plan, True, short).is_exact
 
 
+def test_weights_follow_a_step_once_the_rule_is_the_exact_one() -> None:
+    plan = plan_of()
+    assert plan.rule.is_open
+    assert not plan.weights_follow
+    assert with_rule(plan, is_exact=True, why="").weights_follow
+    assert not with_rule(plan, is_exact=False, why="").weights_follow
+    assert not plan_of(stage=2, overlap_step=False).weights_follow
+
+
 def test_while_copies_run_inside_the_step_only_the_pass_hides() -> None:
     plan = with_rule(plan_of(hide_transfers=False), is_exact=True, why="")
     assert step_seconds(plan, 1.0, replace(STEP, link=0.2)) == pytest.approx(1.0 + 0.2 + 0.1)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.plan.selective import hot_blocks, most_hot_blocks
-from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet, BlocksOfRanks
+from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet, BlocksOfRanks, step_blocks
 from deepspeed_ext.zenflow.rules.selective.selection import scores, select
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.thread_ranks import run_together
@@ -212,3 +212,21 @@ def test_without_bias_correction_blocks_step_as_after_many_updates() -> None:
         )
         found.append(torch.stack([p, m, v]))
     assert torch.equal(*found)
+
+
+def test_all_blocks_step_in_place_but_those_that_are_left_out() -> None:
+    numel, block_size = 37, 8  # the last block is short
+    generator = torch.Generator().manual_seed(0)
+    state = [torch.rand(numel, generator=generator) for _ in "pmv"]
+    before = [array.clone() for array in state]
+    gradient = torch.randn(numel, generator=generator)
+    counts = torch.tensor([0, 3, 500, 1, 2], dtype=torch.int32)
+    step = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, True, 1, 1.0)
+    step_blocks(state, block_size, counts, torch.tensor([1, 3]), gradient, step)
+    blocks = BlockSet(torch.tensor([0, 2, 4]), numel, block_size)
+    p, m, v = (blocks.take(array) for array in before)
+    AdamBlocks(blocks, p, m, v, counts[[0, 2, 4]]).step(blocks.take(gradient), step)
+    for array, stepped in zip(before, (p, m, v), strict=True):
+        blocks.put(array, stepped)
+    assert all(map(torch.equal, state, before))
+    assert counts.tolist() == [0, 3, 500, 1, 2]
