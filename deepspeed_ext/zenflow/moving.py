@@ -29,6 +29,7 @@ from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import agreed
+from deepspeed_ext.runtime.stopwatch import stopwatch
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep, remedies_of
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
@@ -185,6 +186,7 @@ class Tuner:
         overlaps = host.decided.rule.overlapped and schedule.interval == 1
         if is_between and overlaps and self._chooses_share:
             self._alone, self._waited, self._watched = times, 0, 0
+            self._metrics.estimating = stopwatch()
             self._counts = _first(self._counts, probe.best)
         else:
             self._choose(host, times, probe.best, is_between)
@@ -201,6 +203,7 @@ class Tuner:
         with host.link.deferring_errors():
             step = None if is_between else self._metrics.typical_step()
             times = times if step is None else _contended(times, step, host.decided)
+            self._metrics.estimating = None
         self._contention, self._there = times.contention, times.there
         self._choose(host, times, self._counts[0], is_between)
 
@@ -239,7 +242,7 @@ class Tuner:
         is_exact: bool | None,
     ) -> None:
         """See `Mover.resumed`. On another machine, everything but the rule is chosen anew."""
-        self._alone = None
+        self._alone = self._metrics.estimating = None
         if is_exact is not None and host.decided.rule.is_open:
             self._settle_rule(host, RuleChoice(is_exact, "the checkpoint's"))
         if host.ranks.minimum(-int(is_elsewhere))[0] < 0:

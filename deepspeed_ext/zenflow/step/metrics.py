@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -73,8 +74,9 @@ class Metrics:
     """Runs while the accelerator must wait."""
     gathering: Stopwatch = field(default_factory=stopwatch)
     """Runs from the new weights to the end of the step."""
-    estimating: Stopwatch = field(default_factory=stopwatch)
-    """Runs while weights are estimated, without waits for what the estimate needs."""
+    estimating: Stopwatch | None = None
+    """Runs while weights are estimated, without waits for what the estimate needs, while a share is
+    chosen by that time; None: nobody asks for it."""
     forward: Stopwatch | None = None
     """Runs from the end of a step to the next backward pass, until a rule is chosen by that time;
     None: nobody asks for it."""
@@ -107,6 +109,10 @@ class Metrics:
         if self.forward is not None:
             self.forward.stop()
 
+    def timing_estimate(self) -> AbstractContextManager[None]:
+        """Time an estimate of weights, if anybody asks for it."""
+        return nullcontext() if self.estimating is None else self.estimating.measured()
+
     def end_step(self, synchronous: bool) -> None:
         """Stop timing the optimizer step. A `synchronous` step waits for its own update and hides
         nothing."""
@@ -115,7 +121,7 @@ class Metrics:
         if self.forward is not None:
             self.forward.start()
         waits, gathers, insides = self.waiting.lap(), self.gathering.lap(), self._inside.lap()
-        estimates = self.estimating.lap()
+        estimates = [] if self.estimating is None else self.estimating.lap()
         self.wait_seconds = _newest(waits, self.wait_seconds)
         self.gather_seconds = _newest(gathers, self.gather_seconds)
         self.step_seconds = _newest(insides, self.step_seconds)

@@ -148,7 +148,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
                 y = published[span.begin - arrived.begin : span.end - arrived.begin]
                 drifted = None if state.drift is None else state.drift[part]
                 estimated = target, y, drifted, grad[part]
-                with self._metrics.estimating.measured():
+                with self._metrics.timing_estimate():
                     self._kind.predict(estimator, *estimated, step, position, self._interval)
             self._metrics.bytes_up += published.nbytes
         if state.drift is not None:
