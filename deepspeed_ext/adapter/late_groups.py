@@ -8,12 +8,14 @@ module that calls no forward of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed_ext.adapter.late_weights import complete_weights_of
+from deepspeed_ext.gather.launch import Work, begin_copies
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import warn_once
@@ -50,6 +52,11 @@ class LateGroups:
     inside of the forward: who needs a part begins those of all parts before it as well, and
     backward those that are left. A single rank takes what it needs alone.
 
+    Note: [two ranks exchange late weights]
+    A broadcast between two ranks uses one way of their link. So where all gathers begin in the
+    step, the n-th part of one rank and the n-th of the other are sent at once. Under the exact rule
+    they are not: whoever has finished a part would wait for the other's.
+
     Args:
         zero: DeepSpeed's optimizer.
     """
@@ -63,7 +70,7 @@ class LateGroups:
         self._parts = list(self._all_parts())
         self._has_streams = not get_accelerator().is_synchronized_device()
         self._coming: list[_Part] = []  # whose gathers have not begun here, in the agreed order
-        self._gathers: dict[_Part, Any] = {}  # that have begun since the last step
+        self._gathers: dict[_Part, Sequence[Work]] = {}  # that have begun since the last step
         self._used: dict[_Part, None] = {}  # in the order of their first use since the last step
         pins = self._has_streams and self._ranks.size > 1
         self._told = memory.host_empty(len(self._parts), torch.int64, pins)
@@ -206,22 +213,37 @@ class LateGroups:
     def _begin(self, count: int) -> None:
         """Begin the gathers of the first `count` parts that are left."""
         now, self._coming = self._coming[:count], self._coming[count:]
-        for part in now:
-            holders = self._holders[part.group]
-            if part.owner == holders.rank:
-                self._host.complete_weights([(part.group, part.span)])
-            partition = self._zero.parallel_partitioned_bit16_groups[part.group][part.owner]
-            weights = partition.data[slice(*part.span)]
-            self._gathers[part] = holders.copy_from(part.owner, weights, async_op=True)
+        for parts in self._together(now):
+            holders, weights = self._holders[parts[0].group], {}
+            for part in parts:
+                if part.owner == holders.rank:
+                    self._host.complete_weights([(part.group, part.span)])
+                partition = self._zero.parallel_partitioned_bit16_groups[part.group][part.owner]
+                weights[part.owner] = partition.data[slice(*part.span)]
+            self._gathers.update(dict.fromkeys(parts, begin_copies(weights, holders)))
+
+    def _together(self, parts: Iterable[_Part]) -> Iterable[list[_Part]]:
+        """`parts` in the order of their gathers, those together that are one; see Note: [two ranks
+        exchange late weights]."""
+        found: dict[tuple[int, int, int | None], list[_Part]] = {}
+        counts = Counter[tuple[int, int]]()
+        for part in parts:
+            pairs = self._begins_in_step and self._holders[part.group].size == 2
+            number = counts[part.group, part.owner]
+            counts[part.group, part.owner] += 1
+            key = part.group, number, None if pairs else part.owner
+            found.setdefault(key, []).append(part)
+        return found.values()
 
     def _wait(self, parts: Iterable[_Part]) -> None:
         for part in parts:
             if part not in self._gathers:
                 continue
-            if (gather := self._gathers[part]) is None:  # of a group that only this rank holds
-                self._host.complete_weights([(part.group, part.span)])
-            else:
+            gathers = self._gathers[part]
+            for gather in gathers:
                 gather.wait()
+            if not gathers:  # of a group that only this rank holds
+                self._host.complete_weights([(part.group, part.span)])
 
 
 class _LateModule:

@@ -1,4 +1,5 @@
-"""Launches the collectives of one fetch, which gather parameters into their own storage.
+"""Launches the collectives of one fetch, which gather parameters into their own storage, and those
+of `begin_copies`, whose storage is there.
 
 A *partition* is this rank's shard of a parameter: 1-D, equally long on every rank; the last one
 ends with padding. *Storage* is the gathered parameter's memory: 1-D, on the accelerator, in the
@@ -7,7 +8,7 @@ dtype of the communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +17,14 @@ import torch
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.ranks import RankGroup, all_gather_single
 
-__all__ = ["PendingParameter", "Work", "can_group", "gather_singles", "gather_together"]
+__all__ = [
+    "PendingParameter",
+    "Work",
+    "begin_copies",
+    "can_group",
+    "gather_singles",
+    "gather_together",
+]
 
 _SEGMENT_BYTES = 64
 """Alignment of parameters in a shared bucket, as by the CPU allocator: kernels may depend on it."""
@@ -121,3 +129,25 @@ def gather_together(pending: Sequence[PendingParameter], ranks: RankGroup) -> Wo
             part = each.partition if valid == part_numel else each.partition.narrow(0, 0, valid)
             typed[each.dtype].narrow(0, first + start, valid).copy_(part)
     return dist.all_reduce(bucket.view(torch.int64), group=ranks.group, async_op=True)
+
+
+def begin_copies(tensors: Mapping[int, torch.Tensor], ranks: RankGroup) -> Sequence[Work]:
+    """Start to replace each of `tensors`, contiguous, by that of the rank that is its key; do not
+    wait. Two ranks send to each other at once, if `can_group`, so that both ways of their link are
+    busy.
+
+    Returns:
+        What to wait for, once or more; nothing if there is one rank.
+    """
+    if ranks.size == 1:
+        return []
+    if ranks.size == len(tensors) == 2 and can_group(ranks):
+        other = ranks.global_rank(1 - ranks.rank)
+        sent, received = tensors[ranks.rank], tensors[1 - ranks.rank]
+        ways = ((torch.distributed.isend, sent), (torch.distributed.irecv, received))
+        both = [torch.distributed.P2POp(way, each, other, ranks.group) for way, each in ways]
+        return torch.distributed.batch_isend_irecv(both)
+    return [
+        dist.broadcast(tensor, src=ranks.global_rank(owner), group=ranks.group, async_op=True)
+        for owner, tensor in tensors.items()
+    ]

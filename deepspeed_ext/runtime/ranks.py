@@ -161,17 +161,10 @@ class RankGroup:
         all_gather_single(found.view(-1), tensor.contiguous().view(-1), group=self.group)
         return found
 
-    def copy_from(self, owner: int, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
-        """Replace `tensor`, contiguous, by that of rank `owner`. A collective.
-
-        Returns:
-            With `async_op` the handle; after its ``wait()`` the current stream finds the values of
-            `owner`. None without it, and in a group of one.
-        """
-        if self.size == 1:
-            return None
-        owner = self.global_rank(owner)
-        return dist.broadcast(tensor, src=owner, group=self.group, async_op=async_op)
+    def copy_from(self, owner: int, tensor: torch.Tensor) -> None:
+        """Replace `tensor`, contiguous, by that of rank `owner`. A collective."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=self.global_rank(owner), group=self.group)
 
     def broadcast(self, value: Any, owner: int = 0) -> Any:
         """Return the value of rank `owner`, any object that pickles. A collective."""
@@ -303,8 +296,7 @@ class GridRanks(RankGroup):
             found = axis.all_gather(found)
         return found.reshape(self.size, *tensor.shape)
 
-    def copy_from(self, owner: int, tensor: torch.Tensor, *, async_op: bool = False) -> Any:
-        assert not async_op, "an axis waits for the one before it"
+    def copy_from(self, owner: int, tensor: torch.Tensor) -> None:
         for axis, place in zip(self.axes, self._places(owner), strict=True):
             axis.copy_from(place, tensor)
 

@@ -4,8 +4,8 @@ simulation, not a device.
     python -m tests.simulated.late_gathers
 
 The network has such a speed that the all-gather of a step takes `GATHERS` of the step without it.
-Gradients are not reduced, so the step is all compute. Two ranks; a broadcast and an all-gather of
-as many bytes take the same time, as on many ranks.
+Gradients are not reduced, so the step is all compute. Two ranks: an all-gather takes half of its
+bytes each way, and late weights are exchanged part for part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.models import on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine
 
-GATHERS = (0.05, 0.2, 0.5)
+GATHERS = (0.05, 0.1, 0.2, 0.5)
 """Shares of a step without the gather."""
 RANKS, WARM_UP_STEPS, STEPS = 2, 4, 8
 LAYERS, CHUNKS = 96, 16
@@ -43,12 +43,16 @@ def small_ones(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
     return reduced
 
 
-def times(network_gb_per_s: float, *, late: bool, gathers: bool = True) -> tuple[float, float]:
+def times(
+    network_gb_per_s: float, *, late: bool, spread: bool = False, gathers: bool = True
+) -> tuple[float, float]:
     """Microseconds of `STEPS` steps to the end of their computing, without the last gather, and of
     all gathers. A collective.
 
     Args:
+        network_gb_per_s: of outputs.
         late: whether weights are gathered in the forward.
+        spread: whether each rank's part is spread over the whole forward.
         gathers: False leaves the all-gather out, so weights of other ranks stay as they are.
     """
     from tests.support.simulated_accelerator import simulation
@@ -69,7 +73,9 @@ def times(network_gb_per_s: float, *, late: bool, gathers: bool = True) -> tuple
             engine.step()
 
     with patch.object(chunks, "CHUNK_NUMEL", NUMEL // RANKS // CHUNKS), worker_time(0.0):
-        engine = make_engine(way.config(), model=partial(Layers, LAYERS))
+        config = way.config()
+        config["zero_optimization"]["round_robin_gradients"] = spread
+        engine = make_engine(config, model=partial(Layers, LAYERS))
         steps(WARM_UP_STEPS)
         with (
             patch("deepspeed.comm.all_reduce", small_ones(dist.all_reduce)),
@@ -78,7 +84,7 @@ def times(network_gb_per_s: float, *, late: bool, gathers: bool = True) -> tuple
         ):
             steps(STEPS)
         engine.destroy()
-    gathering = [each for each in spans if each.name.startswith(("all_gather", "broadcast"))]
+    gathering = [each for each in spans if each.name.startswith(("all_gather", "coalesced"))]
     end = max(each.end_us for each in spans if each.lane == "compute")
     return end, sum(each.end_us - each.begin_us for each in gathering)
 
@@ -86,16 +92,18 @@ def times(network_gb_per_s: float, *, late: bool, gathers: bool = True) -> tuple
 def body() -> list[dict[str, float]]:
     """A row for each of `GATHERS`, on this rank."""
     alone, _ = times(FAST, late=False, gathers=False)
+    alone_spread, _ = times(FAST, late=False, spread=True, gathers=False)
     step, rows = alone / STEPS, []
     for share in GATHERS:
-        speed = NUMEL * 2 / 1e3 / (share * step)  # bytes per us, in GB/s
+        speed = NUMEL * 2 / 1e3 / (share * step)  # bytes per us, in GB/s; half of them each way
         inside, gather = times(speed, late=False)
-        late, broadcasts = times(speed, late=True)
-        row = {"all-gather": gather / alone, "broadcasts": broadcasts / alone}
+        late, exchanges = times(speed / 2, late=True)
+        spread, _ = times(speed / 2, late=True, spread=True)
+        row = {"all-gather": gather / alone, "exchanges": exchanges / alone}
         row["forward"] = LAYERS * OPERATOR_US / step
-        for name, found in (("in the step", inside), ("in the next forward", late)):
-            row[name] = 1.0 + (found - alone) / (STEPS - 1) / step
-        rows.append(row)
+        added = {"in the step": inside - alone, "in the next forward": late - alone}
+        added["parts spread over it"] = spread - alone_spread
+        rows.append(row | {way: 1.0 + us / (STEPS - 1) / step for way, us in added.items()})
     return rows
 
 

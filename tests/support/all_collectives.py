@@ -32,7 +32,7 @@ from deepspeed_ext.errors import CheckpointError, PlanMismatchError
 from deepspeed_ext.flatten import exchange as flat_exchange
 from deepspeed_ext.flatten import rollback, tiers
 from deepspeed_ext.flatten.layout import GroupLayout
-from deepspeed_ext.gather.launch import can_group, gather_singles, gather_together
+from deepspeed_ext.gather.launch import begin_copies, can_group, gather_singles, gather_together
 from deepspeed_ext.runtime.ranks import (
     RankGroup,
     communicating_on_host,
@@ -49,7 +49,14 @@ PACKAGE = ROOT / "deepspeed_ext"
 PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- begin: written by `make docs` -->\n", "<!-- end: written by `make docs` -->"
 COLLECTIVES = frozenset(
-    {"all_reduce", "all_gather_into_tensor", "all_gather_single", "allgather_fn", "broadcast"}
+    {
+        "all_reduce",
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "allgather_fn",
+        "batch_isend_irecv",
+        "broadcast",
+    }
 )
 OBJECTS = "broadcast_object_list"
 NOT_HERE = ("commands", "verify")
@@ -107,9 +114,6 @@ def agreement(ranks: RankGroup) -> None:
     assert total.tolist() == [ranks.size * (ranks.size + 1) / 2] * 3
     ranks.copy_from(int(ranks.size) - 1, total.copy_(torch.arange(3.0) + ranks.rank))
     assert total.tolist() == [ranks.size - 1, ranks.size, ranks.size + 1]
-    mine = torch.arange(3.0, device=ranks.device) + ranks.rank
-    ranks.copy_from(int(ranks.size) - 1, mine, async_op=True).wait()
-    assert mine.tolist() == [ranks.size - 1, ranks.size, ranks.size + 1]
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         mine = torch.arange(6, device=ranks.device).view(2, 3).to(dtype) + ranks.rank
         expected = torch.stack([mine - ranks.rank + rank for rank in range(ranks.size)])
@@ -164,6 +168,18 @@ def single_parameters(ranks: RankGroup) -> None:
         GatherHandle(gather_singles(pending, ranks, grouped), pending).wait()
         for value, each in zip(values, pending, strict=True):
             same(value, each.parameter.data, f"gathered, grouped: {grouped}")
+
+
+def copies(ranks: RankGroup) -> None:
+    """Of all ranks at once, and of one."""
+    for owners in (list(range(ranks.size)), [int(ranks.size) - 1]):
+        each = {rank: torch.arange(3.0 + rank, device=ranks.device) for rank in owners}
+        sent = {rank: values + 10 * ranks.rank for rank, values in each.items()}
+        works = begin_copies(sent, ranks)
+        for work in (*works, *works):
+            work.wait()
+        for rank, values in each.items():
+            same(values + 10 * rank, sent[rank], f"a copy from {rank}")
 
 
 def shared_bucket(ranks: RankGroup) -> None:
@@ -269,6 +285,7 @@ WAYS: dict[str, Callable[[RankGroup], None]] = {
         errors,
         core_plan,
         single_parameters,
+        copies,
         shared_bucket,
         flat_buffer,
         flattened,
@@ -393,7 +410,7 @@ def main() -> None:
     from tests.support.all_collectives import reached as body
     from tests.support.ranks import run_ranks
 
-    (found,) = run_ranks(1, body, device="sim")
+    found = run_ranks(2, body, device="sim")[0]  # two send to each other
     before, _, rest = PAGE.read_text().partition(BEGIN)
     text = page_section(called(), found)
     PAGE.write_text(f"{before}{BEGIN}{text}\n{END}{rest.partition(END)[2]}")

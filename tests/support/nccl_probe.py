@@ -133,6 +133,16 @@ def _coalesced_gather(peers: Peers) -> bool:
     return all(bool((each.view(peers.ranks, -1) == expected).all()) for each in targets)
 
 
+def _exchange(peers: Peers) -> bool:
+    """Each sends to the next rank and receives from the one before, in one launch."""
+    values = torch.empty_like(peers.mine)
+    there, here = (peers.rank + 1) % peers.ranks, (peers.rank - 1) % peers.ranks
+    sent = dist.P2POp(dist.isend, peers.mine, there)
+    for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, values, here)]):
+        work.wait()
+    return bool((values == here + 1).all())
+
+
 def _two_groups(peers: Peers) -> bool:
     first, second = peers.mine.clone(), peers.mine.clone()
     works = [dist.all_reduce(first, async_op=True)]
@@ -166,6 +176,7 @@ CASES: dict[str, Callable[[Peers], bool]] = {
     "reduce_scatter_tensor": _reduce_scatter,
     "broadcast": _broadcast,
     "all_gather_into_tensor, coalesced": _coalesced_gather,
+    "isend and irecv, in one launch": _exchange,
     "all_reduce in two groups at once": _two_groups,
     "all_reduce on two streams": _two_streams,
     "barrier": _barrier,

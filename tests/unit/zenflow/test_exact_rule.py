@@ -636,8 +636,9 @@ def test_chunks_depart_in_the_order_in_which_the_last_forward_used_them(
 
 
 def gathers(config: dict[str, Any]) -> list[Any]:
-    """For each step: whether the gathers of all ranks' parts have begun when it returns, and
-    whether those are the first that hold the embedding, which forward uses first."""
+    """For each step: whether the ranks have begun to exchange all their parts when it returns, the
+    n-th of one for the n-th of the other in one launch, and whether those are the first that hold
+    the embedding, which forward uses first."""
     found = []
     with small_chunks():
         engine = make_engine(config, model=Backwards)
@@ -649,14 +650,18 @@ def gathers(config: dict[str, Any]) -> list[Any]:
         )
         for batch in batches(3, dist.get_rank()):
             train(engine, [batch])
-            begun = list(late._gathers)
-            found.append((begun == late._parts, set(begun[: len(embed)]) == set(embed)))
+            mine, others = ([p for p in late._parts if p.owner == rank] for rank in (0, 1))
+            pairs = [{*pair} for pair in zip(mine, others, strict=True)]
+            launched: dict[int, set[Any]] = {}
+            for part, (work,) in late._gathers.items():
+                launched.setdefault(id(work), set()).add(part)
+            found.append((list(launched.values()) == pairs, pairs[0] <= set(embed)))
             assert late._coming == []
         engine.destroy()
     return found
 
 
-def test_predicted_weights_are_gathered_from_the_step_on_in_the_order_of_use() -> None:
+def test_predicted_weights_are_exchanged_from_the_step_on_in_the_order_of_use() -> None:
     found = run_ranks(2, gathers, predictive_config(2), device="sim", pool="exact False")
     assert found == [[(True, False), (True, True), (True, True)]] * 2
 
