@@ -66,6 +66,33 @@ VERSION = 9
 _MISTAKES_TOLD = 3
 
 
+Seconds = Annotated[FiniteFloat, Field(ge=0.0)]
+
+
+class SavedTimes(SavedValues):
+    """`ChainTimes`."""
+
+    device: Seconds
+    worker: Seconds
+    link: Seconds
+    fixed: Seconds
+    contention: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)]
+    there: Seconds
+    window: Seconds
+
+
+class SavedMeasurements(SavedValues):
+    """What `Mover.measured` returns."""
+
+    threads: list[Positive]
+    steps: Count
+    probed: list[Seconds] | None
+    alone: SavedTimes | None
+    waited: Count
+    watched: Count
+    samples: dict[str, list[Seconds]]
+
+
 class SavedPlan(SavedValues):
     """What the plan in force had chosen, and on which machine."""
 
@@ -74,10 +101,12 @@ class SavedPlan(SavedValues):
     gradients_on_host: bool
     threads: Positive | None
     """Of the optimizer process."""
-    device_seconds: Annotated[FiniteFloat, Field(ge=0.0)]
+    device_seconds: Seconds
     """Of the accelerator between two steps when it was chosen; 0: not measured."""
     host: Annotated[str, Field(max_length=200)]
     """The boot id of the machine."""
+    measured: SavedMeasurements | None = None
+    """For a choice that was still to come."""
 
 
 class _SavedState(SavedValues):
@@ -298,7 +327,7 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
 
 def _plan_of(host: HostOptimizer, mover: Mover) -> dict[str, Any]:
     """The fields of `SavedPlan`."""
-    plan = host.decided
+    plan, measured = host.decided, mover.measured()
     return {
         "host_share": plan.host_share,
         "hides_transfers": plan.copies is Copies.BESIDE_STEP,
@@ -306,6 +335,7 @@ def _plan_of(host: HostOptimizer, mover: Mover) -> dict[str, Any]:
         "threads": None if plan.cpus is None else plan.cpus.threads,
         "device_seconds": mover.device_seconds,
         "host": host_id(),
+        **({} if measured is None else {"measured": measured}),
     }
 
 
@@ -359,7 +389,15 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         elsewhere = plan is not None and not here
         schedule = saved.schedule
         is_exact = schedule.is_exact if isinstance(schedule, PredictiveSavedSchedule) else None
-        host.mover.resumed(host, threads, seconds, is_elsewhere=elsewhere, is_exact=is_exact)
+        measured = plan.measured.model_dump() if plan and plan.measured and here else None
+        host.mover.resumed(
+            host,
+            threads,
+            seconds,
+            is_elsewhere=elsewhere,
+            is_exact=is_exact,
+            measured=measured,
+        )
     rule = host.rule
     interval = saved.schedule.interval
     if changed := _changed_setting(host, saved) or _unaffordable_interval(host, interval):

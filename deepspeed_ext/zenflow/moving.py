@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import OutOfMemoryError
@@ -240,12 +241,21 @@ class Tuner:
         *,
         is_elsewhere: bool,
         is_exact: bool | None,
+        measured: Mapping[str, Any] | None,
     ) -> None:
-        """See `Mover.resumed`. On another machine, everything but the rule is chosen anew."""
+        """See `Mover.resumed`. On another machine, everything but the rule is chosen anew, and so
+        it is if the run had not chosen and its measurements do not fit."""
         self._alone = self._metrics.estimating = None
         if is_exact is not None and host.decided.rule.is_open:
             self._settle_rule(host, RuleChoice(is_exact, "the checkpoint's"))
-        if host.ranks.minimum(-int(is_elsewhere))[0] < 0:
+        fits = measured is not None and sorted(measured["threads"]) == sorted(self._counts)
+        here = not is_elsewhere and (device_seconds > 0.0 or fits)
+        is_here, goes_on = host.ranks.minimum(int(here), int(fits))
+        if is_here and goes_on and self._is_open:
+            assert measured is not None
+            self._go_on(host, measured)
+            return
+        if not is_here:
             self.device_seconds = 0.0
             self._moves, self._since, self._gap = 0, STEPS_BETWEEN, STEPS_BETWEEN
             return
@@ -254,6 +264,38 @@ class Tuner:
             self._counts = _first(self._counts, threads)
             self._limit(host, threads)
             host.decided = with_threads(host.decided, threads)
+
+    def measured(self) -> dict[str, Any] | None:
+        """See `Mover.measured`."""
+        probed = None if self._probe is None else self._probe.noted
+        is_known = all(map(math.isfinite, probed or ()))
+        if not (self._is_open and is_known) or self._is_done or self.device_seconds > 0.0:
+            return None
+        return {
+            "threads": list(self._counts),
+            "steps": self._measured,
+            "probed": probed if probed is None else list(probed),
+            "alone": None if self._alone is None else asdict(self._alone),
+            "waited": self._waited,
+            "watched": self._watched,
+            "samples": self._metrics.samples(),
+        }
+
+    def _go_on(self, host: HostOptimizer, measured: Mapping[str, Any]) -> None:
+        """Measure on from what `measured` returned."""
+        self._counts, self._measured = tuple(measured["threads"]), measured["steps"]
+        self._waited, self._watched = measured["waited"], measured["watched"]
+        self._metrics.resume(measured["samples"])
+        threads = self._counts[0]
+        if measured["alone"] is not None:
+            self._alone = ChainTimes(**measured["alone"])
+            self._metrics.estimating = stopwatch()
+        elif measured["probed"] is not None:
+            self._probe = probe = ThreadProbe(self._counts, overlaps=False)
+            for seconds in measured["probed"]:
+                probe.note(seconds)
+            threads = probe.best if probe.is_over else probe.coming
+        self._limit(host, threads)
 
     # -- the rule ----------------------------------------------------------------------------------
 

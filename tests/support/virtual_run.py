@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +24,9 @@ from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.probe import thread_counts
 from deepspeed_ext.zenflow.plan.search import Measured
-from deepspeed_ext.zenflow.plan.share import with_host_share
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
 
-__all__ = ["Machine", "VirtualRun", "phases"]
+__all__ = ["THREADS", "WARM_UP", "Machine", "VirtualRun", "phases"]
 
 NUMEL, TOTAL, THREADS = 1 << 28, 80 << 30, 8
 WARM_UP, REMEMBERED = 10, 64
@@ -108,6 +107,7 @@ class VirtualRun:
     def __init__(
         self, machine: Machine, *, stage: int = 2, room: float = 0.5, **section: Any
     ) -> None:
+        self._settings: dict[str, Any] = {"stage": stage, "room": room, **section}
         self._room = round(room * TOTAL)
         self.machine = machine
         self.plans: list[tuple[float, int]] = []
@@ -125,12 +125,15 @@ class VirtualRun:
         self._schedule = PredictiveSchedule(
             1, overlap, WARM_UP, weights_arrive=decided.weights_arrive
         )
-        link = SimpleNamespace(deferring_errors=contextlib.nullcontext, limit_threads=self._limit)
+        link = SimpleNamespace(
+            deferring_errors=contextlib.nullcontext, limit_threads=self._limit, phase=None
+        )
         self._host: Any = SimpleNamespace(
             decided=decided,
             ranks=_Ranks(self),
             link=link,
-            rule=SimpleNamespace(schedule=self._schedule),
+            rule=SimpleNamespace(schedule=self._schedule, block_size=decided.rule.block_size),
+            states=[SimpleNamespace(master=SimpleNamespace(numel=lambda: NUMEL))],
             expose=lambda: True,
             settle_rule=self._settle_rule,
         )
@@ -140,6 +143,8 @@ class VirtualRun:
             typical_step=self._typical_step,
             adviser=None,
             link_seconds=0.1,
+            samples=lambda: {"worker": list(self._passes)},
+            resume=lambda samples: self._passes.extend(samples["worker"]),
         )
         self._metrics = metrics
         counts = thread_counts(THREADS)
@@ -182,6 +187,11 @@ class VirtualRun:
         return decided.host_share
 
     @property
+    def has_chosen(self) -> bool:
+        """Whether the plan was chosen from measured steps."""
+        return self._tuner.device_seconds > 0.0
+
+    @property
     def seconds(self) -> float:
         """Of a step, as things are."""
         return self.machine.step(self._threads, self.share)
@@ -214,22 +224,45 @@ class VirtualRun:
         *,
         is_elsewhere: bool,
         is_exact: bool | None = None,
+        measured: Mapping[str, Any] | None = None,
     ) -> None:
         """Go on from a checkpoint."""
         self._tuner.resumed(
-            self._host, threads, device_seconds, is_elsewhere=is_elsewhere, is_exact=is_exact
+            self._host,
+            threads,
+            device_seconds,
+            is_elsewhere=is_elsewhere,
+            is_exact=is_exact,
+            measured=measured,
         )
+
+    def saved(self, *, is_elsewhere: bool) -> VirtualRun:
+        """A new run that goes on from a checkpoint of this one."""
+        other, state = VirtualRun(self.machine, **self._settings), self._schedule.state
+        other.plans = list(self.plans)
+        decided: ZenFlowPlan = self._host.decided
+        with other._moved():
+            other._tuner.adopt(other._host, [each.head for each in decided.partitions])
+        other.resume(
+            self._threads,
+            self._tuner.device_seconds,
+            is_elsewhere=is_elsewhere,
+            is_exact=state.is_exact,
+            measured=None if is_elsewhere else self._tuner.measured(),
+        )
+        other._schedule.state = state
+        return other
 
     @contextlib.contextmanager
     def _moved(self) -> Iterator[None]:
         """A share moves at once, and all memory is free."""
 
-        def move(host: Any, plan: ZenFlowPlan, share: float, why: str) -> bool:
-            host.decided = with_host_share(plan, share, why)
+        def move(host: Any, plan: ZenFlowPlan, *, hides: bool) -> bool:
+            host.decided = plan
             return True
 
         with (
-            patch.object(moving, "move_share", move),
+            patch.object(moving, "_move", move),
             patch.object(memory, "total_accelerator_bytes", lambda: TOTAL),
             patch.object(memory, "unused_accelerator_bytes", lambda: self._room),
         ):

@@ -26,6 +26,9 @@ class ThreadProbe:
     Args:
         counts: thread counts, the preferred one first; at most half as many as `PROBED_STEPS`.
         overlaps: whether steps overlap, so that the newest pass may belong to the step before.
+
+    Attributes:
+        noted: the seconds that were recorded, in order.
     """
 
     def __init__(self, counts: Sequence[int], *, overlaps: bool) -> None:
@@ -33,21 +36,21 @@ class ThreadProbe:
         each = PROBED_STEPS // len(counts)
         self._coming = [count for count in counts for _ in range(each)]
         self._seconds: dict[int, list[float]] = {count: [] for count in counts}
-        self._noted = 0
+        self.noted: list[float] = []
 
     @property
     def coming(self) -> int:
         """Thread count of the coming step's pass."""
-        return self._coming[min(self._noted, len(self._coming) - 1)]
+        return self._coming[min(len(self.noted), len(self._coming) - 1)]
 
     @property
     def is_over(self) -> bool:
-        return self._noted >= len(self._coming)
+        return len(self.noted) >= len(self._coming)
 
     def note(self, seconds: float) -> None:
         """Record the duration of the newest finished pass, in a step that began with `coming`."""
         self._seconds[self.coming].append(seconds)
-        self._noted += 1
+        self.noted.append(seconds)
 
     def seconds(self, count: int) -> float:
         """Median pass time with `count` threads. If steps overlap, the first is left out."""

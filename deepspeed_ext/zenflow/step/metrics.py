@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -89,6 +89,7 @@ class Metrics:
     _device: list[float] = field(default_factory=list, init=False)
     _forward: list[float] = field(default_factory=list, init=False)
     _overlapped: _Overlapped = field(default_factory=_Overlapped, init=False)
+    _is_resumed: bool = field(default=False, init=False)
     _between: Stopwatch = field(default_factory=stopwatch)
     _inside: Stopwatch = field(default_factory=stopwatch)
 
@@ -98,11 +99,14 @@ class Metrics:
         self._inside.start()
         self.bytes_down, self.bytes_up = 0, 0
         between = self._between.lap()
+        forward = [] if self.forward is None else self.forward.lap()
+        if self._is_resumed:  # no step before it in this process
+            self._is_resumed = False
+            return
         if self._device:  # the first step has no previous one
             self.device_seconds = _newest(between, self.device_seconds)
         self._device = [*self._device[-_REMEMBERED:], *between]
-        if self.forward is not None:
-            self._forward = [*self._forward[-_REMEMBERED:], *self.forward.lap()]
+        self._forward = [*self._forward[-_REMEMBERED:], *forward]
 
     def begin_backward(self) -> None:
         """Note that a backward pass begins."""
@@ -184,6 +188,20 @@ class Metrics:
         worker, link = median(past.worker), median(past.link)
         inside, wait, gather = map(median, (past.inside, past.wait, past.gather))
         return MeasuredStep(device, inside, wait, worker, link, gather, median(past.estimate))
+
+    def samples(self) -> dict[str, list[float]]:
+        """What medians are taken of, by name, for a checkpoint."""
+        past = {name: list(values) for name, values in vars(self._overlapped).items()}
+        alone = {"alone": self._worker, "device": self._device, "forward": self._forward}
+        return {**past, **{name: list(values) for name, values in alone.items()}}
+
+    def resume(self, samples: Mapping[str, list[float]]) -> None:
+        """Go on from `samples` of a checkpoint."""
+        past = {name: deque(samples.get(name, ()), _REMEMBERED) for name in vars(_Overlapped())}
+        self._overlapped, self._is_resumed = _Overlapped(**past), True
+        self._worker, self._device, self._forward = (
+            list(samples.get(name, ())) for name in ("alone", "device", "forward")
+        )
 
     def as_dict(self, interval: int) -> dict[str, float]:
         """The measured metrics by name, for logs; times in milliseconds, sizes in bytes."""

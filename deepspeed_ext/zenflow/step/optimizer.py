@@ -9,7 +9,7 @@ hands them to the worker and waits for it. An `UpdateRule` decides when, and com
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -48,6 +48,10 @@ class Mover(Protocol):
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
         """Observe a step that has ended. A collective if a choice is due."""
 
+    def measured(self) -> dict[str, Any] | None:
+        """What was measured for a choice that is still to come, as plain values, so that a resumed
+        run makes it at the same step; None: there is none."""
+
     def adopt(self, host: HostOptimizer, heads: Sequence[int]) -> None:
         """Take over a checkpoint's share if there is room for it, after p and the moments were
         loaded. A collective.
@@ -64,14 +68,16 @@ class Mover(Protocol):
         *,
         is_elsewhere: bool,
         is_exact: bool | None,
+        measured: Mapping[str, Any] | None,
     ) -> None:
-        """Continue with a checkpoint's plan. A collective.
+        """Continue with a checkpoint's plan, or with its measurements. A collective.
 
         Args:
             threads: threads of the optimizer process; None: not known.
             device_seconds: see `Mover`.
             is_elsewhere: whether it was saved on another machine, so that steps are measured again.
             is_exact: whether it followed the exact rule; None: not known.
+            measured: see `measured`.
         """
 
 

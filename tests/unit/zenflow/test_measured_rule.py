@@ -140,7 +140,7 @@ def test_a_resume_keeps_the_rule_that_was_chosen(
     assert found == [[was_exact, was_exact, ""]] * 2
 
 
-def test_a_resume_before_the_choice_measures_as_many_steps_as_a_start(tmp_path: Path) -> None:
+def test_a_resume_before_the_choice_makes_it_itself(tmp_path: Path) -> None:
     config, folder = measured_config(3), str(tmp_path)
     (found,) = run_ranks(1, resumed, config, True, MEASURED_STEPS - 2, folder, device="sim")
     assert found[:2] == [True, False]

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.virtual_run import THREADS, Machine, VirtualRun, phases
+from deepspeed_ext.zenflow.plan.share import WATCHED_STEPS
+from tests.support.virtual_run import THREADS, WARM_UP, Machine, VirtualRun, phases
 
 STEPS = 600
+CHOSEN_AT = WARM_UP + WATCHED_STEPS
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,33 @@ def test_a_load_on_another_machine_measures_again_and_one_on_the_same_does_not(
     run.run(400)
     assert run.share == pytest.approx(share, abs=0.01)
     assert run.plans[-1][1] == (THREADS if is_elsewhere else THREADS * 3 // 4)
+
+
+@pytest.mark.parametrize("machine", [Machine(worker=1.9, contention=0.33, there=0.1), Machine()])
+@pytest.mark.parametrize("rule", ["predictive", "auto"])
+@pytest.mark.parametrize("at", range(1, CHOSEN_AT + 2))
+def test_a_resume_before_the_choice_makes_it_at_the_same_step(
+    machine: Machine, rule: str, at: int
+) -> None:
+    straight = VirtualRun(machine, update_rule=rule)
+    straight.run(2 * CHOSEN_AT)
+    first = VirtualRun(machine, update_rule=rule)
+    first.run(at)
+    again = first.saved(is_elsewhere=False)
+    again.run(2 * CHOSEN_AT - at)
+    assert again.plans == straight.plans
+    assert again.rule == straight.rule
+    assert again.has_chosen
+
+
+@pytest.mark.parametrize("at", [4, CHOSEN_AT - 1, CHOSEN_AT + 4])
+def test_on_another_machine_it_is_made_within_a_hundred_steps(at: int) -> None:
+    first = VirtualRun(Machine(worker=2.0))
+    first.run(at)
+    again = first.saved(is_elsewhere=True)
+    again.run(100)
+    assert again.has_chosen
+    assert again.seconds == again.machine.best
 
 
 @pytest.mark.parametrize(

@@ -161,3 +161,21 @@ def test_the_window_is_measured_only_if_somebody_asks_for_it() -> None:
         metrics.begin_backward()
     assert (nobody.typical_window(), nobody._forward) == (0.0, [])
     assert asked.typical_window() == 0.5  # without the first two
+
+
+def test_a_resumed_run_goes_on_with_its_samples() -> None:
+    """The time before its first step is not between two steps."""
+    straight, first = (measured([0.5], [1.5], [9.0]) for _ in range(2))
+    for metrics in (straight, first):
+        for between in (9.0, 8.0, 2.0, 3.0):
+            metrics._between, metrics.forward = GivenLaps(between), GivenLaps(between / 4)
+            metrics.begin_step()
+            metrics.note_worker(4.0, gradients=1)
+            metrics.end_step(synchronous=False)
+    again = measured([], [], [100.0])
+    again.resume(first.samples())
+    again.begin_step()
+    assert again.samples() == straight.samples()
+    assert again.typical() == straight.typical() == (4.0, 2.5)
+    assert again.typical_window() == straight.typical_window() == 0.625
+    assert again.typical_step() == straight.typical_step() is not None
