@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -16,6 +17,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Keep compiled modules, tests with their rewritten assertions too: else each process compiles all.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+with suppress(ImportError):  # a machine with a GPU may not have it
+    from hypothesis import settings
+
+    settings.register_profile("untimed", deadline=None)  # a busy machine is no defect
+    settings.load_profile("untimed")
 
 SIMULATED_GPU_TESTS_ONE_IN = 12
 """`make test-sim` and `make test-full` run all of them."""
