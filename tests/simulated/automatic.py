@@ -16,10 +16,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import subprocess
 from collections.abc import Iterator, Sequence
+from datetime import date
 from pathlib import Path
 
 from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.plan.probe import thread_counts
 from deepspeed_ext.zenflow.plan.search import Measured, search_measured
 from deepspeed_ext.zenflow.plan.share import ChainTimes, is_worth_it
 from tests.simulated.overlap import UP_OVER_DOWN, Way, figures
@@ -34,10 +37,14 @@ STAGES = (2, 3)
 WITHIN = 0.03
 STEPS = 600
 SHOWN_LINK = 0.3
-LAYERS, CHUNKS = 64, 32
+LAYERS, CHUNKS, REPEATS = 64, 32, 3
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
 SIMULATED = [(0.4, 0.5), (0.4, 1.9), (0.1, 4.0), (1.5, 1.0)]
 """Link and worker, in steps, on the simulated accelerator."""
+DELAYS, THERE, SLOWER = (0.0, 0.1, 0.33, 0.6), (0.0, 0.05, 0.1), ((), (1.5,), (0.5, 2.0, 1.0))
+CORES, CHOSEN = (THREADS, THREADS * 3 // 4), 20
+"""For `measured_losses`: steps after which a run has chosen."""
+INTERVALS, LEFT = (2, 4, 8), (THREADS, THREADS * 3 // 4, THREADS // 2)
 CHANGES = {
     "constant, the worker takes 2 steps": [Moment(worker=2.0)],
     "batches become a quarter": [Moment(), Moment(device=0.25)],
@@ -99,12 +106,66 @@ def changes_table() -> list[str]:
     return lines
 
 
+def measured_losses() -> dict[Moment, float]:
+    """How many times as long as the best step a step takes that a run has chosen from what it
+    measured: passes that delay the accelerator, steps there that take time, ranks of unequal speed,
+    and cores that others use."""
+    grid = itertools.product(WORKERS, DELAYS, THERE, SLOWER, CORES)
+    found = {}
+    for worker, contention, there, slower, cores in grid:
+        machine = Moment(1.0, worker, cores, slower, contention, there)
+        run = VirtualRun(machine)
+        run.run(CHOSEN)
+        found[machine] = run.seconds / machine.best
+    return found
+
+
+def measured_table(found: dict[Moment, float]) -> list[str]:
+    """The worst ratio for each delay and worker."""
+    lines = ["| delay / worker | " + " | ".join(f"{worker:g}" for worker in WORKERS) + " |"]
+    lines.append("|---|" + "---|" * len(WORKERS))
+    for delay in DELAYS:
+        worst = (
+            max(x for each, x in found.items() if (each.contention, each.worker) == (delay, worker))
+            for worker in WORKERS
+        )
+        lines.append(f"| {delay:g} | " + " | ".join(f"{ratio:.3f}" for ratio in worst) + " |")
+    return lines
+
+
+def threads_table() -> list[str]:
+    """Under the selective rule: how many times as long as with the best count of threads a step
+    takes with all of them, by interval and cores that are left. A result is applied one step after
+    its hand-over, so a step waits for what a pass takes longer, once per interval."""
+    lines = ["| interval | " + " | ".join(f"{cores} of {THREADS} cores" for cores in LEFT) + " |"]
+    lines.append("|---|" + "---|" * len(LEFT))
+
+    def lost(interval: int, cores: int, worker: float) -> float:
+        machine = Moment(1.0, worker, cores)
+        passes = (machine.passed(threads, 1.0) for threads in thread_counts(THREADS))
+        steps = [1.0 + max(0.0, seconds - 1.0) / interval for seconds in passes]
+        return steps[0] / min(steps)
+
+    for interval in INTERVALS:
+        spans = ([lost(interval, cores, worker) for worker in WORKERS] for cores in LEFT)
+        cells = " | ".join(f"{min(each):.2f} to {max(each):.2f}" for each in spans)
+        lines.append(f"| {interval} | {cells} |")
+    return lines
+
+
+def made() -> str:
+    """Date and commit, for the page."""
+    said = ["git", "log", "-1", "--format=commit `%h`"]
+    commit = subprocess.run(said, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    return ", ".join(filter(None, [f"{date.today():%-d %B %Y}", commit.strip()]))
+
+
 def page_of(found: dict[Machine, float]) -> str:
     """The whole page."""
     ratios = list(found.values())
     beyond = [each for each, loss in found.items() if loss > 1.0 + WITHIN]
     exposed = sum(each.automatic.copies is Copies.INSIDE_STEP for each in found)
-    rows = len(found)
+    rows, measured = len(found), measured_losses()
     told = "All rows are" if not beyond else f"{rows - len(beyond)} rows are"
     missed = [f"- Not within: {each}, {found[each]:.3f}." for each in beyond]
     return _PAGE.format(
@@ -123,6 +184,12 @@ def page_of(found: dict[Machine, float]) -> str:
         picture=PICTURE.name,
         steps=STEPS,
         changes="\n".join(changes_table()),
+        made=made(),
+        measured=len(measured),
+        measured_worst=max(measured.values()),
+        chosen_at=CHOSEN,
+        measured_table="\n".join(measured_table(measured)),
+        threads="\n".join(threads_table()),
     )
 
 
@@ -131,7 +198,7 @@ _PAGE = """# The plan that a run chooses
 You want to know how near a run comes to the best plan by itself. **Virtual time: a model of lanes,
 no device.**
 
-`python -m tests.simulated.automatic --write`, 27 November 2026.
+`python -m tests.simulated.automatic --write`, {made}.
 
 ## {rows:,} machines
 
@@ -149,6 +216,16 @@ larger share. The worst step over the best, by link (rows) and worker (columns):
 
 The model leaves out fixed costs of a chain of chunks, launches and the gather. The choice knows the
 lanes as exactly as the model; a run measures them.
+
+## {measured} runs that measure
+
+The real choice around steps that only count seconds, {chosen_at} of them, six of which overlap and
+are measured before the choice. A pass delays forward and backward by 0 to 0.6 of its time (rows)
+and takes 0.25 to 4 steps (columns), a step of everything on the accelerator 0 to 0.1, and room is
+there for all; one to four ranks, of which some are slower; 8 or 6 cores for 8 threads. The worst
+step over the best of a sweep of shares and threads is {measured_worst:.3f}:
+
+{measured_table}
 
 ## Runs that change
 
@@ -174,22 +251,31 @@ rounding, and what would that gain?
 - *Threads of the optimizer process*: no bit changes (tested). Core binding gives them at the start.
 - *Cores and chunks*: no numbers change, and under no rule do they move.
 
-So threads are left. To time three counts twice takes six passes, which is six intervals: 48 steps
-at interval 8, where the predictive rule at interval 1 takes six. And they matter less: a pass has
-the whole interval to hide in, so it needs an interval-th of the predictive rule's bandwidth. A
-run whose passes are still too slow says so by `zenflow_wait_ms`; `deepspeed-ext tune` finds the
-count. A share could move to the bit at one moment only, the end of the synchronous start, before
-the first selection takes blocks out of the arena. That start is one step long unless the config
+So threads are left. What a step takes with all of them, over one with the best of three counts, for
+passes of 0.25 to 4 steps (arithmetic; a result is applied one step after its hand-over, so what a
+pass takes longer than a step is waited for once per interval):
+
+{threads}
+
+Where the optimizer process has its cores to itself, nothing is lost. Something is lost only while
+others use a quarter of them or less: then two threads share a core, and fewer threads would be
+faster. To time three counts twice takes six passes, 48 steps at interval 8, and would have to be
+repeated whenever others come and go. **Not built.** A run whose passes are too slow says so by
+`zenflow_wait_ms`; `deepspeed-ext tune` finds the count.
+
+A share could move to the bit at one moment only, the end of the synchronous start, before the first
+selection takes blocks out of the arena. That start is one step long unless the config
 says otherwise, and eight are needed to measure.
 """
 
 
 SIMULATED_TITLE = "\n## On the simulated accelerator\n"
 _SIMULATED = """
-`python -m tests.simulated.automatic --simulated`, 26 November 2026. Steps of an engine in the
-accelerator's model of time, one rank, {layers} layers, {chunks} chunks, room for all, over a step
-without link and worker. The choice is told link, worker and what a chunk adds; the sweep takes five
-shares.
+`python -m tests.simulated.automatic --simulated`, {made}. Steps of an engine in the accelerator's
+model of time, one rank, {layers} layers, {chunks} chunks, room for all, over a step without link
+and worker. The choice is told link, worker and what a chunk adds, and not that the optimizer's own
+operators take a part of so small a model's step. The sweep takes five shares. Chosen steps are
+medians of {repeats} runs, because on a busy machine one in three differs by 1 %.
 
 {table}
 """
@@ -249,7 +335,8 @@ def simulated_table() -> Iterator[str]:
         for machine in SIMULATED:
             share, hidden = chosen(*machine)
             way = Way(stage, 1, 1, hidden, LAYERS, CHUNKS, host_share=share)
-            step = figures(way, [machine])[0]["step"]
+            runs = [figures(way, [machine])[0]["step"] for _ in range(REPEATS)]
+            step = statistics.median(runs)
             best = min(swept[machine], key=swept[machine].__getitem__)
             least = swept[machine][best]
             yield (
@@ -277,7 +364,8 @@ def main() -> None:
         for line in simulated_table():
             print(line, flush=True)
             lines.append(line)
-        kept = _SIMULATED.format(layers=LAYERS, chunks=CHUNKS, table="\n".join(lines))
+        shown = {"layers": LAYERS, "chunks": CHUNKS, "repeats": REPEATS, "made": made()}
+        kept = _SIMULATED.format(**shown, table="\n".join(lines))
         PAGE.write_text(PAGE.read_text().partition(SIMULATED_TITLE)[0] + SIMULATED_TITLE + kept)
         return
     page = page_of(losses()) + SIMULATED_TITLE + kept

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Machine", "exact", "predictive", "speculative", "zero_offload"]
+__all__ = ["Machine", "during_backward", "exact", "predictive", "speculative", "zero_offload"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,26 @@ def exact(machine: Machine) -> float:
     for arrived in arrivals(machine):
         now = max(now, arrived) + part
     return now - machine.forward - machine.between
+
+
+def during_backward(machine: Machine) -> float:
+    """What a step would wait under an exact rule that needs no norm: each chunk is stepped when its
+    gradient has arrived, and what is left at the end of backward in the order of the forward."""
+    down, passed, up = machine.parts
+    arrived = list(reversed(_during_backward(machine, down)))  # by chunk, in the forward's order
+    left, worker, sent, ups = set(range(machine.chunks)), 0.0, 0.0, dict[int, float]()
+    while left:
+        worker = max(worker, min(arrived[number] for number in left))
+        ready = [number for number in left if arrived[number] <= worker]
+        number = min(ready) if worker >= machine.backward else max(ready)
+        worker += passed
+        sent = max(sent, worker) + up
+        ups[number] = sent
+        left.remove(number)
+    now = machine.backward
+    for number in range(machine.chunks):
+        now = max(now, ups[number]) + machine.forward / machine.chunks
+    return now - machine.step
 
 
 def predictive(machine: Machine) -> float:

@@ -13,7 +13,14 @@ from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.lanes import Lanes, Speeds, lanes_of, traffic_of
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from tests.support.schedules import Machine, exact, predictive, speculative, zero_offload
+from tests.support.schedules import (
+    Machine,
+    during_backward,
+    exact,
+    predictive,
+    speculative,
+    zero_offload,
+)
 
 NUMEL, GIB = 1 << 31, 1 << 30
 PASSES, LINKS = (0.1, 0.2, 0.4, 0.8, 2.0), (0.05, 0.2, 0.5, 1.0)
@@ -45,6 +52,17 @@ def test_the_exact_rule_waits_as_long_as_a_walk_through_its_chunks_says(forward:
         said = found.waits(forward, 1 - forward)
         assert said <= walked + 1e-9
         assert walked - said <= max(0.0, link - worker) * CHUNKS + 1e-9, (link, worker)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_without_a_norm_it_would_wait_for_what_backward_leaves(forward: float) -> None:
+    """The formula of the lab's page on the exact rule, where the pass is the slowest lane."""
+    for worker in PASSES:
+        machine = Machine(forward, 1 - forward, 0.15 * worker, worker, MOST_CHUNKS)
+        left, pace = max(0.0, worker - machine.backward), max(0.0, 1 - forward / worker)
+        said = 1.3 * worker * CHUNKS + left * pace
+        assert during_backward(machine) == pytest.approx(said, abs=0.02)
+        assert during_backward(machine) <= exact(machine) + 1e-9
 
 
 def test_only_estimates_need_block_means() -> None:
