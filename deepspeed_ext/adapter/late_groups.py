@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_ext.adapter.late_weights import complete_weights_of
-from deepspeed_ext.gather.launch import Work, begin_copies
+from deepspeed_ext.gather.launch import Work, begin_copies, can_exchange
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import warn_once
@@ -54,8 +54,9 @@ class LateGroups:
 
     Note: [two ranks exchange late weights]
     A broadcast between two ranks uses one way of their link. So where all gathers begin in the
-    step, the n-th part of one rank and the n-th of the other are sent at once. Under the exact rule
-    they are not: whoever has finished a part would wait for the other's.
+    step, and the backend can group calls, the n-th part of one rank and the n-th of the other are
+    sent at once. Under the exact rule they are not: whoever has finished a part would wait for the
+    other's.
 
     Args:
         zero: DeepSpeed's optimizer.
@@ -228,7 +229,7 @@ class LateGroups:
         found: dict[tuple[int, int, int | None], list[_Part]] = {}
         counts = Counter[tuple[int, int]]()
         for part in parts:
-            pairs = self._begins_in_step and self._holders[part.group].size == 2
+            pairs = self._begins_in_step and can_exchange(self._holders[part.group])
             number = counts[part.group, part.owner]
             counts[part.group, part.owner] += 1
             key = part.group, number, None if pairs else part.owner

@@ -21,6 +21,7 @@ __all__ = [
     "PendingParameter",
     "Work",
     "begin_copies",
+    "can_exchange",
     "can_group",
     "gather_singles",
     "gather_together",
@@ -131,17 +132,22 @@ def gather_together(pending: Sequence[PendingParameter], ranks: RankGroup) -> Wo
     return dist.all_reduce(bucket.view(torch.int64), group=ranks.group, async_op=True)
 
 
+def can_exchange(ranks: RankGroup) -> bool:
+    """Whether `ranks` are two that can send to each other at once."""
+    return ranks.size == 2 and can_group(ranks)
+
+
 def begin_copies(tensors: Mapping[int, torch.Tensor], ranks: RankGroup) -> Sequence[Work]:
     """Start to replace each of `tensors`, contiguous, by that of the rank that is its key; do not
-    wait. Two ranks send to each other at once, if `can_group`, so that both ways of their link are
-    busy.
+    wait. Two tensors of two ranks are exchanged in one launch, if `can_exchange`, so that both ways
+    of their link are busy.
 
     Returns:
         What to wait for, once or more; nothing if there is one rank.
     """
     if ranks.size == 1:
         return []
-    if ranks.size == len(tensors) == 2 and can_group(ranks):
+    if len(tensors) == 2 and can_exchange(ranks):
         other = ranks.global_rank(1 - ranks.rank)
         sent, received = tensors[ranks.rank], tensors[1 - ranks.rank]
         ways = ((torch.distributed.isend, sent), (torch.distributed.irecv, received))

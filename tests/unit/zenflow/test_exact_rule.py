@@ -30,6 +30,7 @@ from deepspeed.utils import (
 
 from deepspeed_ext.adapter import late_groups, late_weights
 from deepspeed_ext.errors import WorkerError
+from deepspeed_ext.gather.launch import can_exchange
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
@@ -652,6 +653,8 @@ def gathers(config: dict[str, Any]) -> list[Any]:
             train(engine, [batch])
             mine, others = ([p for p in late._parts if p.owner == rank] for rank in (0, 1))
             pairs = [{*pair} for pair in zip(mine, others, strict=True)]
+            if not can_exchange(late._ranks):  # torch before 2.7
+                pairs = [{part} for part in late._parts]
             launched: dict[int, set[Any]] = {}
             for part, (work,) in late._gathers.items():
                 launched.setdefault(id(work), set()).add(part)
