@@ -134,7 +134,7 @@ class VirtualRun:
             link=link,
             rule=SimpleNamespace(schedule=self._schedule, block_size=decided.rule.block_size),
             states=[SimpleNamespace(master=SimpleNamespace(numel=lambda: NUMEL))],
-            expose=lambda: True,
+            expose=lambda **_: True,
             settle_rule=self._settle_rule,
         )
         metrics: Any = SimpleNamespace(
