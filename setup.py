@@ -1,13 +1,17 @@
 """Package metadata of deepspeed_ext; tool settings are in pyproject.toml."""
 
+import copy
+import os
 import re
 import runpy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.modified import newer_group
 
 ROOT = Path(__file__).parent
 VERSION = re.search(
@@ -28,6 +32,7 @@ NATIVE_KERNEL = Extension(
         "-g0",
     ],
     extra_link_args=["-pthread"],
+    language="c++",
     optional=True,
 )
 
@@ -35,6 +40,24 @@ NATIVE_KERNEL = Extension(
 class BuildKernel(build_ext):
     """Builds a library that ctypes loads: no version of Python in its name, because it uses nothing
     of Python."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile the files beside each other, because one after the other takes twice as long on
+        two cores, and link them."""
+        library = self.get_ext_fullpath(ext.name)
+        if self.force or newer_group([*ext.sources, *ext.depends], library, "newer"):
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = [*pool.map(lambda source: self.compile_one(ext, source), ext.sources)]
+            ext = copy.copy(ext)
+            ext.sources, ext.extra_objects, ext.depends = [], objects, objects
+        super().build_extension(ext)
+
+    def compile_one(self, ext: Extension, source: str) -> str:
+        """Compile a file and return the path of its object."""
+        (compiled,) = self.compiler.compile(
+            [source], output_dir=self.build_temp, extra_postargs=ext.extra_compile_args
+        )
+        return compiled
 
     def get_ext_filename(self, fullname: str) -> str:
         """Return the library's path, relative to the packages."""

@@ -11,7 +11,6 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
 import deepspeed_ext
-from deepspeed_ext import shared_buffers
 from deepspeed_ext.integrations.transformers import log_measurements
 
 
@@ -27,8 +26,7 @@ def train(output: Path, resume: bool = False, **changes: Any) -> Trainer:
         "report_to": "none",
         "use_cpu": ON_CPU,
     }
-    with shared_buffers.not_made():  # this starts DeepSpeed's communication
-        args = TrainingArguments(output_dir=str(output), **(settings | changes))
+    args = TrainingArguments(output_dir=str(output), **(settings | changes))
     adapters = LoraConfig(
         r=4, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM"
     )

@@ -10,7 +10,6 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import DPOConfig, DPOTrainer
 
 import deepspeed_ext
-from deepspeed_ext import shared_buffers
 from deepspeed_ext.integrations.transformers import log_measurements
 
 
@@ -26,8 +25,7 @@ def train(output: Path, resume: bool = False, **changes: Any) -> DPOTrainer:
         "report_to": "none",
         "use_cpu": ON_CPU,
     }
-    with shared_buffers.not_made():  # this starts DeepSpeed's communication
-        args = DPOConfig(output_dir=str(output), **(settings | changes))
+    args = DPOConfig(output_dir=str(output), **(settings | changes))
     pieces = texts(512, 63)  # what the source says is better than the same backwards
     rows = [
         {"prompt": piece[:32], "chosen": piece[32:], "rejected": piece[:31:-1]} for piece in pieces

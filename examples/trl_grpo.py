@@ -16,7 +16,6 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig, GRPOTrainer
 
 import deepspeed_ext
-from deepspeed_ext import shared_buffers
 from deepspeed_ext.integrations.transformers import log_measurements
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -78,8 +77,7 @@ def train(
         "report_to": "none",
         "use_cpu": ON_CPU,
     }
-    with shared_buffers.not_made():  # this starts DeepSpeed's communication
-        args = GRPOConfig(output_dir=str(output), **(settings | changes))
+    args = GRPOConfig(output_dir=str(output), **(settings | changes))
     generator = Generator()
 
     def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig, SFTTrainer
 
 import deepspeed_ext
-from deepspeed_ext import shared_buffers
 from deepspeed_ext.integrations.transformers import log_measurements
 
 
@@ -27,8 +26,7 @@ def train(output: Path, resume: bool = False, **changes: Any) -> SFTTrainer:
         "report_to": "none",
         "use_cpu": ON_CPU,
     }
-    with shared_buffers.not_made():  # this starts DeepSpeed's communication
-        args = SFTConfig(output_dir=str(output), **(settings | changes))
+    args = SFTConfig(output_dir=str(output), **(settings | changes))
     data = Dataset.from_dict({"text": texts(512, 63)})
     trainer = SFTTrainer(
         model=llama(), args=args, train_dataset=data, processing_class=byte_tokenizer()

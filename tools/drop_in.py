@@ -18,7 +18,7 @@ INTRODUCTION = """# What ZeRO-Offload accepts
 You have a config with CPU offload, and want to know what becomes of a setting.
 
 What ZenFlow does with each setting that DeepSpeed 0.19.8 reads beside CPU offload. A test tries every row on two CPU
-ranks, at each stage in the table and under both rules: a section `"zenflow": {"overlap_step": false}` is added to a
+ranks, at each stage in the table and under the predictive and the selective rule: a section `"zenflow": {"overlap_step": false}` is added to a
 config of ZeRO-Offload, and nothing else.
 
 - **works**: losses and weights are ZeRO-Offload's. In fp32 they are equal but for the last bits, because ZenFlow's pass

@@ -24,8 +24,8 @@ def not_made() -> Iterator[None]:
     """Start DeepSpeed's communication without these buffers and their operator, which takes most of
     a minute to compile: call ``init_distributed`` inside the block.
 
-    For training without tensor parallelism. DeepSpeed's all-reduce for inference on CPUs then uses
-    torch's.
+    After `deepspeed_ext.enable` this holds everywhere. DeepSpeed's all-reduce for inference on CPUs
+    then uses torch's.
     """
     # `doctor` calls left_over without DeepSpeed
     from deepspeed_ext.adapter.upstream import no_shared_buffers, swapped

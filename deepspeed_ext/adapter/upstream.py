@@ -65,7 +65,6 @@ from deepspeed_ext.adapter.contract import broken, release
 from deepspeed_ext.errors import UpstreamError
 from deepspeed_ext.runtime import builds, launch
 from deepspeed_ext.runtime.backend import get_accelerator, local_rank
-from deepspeed_ext.runtime.log import warn_once
 
 __all__ = [
     "GRADIENT_CLIPPING_DEFAULT",
@@ -196,9 +195,8 @@ def entry_swaps(
     zero_config: type[DeepSpeedZeroConfig],
 ) -> list[Swap]:
     """Return the swaps that switch the extension on: ``deepspeed.initialize``, wrapped by
-    `initialize`; the classes of its engines, its config and the ZeRO section; an operator that
-    training does not need; the compilation of operators; and how ranks are found without a
-    launcher."""
+    `initialize`; the classes of its engines, its config and the ZeRO section; how operators are
+    compiled, without the one that no training needs; and how ranks are found without a launcher."""
     return [
         Swap(deepspeed, "initialize", initialize(deepspeed.initialize)),
         Swap(deepspeed, "DeepSpeedEngine", engine),
@@ -206,7 +204,7 @@ def entry_swaps(
         Swap(deepspeed, "PipelineEngine", pipeline_engine),
         Swap(deepspeed, "DeepSpeedConfig", config),
         zero_section_class(zero_config),
-        Swap(torch_backend_module, "build_shm_op", _optional(torch_backend_module.build_shm_op)),
+        no_shared_buffers(),
         announced_builds(),
         ranks_without_mpi(),
     ]
@@ -231,8 +229,9 @@ def ranks_without_mpi() -> Swap:
 
 
 def no_shared_buffers() -> Swap:
-    """Return a swap that leaves out the operator of DeepSpeed's all-reduce for inference on
-    CPUs."""
+    """Return a swap that leaves out the operator of DeepSpeed's all-reduce for inference on CPUs,
+    which then uses torch's: it takes minutes of two cores to compile, and training does not use
+    it."""
     return Swap(torch_backend_module, "build_shm_op", lambda: None)
 
 
@@ -253,25 +252,6 @@ def announced_builds() -> Swap:
 def zero_section_class(zero_config: type[DeepSpeedZeroConfig]) -> Swap:
     """Return a swap for the class of a config's ZeRO section."""
     return Swap(zero_config_module, "DeepSpeedZeroConfig", zero_config)
-
-
-def _optional(build_shm_op: Callable[[], Any]) -> Callable[[], Any]:
-    """Let DeepSpeed's communication start even if the operator that it compiles on hosts without an
-    accelerator fails to build. Only all-reduce for inference uses it, or else torch's."""
-
-    @functools.wraps(build_shm_op)
-    def build_if_possible() -> Any:
-        try:
-            return build_shm_op()
-        except Exception as error:
-            reason = str(error).strip().partition("\n")[0]
-            warn_once(
-                "DeepSpeed's all-reduce for inference on CPUs cannot be compiled "
-                f"({type(error).__name__}: {reason}); training does not use it"
-            )
-            return None
-
-    return build_if_possible
 
 
 def optimizer_class(stage_1_and_2: Callable[..., DeepSpeedZeroOptimizer]) -> Swap:

@@ -62,8 +62,9 @@ class ZenFlowConfig(ConfigSection):
     ``exact``: the steps of ``predictive`` without an estimate, so weights are those of Adam, AdamW
     or Lion to the bit; at stage 3 they arrive during the next forward, which waits for what has not
     arrived. ``measured``, or "auto": after eight synchronous steps, ``exact`` if it is predicted to
-    make a step at most 5 % longer than ``predictive``, and that otherwise. Not given: ``selective``
-    if ``topk_ratio`` or a ``select_*`` field is given, otherwise ``predictive``."""
+    make a step at most 5 % longer than ``predictive``, and that otherwise; without measuring,
+    ``predictive`` on CPU ranks, at an interval other than 1 and without ``autotune``. Not given:
+    ``selective`` if ``topk_ratio`` or a ``select_*`` field is given, otherwise ``predictive``."""
 
     update_interval: Interval | Literal["measured"] | None = None
     """``predictive``: optimizer steps whose gradients the worker processes in one pass. Not given:
@@ -72,7 +73,8 @@ class ZenFlowConfig(ConfigSection):
     or a shorter one if host memory is short. Larger intervals need less memory bandwidth on the
     host, but room for ``2 x interval - 1`` gradients. ``selective``: optimizer steps whose mean
     gradient makes one step of the cold blocks. Not given, ``measured`` or "auto": chosen at the
-    first selection (see ``auto_ratio``). Never changes ``gradient_accumulation_steps``."""
+    first selection (see ``auto_ratio``). ``exact``: always 1. Never changes
+    ``gradient_accumulation_steps``."""
 
     overlap_step: bool | None = None
     """Let the worker step while the accelerator runs the next step. False: wait for the worker in
@@ -109,12 +111,13 @@ class ZenFlowConfig(ConfigSection):
     dtype or float32."""
 
     state_dtype: StateDtype = "float32"
-    """``predictive`` and ``exact`` with Adam or AdamW: dtype of the moments on the host.
-    ``bfloat16`` takes 4 bytes of host memory per parameter less, and the pass moves 20 bytes per
-    parameter instead of 28; ``int8`` takes 5.9 bytes less, and the pass moves 16. Neither is exact:
-    every update rounds both moments stochastically. A resume is still exact, and a checkpoint of
-    another dtype is converted. DeepSpeed's ``bf16.bf16_optimizer_states`` sets ``bfloat16``, unless
-    this is given. ``int8`` needs a ``block_size`` of at most 256."""
+    """``predictive`` and ``exact`` with Adam or AdamW: dtype of the moments, on the host and in a
+    share on the accelerator. ``bfloat16`` takes 4 bytes of host memory per parameter less, and the
+    pass moves 20 bytes per parameter instead of 28; ``int8`` takes 5.9 bytes less, and the pass
+    moves 16. Neither is exact: every update rounds both moments stochastically. A resume is still
+    exact, and a checkpoint of another dtype is converted. DeepSpeed's
+    ``bf16.bf16_optimizer_states`` sets ``bfloat16``, unless this is given. ``int8`` needs a
+    ``block_size`` of at most 256."""
 
     hide_transfers: bool | None = None
     """Overlap the copies of gradients and results with the next step. Takes 2 bytes of
@@ -215,6 +218,8 @@ class ZenFlowConfig(ConfigSection):
     @property
     def interval(self) -> int | None:
         """Optimizer steps per hand-over; None: the rule chooses it while it trains."""
+        if self.rule == "exact":
+            return 1
         if self.update_interval is None:
             return None if self.rule == "selective" else 1
         return None if isinstance(self.update_interval, str) else self.update_interval
@@ -285,4 +290,6 @@ def given_of_the_other_rule(zenflow: ZenFlowConfig | None) -> list[str]:
     if zenflow is None:
         return []
     idle = frozenset[str]().union(*OF_ONE_RULE.values()) - OF_ONE_RULE[zenflow.rule]
+    if zenflow.rule == "exact" and zenflow.update_interval not in (None, 1):
+        idle |= {"update_interval"}
     return [name for name in type(zenflow).model_fields if name in idle & zenflow.model_fields_set]

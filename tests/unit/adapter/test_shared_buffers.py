@@ -3,6 +3,7 @@ ours."""
 
 from __future__ import annotations
 
+import deepspeed_ext
 from deepspeed_ext import shared_buffers
 from deepspeed_ext.adapter import upstream as _upstream
 from tests.support.ranks import run_ranks
@@ -20,3 +21,14 @@ def test_ranks_of_tests_make_none() -> None:
 def test_without_them_no_operator_is_compiled() -> None:
     with shared_buffers.not_made():
         assert _upstream.torch_backend_module.build_shm_op() is None
+
+
+def test_switched_on_no_operator_is_compiled() -> None:
+    """It takes longer than all else of a first start."""
+    of_deepspeed = _upstream.torch_backend_module.build_shm_op
+    deepspeed_ext.enable()
+    try:
+        assert _upstream.torch_backend_module.build_shm_op() is None
+    finally:
+        deepspeed_ext.disable()
+    assert _upstream.torch_backend_module.build_shm_op is of_deepspeed

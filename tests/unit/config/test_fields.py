@@ -370,7 +370,10 @@ def test_fields_of_one_rule_say_so_and_are_noticed_under_the_other() -> None:
     assert given_of_the_other_rule(ZenFlowConfig(topk_ratio=0.1, block_size=64)) == ["block_size"]
     every = ZenFlowConfig(**given, update_rule="exact", block_size=64, prediction_error_factor=2.0)
     idle = given_of_the_other_rule(every)
-    assert sorted(idle) == sorted([*SELECTING, "offload", "prediction_error_factor"])
+    wanted = [*SELECTING, "offload", "prediction_error_factor", "update_interval"]
+    assert sorted(idle) == sorted(wanted)
+    assert every.interval == 1
+    assert given_of_the_other_rule(ZenFlowConfig(update_rule="exact", update_interval=1)) == []
 
 
 def test_weights_arrive_late_under_the_exact_rule_unless_told_not_to_else_if_told_to() -> None:

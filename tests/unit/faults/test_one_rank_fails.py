@@ -41,7 +41,6 @@ CANNOT_BE_AGREED_ON = {
         "adapter/upstream.py:check",
         "runtime/build_locks.py:",
         "adapter/upstream.py:entry_swaps",
-        "adapter/upstream.py:_optional",
         "adapter/upstream.py:pipeline_topology",
         "adapter/upstream.py:zero_section_class",
         "adapter/upstream.py:announced_builds",
