@@ -237,7 +237,10 @@ def advise(
         room: bytes of accelerator memory that were never used.
     """
     limit, slowdown = step.limit, step.slowdown
-    said = [f"ZenFlow: {slowdown:.2f}x of a step without the optimizer; {limit.words} limits"]
+    said = [
+        f"ZenFlow: a step takes {slowdown:.2f}x its time without the optimizer; "
+        f"{limit.words} limits it"
+    ]
     if limit is Limit.WORKER and cores is not None:
         said[0] += f" ({cores.optimizer} of {cores.rank} cores)"
         if cores.rank - cores.optimizer > CORES_OF_PYTORCH:

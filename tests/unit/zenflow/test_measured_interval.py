@@ -172,7 +172,7 @@ def advice(config: dict[str, Any], measured: MeasuredStep) -> dict[str, Any]:
     step."""
     engine = make_engine(config)
     typical = patch.object(Metrics, "typical_step", lambda _: measured)
-    with typical, heard("of a step without the optimizer") as found:
+    with typical, heard("its time without the optimizer") as found:
         losses = train(engine, batches(STEPS, 0))
     adam = engine.optimizer.host_optimizer
     result = {
@@ -198,10 +198,13 @@ def test_what_would_help_is_suggested_once_and_never_chosen(given: dict[str, Any
     assert [len(each["said"]) for each in slow + quick] == [1, 0, 1, 0]
     (said,) = slow[0]["said"]
     assert said.startswith(
-        "ZenFlow: 2.00x of a step without the optimizer; the optimizer process limits"
+        "ZenFlow: a step takes 2.00x its time without the optimizer; "
+        "the optimizer process limits it"
     )
     assert "update_interval 2 would make it 1.07x, but changes the numerics" in said
-    assert quick[0]["said"] == ["ZenFlow: 1.00x of a step without the optimizer; nothing limits."]
+    assert quick[0]["said"] == [
+        "ZenFlow: a step takes 1.00x its time without the optimizer; nothing limits it."
+    ]
     for each in slow:
         assert each["metrics"]["zenflow_slowdown"] == 2.0
         assert each["metrics"]["zenflow_limit"] == 1.0

@@ -65,41 +65,46 @@ def test_a_slowdown_is_a_ratio_of_times() -> None:
             step(1.00, 0.02, 0.0, 0.5),
             Cores(14, 16),
             0,
-            "ZenFlow: 1.02x of a step without the optimizer; nothing limits.",
+            "ZenFlow: a step takes 1.02x its time without the optimizer; nothing limits it.",
         ),
         (
             step(1.00, 0.08, 0.08, 1.08),
             Cores(14, 16),
             0,
-            "ZenFlow: 1.08x of a step without the optimizer; the optimizer process limits (14 of "
+            "ZenFlow: a step takes 1.08x its time without the optimizer; "
+            "the optimizer process limits it (14 of "
             "16 cores). state_dtype bfloat16 would make it 1.00x, but rounds.",
         ),
         (
             step(1.00, 0.70, 0.68, 1.66, link=0.5),
             Cores(8, 16),
             0,
-            "ZenFlow: 1.70x of a step without the optimizer; "
-            "the optimizer process limits (8 of 16 cores). pt_reserved_cores 2 would give it 14. "
+            "ZenFlow: a step takes 1.70x its time without the optimizer; "
+            "the optimizer process limits it (8 of 16 cores). "
+            "pt_reserved_cores 2 would give it 14. "
             "update_interval 2 would make it 1.02x, but differs.",
         ),
         (
             step(1.00, 0.30, 0.28, 0.60),
             None,
             4 * GIB,
-            "ZenFlow: 1.30x of a step without the optimizer; the link to the host limits. "
+            "ZenFlow: a step takes 1.30x its time without the optimizer; "
+            "the link to the host limits it. "
             "hide_transfers true would make it 1.02x, and takes 3.0 GiB of the accelerator.",
         ),
         (
             step(1.00, 0.30, 0.28, 0.60),
             None,
             2 * GIB,
-            "ZenFlow: 1.30x of a step without the optimizer; the link to the host limits.",
+            "ZenFlow: a step takes 1.30x its time without the optimizer; "
+            "the link to the host limits it.",
         ),
         (
             step(1.00, 0.30, 0.02, 0.60, gather=0.2),
             None,
             4 * GIB,
-            "ZenFlow: 1.30x of a step without the optimizer; the gather of the weights limits.",
+            "ZenFlow: a step takes 1.30x its time without the optimizer; "
+            "the gather of the weights limits it.",
         ),
     ],
 )
