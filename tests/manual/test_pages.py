@@ -47,10 +47,6 @@ NOT_RUN = {
         "python -m tests.perf.bench_offload_step --model 1.5b",
     ): "the program of the measured commit",
     (
-        "docs/results.md",
-        "python -m tests.perf.bench_offload_step --model 1.5b",
-    ): "the program of the measured commit",
-    (
         "docs/trainers.md",
         "from accelerate import Accelerator",
     ): "tests/unit/zenflow/test_accelerate.py runs it",
