@@ -43,6 +43,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/upstream.py:entry_swaps",
         "adapter/upstream.py:pipeline_topology",
         "adapter/upstream.py:zero_section_class",
+        "adapter/upstream.py:no_shared_buffers",
         "adapter/upstream.py:announced_builds",
         "adapter/construction.py:joint",
     ),
