@@ -182,7 +182,8 @@ def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
         else f", moments in {layout.moment_dtype} (not exact)"
     )
     is_waiting, late = host.decided.rule.is_open, host.decided.weights_arrive
-    rule = "rule measured in the first steps" if is_waiting else f"{_rule(settings, host)} rule"
+    is_unknown = is_waiting and settings.rule == MEASURED
+    rule = "rule measured in the first steps" if is_unknown else f"{_rule(settings, host)} rule"
     how = f"update_interval {interval}, {rule}{rounded}"
     yield f"{layout.name.capitalize()} runs in a process of its own, one per rank; {how}"
     if is_waiting:

@@ -98,6 +98,7 @@ class Tuner:
         self._may_expose = config.hide_transfers is None
         self._reserve_fraction = config.offload_reserve_fraction
         self._chooses_share = chooses_share
+        self._is_exact = config.rule == "exact"
         self._counts = threads
         self._is_open = True
         self._measured = 0
@@ -246,8 +247,11 @@ class Tuner:
         """See `Mover.resumed`. On another machine, everything but the rule is chosen anew, and so
         it is if the run had not chosen and its measurements do not fit."""
         self._alone = self._metrics.estimating = None
-        if is_exact is not None and host.decided.rule.is_open:
-            self._settle_rule(host, RuleChoice(is_exact, "the checkpoint's"))
+        if host.decided.rule.is_open and (
+            host.decided.has_share if self._is_exact else is_exact is not None
+        ):
+            why = "the config says so" if self._is_exact else "the checkpoint's"
+            self._settle_rule(host, RuleChoice(is_exact or self._is_exact, why))
         fits = measured is not None and sorted(measured["threads"]) == sorted(self._counts)
         here = not is_elsewhere and (device_seconds > 0.0 or fits)
         is_here, goes_on = host.ranks.minimum(int(here), int(fits))
@@ -300,7 +304,11 @@ class Tuner:
     # -- the rule ----------------------------------------------------------------------------------
 
     def _choose_rule(self, host: HostOptimizer, times: ChainTimes) -> None:
-        """Choose the rule with all ranks, from synchronous steps. A collective."""
+        """Choose the rule with all ranks, from synchronous steps, unless only its share is open. A
+        collective."""
+        if self._is_exact:
+            self._settle_rule(host, RuleChoice(True, "the config says so"))
+            return
         of_all = self._of_all(host, times, changes_threads=False)
         if not self._chooses_share:
             of_all = [replace(each, least=(UNITS,) * len(each.least)) for each in of_all]

@@ -116,6 +116,8 @@ class _Choice:
         """Make all decisions, in order, and take the fastest plan that fits."""
         wanted_share, why = self.known_share(wanted_share, is_asked=is_asked)
         measures = self.measures_share(wanted_share)
+        if measures and self.settles_late():
+            return self.opened_exact().made(wanted_share, is_asked=is_asked)
         plans = []
         for places, of_gradients in self.gradients(1.0 if measures else wanted_share):
             stays = measures and places.gradient is Place.HOST
@@ -163,7 +165,7 @@ class _Choice:
                 "zenflow.update_interval or more memory"
             )
         rule, of_rule = self.opened()
-        weights_arrive, of_weights = self.weights(rule, measures)
+        weights_arrive, of_weights = self.weights(rule)
         if (
             measures
             and is_asked  # so the warm-up may be prolonged until enough steps are measured
@@ -192,6 +194,9 @@ class _Choice:
         """The rule, and why, if the config leaves it to be measured (`plan.rule_choice`). Both
         answers need eight synchronous steps, whose weights are the same under both."""
         rule, why = self.rule, None
+        if self.config.rule == "exact" and rule.is_open:
+            why = f"the config says so; every step waits until {MEASURED_STEPS} are measured"
+            return rule, (rule_reason("exact", why),)
         if self.config.rule != MEASURED or not isinstance(rule, PredictiveSettings):
             return rule, ()
         if not rule.overlapped:
@@ -207,6 +212,24 @@ class _Choice:
         why = f"every step waits until {MEASURED_STEPS} are measured"
         return rule, (rule_reason(MEASURED, why),)
 
+    def settles_late(self) -> bool:
+        """Whether the exact rule begins once its share is measured: in steps that are complete;
+        weights may arrive later only from then on."""
+        late = self.facts.caller.partitions_weights or self.config.weights_arrive_in_forward
+        rule = self.rule
+        return (
+            self.config.rule == "exact"
+            and not rule.is_open
+            and self.config.arrives_late
+            and bool(late)
+        )
+
+    def opened_exact(self) -> _Choice:
+        """The same choice with a rule that is open, as if it were measured, until it is exact."""
+        assert isinstance(self.rule, PredictiveSettings)
+        rule = replace(self.rule, overlapped=True, is_open=True, exchanges_per_block=True)
+        return replace(self, rule=rule)
+
     def stays(self) -> tuple[Reason, ...]:
         """Why the run keeps this plan, if its rule leaves nothing to move."""
         if not isinstance(self.rule, SelectiveSettings):
@@ -220,7 +243,7 @@ class _Choice:
     # -- when weights arrive -----------------------------------------------------------------------
 
     def weights(
-        self, rule: PredictiveSettings | SelectiveSettings, measures_share: bool
+        self, rule: PredictiveSettings | SelectiveSettings
     ) -> tuple[WeightsArrival, Reason]:
         """When weights are complete; while `rule` is open, once it is exact. At stages 1 and 2 they
         can be read between step and forward without any call that could wait, so the config must
@@ -235,8 +258,6 @@ class _Choice:
             why = "the predictive rule is in use"
         elif not self.facts.caller.partitions_weights and not asks:
             why = "at stages 1 and 2 a parameter may be read without a call that could wait"
-        elif measures_share and not rule.is_open:
-            why = "a share on the accelerator is chosen between steps whose weights are complete"
         if why is not None:
             return _arriving(WeightsArrival.IN_STEP, why)
         why = (

@@ -16,8 +16,10 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+from deepspeed_ext.runtime import memory
+from deepspeed_ext.zenflow.moving import Tuner
 from deepspeed_ext.zenflow.plan import chunks, rule_choice
-from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
+from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, ChainTimes
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
@@ -103,6 +105,88 @@ def test_a_run_has_the_bits_of_the_rule_that_it_chose(
     found = run_ranks(ranks, chosen, config, is_exact, device="sim", pool=pool)
     rule = "exact" if is_exact else "predictive"
     assert found == [["", float(is_exact), f"zenflow.update_rule = {rule}"]] * ranks
+
+
+# -- the exact rule with a share that is measured --------------------------------------------------
+
+TIMES = ChainTimes(device=1.0, worker=1.0, link=0.1, window=0.25)
+
+
+def with_a_share(stage: int, rule: str, folder: str) -> dict[str, Any]:
+    """A run that takes the exact rule, and the share that hides a pass as long as a step; the same
+    resumed behind the choice, and from a run that has measured nothing."""
+    fields = {"update_rule": rule, "weights_arrive_in_forward": True}
+    config = zenflow_config(stage, torch.bfloat16, **fields)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": "auto"}
+    data, found = batches(STEPS + 9, dist.get_rank()), dict[str, Any]()
+    with (
+        choosing(is_exact=True),
+        patch.object(Tuner, "_times", lambda *_: TIMES),
+        patch.object(memory, "unused_accelerator_bytes", lambda: 1 << 40),
+    ):
+        engine = make_engine(config, model=OddModel, groups=two_groups)
+        losses, host = train(engine, data[:WARM_UP]), engine.optimizer.host_optimizer
+        engine.save_checkpoint(folder, tag=rule)
+        losses += train(engine, data[WARM_UP:STEPS])
+        found["run"] = result_of(engine, losses)
+        found["plan"] = host.decided.host_share, host.decided.weights_arrive.value
+        engine.destroy()
+        again = make_engine(config, model=OddModel, groups=two_groups)
+        again.load_checkpoint(folder, tag=rule)
+        found["again"] = result_of(again, losses[:WARM_UP] + train(again, data[WARM_UP:STEPS]))
+        again.destroy()
+    return found
+
+
+def shares_agree(stage: int, folder: str) -> list[Any]:
+    chosen, named = (with_a_share(stage, rule, folder) for rule in ("auto", "exact"))
+    differences = [
+        first_difference(chosen["run"], named["run"]),
+        first_difference(named["run"], named["again"]),
+    ]
+    return [*differences, chosen["plan"] == named["plan"], *named["plan"]]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), (3, 1)])
+def test_the_exact_rule_with_a_measured_share_is_the_one_that_a_run_chooses(
+    stage: int, ranks: int, tmp_path: Path
+) -> None:
+    (found, *_) = run_ranks(ranks, shares_agree, stage, str(tmp_path), device="sim")
+    *equal, share, arrives = found
+    assert equal == ["", "", True]
+    assert 0.0 < share < 0.25
+    assert arrives == "in the next forward"
+
+
+def shared_after_a_load(folder: str) -> list[float]:
+    """The share of a run whose config asks for one, resumed from one without."""
+    fields = {"update_rule": "exact", "weights_arrive_in_forward": True}
+    config, shares = zenflow_config(2, torch.bfloat16, **fields), list[float]()
+    data = batches(2 * STEPS, dist.get_rank())
+    with (
+        choosing(is_exact=True),
+        patch.object(Tuner, "_times", lambda *_: TIMES),
+        patch.object(memory, "unused_accelerator_bytes", lambda: 1 << 40),
+    ):
+        for ratio, steps in ((1.0, 3), ("auto", STEPS)):
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
+            engine = make_engine(config)
+            if shares:
+                engine.load_checkpoint(folder, tag="kept")
+            train(engine, data[:steps])
+            engine.save_checkpoint(folder, tag="kept")
+            shares.append(engine.optimizer.host_optimizer.decided.host_share)
+            engine.destroy()
+    return shares
+
+
+def test_a_run_that_asks_for_a_share_measures_it_also_after_a_load_from_one_without(
+    tmp_path: Path,
+) -> None:
+    ((before, after),) = run_ranks(1, shared_after_a_load, str(tmp_path), device="sim")
+    assert before == 1.0
+    assert after < 0.25
 
 
 # -- resume ----------------------------------------------------------------------------------------
