@@ -309,6 +309,7 @@ class Tuner:
     def _settle_rule(self, host: HostOptimizer, choice: RuleChoice) -> None:
         host.settle_rule(with_rule(host.decided, is_exact=choice.is_exact, why=choice.why))
         self._metrics.forward = None
+        self._is_done = host.decided.weights_arrive is WeightsArrival.IN_FORWARD
         if choice.is_exact:
             self._metrics.adviser = None
         if host.ranks.rank == 0:
@@ -344,7 +345,6 @@ class Tuner:
         self.device_seconds = times.beside(host.decided.host_share)
         self._gap = STEPS_BETWEEN if moves or self._is_open else 2 * self._gap
         self._since, self._moves, self._is_open = 0, self._moves + moves, False
-        self._is_done = host.decided.weights_arrive is WeightsArrival.IN_FORWARD
         if self._metrics.adviser is not None:
             self._metrics.adviser.settle(remedies_of(host.decided, is_settled=True))
         if host.ranks.rank == 0 and (moves or self._chooses_share):
