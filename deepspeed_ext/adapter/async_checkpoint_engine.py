@@ -359,8 +359,8 @@ def _require_all(own_report: str, staging: str, others: Iterable[int]) -> None:
         if time.monotonic() - silent_since > _SILENCE_SECONDS:
             ranks = sorted(int(name.removeprefix(_WRITTEN)) for name in missing)
             raise CheckpointError(
-                f"ranks {ranks} have written nothing for {_SILENCE_SECONDS:g} s: call "
-                "engine.destroy() on every rank when training ends"
+                f"ranks {ranks} have written nothing for {_SILENCE_SECONDS:g} s: they have ended, "
+                "or do not call engine.destroy(), which every rank must when training ends"
             )
         time.sleep(_POLL_SECONDS)
     reports = [own_report]

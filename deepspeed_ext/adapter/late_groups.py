@@ -8,6 +8,7 @@ module that calls no forward of its own.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ import torch
 from deepspeed_ext.adapter.late_weights import complete_weights_of
 from deepspeed_ext.gather.launch import Work, begin_copies, can_exchange
 from deepspeed_ext.runtime import memory
-from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.log import warn_once
+from deepspeed_ext.runtime.backend import dist, get_accelerator
+from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.chunks import chunk_numel
 from deepspeed_ext.zenflow.plan.places import WeightsArrival
@@ -134,13 +135,31 @@ class LateGroups:
         return found
 
     def detach(self) -> None:
-        """Let the model be as before, once all its weights are complete."""
-        if not self._coming:
-            self._wait(self._parts)
-            self._gathers.clear()
-            for module in self._modules:
-                module.detach()
-            self._modules = []
+        """Let the model be as before, once all its weights are complete. Those that no longer come,
+        because their rank has ended, become NaN: see Note: [lost weights]."""
+        if self._coming:
+            return
+        lost = [error for part in self._parts if (error := self._failure_of(part))]
+        self._gathers.clear()
+        for module in self._modules:
+            module.detach()
+        self._modules = []
+        if lost:
+            logger.error(
+                f"rank {dist.get_rank()}: {len(lost)} of {len(self._parts)} parts of the model's "
+                f"weights have not arrived and are NaN ({lost[0]}): resume from the last "
+                "checkpoint"
+            )
+
+    def _failure_of(self, part: _Part) -> Exception | None:
+        """Wait for a part; if it has not arrived, fill it with NaN and return the error."""
+        try:
+            self._wait([part])
+        except Exception as error:  # of the communication library, which has no type for them
+            with torch.no_grad():
+                self._weights(part).fill_(math.nan)
+            return error
+        return None
 
     def before_forward(self) -> None:
         """Complete everything, if any module is compiled: inside, compiled code would break its
@@ -212,16 +231,26 @@ class LateGroups:
         self._wait(wanted)
 
     def _begin(self, count: int) -> None:
-        """Begin the gathers of the first `count` parts that are left."""
-        now, self._coming = self._coming[:count], self._coming[count:]
-        for parts in self._together(now):
-            holders, weights = self._holders[parts[0].group], {}
-            for part in parts:
-                if part.owner == holders.rank:
-                    self._host.complete_weights([(part.group, part.span)])
-                partition = self._zero.parallel_partitioned_bit16_groups[part.group][part.owner]
-                weights[part.owner] = partition.data[slice(*part.span)]
-            self._gathers.update(dict.fromkeys(parts, begin_copies(weights, holders)))
+        """Begin the gathers of the first `count` parts that are left. If a rank has ended, one that
+        cannot begin stays, with those after it: so no old weights pass for new ones."""
+        begun = set[_Part]()
+        try:
+            for parts in self._together(self._coming[:count]):
+                holders = self._holders[parts[0].group]
+                for part in parts:
+                    if part.owner == holders.rank:
+                        self._host.complete_weights([(part.group, part.span)])
+                weights = {part.owner: self._weights(part) for part in parts}
+                self._gathers.update(dict.fromkeys(parts, begin_copies(weights, holders)))
+                begun.update(parts)
+        finally:
+            self._coming = [part for part in self._coming if part not in begun]
+
+    def _weights(self, part: _Part) -> torch.Tensor:
+        """Of a part; 1-D, a view of the flat buffer."""
+        partition = self._zero.parallel_partitioned_bit16_groups[part.group][part.owner]
+        weights: torch.Tensor = partition.data[slice(*part.span)]
+        return weights
 
     def _together(self, parts: Iterable[_Part]) -> Iterable[list[_Part]]:
         """`parts` in the order of their gathers, those together that are one; see Note: [two ranks

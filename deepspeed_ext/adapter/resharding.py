@@ -40,7 +40,7 @@ from deepspeed_ext.checkpoint.reshard.load import (
     load_optimizer,
     require_same_groups,
 )
-from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
+from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, rule_told
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import log_once, logger
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
@@ -356,7 +356,16 @@ class Resharder:
             loaded = super_call()
         if loaded and self._resharding is not None:
             self._write_weights(self._resharding.target)
+            self._tell_rule(self._resharding.saved)
         return loaded
+
+    def _tell_rule(self, saved: SavedCheckpoint) -> None:
+        """Say what becomes of the rule that the checkpoint's run followed."""
+        run = self._loading
+        if run.leads and run.zenflow is not None:
+            told = rule_told(run.zenflow.host, saved.partitions(0).was_exact)
+            if told is not None:
+                logger.info(told)
 
     @contextmanager
     def _at_once(self) -> Iterator[None]:

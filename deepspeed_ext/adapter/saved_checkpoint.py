@@ -20,7 +20,12 @@ from deepspeed_ext.checkpoint.folder import SavedNames
 from deepspeed_ext.checkpoint.reshard.ends import MASTER
 from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement
 from deepspeed_ext.checkpoint.sums import SMALL_BYTES, require_sound
-from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, SavedState, read_saved_state
+from deepspeed_ext.checkpoint.zenflow_state import (
+    STATE_KEY,
+    SavedState,
+    read_saved_state,
+    was_exact,
+)
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.cpulist import format_cpulist
 
@@ -131,6 +136,11 @@ class SavedPartitions:
     def scaler(self) -> dict[str, Any]:
         """State of the loss scale, under DeepSpeed's keys."""
         return {key: self.state[key] for key in _SCALER if key in self.state}
+
+    @property
+    def was_exact(self) -> bool | None:
+        """Whether ZenFlow followed the exact rule; None: not known, or there was no ZenFlow."""
+        return None if self._saved is None else was_exact(self._saved)
 
     def _read_saved_state(self) -> SavedState | None:
         if STATE_KEY not in self.state:

@@ -27,6 +27,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import raise_together
 from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.rules.predictive.saved import (
     PredictivePartitionValues,
     PredictiveSavedSchedule,
@@ -59,11 +60,15 @@ __all__ = [
     "host_copy",
     "read_saved_state",
     "restore",
+    "rule_told",
     "state_of",
+    "was_exact",
 ]
 
 VERSION = 9
 _MISTAKES_TOLD = 3
+_RULES = {True: "exact", False: "predictive"}
+"""Names of rules, by whether they are exact."""
 
 
 Seconds = Annotated[FiniteFloat, Field(ge=0.0)]
@@ -387,17 +392,17 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         here = plan is not None and plan.host == host_id()
         threads, seconds = (plan.threads, plan.device_seconds) if plan and here else (None, 0.0)
         elsewhere = plan is not None and not here
-        schedule = saved.schedule
-        is_exact = schedule.is_exact if isinstance(schedule, PredictiveSavedSchedule) else None
         measured = plan.measured.model_dump() if plan and plan.measured and here else None
         host.mover.resumed(
             host,
             threads,
             seconds,
             is_elsewhere=elsewhere,
-            is_exact=is_exact,
+            is_exact=was_exact(saved),
             measured=measured,
         )
+    if host.ranks.rank == 0 and (told := rule_told(host, was_exact(saved))) is not None:
+        logger.info(told)
     rule = host.rule
     interval = saved.schedule.interval
     if changed := _changed_setting(host, saved) or _unaffordable_interval(host, interval):
@@ -426,6 +431,34 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
     rule.restore(saved.partitions)
     rule.resume()
     return True
+
+
+def was_exact(saved: SavedState) -> bool | None:
+    """Whether the run that saved this followed the exact rule; None: not chosen yet, or not
+    known."""
+    schedule = saved.schedule
+    return schedule.is_exact if isinstance(schedule, PredictiveSavedSchedule) else None
+
+
+def rule_told(host: HostOptimizer, was: bool | None) -> str | None:
+    """What to say of the rule after a load; None: the run follows the checkpoint's.
+
+    Args:
+        was: whether that was the exact one; None: not known.
+    """
+    rule = host.decided.rule
+    if was is None or not isinstance(rule, PredictiveSettings) or (was and rule.awaits_share):
+        return None
+    before = f"the checkpoint's run followed the {_RULES[was]} rule"
+    if rule.is_open:
+        return (
+            f"{before}. On other ranks or another stage it is measured again, and may be the "
+            f"{_RULES[not was]} rule from then on: to keep it, set zenflow.update_rule to "
+            f'"{_RULES[was]}"'
+        )
+    if rule.overlapped is not was:
+        return None
+    return f"{before}, this one follows the {_RULES[not was]} rule"
 
 
 def _converted(host: HostOptimizer, saved: SavedState | None) -> str | None:

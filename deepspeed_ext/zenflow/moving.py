@@ -37,6 +37,7 @@ from deepspeed_ext.zenflow.plan.lanes import traffic_of
 from deepspeed_ext.zenflow.plan.partitions import share_bytes
 from deepspeed_ext.zenflow.plan.places import Copies, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.printed import as_config
 from deepspeed_ext.zenflow.plan.probe import PROBED_STEPS, ThreadProbe
 from deepspeed_ext.zenflow.plan.rule_choice import RuleChoice, choose_rule, with_rule
@@ -98,7 +99,6 @@ class Tuner:
         self._may_expose = config.hide_transfers is None
         self._reserve_fraction = config.offload_reserve_fraction
         self._chooses_share = chooses_share
-        self._is_exact = config.rule == "exact"
         self._counts = threads
         self._is_open = True
         self._measured = 0
@@ -247,11 +247,11 @@ class Tuner:
         """See `Mover.resumed`. On another machine, everything but the rule is chosen anew, and so
         it is if the run had not chosen and its measurements do not fit."""
         self._alone = self._metrics.estimating = None
-        if host.decided.rule.is_open and (
-            host.decided.has_share if self._is_exact else is_exact is not None
-        ):
-            why = "the config says so" if self._is_exact else "the checkpoint's"
-            self._settle_rule(host, RuleChoice(is_exact or self._is_exact, why))
+        if _awaits_share(host):
+            if host.decided.has_share:
+                self._settle_rule(host, RuleChoice(True, "the config says so"))
+        elif is_exact is not None and host.decided.rule.is_open:
+            self._settle_rule(host, RuleChoice(is_exact, "the checkpoint's"))
         fits = measured is not None and sorted(measured["threads"]) == sorted(self._counts)
         here = not is_elsewhere and (device_seconds > 0.0 or fits)
         is_here, goes_on = host.ranks.minimum(int(here), int(fits))
@@ -306,7 +306,7 @@ class Tuner:
     def _choose_rule(self, host: HostOptimizer, times: ChainTimes) -> None:
         """Choose the rule with all ranks, from synchronous steps, unless only its share is open. A
         collective."""
-        if self._is_exact:
+        if _awaits_share(host):
             self._settle_rule(host, RuleChoice(True, "the config says so"))
             return
         of_all = self._of_all(host, times, changes_threads=False)
@@ -317,6 +317,7 @@ class Tuner:
     def _settle_rule(self, host: HostOptimizer, choice: RuleChoice) -> None:
         host.settle_rule(with_rule(host.decided, is_exact=choice.is_exact, why=choice.why))
         self._metrics.forward = None
+        self._is_done = host.decided.weights_arrive is WeightsArrival.IN_FORWARD
         if choice.is_exact:
             self._metrics.adviser = None
         if host.ranks.rank == 0:
@@ -352,7 +353,6 @@ class Tuner:
         self.device_seconds = times.beside(host.decided.host_share)
         self._gap = STEPS_BETWEEN if moves or self._is_open else 2 * self._gap
         self._since, self._moves, self._is_open = 0, self._moves + moves, False
-        self._is_done = host.decided.weights_arrive is WeightsArrival.IN_FORWARD
         if self._metrics.adviser is not None:
             self._metrics.adviser.settle(remedies_of(host.decided, is_settled=True))
         if host.ranks.rank == 0 and (moves or self._chooses_share):
@@ -413,6 +413,11 @@ class Tuner:
         link = _slower_way(plan, both) if math.isfinite(both) else 0.0
         window = self._metrics.typical_window()
         return ChainTimes(device, worker, link, fixed, window=window)
+
+
+def _awaits_share(host: HostOptimizer) -> bool:
+    rule = host.decided.rule
+    return isinstance(rule, PredictiveSettings) and rule.is_open and rule.awaits_share
 
 
 def _first(counts: Sequence[int], count: int) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ def test_the_probe_passes_with_a_backend_that_works() -> None:
     found = probe(2, seconds=120, device="cpu")
     assert list(found.passed) == cases("cpu")
     assert found.failed == {}
-    assert "8 of 8 collectives passed" in found.says
+    assert "9 of 9 collectives passed" in found.says
 
 
 def test_a_probe_that_hangs_ends_in_its_time_and_says_so() -> None:

@@ -57,7 +57,7 @@ REDUNDANT = {
         "for what the host reads of a copy that begins before the step; in every test the step "
         "takes longer"
     ),
-    "adapter/late_groups.py:LateGroups.detach: self._wait(self._parts)": (
+    "adapter/late_groups.py:LateGroups._failure_of: self._wait([part])": (
         "for work that is queued behind `destroy`; no test reads weights so soon"
     ),
     "adapter/stage_3.py:ZenFlowZeroOptimizerStage3.partition_grads: param.grad.record_stream": (

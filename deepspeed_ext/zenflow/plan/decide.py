@@ -194,7 +194,7 @@ class _Choice:
         """The rule, and why, if the config leaves it to be measured (`plan.rule_choice`). Both
         answers need eight synchronous steps, whose weights are the same under both."""
         rule, why = self.rule, None
-        if self.config.rule == "exact" and rule.is_open:
+        if isinstance(rule, PredictiveSettings) and rule.awaits_share:
             why = f"the config says so; every step waits until {MEASURED_STEPS} are measured"
             return rule, (rule_reason("exact", why),)
         if self.config.rule != MEASURED or not isinstance(rule, PredictiveSettings):
@@ -227,8 +227,8 @@ class _Choice:
     def opened_exact(self) -> _Choice:
         """The same choice with a rule that is open, as if it were measured, until it is exact."""
         assert isinstance(self.rule, PredictiveSettings)
-        rule = replace(self.rule, overlapped=True, is_open=True, exchanges_per_block=True)
-        return replace(self, rule=rule)
+        laid_out = replace(self.rule, overlapped=True, exchanges_per_block=True)
+        return replace(self, rule=replace(laid_out, is_open=True, awaits_share=True))
 
     def stays(self) -> tuple[Reason, ...]:
         """Why the run keeps this plan, if its rule leaves nothing to move."""

@@ -46,6 +46,8 @@ class PredictiveSettings(RuleSettings):
     """0: no guard."""
     exchanges_per_block: bool = True
     """Whether arrays are laid out for estimates, also if the exact rule has been chosen since."""
+    awaits_share: bool = False
+    """Whether a rule that is open becomes the exact one in any case, once its share is chosen."""
 
     @classmethod
     def of(cls, config: ZenFlowConfig, *, layout: StateLayout = ADAM_STATE) -> PredictiveSettings:

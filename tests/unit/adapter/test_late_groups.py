@@ -15,6 +15,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+from deepspeed_ext.adapter import late_groups
 from deepspeed_ext.adapter.late_groups import LateGroups
 from deepspeed_ext.zenflow.plan import chunks
 from tests.support.models import batches, on_device
@@ -136,3 +137,35 @@ def test_a_forward_reads_complete_weights_wherever_it_finds_them(
     config = late_config(stage, update_rule=rule)
     found = run_ranks(ranks, differences, config, seeds, also, pool="late", timeout_seconds=600.0)
     assert found == [[]] * ranks
+
+
+def begun_twice(config: dict[str, Any]) -> str:
+    """How weights differ from an undisturbed run's if a step's second broadcast cannot begin."""
+    data, found, begun = batches(3, dist.get_rank()), [], list[int]()
+    begin_copies = late_groups.begin_copies
+
+    def fail_second(*args: Any) -> Any:
+        begun.append(len(begun))
+        if len(begun) == 2:
+            raise RuntimeError("this broadcast cannot begin")
+        return begin_copies(*args)
+
+    for fails in (False, True):
+        with patch.object(chunks, "CHUNK_NUMEL", CHUNK):
+            engine = make_engine(config)
+        train(engine, data[:2])
+        with patch.object(late_groups, "begin_copies", fail_second if fails else begin_copies):
+            if fails:
+                with pytest.raises(RuntimeError, match="cannot begin"):
+                    train(engine, data[2:])
+            else:
+                train(engine, data[2:])
+        found.append(weights_of(engine))
+        engine.destroy()
+    return first_difference(*found)
+
+
+def test_a_broadcast_that_cannot_begin_is_still_awaited() -> None:
+    """As are those after it: its old weights do not pass for new ones."""
+    config = late_config(2, update_rule="predictive", update_interval=1)
+    assert run_ranks(2, begun_twice, config, pool="late") == ["", ""]

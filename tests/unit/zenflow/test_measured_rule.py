@@ -5,9 +5,8 @@ accepted as exact, or nothing."""
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +15,13 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+from deepspeed_ext.checkpoint import zenflow_state
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.zenflow.moving import Tuner
-from deepspeed_ext.zenflow.plan import chunks, rule_choice
+from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, ChainTimes
+from tests.support import measured_rule
+from tests.support.log import heard
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference
@@ -53,10 +55,7 @@ def named(config: dict[str, Any], *, is_exact: bool) -> dict[str, Any]:
 
 @contextmanager
 def choosing(*, is_exact: bool) -> Iterator[None]:
-    with (
-        patch.object(rule_choice, "MOST_EXPOSED", math.inf if is_exact else -1.0),
-        patch.object(chunks, "CHUNK_NUMEL", 512),
-    ):
+    with measured_rule.choosing(is_exact=is_exact), patch.object(chunks, "CHUNK_NUMEL", 512):
         yield
 
 
@@ -192,9 +191,16 @@ def test_a_run_that_asks_for_a_share_measures_it_also_after_a_load_from_one_with
 # -- resume ----------------------------------------------------------------------------------------
 
 
-def resumed(config: dict[str, Any], was_exact: bool, at: int, folder: str) -> list[Any]:
-    """Save behind step `at`, and go on in a new engine that would choose the other rule. The rule
-    before and behind, and how the rest differs from an uninterrupted run."""
+def resumed(
+    config: dict[str, Any], was_exact: bool, at: int, folder: str, *, again: bool, moves: bool
+) -> list[Any]:
+    """Save behind step `at`, and go on in a new engine. The rule before and behind, and how the
+    rest differs from an uninterrupted run.
+
+    Args:
+        again: whether the new engine would choose the same rule.
+        moves: whether it is on another machine.
+    """
     data, rules = batches(STEPS, dist.get_rank()), []
     with choosing(is_exact=was_exact):
         first = make_engine(config)
@@ -204,49 +210,97 @@ def resumed(config: dict[str, Any], was_exact: bool, at: int, folder: str) -> li
         straight = result_of(first, losses)
         rules.append(first.optimizer.host_optimizer.rule.schedule.state.is_exact)
         first.destroy()
-    with choosing(is_exact=not was_exact):
+    elsewhere = (
+        patch.object(zenflow_state, "host_id", lambda: "another") if moves else nullcontext()
+    )
+    with choosing(is_exact=was_exact is again), elsewhere:
         second = make_engine(config)
         second.load_checkpoint(folder, tag="kept")
-        again = result_of(second, losses[:at] + train(second, data[at:]))
+        losses = losses[:at] + train(second, data[at:])
         rules.append(second.optimizer.host_optimizer.rule.schedule.state.is_exact)
+        behind = result_of(second, losses)
         second.destroy()
-    return [*rules, first_difference(straight, again)]
+    return [*rules, first_difference(straight, behind)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("was_exact", [True, False])
-@pytest.mark.parametrize(("stage", "at"), [(2, MEASURED_STEPS), (3, STEPS - 3)])
-def test_a_resume_keeps_the_rule_that_was_chosen(
-    stage: int, at: int, was_exact: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("stage", "at", "moves"),
+    [(2, MEASURED_STEPS, False), (3, STEPS - 3, False), (1, STEPS - 3, True)],
+)
+def test_a_resume_on_the_same_ranks_keeps_the_rule_that_was_chosen(
+    stage: int, at: int, moves: bool, was_exact: bool, tmp_path: Path
 ) -> None:
-    config = measured_config(stage)
-    found = run_ranks(2, resumed, config, was_exact, at, str(tmp_path), device="sim")
+    config, how = measured_config(stage), {"again": False, "moves": moves}
+    found = run_ranks(2, resumed, config, was_exact, at, str(tmp_path), device="sim", **how)
     assert found == [[was_exact, was_exact, ""]] * 2
 
 
-def test_a_resume_before_the_choice_makes_it_itself(tmp_path: Path) -> None:
-    config, folder = measured_config(3), str(tmp_path)
-    (found,) = run_ranks(1, resumed, config, True, MEASURED_STEPS - 2, folder, device="sim")
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    ("at", "was_exact"),
+    [
+        *((at, False) for at in range(3, MEASURED_STEPS)),
+        *(pytest.param(at, False, marks=pytest.mark.full) for at in (1, 2)),
+        *(pytest.param(at, True, marks=pytest.mark.full) for at in range(1, MEASURED_STEPS)),
+    ],
+)
+def test_a_resume_before_the_choice_chooses_at_the_step_at_which_the_run_would_have(
+    at: int, was_exact: bool, tmp_path: Path
+) -> None:
+    config, how = on_the_host(measured_config(1 + at % 3)), {"again": True, "moves": False}
+    found = run_ranks(2, resumed, config, was_exact, at, str(tmp_path), device="sim", **how)
+    assert found == [[was_exact, was_exact, ""]] * 2
+
+
+def test_a_resume_before_the_choice_on_another_machine_measures_as_many_steps_as_a_start(
+    tmp_path: Path,
+) -> None:
+    config, how = measured_config(3), {"again": False, "moves": True}
+    args = config, True, MEASURED_STEPS - 2, str(tmp_path)
+    (found,) = run_ranks(1, resumed, *args, device="sim", **how)
     assert found[:2] == [True, False]
 
 
-def renamed(config: dict[str, Any], folder: str) -> list[Any]:
-    """Save a run that chose the exact rule, and go on with a config that names another."""
-    data = batches(STEPS, dist.get_rank())
+def saved_exact(config: dict[str, Any], folder: str) -> None:
+    """Save a run that chose the exact rule."""
     with choosing(is_exact=True):
-        first = make_engine(config)
-        train(first, data)
-        first.save_checkpoint(folder, tag="kept")
-        first.destroy()
-    config = named(config, is_exact=False)
-    second = make_engine(config)
-    second.load_checkpoint(folder, tag="kept")
-    train(second, data[:3])
-    state = second.optimizer.host_optimizer.rule.schedule.state
-    second.destroy()
-    return [state.is_exact, state.is_ahead]
+        engine = make_engine(config)
+        train(engine, batches(STEPS, dist.get_rank()))
+        engine.save_checkpoint(folder)
+        engine.destroy()
 
 
-def test_a_config_that_names_a_rule_is_obeyed(tmp_path: Path) -> None:
+def gone_on(config: dict[str, Any], folder: str) -> list[Any]:
+    """Load that in a run that would choose the other one: whether it measures, what it tells, and
+    the rule that it follows then."""
+    with choosing(is_exact=False), heard("the checkpoint's run followed") as told:
+        engine = make_engine(config)
+        engine.load_checkpoint(folder)
+        rule = engine.optimizer.host_optimizer.rule
+        measures = rule.schedule.state.is_exact is None
+        train(engine, batches(MEASURED_STEPS + 1, dist.get_rank()))
+        is_exact = rule.schedule.state.is_exact
+        engine.destroy()
+    return [measures, [text for _, text in told], is_exact]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("ranks", "stage", "measures", "says"),
+    [(1, 2, False, "this one follows the predictive rule"), (2, 3, True, "it is measured again")],
+)
+def test_a_load_that_does_not_keep_the_rule_says_so(
+    ranks: int, stage: int, measures: bool, says: str, tmp_path: Path
+) -> None:
+    """A config that names another one is obeyed, and other ranks measure."""
     config = measured_config(2)
-    assert run_ranks(1, renamed, config, str(tmp_path), device="sim") == [[False, True]]
+    run_ranks(1, saved_exact, config, str(tmp_path), device="sim")
+    config = measured_config(stage) if measures else named(config, is_exact=False)
+    found = run_ranks(ranks, gone_on, config, str(tmp_path), device="sim")
+    assert [each[0::2] for each in found] == [[measures, False]] * ranks
+    (told,) = found[0][1]
+    assert told.startswith("the checkpoint's run followed the exact rule")
+    assert says in told
+    assert all(each[1] == [] for each in found[1:])

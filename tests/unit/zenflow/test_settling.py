@@ -123,3 +123,12 @@ def test_a_rule_is_chosen_once_by_what_the_slowest_rank_hides_behind_the_forward
     assert run.rule == rule
     if rule == "exact":
         assert run.plans[8:] == [(pytest.approx(share, abs=0.01), THREADS)] * 600
+
+
+def test_a_resumed_run_under_the_exact_rule_keeps_its_plan_as_an_uninterrupted_one_does() -> None:
+    run = VirtualRun(Machine(), stage=3, update_rule="auto")
+    run.resume(THREADS, 1.0, is_elsewhere=False, is_exact=True)
+    assert run.rule == "exact"
+    run.machine = Machine(worker=3.0, forward=0.0)
+    run.run(600)
+    assert set(run.plans) == {(1.0, THREADS)}

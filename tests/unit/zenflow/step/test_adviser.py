@@ -41,10 +41,10 @@ def test_only_news_is_logged_and_only_by_the_leading_rank() -> None:
         for step in (SLOW, SLOW, SLOWER, SLOWER, QUICK, QUICK):
             it.judge(step)
             other.judge(step)
-    assert [text.split(" of")[0] for _, text in found] == [
-        "ZenFlow: 1.30x",
-        "ZenFlow: 1.40x",
-        "ZenFlow: 1.01x",
+    assert [text.split(" its")[0] for _, text in found] == [
+        "ZenFlow: a step takes 1.30x",
+        "ZenFlow: a step takes 1.40x",
+        "ZenFlow: a step takes 1.01x",
     ]
 
 
