@@ -70,6 +70,9 @@ def test_nothing_hides_in_a_window_that_was_not_measured() -> None:
         (ChainTimes(device=1.0, worker=1.9), 0.5),
         (ChainTimes(device=1.0, worker=1.7, fixed=0.1), 0.5),
         (ChainTimes(device=1.0, worker=0.5, link=3.8), 0.25),
+        # a pass gives itself time: w s = 0.95 (d + c w s), and the link l s the same
+        (ChainTimes(device=1.0, worker=3.8, contention=0.5), 0.25 / (1.0 - 0.95 * 0.5)),
+        (ChainTimes(device=1.0, worker=2.0, link=3.8, contention=0.5), 0.95 / (3.8 - 0.95)),
         (ChainTimes(device=1.0, worker=1.0, fixed=2.0), 0.0),
         (ChainTimes(device=0.0, worker=0.0), 1.0),
     ],
