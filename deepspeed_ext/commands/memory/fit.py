@@ -127,12 +127,11 @@ def _fit(question: Question, setup: Setup) -> Fit:
     return Fit(plan, time, time.seconds(compute), tokens, room, left, missing)
 
 
-def _best(found: Sequence[Fit]) -> Fit | None:
+def _best(found: Sequence[Fit]) -> Fit:
     """Among ways with the same numerics, the simplest of the fastest: without offload, then at the
     lower stage, then with the whole optimizer on the host."""
-    most = min((fit.step_seconds for fit in found), default=0.0) / SAME_TIME
-    fast = [fit for fit in found if fit.step_seconds <= most]
-    return min(fast, key=_simplicity, default=None)
+    most = min(fit.step_seconds for fit in found) / SAME_TIME
+    return min((fit for fit in found if fit.step_seconds <= most), key=_simplicity)
 
 
 def _simplicity(fit: Fit) -> tuple[float, ...]:
@@ -148,9 +147,10 @@ def _fitting(found: Sequence[Fit]) -> list[Fit]:
 def suggested(found: Sequence[Fit]) -> Fit | None:
     """The best of the most exact ways that fit; None: no way fits, or the machine is not known."""
     fitting = _fitting(found)
-    return _best(
-        [fit for fit in fitting if inexactness(fit.setup) == inexactness(fitting[0].setup)]
-    )
+    if not fitting:
+        return None
+    least = inexactness(fitting[0].setup)
+    return _best([fit for fit in fitting if inexactness(fit.setup) == least])
 
 
 def faster(found: Sequence[Fit]) -> Fit | None:
@@ -174,7 +174,7 @@ def best_of_kinds(found: Sequence[Fit]) -> list[Fit]:
     for fit in found:
         kinds.setdefault(kind_of(fit.setup), []).append(fit)
     return [
-        suggested(same) or (nearest(same) if same[0].left else _best(same) or same[0])
+        suggested(same) or (nearest(same) if same[0].left else _best(same))
         for same in kinds.values()
     ]
 

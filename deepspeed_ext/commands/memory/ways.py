@@ -47,15 +47,15 @@ def ways(base: Setup | None = None) -> Iterator[Setup]:
         yield plain
         yield offload
         for section in _sections():
-            yield from (replace(plain, zenflow=_zenflow(section, place)) for place in PLACES)
+            for place in PLACES:
+                yield replace(plain, zenflow=ZenFlowConfig(**section, **place))
             if "state_dtype" not in section and section is not SELECTIVE:
                 yield from _shared(plain, section)
         if plain.partitions_weights:
             yield replace(offload, offload_param=True)
             for section in _sections():
-                yield replace(
-                    offload, offload=False, offload_param=True, zenflow=_zenflow(section, {})
-                )
+                zenflow = ZenFlowConfig(**section)
+                yield replace(offload, offload=False, offload_param=True, zenflow=zenflow)
 
 
 def _sections() -> Iterator[dict[str, Any]]:
@@ -71,11 +71,8 @@ def _shared(plain: Setup, section: dict[str, Any]) -> Iterator[Setup]:
     """With a part of the optimizer on the accelerator, so gradients stay there during backward."""
     for share in HOST_SHARES:
         for place in PLACES[:2]:
-            yield replace(plain, zenflow=_zenflow(section, place), host_share=share, pins=True)
-
-
-def _zenflow(section: dict[str, Any], place: dict[str, bool]) -> ZenFlowConfig:
-    return ZenFlowConfig(**section, **place)
+            zenflow = ZenFlowConfig(**section, **place)
+            yield replace(plain, zenflow=zenflow, host_share=share, pins=True)
 
 
 def inexactness(setup: Setup) -> int:

@@ -27,12 +27,14 @@ from deepspeed_ext.zenflow.plan.share import (
 
 __all__ = [
     "LEAST_GAINED",
+    "TYPICAL",
     "Found",
     "Measured",
     "Option",
     "expected_times",
     "search",
     "search_measured",
+    "ways_on",
 ]
 
 LEAST_GAINED = 0.03

@@ -92,11 +92,10 @@ def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
     if not hides or plan.copies is not Copies.BESIDE_STEP:
         return 0
     before = times.device if plan.rule.overlapped else times.window
-    delayed = HIDDEN * times.contention * times.worker
-    lanes = [lane for lane in (times.worker - delayed, times.link - delayed) if lane > 0.0]
-    if not lanes:
+    slowest = max(times.worker, times.link) - HIDDEN * times.contention * times.worker
+    if slowest == 0.0:
         return UNITS
-    share = (HIDDEN * before - times.fixed) / max(lanes)
+    share = (HIDDEN * before - times.fixed) / slowest
     return max(0, min(UNITS, math.floor(share * UNITS)))
 
 

@@ -66,8 +66,6 @@ class WeightArrivals:
         depart."""
         for index, span in transfers.in_order(indices):
             self._awaited[index, span.begin] = span
-            self._written.pop((index, span.begin), None)
-            self._lost.discard((index, span.begin))
 
     def complete(
         self,

@@ -191,7 +191,10 @@ def test_ways_are_all_combinations_of_the_product_and_no_repetition() -> None:
         for place in places
         if stage == 3 or place is not Copies.NONE
     }
-    assert {setup.host_share for setup in ours} == {1.0, 0.75, 0.5, 0.25}
+    shared = {(each.host_share, each.copies) for each in ours if each.host_share < 1.0}
+    beside_or_inside = (Copies.BESIDE_STEP, Copies.INSIDE_STEP)
+    assert shared == {(share, place) for share in (0.75, 0.5, 0.25) for place in beside_or_inside}
+    assert all(setup.zenflow.overlap_step is not False for setup in ours if setup.zenflow)
 
 
 def test_the_suggestion_offloads_only_if_it_must() -> None:
@@ -255,6 +258,12 @@ def test_the_largest_model_fits_and_a_tenth_more_does_not(gpu: int, host: int, g
     larger = Model(params * 11 // 10, params // 20, "bfloat16")
     again = asked(gpu, host, Ranks(gpus, gpus), larger)
     assert suggested(fits(again)) is None
+
+
+def test_what_leaves_nothing_over_still_fits() -> None:
+    (fit,) = fits(asked(80, 512), [Setup(stage=2)])
+    left = {Place.ACCELERATOR: 0, Place.HOST: -1}
+    assert replace(fit, left=left).short == [Place.HOST]
 
 
 def test_each_kind_has_one_line_its_best() -> None:

@@ -88,6 +88,14 @@ def test_a_second_look_replaces_a_disturbed_measurement() -> None:
     assert [candidate.gb_per_s for candidate in points] == [10.0, 20.0, 30.0]
 
 
+@pytest.mark.parametrize("again", ["", "also disturbed"])
+def test_a_second_look_that_is_calm_and_no_faster_takes_the_doubt_away(again: str) -> None:
+    looks = iter([point(1, 10.0, "disturbed"), point(1, 9.0, again)])
+    assert Sweep(1, lambda number: next(looks)).run() == [
+        point(1, 10.0, "disturbed" if again else "")
+    ]
+
+
 def test_time_that_the_accelerator_gives_needs_fewer_cores() -> None:
     points = [point(number, 10.0 * number) for number in (1, 2, 3, 4)]
     assert choose(points) == 4

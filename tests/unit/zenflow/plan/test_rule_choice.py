@@ -20,6 +20,7 @@ from deepspeed_ext.zenflow.plan.share import UNITS, ChainTimes, step_seconds
 
 GIB = 1 << 30
 IN_STEP, IN_FORWARD = WeightsArrival.IN_STEP, WeightsArrival.IN_FORWARD
+CHOSEN = ("zenflow.update_rule", "weights arrive")
 
 
 def plan_of(*, stage: int = 3, is_on_cpu: bool = False, **section: Any) -> ZenFlowPlan:
@@ -68,15 +69,29 @@ def test_the_exact_rule_is_taken_if_it_is_nearly_as_fast_on_every_rank(
 
 
 @pytest.mark.parametrize(
-    ("section", "is_exact"), [({}, False), ({"weights_arrive_in_forward": True}, True)]
+    ("section", "is_exact", "why"),
+    [
+        (
+            {},
+            False,
+            "1200.0 ms with the exact rule, which hides a chain of 200.0 ms behind nothing",
+        ),
+        (
+            {"weights_arrive_in_forward": True},
+            True,
+            "1000.0 ms with the exact rule, which hides a chain of 200.0 ms behind the 300.0 ms",
+        ),
+    ],
 )
 def test_at_stages_1_and_2_nothing_hides_unless_the_config_lets_weights_arrive_in_the_forward(
-    section: dict[str, Any], is_exact: bool
+    section: dict[str, Any], is_exact: bool, why: str
 ) -> None:
     plan, ranks = plan_of(stage=2, **section), [rank_of(replace(STEP, worker=0.2))]
     choice = choose_rule(plan, True, ranks)
     assert choice.is_exact is is_exact
     assert ("because weights arrive in the step" in choice.why) is not is_exact
+    assert choice.why.startswith(f"a step would take {why}")
+    assert "and 1000.0 ms with the predictive rule" in choice.why
     short = [rank_of(replace(STEP, worker=0.04))]
     assert choose_rule(plan, True, short).is_exact
 
@@ -125,8 +140,12 @@ def test_the_rule_is_open_at_the_start_where_it_can_be_measured(
 def test_a_chosen_rule_is_the_plan_of_a_config_that_names_it(
     section: dict[str, Any], is_exact: bool
 ) -> None:
-    chosen = with_rule(plan_of(**section), is_exact=is_exact, why="")
+    before = plan_of(**section)
+    chosen = with_rule(before, is_exact=is_exact, why="")
     assert not chosen.rule.is_open
+    others = {each for each in before.reasons if not each.decision.startswith(CHOSEN)}
+    assert len(others) > 1
+    assert others <= set(chosen.reasons)
     arrives = [each for each in chosen.reasons if each.decision.startswith("weights arrive")]
     assert [each.decision for each in arrives] == [f"weights arrive {chosen.weights_arrive.value}"]
     named = plan_of(**section | as_config(chosen)["zenflow"])

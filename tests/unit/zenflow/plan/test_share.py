@@ -14,10 +14,12 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.arrays import PAGE_BYTES, ArrayKey, plan_layout
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
-from deepspeed_ext.zenflow.plan.places import WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Copies, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.search import TYPICAL, expected_times, ways_on
 from deepspeed_ext.zenflow.plan.share import (
+    HIDDEN,
     MEASURED_STEPS,
     UNITS,
     ChainTimes,
@@ -70,6 +72,9 @@ def test_nothing_hides_in_a_window_that_was_not_measured() -> None:
         (ChainTimes(device=1.0, worker=1.9), 0.5),
         (ChainTimes(device=1.0, worker=1.7, fixed=0.1), 0.5),
         (ChainTimes(device=1.0, worker=0.5, link=3.8), 0.25),
+        # a pass gives itself time: w s = 0.95 (d + c w s), and the link l s the same
+        (ChainTimes(device=1.0, worker=3.8, contention=0.5), 0.25 / (1.0 - 0.95 * 0.5)),
+        (ChainTimes(device=1.0, worker=2.0, link=3.8, contention=0.5), 0.95 / (3.8 - 0.95)),
         (ChainTimes(device=1.0, worker=1.0, fixed=2.0), 0.0),
         (ChainTimes(device=0.0, worker=0.0), 1.0),
     ],
@@ -93,6 +98,32 @@ def test_what_fits_is_as_much_as_there_is_room_for(first: int, second: int, room
 
     assert units == UNITS or bytes_at(units) <= taken
     assert units == 0 or bytes_at(units - 1) > taken
+
+
+@pytest.mark.parametrize(
+    ("config", "may_expose", "ways"),
+    [
+        ({}, True, [Copies.BESIDE_STEP, Copies.INSIDE_STEP]),
+        ({}, False, [Copies.BESIDE_STEP]),
+        ({"hide_transfers": False}, True, [Copies.INSIDE_STEP]),
+        ({"overlap_step": False}, True, [Copies.BESIDE_STEP]),
+    ],
+)
+def test_copies_beside_the_step_may_give_way_where_steps_overlap(
+    config: dict[str, Any], may_expose: bool, ways: list[Copies]
+) -> None:
+    assert [plan.copies for plan in ways_on(plan_of(GIB, **config), may_expose)] == ways
+
+
+def test_before_anything_is_measured_times_are_those_of_bytes() -> None:
+    """Of each element, 2.125 bytes go up, and the pass moves 24 of p and the moments and what the
+    link does; a step is just long enough for the slower one."""
+    plans = [plan_of(GIB, hide_transfers=hides) for hides in (True, False)]
+    beside, inside = expected_times(plans)
+    link, host = 2.125 * GIB / TYPICAL.link, (2 + 24 + 2.125 + 4.125) * GIB / TYPICAL.host
+    assert (beside.worker, beside.link) == pytest.approx((host, link))
+    assert (inside.worker, inside.link) == pytest.approx((host, link))
+    assert beside.device == inside.device == pytest.approx(host / HIDDEN)
 
 
 def test_without_room_nothing_moves() -> None:

@@ -7,6 +7,7 @@ buffer is read before it has been written.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -479,3 +480,26 @@ def test_what_is_converted_on_its_way_up_goes_in_parts(numel: int) -> None:
     assert torch.equal(weights, published.bfloat16())
     assert largest.numel == min(numel, 16)
     assert nbytes == 4 * numel
+
+
+def test_each_part_of_a_gradient_waits_until_the_same_part_of_y_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both lie in one slot, and y may be read after the gradient was ready."""
+    accelerator, events = MagicMock(), itertools.count()
+    accelerator.is_synchronized_device.return_value = False
+    accelerator.current_stream().record_event.side_effect = lambda: next(events)
+    monkeypatch.setattr(transfers_module, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(transfers_module, "ACCELERATOR_CHUNK_NUMEL", 32)
+    monkeypatch.setattr(streams_module, "blocking_event", MagicMock)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    y, grad, process = torch.zeros(80), torch.ones(80), MagicMock()
+    transfers = Transfers(process, [[Results(y, None)]], 32, MagicMock(), Copies.INSIDE_STEP)
+    ready = transfers.ready()
+    read = [part.clone() for _, part in transfers.published(0)]
+    transfers.take(0, grad, y, ready)
+    assert [call.args for call in transfers._down.wait_event.call_args_list] == [
+        (event,) for event in range(1 + len(read))
+    ]
+    assert [part.numel() for part in read] == [32, 32, 16]
+    assert torch.equal(y, grad)

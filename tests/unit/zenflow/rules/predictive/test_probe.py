@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_ext.zenflow.optimizers.lion import LionKind
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample
+from deepspeed_ext.zenflow.worker.kernel import LionStep
 from deepspeed_ext.zenflow.worker.kernel.codes import decode
 
 BLOCK = 4
@@ -107,3 +109,20 @@ def test_errors_are_distances_from_what_the_worker_has_computed(
     assert errors.prediction == pytest.approx(4 * 0.75)
     assert errors.update == pytest.approx(4 * 2.0)
     assert errors.rounding == pytest.approx(max(4 * rounding, 4 * 128.25 * 2.0**-24))
+
+
+def test_a_sample_of_lion_predicts_by_the_formula_of_its_estimate() -> None:
+    """An interval of one gradient has no earlier ones, and Lion's estimate knows none."""
+    generator = torch.Generator().manual_seed(1)
+    p, m, grad = (torch.randn(2 * BLOCK, generator=generator) for _ in range(3))
+    partition: Any = SimpleNamespace(
+        master=p, moments=(m,), scales=(), ring=(), index=0, publish_dtype=torch.float32
+    )
+    partition.weights = lambda: torch.empty(0)
+    step = LionStep(lr=0.5, beta1=0.9, beta2=0.99, weight_decay=0.5, step=2, grad_scale=1.0)
+    kind = LionKind(torch.optim.SGD([torch.zeros(1)]))
+    sample = Sample.take(partition, grad, kind, BLOCK, step, 8, 1)
+    sample.slots, sample.steps = (0,), (step,)
+    means = m.view(-1, BLOCK).abs().mean(1).repeat_interleave(BLOCK)
+    direction = 0.9 * means.copysign(m) + (1.0 - 0.9) * grad
+    torch.testing.assert_close(sample.predicted(), 0.75 * p - 0.5 * direction.sign())
