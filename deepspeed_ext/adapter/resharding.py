@@ -49,6 +49,7 @@ from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, rule_told
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import log_once, logger
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
+from deepspeed_ext.runtime.words import counted
 
 __all__ = ["LoadingRun", "Resharder", "RunLayout", "only_weights"]
 
@@ -228,8 +229,9 @@ class Resharder:
         assert found is not None
         if run.leads:
             logger.info(
-                f"{found.saved.folder}, saved by {saved[1]} ranks at ZeRO stage {saved[0]}, is "
-                f"loaded on {found.target.ranks} ranks at stage {run.layout.stage}"
+                f"{found.saved.folder}, saved by {counted(saved[1], 'rank')} at ZeRO stage "
+                f"{saved[0]}, is loaded on {counted(found.target.ranks, 'rank')} "
+                f"at stage {run.layout.stage}"
             )
         return found
 
@@ -450,9 +452,9 @@ def _require_same_ranks(folder: str, ranks: int) -> None:
     """Raise if another number of ranks saved this checkpoint of experts."""
     if holds_partitions(folder) and (saved := SavedCheckpoint(folder).ranks) != ranks:
         raise CheckpointError(
-            f"{folder} was saved by {saved} ranks, and this run has {ranks}: with expert groups, "
-            "resume on the same number of ranks with the same ep_size, or convert to DeepSpeed's "
-            "universal checkpoint. load_module_only=True loads the weights alone"
+            f"{folder} was saved by {counted(saved, 'rank')}, and this run has {ranks}: "
+            "with expert groups, resume on the same number of ranks with the same ep_size, or "
+            "convert to DeepSpeed's universal checkpoint. load_module_only=True loads the weights alone"
         )
 
 

@@ -28,6 +28,7 @@ from deepspeed_ext.checkpoint.zenflow_state import (
 )
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.words import counted
 
 __all__ = [
     "SAVED_NAMES",
@@ -357,9 +358,9 @@ class SavedCheckpoint:
         first = self.partitions(min(self._files))
         if not self._files.keys() >= set(range(self.ranks)):
             raise CheckpointError(
-                f"{self.folder} was saved by {self.ranks} ranks and has the optimizer's files of "
-                f"ranks {format_cpulist(self._files)}: copy the missing files there, or load "
-                "another checkpoint by its tag"
+                f"{self.folder} was saved by {counted(self.ranks, 'rank')} and has the "
+                f"optimizer's files of ranks {format_cpulist(self._files)}: copy the missing files "
+                "there, or load another checkpoint by its tag"
             )
         groups = [
             {name: torch.Size(shape).numel() for name, shape in group.items()}
