@@ -454,7 +454,8 @@ def _require_same_ranks(folder: str, ranks: int) -> None:
         raise CheckpointError(
             f"{folder} was saved by {counted(saved, 'rank')}, and this run has {ranks}: "
             "with expert groups, resume on the same number of ranks with the same ep_size, or "
-            "convert to DeepSpeed's universal checkpoint. load_module_only=True loads the weights alone"
+            "convert to DeepSpeed's universal checkpoint. load_module_only=True loads the weights "
+            "alone"
         )
 
 
