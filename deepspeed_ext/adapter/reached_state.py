@@ -279,7 +279,7 @@ class ReachedState:
         self.drain_together()
         with together(host.ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read(state_dict_list)
-            if loads_optimizer and not checkpoint_folder and state_dict_list is not None:
+            if loads_optimizer and not checkpoint_folder and isinstance(state_dict_list, list):
                 self._require_groups(groups_of(state_dict_list[self._ranks.rank]), _STATE)
         _require_same_position(saved, host.ranks)
         with self._replaceable(), host.shown.quiet():
