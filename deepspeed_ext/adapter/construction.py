@@ -39,6 +39,7 @@ from deepspeed_ext.runtime.device_queues import single_queue
 from deepspeed_ext.runtime.garbage import earlier_objects_left_out
 from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.runtime.ranks import GridRanks, RankGroup, raise_together
+from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan.phases import Phase, nbytes_of
 from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
@@ -238,7 +239,7 @@ def _flattening(plans: Sequence[FlattenPlan]) -> str:
     how = ", ".join(
         tier if tier == TIERS[0] else f"{tier} ({reason})" for tier, reason in tiers.items()
     )
-    return f"{size:,.1f} MiB of parameters in {len(plans)} groups, tier {how}"
+    return f"{size:,.1f} MiB of parameters in {counted(len(plans), 'group')}, tier {how}"
 
 
 def _cores(binding: CoreBinding) -> Iterator[str]:

@@ -254,6 +254,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "loss_scale": EXISTS,
         "update_scale": "(self, overflow)",
     },
+    "deepspeed.runtime.fp16.loss_scaler": {"LossScalerBase": EXISTS},
     "deepspeed.runtime.fp16.loss_scaler:LossScaler": {
         "__init__": "(self, scale)",
         "update_scale": "(self, overflow)",

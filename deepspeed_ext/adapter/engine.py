@@ -520,22 +520,16 @@ class Engine(EngineSettings):
             shapes=self._get_zero_param_shapes,
         )
         parts = self._parts
-        return LoadingRun(
-            self.optimizer,
-            self.module,
-            self._config,
-            parts.ranks,
-            layout,
-            can_reshard,
-            parts.zenflow,
-        )
+        about = self.optimizer, self.module, self._config, parts.ranks, layout, can_reshard
+        return LoadingRun(*about, parts.zenflow)
 
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
         if only_weights(how):  # after an interrupted load, the rest must be loaded too
             self._require(Readiness.require_states_here)
         if self.load_universal_checkpoint():  # it changes counters before `load_module_state_dict`
             self._require(Readiness.load_begins)
-        if (opened := self._parts.resharder.plan(os.path.join(load_dir, str(tag)), how)) is None:
+        folder, has_schedule = os.path.join(load_dir, str(tag)), self.lr_scheduler is not None
+        if (opened := self._parts.resharder.plan(folder, how, has_schedule)) is None:
             return super()._load_checkpoint(load_dir, tag, **how)
         # without optimizer states, stage 3 would gather a whole fp32 model
         with_states = {**how, "load_optimizer_states": True}

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from deepspeed_ext.adapter.saved_checkpoint import groups_of
+from deepspeed_ext.adapter.saved_fields import require_optimizer_fields
 from deepspeed_ext.adapter.step import AutocastScale
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
@@ -141,6 +143,7 @@ def wrap_accelerate(engine: type[Any]) -> None:
 
 
 _ANOTHER = "load another checkpoint by its tag"
+_STATE = "the optimizer's state"
 _AUTOCAST_SCALE = "deepspeed_ext_autocast_scale"
 """Key of the loss scale of ``torch_autocast`` in an optimizer's state dict."""
 
@@ -153,6 +156,7 @@ class ReachedState:
         ranks: the data-parallel ranks.
         scale: the loss scale of ``torch_autocast``, which DeepSpeed does not save; None: there is
             none.
+        require_groups: see `Readiness`.
 
     Attributes:
         exact_weights: context in which the model has p, rounded to its dtype, in place of predicted
@@ -165,11 +169,13 @@ class ReachedState:
         partitions: ZeroPartitions,
         ranks: RankGroup,
         scale: AutocastScale | None,
+        require_groups: Callable[[Sequence[Mapping[str, Any]], str], None],
     ) -> None:
         self._host = host
         self._partitions = partitions
         self._ranks = ranks
         self._scale = scale
+        self._require_groups = require_groups
         self._copies = True
         self._attached: tuple[weakref.ref[torch.nn.Module], bool] | None = None
         drain = partial(self.drain_together, shows_moments=False)
@@ -273,6 +279,8 @@ class ReachedState:
         self.drain_together()
         with together(host.ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read(state_dict_list)
+            if loads_optimizer and not checkpoint_folder and isinstance(state_dict_list, list):
+                self._require_groups(groups_of(state_dict_list[self._ranks.rank]), _STATE)
         _require_same_position(saved, host.ranks)
         with self._replaceable(), host.shown.quiet():
             super_call(
@@ -285,6 +293,8 @@ class ReachedState:
             )
         with self._replaceable(), together(host.ranks, CheckpointError):
             if loads_optimizer:
+                if checkpoint_folder:  # its groups lie in files that only DeepSpeed reads
+                    self._require_groups(host.kind.optimizer.param_groups, checkpoint_folder)
                 checkpoint.adopt_optimizer_state(host, self._partitions.clear_padding)
                 exact = checkpoint.restore(host, saved, f"rank {dist.get_rank()}")
                 weights = saved.weights if exact and saved is not None else None
@@ -323,6 +333,7 @@ class ReachedState:
         if not isinstance(state, Mapping):
             told = f"the optimizer's state is a {type(state).__name__}, expected a dict"
             raise CheckpointError(f"{told}: {_ANOTHER}")
+        require_optimizer_fields(state, _STATE)
         if checkpoint.STATE_KEY not in state:
             return None
         numels = [state.master.numel() for state in self._host.states]

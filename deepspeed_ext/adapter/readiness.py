@@ -11,7 +11,7 @@ calls nothing of ours when it raises. A nested graph task belongs to the pass of
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from deepspeed_ext.adapter.upstream import BackwardHookStateManager, OffloadStateTypeEnum
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.errors import StateError
+from deepspeed_ext.errors import CheckpointError, ConfigError, StateError
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
 __all__ = ["BackwardPass", "Interruption", "Readiness", "Work"]
@@ -271,6 +271,22 @@ class Readiness:
             self._is_loading = True
 
     # -- checks, before anything changes -----------------------------------------------------------
+
+    def require_groups(self, groups: Sequence[Mapping[str, Any]], where: str) -> None:
+        """Check the parameter groups of a checkpoint.
+
+        Args:
+            where: what holds them, such as a file.
+
+        Raises:
+            CheckpointError: one has a setting with which the worker cannot step.
+        """
+        try:
+            self._host.kind.require_steppable(predicts=self._predicts, groups=groups)
+        except ConfigError as error:
+            raise CheckpointError(
+                f"{where}: {error}. Load another checkpoint by its tag, or only the weights"
+            ) from error
 
     def require_steppable(self, managed: bool) -> None:
         """Check that a step is possible.

@@ -24,7 +24,12 @@ from torch.utils._pytree import tree_map_only
 from deepspeed_ext.adapter.saved_checkpoint import (
     ZERO_STAGE_WEIGHTS,
     SavedCheckpoint,
+    SavedPartitions,
     holds_partitions,
+)
+from deepspeed_ext.adapter.saved_fields import (
+    require_model_fields,
+    require_optimizer_fields,
 )
 from deepspeed_ext.adapter.upstream import (
     Swap,
@@ -44,6 +49,7 @@ from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, rule_told
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import log_once, logger
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
+from deepspeed_ext.runtime.words import counted
 
 __all__ = ["LoadingRun", "Resharder", "RunLayout", "only_weights"]
 
@@ -164,11 +170,14 @@ class Resharder:
 
     # -- before DeepSpeed reads --------------------------------------------------------------------
 
-    def plan(self, folder: str, how: Mapping[str, Any]) -> TorchCheckpointEngine | None:
+    def plan(
+        self, folder: str, how: Mapping[str, Any], has_schedule: bool
+    ) -> TorchCheckpointEngine | None:
         """Compare the layout of the checkpoint in `folder` with the run's. A collective.
 
         Args:
             how: the keyword arguments of DeepSpeed's ``_load_checkpoint``.
+            has_schedule: whether the engine has a scheduler of the learning rate.
 
         Returns:
             The checkpoint engine that reads the model's file in place of DeepSpeed's; None:
@@ -176,9 +185,16 @@ class Resharder:
 
         Raises:
             CheckpointError: on every rank, if the checkpoint needs another layout and cannot be
-                read.
+                read, or has a field that DeepSpeed or the optimizer cannot use.
         """
+        run, found = self._loading, list[SavedPartitions]()
+        with together(run.ranks, CheckpointError):
+            found = self._with_right_fields(folder, how, has_schedule)
         self._resharding = self._planned(folder, only_weights(how), how["custom_load_fn"])
+        if run.zenflow is not None:
+            with together(run.ranks, CheckpointError):
+                for partitions in found:
+                    run.zenflow.readiness.require_groups(partitions.groups, partitions.path)
         return None if self._resharding is None else self._resharding.files
 
     def _planned(self, folder: str, without_state: bool, custom_load_fn: Any) -> Resharding | None:
@@ -213,9 +229,37 @@ class Resharder:
         assert found is not None
         if run.leads:
             logger.info(
-                f"{found.saved.folder}, saved by {saved[1]} ranks at ZeRO stage {saved[0]}, is "
-                f"loaded on {found.target.ranks} ranks at stage {run.layout.stage}"
+                f"{found.saved.folder}, saved by {counted(saved[1], 'rank')} at ZeRO stage "
+                f"{saved[0]}, is loaded on {counted(found.target.ranks, 'rank')} "
+                f"at stage {run.layout.stage}"
             )
+        return found
+
+    def _with_right_fields(
+        self, folder: str, how: Mapping[str, Any], has_schedule: bool
+    ) -> list[SavedPartitions]:
+        """Check the fields of the model's file and of the optimizer's files of the first rank and
+        of this one, before anything changes; return the latter two."""
+        run = self._loading
+        if not run.can_reshard or not holds_partitions(folder):
+            return []
+        try:
+            saved = SavedCheckpoint(folder)
+            model, path = saved.model(), saved.model_file()
+            ranks = [] if only_weights(how) else saved.file_ranks(run.layout.sharers.rank)
+            found = [saved.partitions(rank) for rank in ranks]
+        except (CheckpointError, OSError):  # whoever reads the rest reports damage
+            return []
+        require_model_fields(
+            model,
+            path,
+            loads_counts=not how["load_module_only"],
+            loads_schedule=has_schedule
+            and how["load_lr_scheduler_states"]
+            and not how["load_module_only"],
+        )
+        for partitions in found:
+            require_optimizer_fields(partitions.state, partitions.path)
         return found
 
     def _differing(self, folder: str, without_state: bool) -> Resharding | None:
@@ -408,9 +452,10 @@ def _require_same_ranks(folder: str, ranks: int) -> None:
     """Raise if another number of ranks saved this checkpoint of experts."""
     if holds_partitions(folder) and (saved := SavedCheckpoint(folder).ranks) != ranks:
         raise CheckpointError(
-            f"{folder} was saved by {saved} ranks, and this run has {ranks}: with expert groups, "
-            "resume on the same number of ranks with the same ep_size, or convert to DeepSpeed's "
-            "universal checkpoint. load_module_only=True loads the weights alone"
+            f"{folder} was saved by {counted(saved, 'rank')}, and this run has {ranks}: "
+            "with expert groups, resume on the same number of ranks with the same ep_size, or "
+            "convert to DeepSpeed's universal checkpoint. load_module_only=True loads the weights "
+            "alone"
         )
 
 

@@ -28,6 +28,7 @@ from deepspeed_ext.checkpoint.zenflow_state import (
 )
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.words import counted
 
 __all__ = [
     "SAVED_NAMES",
@@ -35,6 +36,7 @@ __all__ = [
     "Keys",
     "SavedCheckpoint",
     "SavedPartitions",
+    "groups_of",
     "holds_partitions",
 ]
 
@@ -93,17 +95,18 @@ class SavedPartitions:
         tensors: for each flat tensor, p and the optimizer's state per element, by name; 1-D, mapped
             from the file. p may lack padding at its end.
         scalars: for each flat tensor, the rest of the optimizer's state, such as the step count.
+        path: the file.
         groups: the parameter groups of the optimizer; empty: not saved.
         group_of_flats: index of the parameter group of each flat tensor.
     """
 
     def __init__(self, state: Mapping[str, Any], path: str) -> None:
         self.state = state
-        self._path = path
+        self.path = path
         self._is_sound = False
         try:
             masters, base = _masters(state), _base_optimizer(state)
-            self.groups: Sequence[Mapping[str, Any]] = base.get("param_groups", ())
+            self.groups = groups_of(state)
             states = base.get("state", {})
             order = [each for group in self.groups for each in group["params"]] or list(
                 range(len(masters))
@@ -157,8 +160,8 @@ class SavedPartitions:
             CheckpointError: the file is damaged, or has fewer elements.
         """
         if not self._is_sound:
-            with reading(self._path):
-                require_sound(self._path)
+            with reading(self.path):
+                require_sound(self.path)
             self._is_sound = True
         whole = self.tensors[flat]
         if (shortest := min(tensor.numel() for tensor in whole.values())) < end:
@@ -275,6 +278,10 @@ class SavedCheckpoint:
             self._opened[rank] = SavedPartitions(state, self._files[rank])
         return self._opened[rank]
 
+    def file_ranks(self, rank: int) -> list[int]:
+        """The first rank that has an optimizer file, and `rank` if it has one."""
+        return sorted({min(self._files), *(self._files.keys() & {rank})})
+
     def model_file(self, rank: int = 0) -> str:
         """The file with the weights of `rank`, or with all weights."""
         name = _WHOLE_MODEL if self.has_whole_weights else _PARTITIONED_MODEL.format(rank=rank)
@@ -351,9 +358,9 @@ class SavedCheckpoint:
         first = self.partitions(min(self._files))
         if not self._files.keys() >= set(range(self.ranks)):
             raise CheckpointError(
-                f"{self.folder} was saved by {self.ranks} ranks and has the optimizer's files of "
-                f"ranks {format_cpulist(self._files)}: copy the missing files there, or load "
-                "another checkpoint by its tag"
+                f"{self.folder} was saved by {counted(self.ranks, 'rank')} and has the "
+                f"optimizer's files of ranks {format_cpulist(self._files)}: copy the missing files "
+                "there, or load another checkpoint by its tag"
             )
         groups = [
             {name: torch.Size(shape).numel() for name, shape in group.items()}
@@ -399,6 +406,26 @@ def _masters(state: Mapping[str, Any]) -> list[torch.Tensor]:
         else Keys.SINGLE_PARTITION_OF_FP32_GROUPS
     )
     return [master.detach().view(-1) for master in state[key]]
+
+
+def groups_of(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The parameter groups in an optimizer's state dict of any stage; empty: not saved.
+
+    Raises:
+        CheckpointError: they are no list of dicts.
+    """
+    key = (
+        Keys.OPTIMIZER_STATE_DICT
+        if Keys.OPTIMIZER_STATE_DICT in state
+        else (Keys.BASE_OPTIMIZER_STATE)
+    )
+    base = state.get(key)
+    groups = base.get("param_groups", ()) if isinstance(base, Mapping) else ()
+    if not isinstance(groups, Sequence) or not all(isinstance(each, Mapping) for each in groups):
+        raise CheckpointError(
+            f"param_groups of {key} is no list of dicts: load another checkpoint by its tag"
+        )
+    return groups
 
 
 def _base_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -77,6 +77,8 @@ __all__ = [
     "DeepSpeedZeroOffloadOptimizerConfig",
     "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizerStage3",
+    "DynamicLossScaler",
+    "LossScalerBase",
     "OffloadDeviceEnum",
     "OffloadStateTypeEnum",
     "ParameterStatus",

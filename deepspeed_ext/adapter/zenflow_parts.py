@@ -70,7 +70,7 @@ class ZenFlowParts:
             offloaded=lambda: zero.offloaded_states,
             has_gradients=lambda: driver.gradients is not None or partitions.has_gradients,
         )
-        state = ReachedState(host, partitions, ranks, scale)
+        state = ReachedState(host, partitions, ranks, scale, readiness.require_groups)
         return cls(host, driver, state, readiness, backward_pass)
 
     def settle_masters(self) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from deepspeed_ext.errors import UnsupportedError
+from deepspeed_ext.runtime.words import counted
 
 __all__ = ["Fetch", "GatherMode", "GatherPlan", "ParameterFacts", "plan_gather"]
 
@@ -132,7 +133,7 @@ class GatherPlan:
         """Describe the plan in one line, for logs and error messages."""
         counts = Counter(mode.value for mode in self.modes.values())
         modes = ", ".join(f"{count} {mode}" for mode, count in sorted(counts.items()))
-        text = f"{len(self.modes)} parameters ({modes}), min_numel={self.min_numel}"
+        text = f"{counted(len(self.modes), 'parameter')} ({modes}), min_numel={self.min_numel}"
         for reason, count in sorted(Counter(self.reasons.values()).items()):
             text += f"; {count} left to upstream: {reason}"
         return text

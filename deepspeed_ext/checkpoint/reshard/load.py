@@ -10,6 +10,7 @@ import torch
 from deepspeed_ext.checkpoint.reshard.ends import MASTER, Source, SourcePartitions, Target
 from deepspeed_ext.checkpoint.reshard.layout import Copy, plan_copies
 from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.runtime.words import counted
 
 __all__ = ["load_frozen", "load_masters", "load_optimizer", "require_same_groups"]
 
@@ -27,8 +28,8 @@ def require_same_groups(saved: Source, target: Target) -> None:
     there, here = saved.partitions(0).groups, target.hyperparameters
     if there and len(there) != len(here):
         raise CheckpointError(
-            f"the checkpoint has {len(there)} parameter groups, the optimizer {len(here)}: resume "
-            "with the groups that were saved"
+            f"the checkpoint has {counted(len(there), 'parameter group')}, the optimizer "
+            f"{len(here)}: resume with the groups that were saved"
         )
     if any(("eps" in one) != ("eps" in other) for one, other in zip(there, here, strict=False)):
         saved_names, names = (sorted(set(groups[0]) - {"params"}) for groups in (there, here))

@@ -4,7 +4,7 @@ estimate, in `optimizers.adam_estimator`."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from deepspeed_ext.zenflow.optimizers.adam_estimator import (
     move_coefficient,
     publish_ahead,
 )
-from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind, require_no_third_moment
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.reference import block_means_into, publish_into
@@ -51,38 +51,34 @@ class AdamKind(OptimizerKind):
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
         return _is_adam(optimizer)
 
-    def require_steppable(self, *, predicts: bool) -> None:
-        super().require_steppable(predicts=predicts)
-        name = type(self.optimizer).__name__
-        for index, group in enumerate(self.optimizer.param_groups):
-            _require_two_moments(index, group, name)
-            beta1, beta2 = map(float, group["betas"])
-            place = f"parameter group {index} of {name} has betas=({beta1:g}, {beta2:g})"
-            if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-                raise ConfigError(f"{place}, but each must be at least 0 and below 1: change them")
-            if predicts and 2.0 * beta2 < beta1**2:
-                raise ConfigError(
-                    f"{place}: v forgets gradients so much faster than m that m / sqrt(v) has no "
-                    "useful bound, and zenflow's predicted weights need one. Raise beta2 to at "
-                    'least beta1^2 / 2, or set "zenflow": {"overlap_step": false}, which predicts '
-                    "nothing"
-                )
+    def _require_group(self, group: Mapping[str, Any], place: str, *, predicts: bool) -> None:
+        super()._require_group(group, place, predicts=predicts)
+        beta1, beta2 = map(float, group["betas"])
+        place = f"{place} has betas=({beta1:g}, {beta2:g})"
+        if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+            raise ConfigError(f"{place}, but each must be at least 0 and below 1: change them")
+        if predicts and 2.0 * beta2 < beta1**2:
+            raise ConfigError(
+                f"{place}: v forgets gradients so much faster than m that m / sqrt(v) has no "
+                "useful bound, and zenflow's predicted weights need one. Raise beta2 to at "
+                'least beta1^2 / 2, or set "zenflow": {"overlap_step": false}, which predicts '
+                "nothing"
+            )
 
-    def step(self, group: int, number: int, grad_scale: float) -> AdamStep:
+    def constants(self, group: Mapping[str, Any], number: int, grad_scale: float) -> AdamStep:
         """As in the base class; `grad_scale` changes its sign if the group is maximized."""
-        values = self.optimizer.param_groups[group]
-        beta1, beta2 = values["betas"]
-        sign = -1.0 if values.get("maximize") else 1.0
+        beta1, beta2 = group["betas"]
+        sign = -1.0 if group.get("maximize") else 1.0
         return AdamStep(
-            lr=float(values["lr"]),
+            lr=float(group["lr"]),
             beta1=float(beta1),
             beta2=float(beta2),
-            eps=float(values["eps"]),
-            weight_decay=float(values["weight_decay"]),
-            decoupled=bool(values.get("decoupled_weight_decay", self._decoupled)),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
             step=number,
             grad_scale=sign * grad_scale,
-            bias_correction=bool(values.get("bias_correction", True)),
+            bias_correction=bool(group.get("bias_correction", True)),
         )
 
     def step_value(self, updates: int) -> torch.Tensor | int:
@@ -209,17 +205,8 @@ def require_adam(optimizer: torch.optim.Optimizer) -> bool:
             "use Adam or AdamW, or remove the zenflow section"
         )
     for index, group in enumerate(optimizer.param_groups):
-        _require_two_moments(index, group, name)
+        require_no_third_moment(group, f"parameter group {index} of {name}")
     return decoupled
-
-
-def _require_two_moments(index: int, group: dict[str, Any], name: str) -> None:
-    if group.get("amsgrad"):
-        raise ConfigError(
-            "zero_optimization.zenflow keeps two moments per weight, but amsgrad=True (parameter "
-            f"group {index} of {name}) needs a third, which DeepSpeed's own CPU optimizer does not "
-            "have either: set it to False"
-        )
 
 
 def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:

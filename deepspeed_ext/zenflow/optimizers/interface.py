@@ -8,9 +8,10 @@ the accelerator. A new one is a subclass, listed in `choose`, with the contract 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from deepspeed_ext.zenflow.worker.messages import LionPartitionPass, PartitionPass
 
-__all__ = ["Estimate", "OptimizerKind"]
+__all__ = ["Estimate", "OptimizerKind", "require_no_third_moment"]
 
 
 class Estimate(Protocol):
@@ -68,33 +69,52 @@ class OptimizerKind(ABC):
 
     # -- hyperparameters ---------------------------------------------------------------------------
 
-    def require_steppable(self, *, predicts: bool) -> None:
+    def require_steppable(
+        self, *, predicts: bool, groups: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
         """Check the hyperparameters before a step, because a script may have changed them.
 
         Args:
             predicts: whether weights are predicted.
+            groups: parameter groups that a load would bring; None: those of the optimizer.
 
         Raises:
             ConfigError: a parameter group has a setting with which the worker cannot step.
         """
-        for index in range(len(self.optimizer.param_groups)):
-            try:
-                self.step(index, 1, 1.0)
-            except (TypeError, ValueError, KeyError, RuntimeError) as error:
-                name = type(self.optimizer).__name__
-                raise ConfigError(
-                    f"parameter group {index} of {name} cannot be stepped with: a setting such as "
-                    f"lr or betas is not a number, or missing ({type(error).__name__}: {error}). "
-                    "Put it back"
-                ) from error
+        for index, group in enumerate(self.optimizer.param_groups if groups is None else groups):
+            place = f"parameter group {index} of {type(self.optimizer).__name__}"
+            self._require_group(group, place, predicts=predicts)
 
-    @abstractmethod
+    def _require_group(self, group: Mapping[str, Any], place: str, *, predicts: bool) -> None:
+        """Check one parameter group; `place` names it."""
+        require_no_third_moment(group, place)
+        try:
+            constants = self.constants(group, 1, 1.0)
+        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            raise ConfigError(
+                f"{place} cannot be stepped with: a setting such as "
+                f"lr or betas is not a number, or missing ({type(error).__name__}: {error}). "
+                "Put it back"
+            ) from error
+        for name, value in asdict(constants).items():
+            if not math.isfinite(value):
+                raise ConfigError(f"{place} has {name} = {value}, expected a finite number")
+
     def step(self, group: int, number: int, grad_scale: float) -> Any:
-        """The constants of one update, from the current hyperparameters: a frozen dataclass,
-        `StepConstants`.
+        """The constants of one update, from the current hyperparameters.
 
         Args:
             group: index of the parameter group.
+            number, grad_scale: see `constants`.
+        """
+        return self.constants(self.optimizer.param_groups[group], number, grad_scale)
+
+    @abstractmethod
+    def constants(self, group: Mapping[str, Any], number: int, grad_scale: float) -> Any:
+        """The constants of one update: a frozen dataclass, `StepConstants`.
+
+        Args:
+            group: a parameter group's hyperparameters.
             number: number of the update, from 1.
             grad_scale: multiplies the gradient.
         """
@@ -225,3 +245,17 @@ class OptimizerKind(ABC):
         """Calls that compile the device kernels of `step_rows`; see
         `kernels.prepare.share_steps`."""
         return ()
+
+
+def require_no_third_moment(group: Mapping[str, Any], place: str) -> None:
+    """Check that a parameter group needs no state that the worker does not have.
+
+    Raises:
+        ConfigError: it has ``amsgrad``.
+    """
+    if group.get("amsgrad"):
+        raise ConfigError(
+            "zero_optimization.zenflow keeps at most two moments per weight, but amsgrad=True "
+            f"({place}) needs a third, which DeepSpeed's own CPU optimizer does not have either: "
+            "set it to False"
+        )

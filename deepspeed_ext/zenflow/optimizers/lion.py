@@ -13,7 +13,7 @@ That is the exact update, except that k stands for m. The estimate supports inte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,14 +61,13 @@ class LionKind(OptimizerKind):
     def serves(cls, optimizer: torch.optim.Optimizer) -> bool:
         return type(optimizer).__name__ in _NAMES
 
-    def step(self, group: int, number: int, grad_scale: float) -> LionStep:
-        values = self.optimizer.param_groups[group]
-        beta1, beta2 = values["betas"]
+    def constants(self, group: Mapping[str, Any], number: int, grad_scale: float) -> LionStep:
+        beta1, beta2 = group["betas"]
         return LionStep(
-            lr=float(values["lr"]),
+            lr=float(group["lr"]),
             beta1=float(beta1),
             beta2=float(beta2),
-            weight_decay=float(values["weight_decay"]),
+            weight_decay=float(group["weight_decay"]),
             step=number,
             grad_scale=grad_scale,
         )

@@ -7,6 +7,7 @@ import copy
 import math
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -137,6 +138,63 @@ MISFITS: dict[str, tuple[str, Any, str]] = {
     "a count of NaN": ("step", torch.tensor(math.nan), "'step', is now tensor(nan)"),
 }
 """Name in the first partition's state (none: all of it), value, and what is said of it."""
+
+
+FIELDS: dict[str, Any] = {
+    "loss_scaler": [1.0],
+    "amsgrad": True,
+    "lr": math.inf,
+    "global_steps": "3",
+}
+"""A field of a checkpoint's files, and a value that does not belong there."""
+
+
+def put_wrong(folder: Path, name: str, value: Any) -> None:
+    """Write the value to the file that has the field."""
+    for path in folder.glob("*states.pt"):
+        content = torch.load(path, weights_only=False)
+        if "optimizer_state_dict" in content:
+            state = content["optimizer_state_dict"]
+            base = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+            (group,) = base["param_groups"]
+        else:
+            state = group = {}
+        for held in (content, state, group):
+            if name in held or (name == "amsgrad" and held is group):
+                held[name] = value
+        torch.save(content, path)
+
+
+def load_wrong_fields(config: dict, folder: str) -> list[str]:
+    """What is wrong if a file has a wrong field: the run must go on as if it was not loaded."""
+    data, found = batches(STEPS, 0), []
+    engine = make_engine(config)
+    train(engine, data[:GOOD])
+    engine.save_checkpoint(folder, tag="good")
+    expected = train(engine, data[GOOD:])
+    for name, value in FIELDS.items():
+        shutil.copytree(Path(folder, "good"), Path(folder, name))
+        put_wrong(Path(folder, name), name, value)
+        engine.load_checkpoint(folder, tag="good")
+        said = refused(lambda: engine.load_checkpoint(folder, tag=name))  # noqa: B023
+        if name not in said and not (
+            name in ("betas", "eps", "weight_decay") and "such as" in said
+        ):
+            found.append(f"{name}: {said}")
+        if train(engine, data[GOOD:]) != expected:  # without another load
+            found.append(f"{name}: the state before is not whole")
+        shutil.rmtree(Path(folder, name))
+    engine.load_checkpoint(folder, tag="good")
+    found += [] if train(engine, data[GOOD:]) == expected else ["the good one"]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_wrong_field_is_refused_by_name_and_the_state_before_is_whole(
+    stage: int, tmp_path: Path
+) -> None:
+    assert run_ranks(1, load_wrong_fields, zenflow_config(stage), str(tmp_path)) == [[]]
 
 
 def load_misfits(config: dict) -> list[str]:

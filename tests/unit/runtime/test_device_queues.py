@@ -19,6 +19,12 @@ def test_one_queue_is_told_with_the_reason_and_what_to_change(value: str, is_tol
         assert "Unset it" in told
 
 
+def test_the_variable_is_nvidias() -> None:
+    told = single_queue({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert told is not None
+    assert told.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 puts")
+
+
 def test_an_environment_without_the_variable_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert single_queue({}) is None
     monkeypatch.setenv(QUEUES, "1")

@@ -3,6 +3,7 @@ before it."""
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -138,3 +139,46 @@ def test_a_beta_outside_of_its_bounds_is_refused(betas: tuple[float, float]) -> 
     optimizer.param_groups[0]["betas"] = betas
     with pytest.raises(ConfigError, match="each must be at least 0 and below 1"):
         AdamKind(optimizer).require_steppable(predicts=False)
+
+
+def kind_of(kind: type[OptimizerKind]) -> tuple[OptimizerKind, dict[str, Any]]:
+    """An optimizer of this kind, and its group as a checkpoint has it."""
+    ours = kind.__new__(kind)  # DeepSpeed's Lion would be compiled
+    ours.optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    vars(ours)["_decoupled"] = True
+    return ours, dict(ours.optimizer.param_groups[0])
+
+
+@pytest.mark.parametrize("kind", [AdamKind, LionKind])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("amsgrad", True),
+        ("lr", math.inf),
+        ("lr", math.nan),
+        ("lr", None),
+        ("betas", (0.9, math.nan)),
+        ("betas", (0.9,)),
+        ("weight_decay", math.inf),
+        ("weight_decay", "much"),
+        ("eps", math.nan),
+        ("eps", [1e-8]),
+    ],
+)
+def test_so_is_what_a_load_would_bring(kind: type[OptimizerKind], name: str, value: Any) -> None:
+    ours, group = kind_of(kind)
+    if kind is LionKind and name == "eps":  # it has none
+        return
+    with pytest.raises(ConfigError, match="parameter group 1 of "):
+        ours.require_steppable(predicts=True, groups=[group, {**group, name: value}])
+    ours.require_steppable(predicts=True)  # its own are as they were
+
+
+@pytest.mark.parametrize("kind", [AdamKind, LionKind])
+def test_options_without_effect_and_tensors_are_taken(kind: type[OptimizerKind]) -> None:
+    ours, group = kind_of(kind)
+    options = dict.fromkeys(("fused", "foreach", "capturable", "differentiable", "maximize"), True)
+    for changes in (options, {"amsgrad": False}, {"lr": torch.tensor(1e-3)}, {"lr": 0}):
+        ours.require_steppable(predicts=True, groups=[{**group, **changes}])
+    del group["amsgrad"]
+    ours.require_steppable(predicts=True, groups=[group])

@@ -1,0 +1,196 @@
+"""Checks what DeepSpeed takes from a checkpoint's files as it stands: counts, the loss scale, the
+clipping norm and the state of the learning rate's schedule.
+
+DeepSpeed assigns them unseen, so that a wrong one trains badly or fails steps later. Fields that
+are not listed are not checked: users keep their own in the model's file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from packaging.version import InvalidVersion, Version
+
+from deepspeed_ext.adapter.saved_checkpoint import Keys
+from deepspeed_ext.adapter.upstream import DynamicLossScaler, LossScalerBase
+from deepspeed_ext.errors import CheckpointError
+
+__all__ = ["require_model_fields", "require_optimizer_fields"]
+
+_ANOTHER = "Load another checkpoint by its tag"
+Field = tuple[Callable[[Any], bool], str]
+"""Whether a value is right, and the words for what is."""
+
+
+def require_optimizer_fields(state: Mapping[str, Any], where: str) -> None:
+    """Check an optimizer's state dict of any ZeRO stage.
+
+    Args:
+        where: what holds it, such as a file.
+
+    Raises:
+        CheckpointError: a field is missing, or is not what DeepSpeed needs there.
+    """
+    _require(state, _OPTIMIZER, _needed_by_optimizer(state), where)
+    scaler = state.get(Keys.LOSS_SCALER)
+    if scaler is not None:
+        fields = {**_SCALER, **(_DYNAMIC if isinstance(scaler, DynamicLossScaler) else {})}
+        _require(vars(scaler), fields, fields.keys() & {"cur_scale"}, f"{where}: its loss_scaler")
+
+
+def require_model_fields(
+    content: Mapping[str, Any], where: str, *, loads_counts: bool, loads_schedule: bool
+) -> None:
+    """Check the content of a model's file.
+
+    Args:
+        where: the file.
+        loads_counts: whether DeepSpeed will take more than the weights.
+        loads_schedule: whether it will also load the state of the learning rate's schedule.
+
+    Raises:
+        CheckpointError: a field is missing, or is not what DeepSpeed needs there.
+    """
+    needed = _COUNTS if loads_counts else ("dp_world_size",)
+    _require(content, _MODEL, needed, where)
+    schedule = content.get("lr_scheduler")
+    if loads_schedule and schedule is None:
+        raise CheckpointError(
+            f"{where} was saved without a learning rate scheduler, and this run has one: pass "
+            "load_lr_scheduler_states=False, or resume without a scheduler"
+        )
+    if loads_schedule and isinstance(schedule, Mapping):
+        _require(schedule, _SCHEDULE, (), f"{where}: its lr_scheduler")
+
+
+def _needed_by_optimizer(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys that DeepSpeed requires."""
+    if Keys.FP32_FLAT_GROUPS in state:
+        return (Keys.LOSS_SCALER, "dynamic_loss_scale", "overflow")
+    return (Keys.DS_VERSION,)
+
+
+def _require(
+    found: Mapping[str, Any], fields: Mapping[str, Field], needed: Any, where: str
+) -> None:
+    for name, (is_right, expected) in fields.items():
+        if name not in found:
+            if name in needed:
+                raise CheckpointError(f"{where} has no {name}, expected {expected}. {_ANOTHER}")
+        elif not is_right(value := found[name]):
+            raise CheckpointError(
+                f"{where}: {name} is {_shown(value)}, expected {expected}. {_ANOTHER}"
+            )
+
+
+def _shown(value: Any) -> str:
+    said = repr(value) if isinstance(value, (Real, str, bool)) or value is None else ""
+    return f"{said[:60]} ({type(value).__name__})" if said else f"a {type(value).__name__}"
+
+
+# -- kinds of values -------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> Any:
+    """A plain number for a tensor or an array of one element; otherwise the value."""
+    is_one = getattr(value, "shape", None) == () or getattr(value, "shape", None) == torch.Size([1])
+    return value.item() if is_one else value
+
+
+def _is_truth(value: Any) -> bool:
+    return isinstance(value := _number(value), bool) or (_is_count(value) and value <= 1)
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    value = _number(value)
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def _is_finite(value: Any) -> bool:
+    value = _number(value)
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    return is_real and math.isfinite(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_finite(value) and float(_number(value)) > 0.0
+
+
+def _is_norm(value: Any) -> bool:
+    value = _number(value)
+    return _is_finite(value) or (isinstance(value, float) and value == math.inf)
+
+
+def _is_version(value: Any) -> bool:
+    try:
+        Version(value)
+    except (InvalidVersion, TypeError):
+        return False
+    return True
+
+
+def _is_partition_count(value: Any) -> bool:
+    return _is_count(value, 1) or (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(_is_count(each, 1) for each in value)
+    )
+
+
+def _are_numbers(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    return isinstance(value, (list, tuple)) and all(map(_is_finite, value))
+
+
+_TRUTH: Field = _is_truth, "True or False"
+_COUNT: Field = _is_count, "an int of at least 0"
+_RANKS: Field = lambda value: _is_count(value, 1), "an int of at least 1"
+_POSITION: Field = _is_finite, "a finite number"
+_RATES: Field = _are_numbers, "a list of finite numbers"
+_SCALE: Field = _is_positive, "a finite number above 0"
+
+_OPTIMIZER: Mapping[str, Field] = {
+    Keys.LOSS_SCALER: (
+        lambda value: isinstance(value, LossScalerBase),
+        "a loss scaler of DeepSpeed (deepspeed.runtime.fp16.loss_scaler)",
+    ),
+    "dynamic_loss_scale": _TRUTH,
+    "overflow": _TRUTH,
+    Keys.CLIP_GRAD: (_is_norm, "a number"),
+    Keys.DS_VERSION: (_is_version, "the version of a DeepSpeed"),
+    Keys.PARTITION_COUNT: (_is_partition_count, "an int of at least 1, or a list of these"),
+}
+_SCALER: Mapping[str, Field] = {"cur_scale": _SCALE, "dynamic": _TRUTH}
+_DYNAMIC: Mapping[str, Field] = {
+    "cur_iter": _COUNT,
+    "last_overflow_iter": _POSITION,
+    "scale_factor": _SCALE,
+    "scale_window": _SCALE,
+    "min_scale": (_is_finite, "a finite number"),
+    "delayed_shift": _POSITION,
+    "cur_hysteresis": _POSITION,
+    "consecutive_hysteresis": _TRUTH,
+    "raise_error_at_min_scale": _TRUTH,
+}
+_MODEL: Mapping[str, Field] = {
+    "global_steps": _COUNT,
+    "global_samples": _COUNT,
+    "skipped_steps": _COUNT,
+    "dp_world_size": _RANKS,
+    "mp_world_size": _RANKS,
+    "lr_scheduler": (lambda value: value is None or isinstance(value, Mapping), "a dict or None"),
+}
+_COUNTS = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
+"""What DeepSpeed requires of a model's file, besides the weights."""
+_SCHEDULE: Mapping[str, Field] = {
+    "last_batch_iteration": _POSITION,
+    "last_epoch": _POSITION,
+    "_step_count": _POSITION,
+    "base_lrs": _RATES,
+    "_last_lr": _RATES,
+}

@@ -1,0 +1,191 @@
+"""What DeepSpeed takes from a checkpoint as it stands is checked, and all that it writes passes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+from deepspeed_ext.adapter.saved_fields import require_model_fields, require_optimizer_fields
+from deepspeed_ext.errors import CheckpointError
+
+
+def dynamic(**changes: Any) -> DynamicLossScaler:
+    scaler = DynamicLossScaler(2.0**16, 1000, 1.0, 2, False, dtype=torch.float16)
+    vars(scaler).update(changes)
+    return scaler
+
+
+def static(scale: Any = 1.0) -> LossScaler:
+    scaler = LossScaler(1.0)
+    scaler.cur_scale = scale
+    return scaler
+
+
+def older() -> DynamicLossScaler:
+    """One that a DeepSpeed without these fields has pickled."""
+    scaler = dynamic()
+    del scaler.raise_error_at_min_scale, scaler.dtype
+    return scaler
+
+
+STAGE_2 = {
+    "loss_scaler": static(),
+    "dynamic_loss_scale": False,
+    "overflow": False,
+    "clip_grad": 1.0,
+    "partition_count": [1, 1],
+    "ds_version": "0.19.8",
+}
+STAGE_3 = {
+    "loss_scaler": dynamic(),
+    "dynamic_loss_scale": True,
+    "overflow": True,
+    "partition_count": 2,
+    "fp32_flat_groups": [],
+}
+MODEL = {
+    "global_steps": 3,
+    "global_samples": 24,
+    "skipped_steps": 0,
+    "dp_world_size": 2,
+    "mp_world_size": 1,
+    "lr_scheduler": {"last_batch_iteration": -1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss_scaler", [1.0]),
+        ("loss_scaler", 1.0),
+        ("loss_scaler", None),
+        ("loss_scaler", static("1")),
+        ("loss_scaler", static(0.0)),
+        ("loss_scaler", static(math.nan)),
+        ("loss_scaler", static(-2)),
+        ("loss_scaler", dynamic(cur_scale=math.inf)),
+        ("loss_scaler", dynamic(scale_window=0)),
+        ("loss_scaler", dynamic(cur_iter="3")),
+        ("loss_scaler", dynamic(last_overflow_iter=None)),
+        ("loss_scaler", dynamic(cur_hysteresis=[2])),
+        ("dynamic_loss_scale", "False"),
+        ("overflow", None),
+        ("overflow", torch.ones(2)),
+        ("clip_grad", "1.0"),
+        ("clip_grad", math.nan),
+        ("clip_grad", True),
+        ("partition_count", "12"),
+        ("partition_count", []),
+        ("partition_count", [0]),
+        ("ds_version", 19),
+        ("ds_version", "newest"),
+    ],
+)
+def test_a_wrong_field_of_an_optimizer_is_refused_by_name(name: str, value: Any) -> None:
+    for state in (STAGE_2, STAGE_3):
+        with pytest.raises(CheckpointError, match=f"rank 1's file.*{name}.*expected") as caught:
+            require_optimizer_fields({**state, name: value}, "rank 1's file")
+        assert "another checkpoint" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        (STAGE_2, "ds_version"),
+        *((STAGE_3, name) for name in ("loss_scaler", "dynamic_loss_scale", "overflow")),
+    ],
+)
+def test_so_is_a_missing_one_that_deepspeed_requires(state: dict[str, Any], name: str) -> None:
+    less = {key: value for key, value in state.items() if key != name}
+    with pytest.raises(CheckpointError, match=f"has no {name}"):
+        require_optimizer_fields(less, "the file")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss_scaler": dynamic(), "dynamic_loss_scale": True},
+        {"loss_scaler": older(), "dynamic_loss_scale": True},
+        {"loss_scaler": static(2**16)},
+        {"loss_scaler": static(torch.tensor(4.0))},
+        {"loss_scaler": dynamic(last_overflow_iter=-1, cur_scale=np.float32(8.0))},
+        {"overflow": torch.tensor(False)},
+        {"overflow": np.bool_(True)},
+        {"clip_grad": 0},
+        {"clip_grad": 0.0},
+        {"clip_grad": math.inf},
+        {"ds_version": "0.19.8+unknown"},
+        {"ds_version": "0.3.17"},
+        {"a key of a later DeepSpeed": object()},
+    ],
+)
+def test_what_any_deepspeed_writes_is_right(changes: dict[str, Any]) -> None:
+    for state in (STAGE_2, STAGE_3):
+        require_optimizer_fields({**state, **changes}, "the file")
+
+
+def test_and_so_is_a_state_of_stage_2_that_leaves_out_what_has_a_default() -> None:
+    require_optimizer_fields({"ds_version": "0.19.8"}, "the file")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("global_steps", "3"),
+        ("global_steps", -1),
+        ("global_steps", 3.5),
+        ("global_samples", None),
+        ("skipped_steps", [0]),
+        ("dp_world_size", 0),
+        ("mp_world_size", True),
+        ("lr_scheduler", [1]),
+        ("lr_scheduler", {"last_batch_iteration": "7"}),
+        ("lr_scheduler", {"last_epoch": None}),
+        ("lr_scheduler", {"base_lrs": ["1e-3"]}),
+        ("lr_scheduler", {"base_lrs": 1e-3}),
+        ("lr_scheduler", {"_last_lr": [math.nan]}),
+    ],
+)
+def test_a_wrong_field_of_a_model_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"the file.*{name}.*expected"):
+        require_model_fields(
+            {**MODEL, name: value}, "the file", loads_counts=True, loads_schedule=True
+        )
+
+
+def test_a_missing_count_or_schedule_is_told_only_if_it_is_loaded() -> None:
+    weights = {"dp_world_size": 1}
+    require_model_fields(weights, "the file", loads_counts=False, loads_schedule=False)
+    with pytest.raises(CheckpointError, match="has no global_steps"):
+        require_model_fields(weights, "the file", loads_counts=True, loads_schedule=False)
+    without = {**MODEL, "lr_scheduler": None}
+    require_model_fields(without, "the file", loads_counts=True, loads_schedule=False)
+    with pytest.raises(CheckpointError, match="load_lr_scheduler_states=False"):
+        require_model_fields(without, "the file", loads_counts=True, loads_schedule=True)
+
+
+def torch_schedules() -> list[Any]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.1))
+    schedules = torch.optim.lr_scheduler
+    return [
+        schedules.LambdaLR(optimizer, lambda step: 1.0),
+        schedules.CosineAnnealingWarmRestarts(optimizer, 3),
+        schedules.ReduceLROnPlateau(optimizer),
+        schedules.SequentialLR(
+            optimizer, [schedules.ConstantLR(optimizer), schedules.StepLR(optimizer, 2)], [1]
+        ),
+        schedules.ChainedScheduler([schedules.OneCycleLR(optimizer, 0.1, 10)], optimizer),
+    ]
+
+
+def test_schedules_of_torch_and_of_users_are_right() -> None:
+    states = [each.state_dict() for each in torch_schedules()]
+    for state in [*states, {}, {"my_own": "words"}, {"last_batch_iteration": 5}]:
+        content = {**MODEL, "lr_scheduler": state, "client": object()}
+        require_model_fields(content, "the file", loads_counts=True, loads_schedule=True)
