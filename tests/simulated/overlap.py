@@ -188,8 +188,8 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
             for span in spans
             if span.end_us > settled_us
         ]
-        spans = [tuple(vars(span).values()) for span in measured]
-        return Steps(spans, waited_us, device_us, step_us)
+        plain = [tuple(vars(span).values()) for span in measured]
+        return Steps(plain, waited_us, device_us, step_us)
 
     def moment() -> Any:
         event = get_accelerator().Event(enable_timing=True)
