@@ -10,6 +10,9 @@ same p and moments. Thread counts do not change results.
 If the rule is open (`plan.rule_choice`), it is chosen once, before the first overlapped step. Under
 the exact rule the share is chosen then, too, and nothing is measured again.
 
+A run that has had no such synchronous steps on this machine makes its own: `PROBED_STEPS` of its
+overlapped steps begin only when the pass has ended. The order of updates, and so every bit, stays.
+
 From `STEPS_BETWEEN` steps after a choice on, the run is checked every `STEPS_LOOKED_AT` steps. If
 steps wait, or the accelerator's time per step has changed, everything is measured again. The share
 may then move after an overlapped step, too: the worker publishes y again, for the elements that
@@ -106,6 +109,7 @@ class Tuner:
         self._alone: ChainTimes | None = None
         self._waited = self._watched = 0
         self._contention = self._there = 0.0
+        self._knows_delay = self._is_apart = False
         self._moves = self._since = 0
         self._gap = STEPS_BETWEEN
         self._is_done = False
@@ -166,13 +170,26 @@ class Tuner:
         return host.ranks.minimum(-changed)[0] < 0
 
     def _begin(self, host: HostOptimizer, is_between: bool) -> None:
-        self._probe = ThreadProbe(self._counts, overlaps=not is_between)
+        may_move = self._chooses_share and host.rule.schedule.interval == 1
+        self._is_apart = may_move and not (is_between or self._knows_delay)
+        self._probe = ThreadProbe(self._counts, overlaps=not (is_between or self._is_apart))
         self._limit(host, self._probe.coming)
+        if self._is_apart:
+            self._metrics.resume({})
+            self._end_pass(host)
+
+    def _end_pass(self, host: HostOptimizer) -> None:
+        """Let the pass end before the next forward begins, which then shows what it takes alone."""
+        host.link.wait()
+        with host.link.deferring_errors():
+            self._metrics.begin_later()
 
     def _probed(self, host: HostOptimizer, is_between: bool) -> None:
         """A step with the probe's threads has ended."""
         probe = self._probe
         assert probe is not None
+        if self._is_apart:
+            self._end_pass(host)
         if not probe.is_over:
             probe.note(self._metrics.worker_seconds)
             self._limit(host, probe.best if probe.is_over else probe.coming)
@@ -180,14 +197,17 @@ class Tuner:
         if not (probe.is_over and (is_between or schedule.is_settled or schedule.interval != 1)):
             return
         self._probe = None
+        is_alone, self._is_apart = is_between or self._is_apart, False
         times = ChainTimes(0.0, 0.0)
         with host.link.deferring_errors():
-            times = self._times(host.decided, probe, is_between)
+            times = self._times(host.decided, probe, is_alone)
         if host.decided.rule.is_open:
             self._choose_rule(host, times)
         overlaps = host.decided.rule.overlapped and schedule.interval == 1
-        if is_between and overlaps and self._chooses_share:
+        if is_alone and overlaps and self._chooses_share:
             self._alone, self._waited, self._watched = times, 0, 0
+            if not is_between:
+                self._metrics.resume({})
             self._metrics.estimating = stopwatch()
             self._counts = _first(self._counts, probe.best)
         else:
@@ -205,6 +225,7 @@ class Tuner:
         with host.link.deferring_errors():
             step = None if is_between else self._metrics.typical_step()
             times = times if step is None else _contended(times, step, host.decided)
+            self._knows_delay = step is not None
             self._metrics.estimating = None
         self._contention, self._there = times.contention, times.there
         self._choose(host, times, self._counts[0], is_between)
@@ -247,6 +268,7 @@ class Tuner:
         """See `Mover.resumed`. On another machine, everything but the rule is chosen anew, and so
         it is if the run had not chosen and its measurements do not fit."""
         self._alone = self._metrics.estimating = None
+        self._is_apart = False
         if _awaits_share(host):
             if host.decided.has_share:
                 self._settle_rule(host, RuleChoice(True, "the config says so"))
@@ -260,7 +282,7 @@ class Tuner:
             self._go_on(host, measured)
             return
         if not is_here:
-            self.device_seconds = 0.0
+            self.device_seconds, self._knows_delay = 0.0, False
             self._moves, self._since, self._gap = 0, STEPS_BETWEEN, STEPS_BETWEEN
             return
         self.device_seconds, self._since = device_seconds, 0
@@ -385,13 +407,11 @@ class Tuner:
                 logger.info(str(host.decided.reasons[-2]))
         return moved
 
-    def _times(self, plan: ZenFlowPlan, probe: ThreadProbe, is_between: bool) -> ChainTimes:
+    def _times(self, plan: ZenFlowPlan, probe: ThreadProbe, is_alone: bool) -> ChainTimes:
         """This rank's measurements, scaled to a step with all elements on the host."""
-        step = None if is_between else self._metrics.typical_step()
+        step = None if is_alone else self._metrics.typical_step()
+        scale = _scale(plan)
         if step is not None:
-            scale = sum(each.numel for each in plan.partitions) / max(
-                1, sum(each.on_host for each in plan.partitions)
-            )
             before = probe.seconds(self._counts[0])
             gain = probe.seconds(probe.best) / before if before > 0.0 else 1.0
             link = _slower_way(plan, step.link or step.exposed_copies)
@@ -412,7 +432,7 @@ class Tuner:
         both = self._metrics.link_seconds
         link = _slower_way(plan, both) if math.isfinite(both) else 0.0
         window = self._metrics.typical_window()
-        return ChainTimes(device, worker, link, fixed, window=window)
+        return ChainTimes(device, scale * worker, scale * link, fixed, window=window)
 
 
 def _awaits_share(host: HostOptimizer) -> bool:
@@ -431,17 +451,23 @@ def _slower_way(plan: ZenFlowPlan, both: float) -> float:
     return both * max(moves.down, moves.up) / (moves.down + moves.up)
 
 
+def _scale(plan: ZenFlowPlan) -> float:
+    """All elements over those on the host."""
+    on_host = sum(each.on_host for each in plan.partitions)
+    return sum(each.numel for each in plan.partitions) / max(1, on_host)
+
+
 def _contended(alone: ChainTimes, step: MeasuredStep, plan: ZenFlowPlan) -> ChainTimes:
-    """Times measured without overlap, updated with an overlapped `step` with all elements on the
-    host."""
+    """Times measured without overlap, updated with an overlapped `step` of `plan`."""
+    scale = _scale(plan)
     beside = min(step.worker, step.device)
     contention = max(0.0, step.device - alone.device) / beside if beside > 0.0 else 0.0
     return replace(
         alone,
-        worker=step.worker,
-        link=_slower_way(plan, step.link) if step.link else alone.link,
+        worker=scale * step.worker,
+        link=scale * _slower_way(plan, step.link) if step.link else alone.link,
         contention=min(MOST_CONTENTION, contention),
-        there=there_over_estimate(plan) * step.estimate,
+        there=there_over_estimate(plan) * scale * step.estimate,
     )
 
 

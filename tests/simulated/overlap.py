@@ -113,6 +113,23 @@ class Way:
         return f"stage {self.stage}, {self.ranks} ranks, accumulation {self.accumulation}, {how}"
 
 
+@dataclass(frozen=True)
+class Steps:
+    """Some steps on one rank.
+
+    Attributes:
+        spans: all that ran, as plain values.
+        waited_us: what the engine says of its last step's waits.
+        device_us: what the engine says that passed between the last two steps of its optimizer.
+        step_us: a step's median time.
+    """
+
+    spans: list[Any]
+    waited_us: float
+    device_us: float
+    step_us: float
+
+
 class Layers(nn.Module):
     """Equal layers; nothing in a step reads a value on the host."""
 
@@ -124,17 +141,16 @@ class Layers(nn.Module):
         return self.layers(rows).float().square().mean()
 
 
-def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[Any], float, float]]:
-    """The spans of some steps for each share of a step that copies each way and the worker's pass
-    take, on this rank; what the engine says of its last step's waits, and a step's median time, in
-    microseconds. The first is calibrated without both."""
+def timelines(way: Way, shares: list[tuple[float, float]]) -> list[Steps]:
+    """Some steps on this rank for each share of a step that copies each way and the worker's pass
+    take. The first are calibrated without both."""
     from tests.support.simulated_accelerator import simulation
     from tests.support.simulated_accelerator.worker_time import worker_time
 
     numel = way.layers * WIDTH * WIDTH // dist.get_world_size()
     rows = on_device(torch.randn(4, WIDTH).bfloat16())
 
-    def run(link_gb_per_s: float, ns_per_element: float) -> tuple[list[Any], float, float]:
+    def run(link_gb_per_s: float, ns_per_element: float) -> Steps:
         speeds = {
             "operator_us": OPERATOR_US,
             "memory_gb_per_s": 1e6,
@@ -158,10 +174,9 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
                 ends[-1].synchronize()
                 settled_us = begun.elapsed_time(ends[0]) * 1e3
                 step_us = median(a.elapsed_time(b) * 1e3 for a, b in pairwise(ends))
-            waited_us = (
-                0.0
-                if way.hidden is None
-                else engine.optimizer.measurements()["zenflow_wait_ms"] * 1e3
+            said = {} if way.hidden is None else engine.optimizer.measurements()
+            waited_us, device_us = (
+                said.get(f"zenflow_{name}_ms", 0.0) * 1e3 for name in ("wait", "device")
             )
             engine.destroy()
         measured = [
@@ -173,7 +188,8 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
             for span in spans
             if span.end_us > settled_us
         ]
-        return [tuple(vars(span).values()) for span in measured], waited_us, step_us
+        plain = [tuple(vars(span).values()) for span in measured]
+        return Steps(plain, waited_us, device_us, step_us)
 
     def moment() -> Any:
         event = get_accelerator().Event(enable_timing=True)
@@ -186,7 +202,7 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
             engine.step()
 
     calibration = run(1e9, 0.0)
-    step_us = calibration[2]
+    step_us = calibration.step_us
     ways = [
         (2 * numel / (link * step_us) / 1e3, worker * step_us / numel * 1e3)
         for link, worker in shares
@@ -196,7 +212,8 @@ def timelines(way: Way, shares: list[tuple[float, float]]) -> list[tuple[list[An
 
 def figures(way: Way, shares: list[tuple[float, float]]) -> list[dict[str, Any]]:
     """For each share, on the first rank: the step's time over the calibrated one, the idle share of
-    the compute lane, exposed copies, and what the engine says of its waits."""
+    the compute lane, exposed copies, what the engine says of its waits, and what part of the
+    calibrated step is not the optimizer's."""
     pool = f"overlap, stage {way.stage}"
     arguments, limit = (astuple(way), shares), LONGEST_SECONDS
     return run_ranks(
@@ -207,22 +224,23 @@ def figures(way: Way, shares: list[tuple[float, float]]) -> list[dict[str, Any]]
 def figures_body(way: tuple[Any, ...], shares: list[tuple[float, float]]) -> list[dict[str, Any]]:
     from tests.support.simulated_accelerator import simulation
 
-    calibration, *runs = (
-        (_while_computing([simulation.Span(*span) for span in spans]), waited_us, step_us)
-        for spans, waited_us, step_us in timelines(Way(*way), shares)
-    )
-    alone_us, count = calibration[2], Way(*way).steps
-    return [
-        {
-            "us": step_us,
-            "step": step_us / alone_us,
-            "idle": simulation.idle_share(spans),
-            "exposed": simulation.exposed_us(spans) / (alone_us * count),
-            "said": waited_us / alone_us,
-            "spans": [tuple(vars(span).values()) for span in spans],
-        }
-        for spans, waited_us, step_us in runs
-    ]
+    calibration, *runs = timelines(Way(*way), shares)
+    alone_us, count = calibration.step_us, Way(*way).steps
+    found = []
+    for run in runs:
+        spans = _while_computing([simulation.Span(*span) for span in run.spans])
+        found.append(
+            {
+                "us": run.step_us,
+                "step": run.step_us / alone_us,
+                "idle": simulation.idle_share(spans),
+                "exposed": simulation.exposed_us(spans) / (alone_us * count),
+                "said": run.waited_us / alone_us,
+                "device": calibration.device_us / alone_us,
+                "spans": [tuple(vars(span).values()) for span in spans],
+            }
+        )
+    return found
 
 
 def _while_computing(spans: list[Any]) -> list[Any]:

@@ -112,6 +112,8 @@ class VirtualRun:
         self.machine = machine
         self.plans: list[tuple[float, int]] = []
         self._passes: deque[float] = deque(maxlen=REMEMBERED)
+        self._devices: deque[float] = deque(maxlen=REMEMBERED)
+        self._has_waited = False
         self._is_overlapped = False
         self._threads, self._newest = THREADS, math.nan
         rank = RankFacts((Run(NUMEL),), TOTAL, TOTAL, cpus=Cpus("0-1", "2-9", THREADS))
@@ -126,7 +128,10 @@ class VirtualRun:
             1, overlap, WARM_UP, weights_arrive=decided.weights_arrive
         )
         link = SimpleNamespace(
-            deferring_errors=contextlib.nullcontext, limit_threads=self._limit, phase=None
+            deferring_errors=contextlib.nullcontext,
+            limit_threads=self._limit,
+            phase=None,
+            wait=self._wait,
         )
         self._host: Any = SimpleNamespace(
             decided=decided,
@@ -138,13 +143,14 @@ class VirtualRun:
             settle_rule=self._settle_rule,
         )
         metrics: Any = SimpleNamespace(
-            typical=lambda: (self._newest, self.machine.device),
+            typical=lambda: (self._newest, statistics.median(self._devices)),
             typical_window=lambda: self.machine.forward,
             typical_step=self._typical_step,
             adviser=None,
             link_seconds=0.1,
-            samples=lambda: {"worker": list(self._passes)},
-            resume=lambda samples: self._passes.extend(samples["worker"]),
+            samples=lambda: {"worker": list(self._passes), "device": list(self._devices)},
+            resume=self._resume,
+            begin_later=lambda: None,
         )
         self._metrics = metrics
         counts = thread_counts(THREADS)
@@ -157,12 +163,21 @@ class VirtualRun:
     def _limit(self, threads: int) -> None:
         self._threads = threads
 
+    def _wait(self) -> None:
+        self._has_waited = True
+
+    def _resume(self, samples: Mapping[str, Any]) -> None:
+        for each, name in ((self._passes, "worker"), (self._devices, "device")):
+            each.clear()
+            each.extend(samples.get(name, ()))
+
     def _typical_step(self) -> MeasuredStep:
         here = self.machine, self._threads, self.share
-        device, total = Machine.beside(*here), Machine.step(*here)
+        device, total = statistics.median(self._devices), Machine.step(*here)
         there = self.machine.there * (1.0 - self.share)
         wait, worker = total - there - device, statistics.median(self._passes)
-        estimate = self.machine.there / moving.there_over_estimate(self._host.decided)
+        over = moving.there_over_estimate(self._host.decided)
+        estimate = self.machine.there * self.share / over
         inside = wait + there + estimate
         return MeasuredStep(device, inside, wait, worker, 0.1, estimate=estimate)
 
@@ -208,8 +223,11 @@ class VirtualRun:
                 plan = self._schedule.plan()
                 if plan.waits_last is self._is_overlapped:  # `Metrics` forgets its steps, too
                     self._is_overlapped = not self._is_overlapped
-                    self._passes.clear()
+                    self._resume({})
                 self._newest = self.machine.passed(self._threads, self.share)
+                alone, self._has_waited = self._has_waited or plan.waits_last, False
+                beside = self.machine.beside(self._threads, self.share)
+                self._devices.append(self.machine.device if alone else beside)
                 self._metrics.worker_seconds = self._newest
                 self._passes.append(self._newest)
                 self._metrics.wait_seconds = self._newest + 0.1

@@ -108,6 +108,10 @@ class Metrics:
         self._device = [*self._device[-_REMEMBERED:], *between]
         self._forward = [*self._forward[-_REMEMBERED:], *forward]
 
+    def begin_later(self) -> None:
+        """Note that the accelerator has waited between two steps and continues only now."""
+        self._between.start()
+
     def begin_backward(self) -> None:
         """Note that a backward pass begins."""
         if self.forward is not None:

@@ -20,11 +20,12 @@ from deepspeed_ext.zenflow import moving, start
 from deepspeed_ext.zenflow.moving import Tuner, move_share
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep
 from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.plan.probe import PROBED_STEPS
 from deepspeed_ext.zenflow.plan.search import Measured, search_measured
 from deepspeed_ext.zenflow.plan.share import WATCHED_STEPS, ChainTimes, with_copies_inside
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
-from deepspeed_ext.zenflow.step.link import WorkerLink
+from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
@@ -271,6 +272,45 @@ def test_auto_stays_where_the_worker_keeps_up(tmp_path: Path) -> None:
     config = config_of(3, "auto")
     for each in run_ranks(2, chosen, config, 0.1, 1.0, str(tmp_path), (), device="sim"):
         assert set(each["shares"]) == {1.0}
+
+
+def apart(config: dict[str, Any]) -> list[Any]:
+    """How a run that measures on another machine differs from one that does not, whether
+    the pass had ended before each of its steps that begin later, and whether it has chosen."""
+    data, found, begun = batches(STEPS, dist.get_rank()), [], []
+    step = MeasuredStep(1.0, 0.0, 0.0, 0.1)
+
+    def begin_later(metrics: Metrics) -> None:
+        begun.append(engine.optimizer.host_optimizer.link.phase is UpdatePhase.ARRIVED)
+
+    with (
+        patch.object(Metrics, "typical", lambda _: (0.1, 1.0)),
+        patch.object(Metrics, "typical_step", lambda _: step),
+        patch.object(Metrics, "begin_later", begin_later),
+        patch.object(moving, "STEPS_LOOKED_AT", 1),
+    ):
+        for measures in (False, True):
+            engine = make_engine(config, groups=two_groups)
+            host = engine.optimizer.host_optimizer
+            tuner, host.mover = host.mover, None
+            losses = train(engine, data[:MOVED_AT])
+            if measures:
+                elsewhere: dict[str, Any] = {"is_elsewhere": True, "is_exact": None}
+                tuner.resumed(host, None, 0.0, **elsewhere, measured=None)
+                tuner._is_open, host.mover = False, tuner
+            found.append(result_of(engine, losses + train(engine, data[MOVED_AT:])))
+            has_chosen = tuner.device_seconds > 0.0
+            engine.destroy()
+    return [first_difference(*found), begun, has_chosen]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_steps_that_begin_when_the_pass_has_ended_show_the_delay_and_change_no_bit(
+    stage: int,
+) -> None:
+    config = config_of(stage, "auto", full_warm_up_rounds=3)
+    for each in run_ranks(2, apart, config, device="sim"):
+        assert each == ["", [True] * (1 + PROBED_STEPS), True]
 
 
 def exposed(config: dict[str, Any], folder: str) -> list[str]:

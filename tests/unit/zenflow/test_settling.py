@@ -92,13 +92,20 @@ def test_a_resume_before_the_choice_makes_it_at_the_same_step(
 
 
 @pytest.mark.parametrize("at", [4, CHOSEN_AT - 1, CHOSEN_AT + 4])
-def test_on_another_machine_it_is_made_within_a_hundred_steps(at: int) -> None:
-    first = VirtualRun(Machine(worker=2.0))
+@pytest.mark.parametrize("was", [Machine(worker=2.0), Machine(worker=1.2), Machine()])
+@pytest.mark.parametrize(
+    "now", [Machine(worker=2.0), Machine(worker=1.9, contention=0.33, there=0.1)]
+)
+def test_on_another_machine_it_is_made_within_a_hundred_steps(
+    at: int, was: Machine, now: Machine
+) -> None:
+    first = VirtualRun(was)
     first.run(at)
     again = first.saved(is_elsewhere=True)
+    again.machine = now
     again.run(100)
     assert again.has_chosen
-    assert again.seconds == again.machine.best
+    assert again.seconds <= 1.03 * now.best
 
 
 @pytest.mark.parametrize(
