@@ -10,7 +10,8 @@ and are an error.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 __all__ = ["PAGE", "ROOT", "circles", "floors", "page", "folders"]
@@ -34,10 +35,21 @@ def folder_of(module: str) -> str:
     return module if (PACKAGE / module.replace(".", "/")).is_dir() else module.rpartition(".")[0]
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file, which is parsed once in a process."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
+def imports(path: Path) -> tuple[str, ...]:
     """The modules of the package that a file imports anywhere, also inside functions and for types
     only."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    return tuple(_imported(nodes(path)))
+
+
+def _imported(found: Iterable[ast.AST]) -> Iterator[str]:
+    for node in found:
         if isinstance(node, ast.Import):
             names = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -50,7 +50,7 @@ ADAPTER, BACKEND = architecture.PACKAGE / "adapter", architecture.PACKAGE / "run
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in architecture.nodes(path):
             if isinstance(node, ast.ClassDef):
                 yield f"{architecture.module_name(path)}.{node.name}", node
 
@@ -92,7 +92,7 @@ def test_a_newcomer_sees_the_systems_and_little_else() -> None:
 
 def imports_of_deepspeed(path: Path) -> list[str]:
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in architecture.nodes(path):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         found += [name for name in names if name.partition(".")[0] == "deepspeed"]
@@ -110,7 +110,7 @@ def test_only_the_adapter_names_what_is_private_to_deepspeed_and_one_file_more_i
     of_parameters = [
         f"{path.relative_to(architecture.PACKAGE)}: {node.attr}"
         for path in outside
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in architecture.nodes(path)
         if isinstance(node, ast.Attribute) and node.attr.startswith("ds_")
     ]
     assert of_parameters == [], "DeepSpeed sets these attributes on parameters"
@@ -128,7 +128,7 @@ def test_only_the_planner_makes_plans_and_places() -> None:
     made = {
         str(path.relative_to(architecture.PACKAGE)): node.func.id
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in architecture.nodes(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if node.func.id in ("Places", "ZenFlowPlan")
     }
