@@ -528,7 +528,8 @@ class Engine(EngineSettings):
             self._require(Readiness.require_states_here)
         if self.load_universal_checkpoint():  # it changes counters before `load_module_state_dict`
             self._require(Readiness.load_begins)
-        folder, has_schedule = os.path.join(load_dir, str(tag)), self.lr_scheduler is not None
+        folder, schedule = os.path.join(load_dir, str(tag)), self.lr_scheduler
+        has_schedule = schedule is not None and schedule.state_dict() is not None
         if (opened := self._parts.resharder.plan(folder, how, has_schedule)) is None:
             return super()._load_checkpoint(load_dir, tag, **how)
         # without optimizer states, stage 3 would gather a whole fp32 model

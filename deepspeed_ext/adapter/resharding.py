@@ -177,7 +177,7 @@ class Resharder:
 
         Args:
             how: the keyword arguments of DeepSpeed's ``_load_checkpoint``.
-            has_schedule: whether the engine has a scheduler of the learning rate.
+            has_schedule: whether the engine has a scheduler of the learning rate with a state.
 
         Returns:
             The checkpoint engine that reads the model's file in place of DeepSpeed's; None:

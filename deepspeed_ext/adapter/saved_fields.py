@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -106,8 +106,8 @@ def _is_truth(value: Any) -> bool:
 
 
 def _is_count(value: Any, least: int = 0) -> bool:
-    value = _number(value)
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+    """Whether it is a whole number; a float may be one, as DeepSpeed takes it."""
+    return _is_finite(value) and int(_number(value)) == _number(value) >= least
 
 
 def _is_finite(value: Any) -> bool:
@@ -148,8 +148,8 @@ def _are_numbers(value: Any) -> bool:
 
 
 _TRUTH: Field = _is_truth, "True or False"
-_COUNT: Field = _is_count, "an int of at least 0"
-_RANKS: Field = lambda value: _is_count(value, 1), "an int of at least 1"
+_COUNT: Field = _is_count, "a whole number of at least 0"
+_RANKS: Field = lambda value: _is_count(value, 1), "a whole number of at least 1"
 _POSITION: Field = _is_finite, "a finite number"
 _RATES: Field = _are_numbers, "a list of finite numbers"
 _SCALE: Field = _is_positive, "a finite number above 0"
@@ -163,7 +163,7 @@ _OPTIMIZER: Mapping[str, Field] = {
     "overflow": _TRUTH,
     Keys.CLIP_GRAD: (_is_norm, "a number"),
     Keys.DS_VERSION: (_is_version, "the version of a DeepSpeed"),
-    Keys.PARTITION_COUNT: (_is_partition_count, "an int of at least 1, or a list of these"),
+    Keys.PARTITION_COUNT: (_is_partition_count, "a whole number of at least 1, or a list of these"),
 }
 _SCALER: Mapping[str, Field] = {"cur_scale": _SCALE, "dynamic": _TRUTH}
 _DYNAMIC: Mapping[str, Field] = {

@@ -116,6 +116,7 @@ def test_so_is_a_missing_one_that_deepspeed_requires(state: dict[str, Any], name
         {"loss_scaler": static(torch.tensor(4.0))},
         {"loss_scaler": dynamic(last_overflow_iter=-1, cur_scale=np.float32(8.0))},
         {"overflow": torch.tensor(False)},
+        {"partition_count": 2.0},
         {"overflow": np.bool_(True)},
         {"clip_grad": 0},
         {"clip_grad": 0.0},
