@@ -228,6 +228,7 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "has_moe_layers": ASSIGNED,
         "loaded_checkpoint_dp_world_size": ASSIGNED,
         "local_rank": ASSIGNED,
+        "lr_scheduler": ASSIGNED,
         "monitor": ASSIGNED,
         "mp_world_size": ASSIGNED,
         "mpu": ASSIGNED,

@@ -13,7 +13,7 @@ supported.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.adapter.saved_checkpoint import (
     ZERO_STAGE_WEIGHTS,
+    Keys,
     SavedCheckpoint,
-    SavedPartitions,
+    groups_of,
     holds_partitions,
 )
 from deepspeed_ext.adapter.saved_fields import (
@@ -52,6 +53,10 @@ from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 from deepspeed_ext.runtime.words import counted
 
 __all__ = ["LoadingRun", "Resharder", "RunLayout", "only_weights"]
+
+
+_ANY_OPTION = 0.5
+"""Stands for a number of a parameter group that was not read: right for each of them."""
 
 
 class _OpenedFile(TorchCheckpointEngine):
@@ -187,14 +192,14 @@ class Resharder:
             CheckpointError: on every rank, if the checkpoint needs another layout and cannot be
                 read, or has a field that DeepSpeed or the optimizer cannot use.
         """
-        run, found = self._loading, list[SavedPartitions]()
+        run, groups = self._loading, dict[str, Sequence[Mapping[str, Any]]]()
         with together(run.ranks, CheckpointError):
-            found = self._with_right_fields(folder, how, has_schedule)
+            groups = self._with_right_fields(folder, how, has_schedule)
         self._resharding = self._planned(folder, only_weights(how), how["custom_load_fn"])
         if run.zenflow is not None:
             with together(run.ranks, CheckpointError):
-                for partitions in found:
-                    run.zenflow.readiness.require_groups(partitions.groups, partitions.path)
+                for path, saved in groups.items():
+                    run.zenflow.readiness.require_groups(saved, path)
         return None if self._resharding is None else self._resharding.files
 
     def _planned(self, folder: str, without_state: bool, custom_load_fn: Any) -> Resharding | None:
@@ -237,19 +242,21 @@ class Resharder:
 
     def _with_right_fields(
         self, folder: str, how: Mapping[str, Any], has_schedule: bool
-    ) -> list[SavedPartitions]:
+    ) -> dict[str, Sequence[Mapping[str, Any]]]:
         """Check the fields of the model's file and of the optimizer's files of the first rank and
-        of this one, before anything changes; return the latter two."""
+        of this one, before anything changes; return the parameter groups by file. Values that are
+        tensors are not read, and pass: a number of each takes its place in the groups."""
         run = self._loading
         if not run.can_reshard or not holds_partitions(folder):
-            return []
+            return {}
         try:
             saved = SavedCheckpoint(folder)
-            model, path = saved.model(), saved.model_file()
-            ranks = [] if only_weights(how) else saved.file_ranks(run.layout.sharers.rank)
-            found = [saved.partitions(rank) for rank in ranks]
-        except (CheckpointError, OSError):  # whoever reads the rest reports damage
-            return []
+            path = saved.model_file()
+            model = saved.fields(path)
+            files = [] if only_weights(how) else saved.optimizer_files(run.layout.sharers.rank)
+            states = {file: saved.fields(file)[Keys.OPTIMIZER_STATE_DICT] for file in files}
+        except (CheckpointError, OSError, KeyError):  # whoever reads the rest reports damage
+            return {}
         require_model_fields(
             model,
             path,
@@ -258,9 +265,12 @@ class Resharder:
             and how["load_lr_scheduler_states"]
             and not how["load_module_only"],
         )
-        for partitions in found:
-            require_optimizer_fields(partitions.state, partitions.path)
-        return found
+        for file, state in states.items():
+            require_optimizer_fields(state, file)
+        return {
+            file: tree_map_only(torch.Tensor, lambda _: _ANY_OPTION, list(groups_of(state)))
+            for file, state in states.items()
+        }
 
     def _differing(self, folder: str, without_state: bool) -> Resharding | None:
         """The checkpoint and this rank's partitions; None if DeepSpeed can load it, or reports

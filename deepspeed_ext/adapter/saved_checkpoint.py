@@ -278,9 +278,10 @@ class SavedCheckpoint:
             self._opened[rank] = SavedPartitions(state, self._files[rank])
         return self._opened[rank]
 
-    def file_ranks(self, rank: int) -> list[int]:
-        """The first rank that has an optimizer file, and `rank` if it has one."""
-        return sorted({min(self._files), *(self._files.keys() & {rank})})
+    def optimizer_files(self, rank: int) -> list[str]:
+        """The optimizer's file of the first rank that has one, and that of `rank` if there is
+        one."""
+        return [self._files[each] for each in sorted({min(self._files), rank} & self._files.keys())]
 
     def model_file(self, rank: int = 0) -> str:
         """The file with the weights of `rank`, or with all weights."""
@@ -308,10 +309,14 @@ class SavedCheckpoint:
             self._sound.add(path)
         return content
 
-    def _open(self, path: str) -> Mapping[str, Any]:
+    def fields(self, path: str) -> Mapping[str, Any]:
+        """The content of one of the files with tensors on the meta device: none is read."""
+        return self._open(path, "meta")
+
+    def _open(self, path: str, device: str = "cpu") -> Mapping[str, Any]:
         with reading(path):
             require_sound(path, most_bytes=SMALL_BYTES)
-            content = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+            content = torch.load(path, map_location=device, mmap=True, weights_only=False)
         if not isinstance(content, Mapping):
             raise CheckpointError(
                 f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from packaging.version import InvalidVersion, Version
 
@@ -96,9 +97,11 @@ def _shown(value: Any) -> str:
 
 
 def _number(value: Any) -> Any:
-    """A plain number for a tensor or an array of one element; otherwise the value."""
-    is_one = getattr(value, "shape", None) == () or getattr(value, "shape", None) == torch.Size([1])
-    return value.item() if is_one else value
+    """A plain number for a tensor or an array of one element, 1 if it has not been read; otherwise
+    the value."""
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1:
+        return 1 if isinstance(value, torch.Tensor) and value.is_meta else value.item()
+    return value
 
 
 def _is_truth(value: Any) -> bool:
@@ -143,7 +146,7 @@ def _is_partition_count(value: Any) -> bool:
 
 def _are_numbers(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        value = value.tolist()
+        value = [1] if value.is_meta else value.tolist()
     return isinstance(value, (list, tuple)) and all(map(_is_finite, value))
 
 
