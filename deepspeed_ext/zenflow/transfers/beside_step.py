@@ -218,7 +218,7 @@ class HiddenTransfers(Transfers):
         self._has_y = not slots  # the host has the newest y
         # parcels with a gradient that the courier does not have yet, in order
         self._coming: list[Parcel] = []
-        self._up = accelerator.Stream()
+        self._up = streams.new_stream()
         # one per direction; the trainer's thread and the courier's run them
         self._downwards, self._upwards = StreamStopwatch(), StreamStopwatch()
         self._courier = Courier(accelerator.current_device(), timeout_seconds)

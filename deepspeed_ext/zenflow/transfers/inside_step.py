@@ -95,7 +95,7 @@ class Transfers:
         self._lifts = copies is not Copies.NONE
         self._down: Any = None
         if copies in (Copies.INSIDE_STEP, Copies.BESIDE_STEP):
-            self._down = get_accelerator().Stream()
+            self._down = streams.new_stream()
         self._upload: WeightUpload | None = None
         if copies is Copies.WEIGHTS:
             most = max((first.published.numel() for first, *_ in results), default=0)

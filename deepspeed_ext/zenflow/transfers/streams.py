@@ -1,5 +1,5 @@
-"""Waits for accelerator streams: asleep if the accelerator supports it, and with a limit if a peer
-may be gone."""
+"""Accelerator streams for copies, and waits for them: asleep if the accelerator supports it, and
+with a limit if a peer may be gone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,26 @@ from typing import Any
 
 from deepspeed_ext.runtime.backend import get_accelerator
 
-__all__ = ["blocking_event", "have_ended", "synchronize"]
+__all__ = ["blocking_event", "have_ended", "new_stream", "synchronize"]
 
 _SHARE_ASLEEP = 0.05
 _LONGEST_SLEEP_SECONDS = 0.01
+
+
+# Note: [Streams of copies]
+# torch has 32 streams of each priority for a process and device, and gives them again in turn.
+# Communicators and DeepSpeed take theirs from those of default priority, and each engine takes
+# more. A copy on a communicator's stream would wait for its collectives, which wait for other
+# ranks. Copies to and from the host ignore priorities, so theirs is a pool that others leave alone.
+
+
+def new_stream() -> Any:
+    """A stream on the current device for copies, of high priority if the accelerator has
+    priorities; see Note: [Streams of copies]."""
+    try:
+        return get_accelerator().Stream(priority=-1)
+    except TypeError:
+        return get_accelerator().Stream()
 
 
 def blocking_event() -> Any:

@@ -80,7 +80,7 @@ class WeightUpload:
         return an event after the copy."""
         accelerator = get_accelerator()
         if self._down is None:
-            self._down = accelerator.Stream()
+            self._down = streams.new_stream()
         # the current stream writes the weights, and sends the buffer's older ones
         self._down.wait_stream(accelerator.current_stream())
         with accelerator.stream(self._down):

@@ -11,12 +11,17 @@
 
 namespace simulated {
 
+struct StreamPool {
+  std::vector<Stream*> streams;
+  size_t next = 0;  // to be given again, once there are all
+};
+
 struct Scheduler {
   std::recursive_mutex mutex;
   std::vector<std::unique_ptr<Stream>> streams;
   std::vector<Stream*> of_device[kMostDevices];
   std::vector<Stream*> used;  // since `configure`, by their turn
-  size_t next_of_pool[kMostDevices] = {};
+  StreamPool pools[kMostDevices][2];  // of default and of high priority
   Clock host;  // what the host knows to be done
   Accesses accesses;
   std::vector<Race> races;

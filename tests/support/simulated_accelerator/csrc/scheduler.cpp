@@ -13,7 +13,7 @@
 namespace simulated {
 namespace {
 
-constexpr size_t kStreamsPerDevice = 33;  // the default one and a pool, as with CUDA
+constexpr size_t kStreamsPerPool = 32;  // as with CUDA, which has a pool for each priority, too
 
 thread_local int this_device = 0;
 thread_local Stream* this_stream[kMostDevices] = {};
@@ -144,13 +144,15 @@ Stream* default_stream(int device) {
   auto& all = scheduler().of_device[device];
   return all.empty() ? make_stream(device) : all.front();
 }
-Stream* new_stream(int device) {
+Stream* new_stream(int device, bool high_priority) {
   default_stream(device);
   const Lock lock;
-  auto& s = scheduler();
-  auto& all = s.of_device[device];
-  if (all.size() < kStreamsPerDevice) return make_stream(device);
-  return all[1 + s.next_of_pool[device]++ % (kStreamsPerDevice - 1)];
+  auto& pool = scheduler().pools[device][high_priority];
+  if (pool.streams.size() < kStreamsPerPool) {
+    pool.streams.push_back(make_stream(device));
+    return pool.streams.back();
+  }
+  return pool.streams[pool.next++ % kStreamsPerPool];
 }
 Stream* current_stream_of(int device) {
   auto*& stream = this_stream[device];

@@ -106,7 +106,7 @@ void forget_races();
 std::string describe(const Task& task);
 
 Stream* default_stream(int device);
-Stream* new_stream(int device);
+Stream* new_stream(int device, bool high_priority = false);
 Stream* current_stream();
 Stream* current_stream_of(int device);
 void set_current_stream(Stream* stream);

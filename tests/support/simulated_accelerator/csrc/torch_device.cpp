@@ -50,8 +50,12 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     return to_torch(current_stream_of(resolve(device)));
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return to_torch(default_stream(resolve(device))); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return to_torch(new_stream(resolve(device))); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority) const override {
+    return to_torch(new_stream(resolve(device), high_priority));
+  }
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    return getStreamFromGlobalPool(device, priority < 0);
+  }
   c10::Stream exchangeStream(c10::Stream stream) const NOEXCEPT_BEFORE_2_7 override {
     const auto before = getStream(stream.device());
     set_current_stream(from_torch(stream));

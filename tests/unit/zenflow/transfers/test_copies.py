@@ -491,6 +491,7 @@ def test_each_part_of_a_gradient_waits_until_the_same_part_of_y_is_read(
     accelerator.current_stream().record_event.side_effect = lambda: next(events)
     monkeypatch.setattr(transfers_module, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(transfers_module, "ACCELERATOR_CHUNK_NUMEL", 32)
+    monkeypatch.setattr(streams_module, "new_stream", MagicMock)
     monkeypatch.setattr(streams_module, "blocking_event", MagicMock)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     y, grad, process = torch.zeros(80), torch.ones(80), MagicMock()

@@ -1,0 +1,64 @@
+"""Streams of copies are none that others have taken from torch's pool, which gives each again."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.zenflow.transfers import streams, weight_upload
+from deepspeed_ext.zenflow.transfers.weight_upload import WeightUpload
+from deepspeed_ext.zenflow.worker.messages import Span
+from tests.support.ranks import on_sim
+from tests.support.zenflow import batches, make_engine, train, zenflow_config
+
+POOL = 32
+WAYS: dict[str, dict[str, Any]] = {
+    "inside of the step": {"hide_transfers": False, "overlap_step": False},
+    "beside the next step": {"hide_transfers": True},
+    "exact": {"update_rule": "exact"},
+}
+
+
+def copying() -> dict[str, bool]:
+    """Whether copies of each way run on a stream of their own, and on none of a whole pool."""
+    from tests.support.simulated_accelerator import simulation
+
+    accelerator = get_accelerator()
+    theirs = {accelerator.Stream().stream_id for _ in range(POOL)}
+
+    def are_apart(spans: list[Any]) -> bool:
+        used = {span.stream for span in spans if span.lane in ("copy down", "copy up")} - {0}
+        return bool(used) and not used & theirs
+
+    found = {}
+    for name, way in WAYS.items():
+        engine = make_engine(zenflow_config(3, update_interval=1, **way))
+        with simulation.timeline() as spans:
+            train(engine, batches(3, 0))
+        engine.destroy()
+        found[name] = are_apart(spans)
+    weights = torch.zeros(256, device=accelerator.current_device_name())
+    with patch.object(weight_upload, "UPLOAD_NUMEL", 64), simulation.timeline() as spans:
+        upload = WeightUpload(256, 32, stopwatch())
+        assert list(upload.parts(weights, Span(0, 256), reads=True))
+        accelerator.synchronize()
+    return {**found, "weights that the host computes": are_apart(spans)}
+
+
+def test_copies_share_no_stream_with_others_of_the_process() -> None:
+    """A communicator's stream is of the pool, so copies would wait for its collectives."""
+    (found,) = on_sim(copying)
+    assert found == dict.fromkeys((*WAYS, "weights that the host computes"), True)
+
+
+def test_an_accelerator_without_priorities_has_streams_too() -> None:
+    class Plain:
+        def Stream(self) -> str:  # noqa: N802 (DeepSpeed's name)
+            return "a stream"
+
+    with patch.object(streams, "get_accelerator", Plain):
+        assert streams.new_stream() == "a stream"
