@@ -519,18 +519,18 @@ class Engine(EngineSettings):
             has_experts=bool(self.has_moe_layers),
             shapes=self._get_zero_param_shapes,
         )
-        parts = self._parts
-        about = self.optimizer, self.module, self._config, parts.ranks, layout, can_reshard
-        return LoadingRun(*about, parts.zenflow)
+        ranks, zenflow = self._parts.ranks, self._parts.zenflow
+        return LoadingRun(
+            self.optimizer, self.module, self._config, ranks, layout, can_reshard, zenflow
+        )
 
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
         if only_weights(how):  # after an interrupted load, the rest must be loaded too
             self._require(Readiness.require_states_here)
         if self.load_universal_checkpoint():  # it changes counters before `load_module_state_dict`
             self._require(Readiness.load_begins)
-        folder, schedule = os.path.join(load_dir, str(tag)), self.lr_scheduler
-        has_schedule = schedule is not None and schedule.state_dict() is not None
-        if (opened := self._parts.resharder.plan(folder, how, has_schedule)) is None:
+        folder = os.path.join(load_dir, str(tag))
+        if (opened := self._parts.resharder.plan(folder, how, self.lr_scheduler)) is None:
             return super()._load_checkpoint(load_dir, tag, **how)
         # without optimizer states, stage 3 would gather a whole fp32 model
         with_states = {**how, "load_optimizer_states": True}

@@ -278,9 +278,7 @@ class ReachedState:
         host, exact = self._host, False
         self.drain_together()
         with together(host.ranks, CheckpointError):
-            saved = None if checkpoint_folder else self._read(state_dict_list)
-            if loads_optimizer and not checkpoint_folder and isinstance(state_dict_list, list):
-                self._require_groups(groups_of(state_dict_list[self._ranks.rank]), _STATE)
+            saved = None if checkpoint_folder else self._read(state_dict_list, loads_optimizer)
         _require_same_position(saved, host.ranks)
         with self._replaceable(), host.shown.quiet():
             super_call(
@@ -325,8 +323,9 @@ class ReachedState:
             super_call()
         self._host.masters_changed()
 
-    def _read(self, states: Any) -> SavedState | None:
-        """Return this rank's saved ZenFlow state, checked; None if the checkpoint has none."""
+    def _read(self, states: Any, loads_optimizer: bool) -> SavedState | None:
+        """Return this rank's saved ZenFlow state; None if the checkpoint has none. What else will
+        be loaded is checked, too."""
         if states is None or isinstance(states, (str, bytes)):
             return None
         state = states[self._ranks.rank]
@@ -334,6 +333,8 @@ class ReachedState:
             told = f"the optimizer's state is a {type(state).__name__}, expected a dict"
             raise CheckpointError(f"{told}: {_ANOTHER}")
         require_optimizer_fields(state, _STATE)
+        if loads_optimizer:
+            self._require_groups(groups_of(state), _STATE)
         if checkpoint.STATE_KEY not in state:
             return None
         numels = [state.master.numel() for state in self._host.states]

@@ -55,10 +55,6 @@ from deepspeed_ext.runtime.words import counted
 __all__ = ["LoadingRun", "Resharder", "RunLayout", "only_weights"]
 
 
-_ANY_OPTION = 0.5
-"""Stands for a number of a parameter group that was not read: right for each of them."""
-
-
 class _OpenedFile(TorchCheckpointEngine):
     """Returns the `content` of the model's file, already open, whose tensors are memory-mapped."""
 
@@ -176,13 +172,13 @@ class Resharder:
     # -- before DeepSpeed reads --------------------------------------------------------------------
 
     def plan(
-        self, folder: str, how: Mapping[str, Any], has_schedule: bool
+        self, folder: str, how: Mapping[str, Any], schedule: Any
     ) -> TorchCheckpointEngine | None:
         """Compare the layout of the checkpoint in `folder` with the run's. A collective.
 
         Args:
             how: the keyword arguments of DeepSpeed's ``_load_checkpoint``.
-            has_schedule: whether the engine has a scheduler of the learning rate with a state.
+            schedule: the engine's scheduler of the learning rate; None: it has none.
 
         Returns:
             The checkpoint engine that reads the model's file in place of DeepSpeed's; None:
@@ -194,7 +190,7 @@ class Resharder:
         """
         run, groups = self._loading, dict[str, Sequence[Mapping[str, Any]]]()
         with together(run.ranks, CheckpointError):
-            groups = self._with_right_fields(folder, how, has_schedule)
+            groups = self._with_right_fields(folder, how, schedule)
         self._resharding = self._planned(folder, only_weights(how), how["custom_load_fn"])
         if run.zenflow is not None:
             with together(run.ranks, CheckpointError):
@@ -241,11 +237,11 @@ class Resharder:
         return found
 
     def _with_right_fields(
-        self, folder: str, how: Mapping[str, Any], has_schedule: bool
+        self, folder: str, how: Mapping[str, Any], schedule: Any
     ) -> dict[str, Sequence[Mapping[str, Any]]]:
         """Check the fields of the model's file and of the optimizer's files of the first rank and
         of this one, before anything changes; return the parameter groups by file. Values that are
-        tensors are not read, and pass: a number of each takes its place in the groups."""
+        tensors are not read, and pass: numbers take their places in the groups."""
         run = self._loading
         if not run.can_reshard or not holds_partitions(folder):
             return {}
@@ -257,18 +253,14 @@ class Resharder:
             states = {file: saved.fields(file)[Keys.OPTIMIZER_STATE_DICT] for file in files}
         except (CheckpointError, OSError, KeyError):  # whoever reads the rest reports damage
             return {}
-        require_model_fields(
-            model,
-            path,
-            loads_counts=not how["load_module_only"],
-            loads_schedule=has_schedule
-            and how["load_lr_scheduler_states"]
-            and not how["load_module_only"],
-        )
+        loads_counts = not how["load_module_only"]
+        if not (loads_counts and how["load_lr_scheduler_states"]):
+            schedule = None
+        require_model_fields(model, path, loads_counts=loads_counts, schedule=schedule)
         for file, state in states.items():
             require_optimizer_fields(state, file)
         return {
-            file: tree_map_only(torch.Tensor, lambda _: _ANY_OPTION, list(groups_of(state)))
+            file: tree_map_only(torch.Tensor, _any_option, list(groups_of(state)))
             for file, state in states.items()
         }
 
@@ -472,3 +464,8 @@ def _require_same_ranks(folder: str, ranks: int) -> None:
 def only_weights(how: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed's ``_load_checkpoint``, called with `how`, loads no optimizer state."""
     return bool(how["load_module_only"] or not how["load_optimizer_states"])
+
+
+def _any_option(unread: torch.Tensor) -> Any:
+    """What may stand for numbers of a parameter group that were not read: 0.5 is right for each."""
+    return torch.full(unread.shape, 0.5).tolist()

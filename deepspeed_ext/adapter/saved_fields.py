@@ -8,13 +8,13 @@ are not listed are not checked: users keep their own in the model's file.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
-from packaging.version import InvalidVersion, Version
 
 from deepspeed_ext.adapter.saved_checkpoint import Keys
 from deepspeed_ext.adapter.upstream import DynamicLossScaler, LossScalerBase
@@ -44,28 +44,32 @@ def require_optimizer_fields(state: Mapping[str, Any], where: str) -> None:
 
 
 def require_model_fields(
-    content: Mapping[str, Any], where: str, *, loads_counts: bool, loads_schedule: bool
+    content: Mapping[str, Any], where: str, *, loads_counts: bool, schedule: Any
 ) -> None:
     """Check the content of a model's file.
 
     Args:
         where: the file.
         loads_counts: whether DeepSpeed will take more than the weights.
-        loads_schedule: whether it will also load the state of the learning rate's schedule.
+        schedule: the learning rate's scheduler that will take its state from there; None: none.
 
     Raises:
         CheckpointError: a field is missing, or is not what DeepSpeed needs there.
     """
     needed = _COUNTS if loads_counts else ("dp_world_size",)
     _require(content, _MODEL, needed, where)
-    schedule = content.get("lr_scheduler")
-    if loads_schedule and schedule is None:
+    if schedule is None or not isinstance(schedule.state_dict(), Mapping):
+        return  # a scheduler of the user's may save anything
+    if (state := content.get("lr_scheduler")) is None:
         raise CheckpointError(
             f"{where} was saved without a learning rate scheduler, and this run has one: pass "
             "load_lr_scheduler_states=False, or resume without a scheduler"
         )
-    if loads_schedule and isinstance(schedule, Mapping):
-        _require(schedule, _SCHEDULE, (), f"{where}: its lr_scheduler")
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"{where}: lr_scheduler is {_shown(state)}, expected a dict. {_ANOTHER}"
+        )
+    _require(state, _SCHEDULE, (), f"{where}: its lr_scheduler")
 
 
 def _needed_by_optimizer(state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -129,11 +133,7 @@ def _is_norm(value: Any) -> bool:
 
 
 def _is_version(value: Any) -> bool:
-    try:
-        Version(value)
-    except (InvalidVersion, TypeError):
-        return False
-    return True
+    return isinstance(value, str) and re.match(r"\d+\.\d", value) is not None
 
 
 def _is_partition_count(value: Any) -> bool:
@@ -186,7 +186,6 @@ _MODEL: Mapping[str, Field] = {
     "skipped_steps": _COUNT,
     "dp_world_size": _RANKS,
     "mp_world_size": _RANKS,
-    "lr_scheduler": (lambda value: value is None or isinstance(value, Mapping), "a dict or None"),
 }
 _COUNTS = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
 """What DeepSpeed requires of a model's file, besides the weights."""

@@ -20,7 +20,6 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from deepspeed_ext.zenflow.plan.chunks import MOST_CHUNKS
 from deepspeed_ext.zenflow.plan.places import Copies
@@ -30,7 +29,6 @@ from deepspeed_ext.zenflow.plan.share import ChainTimes, is_worth_it
 from tests.simulated.overlap import UP_OVER_DOWN, Way, figures
 from tests.support.lanes_grid import FREE, LINKS, NUMEL, RANKS, WORKERS, Machine
 from tests.support.paths import ROOT
-from tests.support.ranks import close_pools
 from tests.support.virtual_run import THREADS, VirtualRun, phases
 from tests.support.virtual_run import Machine as Moment
 
@@ -358,28 +356,19 @@ def simulated_table() -> Iterator[str]:
         device = 1.0
         for share, hidden in itertools.product(SHARES, (True, False)):
             way = Way(stage, 1, 1, hidden, LAYERS, CHUNKS, host_share=share)
-            for machine, found in zip(SIMULATED, _figures(way, SIMULATED), strict=True):
+            for machine, found in zip(SIMULATED, figures(way, SIMULATED), strict=True):
                 swept[machine][_named(share, hidden)] = found["step"]
                 device = min(device, found["device"])
         for machine in SIMULATED:
             share, hidden = chosen(*machine, device)
             way = Way(stage, 1, 1, hidden, LAYERS, CHUNKS, host_share=share)
-            step = _figures(way, [machine])[0]["step"]
+            step = figures(way, [machine])[0]["step"]
             best = min(swept[machine], key=swept[machine].__getitem__)
             least = swept[machine][best]
             yield (
                 f"| {stage} | {machine[0]:g} | {machine[1]:g} | {_named(share, hidden)} | "
                 f"{step:.3f} | {least:.3f} | {best} | {step / least:.3f} |"
             )
-
-
-def _figures(way: Way, machines: list[tuple[float, float]]) -> list[dict[str, Any]]:
-    """`figures` in processes of their own. A process has 32 streams, which all of its engines take
-    in turn: the copies up of a late one would wait in line with its collectives."""
-    try:
-        return figures(way, machines)
-    finally:
-        close_pools()
 
 
 def _named(share: float, hidden: bool) -> str:

@@ -19,7 +19,7 @@ from deepspeed_ext.zenflow.optimizers.adam_estimator import (
     move_coefficient,
     publish_ahead,
 )
-from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind, require_no_third_moment
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.reference import block_means_into, publish_into
@@ -52,6 +52,7 @@ class AdamKind(OptimizerKind):
         return _is_adam(optimizer)
 
     def _require_group(self, group: Mapping[str, Any], place: str, *, predicts: bool) -> None:
+        _require_two_moments(group, place)
         super()._require_group(group, place, predicts=predicts)
         beta1, beta2 = map(float, group["betas"])
         place = f"{place} has betas=({beta1:g}, {beta2:g})"
@@ -205,8 +206,17 @@ def require_adam(optimizer: torch.optim.Optimizer) -> bool:
             "use Adam or AdamW, or remove the zenflow section"
         )
     for index, group in enumerate(optimizer.param_groups):
-        require_no_third_moment(group, f"parameter group {index} of {name}")
+        _require_two_moments(group, f"parameter group {index} of {name}")
     return decoupled
+
+
+def _require_two_moments(group: Mapping[str, Any], place: str) -> None:
+    if group.get("amsgrad"):
+        raise ConfigError(
+            "zero_optimization.zenflow keeps two moments per weight, but amsgrad=True "
+            f"({place}) needs a third, which DeepSpeed's own CPU optimizer does not have either: "
+            "set it to False"
+        )
 
 
 def _steps_like_torch(kind: type[torch.optim.Optimizer]) -> bool:

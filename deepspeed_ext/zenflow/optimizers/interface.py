@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from deepspeed_ext.zenflow.worker.messages import LionPartitionPass, PartitionPass
 
-__all__ = ["Estimate", "OptimizerKind", "require_no_third_moment"]
+__all__ = ["Estimate", "OptimizerKind"]
 
 
 class Estimate(Protocol):
@@ -87,7 +87,6 @@ class OptimizerKind(ABC):
 
     def _require_group(self, group: Mapping[str, Any], place: str, *, predicts: bool) -> None:
         """Check one parameter group; `place` names it."""
-        require_no_third_moment(group, place)
         try:
             constants = self.constants(group, 1, 1.0)
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
@@ -96,9 +95,9 @@ class OptimizerKind(ABC):
                 f"lr or betas is not a number, or missing ({type(error).__name__}: {error}). "
                 "Put it back"
             ) from error
-        for name, value in asdict(constants).items():
-            if not math.isfinite(value):
-                raise ConfigError(f"{place} has {name} = {value}, expected a finite number")
+        for field in fields(constants):
+            if not math.isfinite(value := getattr(constants, field.name)):
+                raise ConfigError(f"{place} has {field.name} = {value}, expected a finite number")
 
     def step(self, group: int, number: int, grad_scale: float) -> Any:
         """The constants of one update, from the current hyperparameters.
@@ -245,17 +244,3 @@ class OptimizerKind(ABC):
         """Calls that compile the device kernels of `step_rows`; see
         `kernels.prepare.share_steps`."""
         return ()
-
-
-def require_no_third_moment(group: Mapping[str, Any], place: str) -> None:
-    """Check that a parameter group needs no state that the worker does not have.
-
-    Raises:
-        ConfigError: it has ``amsgrad``.
-    """
-    if group.get("amsgrad"):
-        raise ConfigError(
-            "zero_optimization.zenflow keeps at most two moments per weight, but amsgrad=True "
-            f"({place}) needs a third, which DeepSpeed's own CPU optimizer does not have either: "
-            "set it to False"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ STAGE_3 = {
     "partition_count": 2,
     "fp32_flat_groups": [],
 }
+SCHEDULE = types.SimpleNamespace(state_dict=lambda: {"last_batch_iteration": 0})
 MODEL = {
     "global_steps": 3,
     "global_samples": 24,
@@ -156,19 +158,19 @@ def test_and_so_is_a_state_of_stage_2_that_leaves_out_what_has_a_default() -> No
 def test_a_wrong_field_of_a_model_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=rf"the file.*{name}.*expected"):
         require_model_fields(
-            {**MODEL, name: value}, "the file", loads_counts=True, loads_schedule=True
+            {**MODEL, name: value}, "the file", loads_counts=True, schedule=SCHEDULE
         )
 
 
 def test_a_missing_count_or_schedule_is_told_only_if_it_is_loaded() -> None:
     weights = {"dp_world_size": 1}
-    require_model_fields(weights, "the file", loads_counts=False, loads_schedule=False)
+    require_model_fields(weights, "the file", loads_counts=False, schedule=None)
     with pytest.raises(CheckpointError, match="has no global_steps"):
-        require_model_fields(weights, "the file", loads_counts=True, loads_schedule=False)
+        require_model_fields(weights, "the file", loads_counts=True, schedule=None)
     without = {**MODEL, "lr_scheduler": None}
-    require_model_fields(without, "the file", loads_counts=True, loads_schedule=False)
+    require_model_fields(without, "the file", loads_counts=True, schedule=None)
     with pytest.raises(CheckpointError, match="load_lr_scheduler_states=False"):
-        require_model_fields(without, "the file", loads_counts=True, loads_schedule=True)
+        require_model_fields(without, "the file", loads_counts=True, schedule=SCHEDULE)
 
 
 def torch_schedules() -> list[Any]:
@@ -189,4 +191,11 @@ def test_schedules_of_torch_and_of_users_are_right() -> None:
     states = [each.state_dict() for each in torch_schedules()]
     for state in [*states, {}, {"my_own": "words"}, {"last_batch_iteration": 5}]:
         content = {**MODEL, "lr_scheduler": state, "client": object()}
-        require_model_fields(content, "the file", loads_counts=True, loads_schedule=True)
+        require_model_fields(content, "the file", loads_counts=True, schedule=SCHEDULE)
+
+
+@pytest.mark.parametrize("state", [None, 7, (1, 2), {"last_epoch": "the first"}])
+def test_a_scheduler_of_the_users_may_save_anything(state: Any) -> None:
+    theirs = types.SimpleNamespace(state_dict=lambda: None)
+    content = {**MODEL, "lr_scheduler": state}
+    require_model_fields(content, "the file", loads_counts=True, schedule=theirs)
