@@ -297,7 +297,7 @@ With commit `24301268` the choice was told the whole step. Its shares were large
 50 operators, a tenth of these short steps, and at a pass of 1.9 and a link of 1.5 each step waited
 for 2 % of one. A run measures what is between two steps.
 
-At stage 3 and a link of 1.5, 1 % remains (2 % at a share of 0.52, none at 0.5): a number that
+At a link of 1.5 up to 1 % remains (at stage 3 2 % at a share of 0.52, none at 0.5): a number that
 DeepSpeed copies to the device in each step, from memory that is not page-locked, waits for the
 chunk that is coming up.
 
