@@ -247,12 +247,14 @@ def bias_corrections(
     """Return ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` with the betas of the bias corrections,
     fp32, of the shape and on the device of t = `updates`, 1-D int32, at least 1. They are looked
     up, because powers and logarithms round differently on different devices."""
-    betas = constants.correction_beta1, constants.correction_beta2
-    first, second = (
-        table.index_select(0, updates.clamp(max=table.numel() - 1))
-        for table in (_bias_correction(beta, updates.device) for beta in betas)
+    tables = (
+        _bias_correction(constants.correction_beta1, updates.device),
+        _bias_correction_root(constants.correction_beta2, updates.device),
     )
-    return first, root(second, out=second)
+    first, second = (
+        table.index_select(0, updates.clamp(max=table.numel() - 1)) for table in tables
+    )
+    return first, second
 
 
 def bias_correction(updates: int, constants: HotConstants) -> tuple[float, float]:
@@ -264,19 +266,30 @@ def bias_correction(updates: int, constants: HotConstants) -> tuple[float, float
 
 @functools.lru_cache(maxsize=16)
 def _bias_correction(beta: float, device: torch.device) -> torch.Tensor:
-    """``1 - beta ** t`` by t, up to the first that is 1 in fp32. By expm1: for small exponents, the
-    subtraction would lose digits to cancellation."""
+    """``1 - beta ** t`` by t, up to the first that is 1 in fp32."""
+    return _moved(_complements(beta), device)
+
+
+@functools.lru_cache(maxsize=16)
+def _bias_correction_root(beta: float, device: torch.device) -> torch.Tensor:
+    """The roots of `_bias_correction`."""
+    return _moved(root(_complements(beta)), device)
+
+
+def _complements(beta: float) -> torch.Tensor:
+    """By expm1: for small exponents, the subtraction would lose digits to cancellation."""
     if not beta:
-        return torch.ones(1, dtype=torch.float32, device=device)
+        return torch.ones(1, dtype=torch.float32, device="cpu")
     length = min(_MOST_CORRECTIONS, 2 + math.ceil(-_BITS_OF_ONE * math.log(2.0) / math.log(beta)))
     exponents = torch.arange(length, dtype=torch.float64, device="cpu") * math.log(beta)
-    table = exponents.expm1_().neg_().float()
-    # Do not wait for the device: a schedule may change the betas in every step.
-    return (
-        table
-        if device.type == "cpu"
-        else get_accelerator().pin_memory(table).to(device, non_blocking=True)
-    )
+    return exponents.expm1_().neg_().float()
+
+
+def _moved(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`table`, without waiting for the device: a schedule may change the betas in every step."""
+    if device.type == "cpu":
+        return table
+    return get_accelerator().pin_memory(table).to(device, non_blocking=True)
 
 
 def hot_step(

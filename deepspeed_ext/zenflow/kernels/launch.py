@@ -230,6 +230,7 @@ def hot_step(
     """
     block_size = p.shape[1]
     served = serves(block_size, grad, p, m, v)
+    step = host.hot_step if host.serves_step(grad, p, m, v) else definition.hot_step
     rows = chunk_of(ACCELERATOR_CHUNK_NUMEL, block_size) // block_size
     for *chunk, times in zip(
         *(array.split(rows) for array in (p, m, v, grad, updates)), strict=True
@@ -242,7 +243,7 @@ def hot_step(
             )
         else:
             p1, m1, v1, g1 = arrays
-            definition.hot_step(p1, m1, v1, g1, *corrections, constants, block_size)
+            step(p1, m1, v1, g1, *corrections, constants, block_size)
 
 
 def share_step(

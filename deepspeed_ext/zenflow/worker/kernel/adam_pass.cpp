@@ -75,7 +75,7 @@ const Tile kTile[2][3][3] = {TABLE(), TABLE(_of_bf)};
 
 }  // namespace
 
-extern "C" int32_t dsext_adam_pass_version() { return 14; }
+extern "C" int32_t dsext_adam_pass_version() { return 15; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;

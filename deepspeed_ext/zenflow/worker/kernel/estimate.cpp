@@ -1,14 +1,7 @@
 // Computes the estimate of weights on a CPU that is the accelerator, in one pass (formulas: kernels/definition.py).
-//
-// Every product and sum is rounded on its own, as torch's operations do, so results equal theirs bitwise. A fused
-// multiply-add would round once.
+// Results equal those of torch's operations bitwise.
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("fp-contract=off")
-#else
-#pragma STDC FP_CONTRACT OFF
-#endif
-
+#include "not_fused.h"
 #include "passes.h"
 
 // Tells the compiler that iterations of the loop below do not depend on each other.

@@ -13,7 +13,7 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
 __all__ = ["DTYPE_CODES", "NativeKernel", "open_library"]
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 
 
@@ -142,6 +142,7 @@ def open_library(path: str) -> ctypes.CDLL:
         ],
         "dsext_predict": [ctypes.c_void_p],
         "dsext_move": [ctypes.c_void_p],
+        "dsext_hot_step": [ctypes.c_void_p],
         "dsext_first_touch": [
             ctypes.c_void_p,
             *[ctypes.c_int64] * 4,
