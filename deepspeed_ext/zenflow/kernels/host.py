@@ -138,7 +138,8 @@ def hot_step(
     # C++ checks no bounds
     assert all(array.numel() == numel for array in (p, m, v))
     for correction in (correction1, correction2_sqrt):
-        assert correction.dtype is torch.float32 and correction.is_contiguous()
+        assert correction.dtype is torch.float32
+        assert correction.is_contiguous()
         assert correction.numel() * block_size == numel
     step = _HotStep(
         p.data_ptr(),

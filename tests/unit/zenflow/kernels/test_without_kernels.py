@@ -92,7 +92,8 @@ class Allocations(TorchDispatchMode):
 def test_temporaries_on_the_cpu_are_those_of_one_chunk(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "serves", lambda *arrays: False)
+    for check in ("serves", "serves_step"):
+        monkeypatch.setattr(host, check, lambda *arrays: False)
     chunk = definition.chunk_numel(torch.device("cpu"), BLOCK)
     call = calls(8 * chunk, torch.device("cpu"))[name]
     with patch.object(launch, "ACCELERATOR_CHUNK_NUMEL", chunk), Allocations() as allocations:
@@ -125,7 +126,10 @@ def test_without_triton_the_reason_says_how_to_get_it(monkeypatch: pytest.Monkey
     assert "pip install triton" in reason
 
 
-def test_a_hot_step_ignores_chunks() -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_a_hot_step_ignores_chunks(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr(host, "serves_step", lambda *arrays: False)
     found = []
     for chunk in (8, 1 << 20):
         with (
