@@ -21,7 +21,6 @@ from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, to
 from deepspeed_ext.runtime.stopwatch import stopwatch
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all, without_landing
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
-from deepspeed_ext.zenflow.moving import Tuner
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.advice import Cores, remedies_of
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, ZenFlowFacts
@@ -42,6 +41,7 @@ from deepspeed_ext.zenflow.step.optimizer_state import OptimizerState
 from deepspeed_ext.zenflow.step.partition import WholeState
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer
+from deepspeed_ext.zenflow.tuner import Tuner
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 

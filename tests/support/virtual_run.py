@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime import memory
-from deepspeed_ext.zenflow import moving
+from deepspeed_ext.zenflow import moving, tuner
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, RankFacts, Run, ZenFlowFacts
@@ -154,7 +154,7 @@ class VirtualRun:
         )
         self._metrics = metrics
         counts = thread_counts(THREADS)
-        self._tuner = moving.Tuner(metrics, config, chooses_share=True, threads=counts)
+        self._tuner = tuner.Tuner(metrics, config, chooses_share=True, threads=counts)
 
     def _settle_rule(self, plan: ZenFlowPlan) -> None:
         self._host.decided = plan
@@ -176,7 +176,7 @@ class VirtualRun:
         device, total = statistics.median(self._devices), Machine.step(*here)
         there = self.machine.there * (1.0 - self.share)
         wait, worker = total - there - device, statistics.median(self._passes)
-        over = moving.there_over_estimate(self._host.decided)
+        over = tuner.there_over_estimate(self._host.decided)
         estimate = self.machine.there * self.share / over
         inside = wait + there + estimate
         return MeasuredStep(device, inside, wait, worker, 0.1, estimate=estimate)
@@ -280,7 +280,7 @@ class VirtualRun:
             return True
 
         with (
-            patch.object(moving, "_move", move),
+            patch.object(moving, "move", move),
             patch.object(memory, "total_accelerator_bytes", lambda: TOTAL),
             patch.object(memory, "unused_accelerator_bytes", lambda: self._room),
         ):

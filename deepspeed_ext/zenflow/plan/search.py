@@ -1,7 +1,7 @@
 """Searches the plans that have the same numerics for the fastest one that fits.
 
 Called twice. Before the first step, `decide` passes the places where gradients and y may live, with
-times computed from bytes. After measured steps, `zenflow.moving` passes what the run may still move
+times computed from bytes. After measured steps, `zenflow.tuner` passes what the run may still move
 to, with every rank's times. It is pure, so all ranks find the same plan.
 
 Changes that affect numerics are not searched: `advice` suggests them.

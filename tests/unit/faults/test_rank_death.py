@@ -29,12 +29,12 @@ from deepspeed_ext.adapter.late_weights import LateWeights
 from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import CheckpointError
-from deepspeed_ext.zenflow.moving import Tuner
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
 from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.tuner import Tuner
 from tests.support.measured_rule import choosing
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks, run_ranks

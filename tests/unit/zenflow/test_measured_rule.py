@@ -17,9 +17,9 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.checkpoint import zenflow_state
 from deepspeed_ext.runtime import memory
-from deepspeed_ext.zenflow.moving import Tuner
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, ChainTimes
+from deepspeed_ext.zenflow.tuner import Tuner
 from tests.support import measured_rule
 from tests.support.log import heard
 from tests.support.models import OddModel, batches, two_groups

@@ -16,8 +16,8 @@ from torch import nn
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import memory
-from deepspeed_ext.zenflow import moving, start
-from deepspeed_ext.zenflow.moving import Tuner, move_share
+from deepspeed_ext.zenflow import start, tuner
+from deepspeed_ext.zenflow.moving import move_share
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.probe import PROBED_STEPS
@@ -30,6 +30,7 @@ from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
+from deepspeed_ext.zenflow.tuner import Tuner
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.lanes_grid import Machine
 from tests.support.log import heard
@@ -263,7 +264,7 @@ def test_an_estimate_tells_what_a_step_on_the_accelerator_takes() -> None:
     plan = Machine(0.2, 1.0, 1.0, (1.0,)).plan(1.0, hide_transfers=True)
     alone = ChainTimes(device=0.2612, worker=0.3378, link=0.0574)
     step = MeasuredStep(0.2955, 0.022, 0.0103, 0.3378, gather=0.0007, estimate=0.004)
-    times = moving._contended(alone, step, plan)
+    times = tuner._contended(alone, step, plan)
     assert times.there == pytest.approx(28 / 6 * step.estimate)
     assert search_measured(plan, False, [Measured.of(plan, False, times, 1 << 40)]).share == 0.0
 
@@ -287,19 +288,19 @@ def apart(config: dict[str, Any]) -> list[Any]:
         patch.object(Metrics, "typical", lambda _: (0.1, 1.0)),
         patch.object(Metrics, "typical_step", lambda _: step),
         patch.object(Metrics, "begin_later", begin_later),
-        patch.object(moving, "STEPS_LOOKED_AT", 1),
+        patch.object(tuner, "STEPS_LOOKED_AT", 1),
     ):
         for measures in (False, True):
             engine = make_engine(config, groups=two_groups)
             host = engine.optimizer.host_optimizer
-            tuner, host.mover = host.mover, None
+            mover, host.mover = host.mover, None
             losses = train(engine, data[:MOVED_AT])
             if measures:
                 elsewhere: dict[str, Any] = {"is_elsewhere": True, "is_exact": None}
-                tuner.resumed(host, None, 0.0, **elsewhere, measured=None)
-                tuner._is_open, host.mover = False, tuner
+                mover.resumed(host, None, 0.0, **elsewhere, measured=None)
+                host.mover = mover
             found.append(result_of(engine, losses + train(engine, data[MOVED_AT:])))
-            has_chosen = tuner.device_seconds > 0.0
+            has_chosen = mover.device_seconds > 0.0
             engine.destroy()
     return [first_difference(*found), begun, has_chosen]
 
@@ -319,7 +320,7 @@ def exposed(config: dict[str, Any], folder: str) -> list[str]:
     times = ChainTimes(device=1.0, worker=4.0, link=0.1)
     with (
         patch.object(Tuner, "_times", lambda *_: times),
-        patch.object(moving, "_contended", lambda *_: times),
+        patch.object(tuner, "_contended", lambda *_: times),
         patch.object(memory, "unused_accelerator_bytes", lambda: 0),
     ):
         engine = make_engine(config, groups=two_groups)
