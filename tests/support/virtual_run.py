@@ -4,6 +4,7 @@ seconds."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 import statistics
@@ -24,7 +25,7 @@ from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.probe import thread_counts
 from deepspeed_ext.zenflow.plan.search import Measured
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, PredictiveState
 
 __all__ = ["THREADS", "WARM_UP", "Machine", "VirtualRun", "phases"]
 
@@ -90,6 +91,18 @@ class _Ranks:
         times, slower = mine.times, self._run.machine.slower
         others = [replace(mine, times=replace(times, worker=times.worker * by)) for by in slower]
         return [mine, *others]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run has saved."""
+
+    plans: list[tuple[float, int]]
+    schedule: PredictiveState
+    heads: list[int]
+    threads: int
+    device_seconds: float
+    measured: Mapping[str, Any] | None
 
 
 class VirtualRun:
@@ -256,20 +269,35 @@ class VirtualRun:
 
     def saved(self, *, is_elsewhere: bool) -> VirtualRun:
         """A new run that goes on from a checkpoint of this one."""
-        other, state = VirtualRun(self.machine, **self._settings), self._schedule.state
-        other.plans = list(self.plans)
+        other = VirtualRun(self.machine, **self._settings)
+        other.load(self.checkpoint(), is_elsewhere=is_elsewhere)
+        return other
+
+    def checkpoint(self) -> Checkpoint:
+        """What a load needs."""
         decided: ZenFlowPlan = self._host.decided
-        with other._moved():
-            other._tuner.adopt(other._host, [each.head for each in decided.partitions])
-        other.resume(
+        return Checkpoint(
+            list(self.plans),
+            self._schedule.state,
+            [each.head for each in decided.partitions],
             self._threads,
             self._tuner.device_seconds,
-            is_elsewhere=is_elsewhere,
-            is_exact=state.is_exact,
-            measured=None if is_elsewhere else self._tuner.measured(),
+            copy.deepcopy(self._tuner.measured()),
         )
-        other._schedule.state = state
-        return other
+
+    def load(self, saved: Checkpoint, *, is_elsewhere: bool = False) -> None:
+        """Go on from `saved`."""
+        self.plans = list(saved.plans)
+        with self._moved():
+            self._tuner.adopt(self._host, saved.heads)
+        self.resume(
+            saved.threads,
+            saved.device_seconds,
+            is_elsewhere=is_elsewhere,
+            is_exact=saved.schedule.is_exact,
+            measured=None if is_elsewhere else saved.measured,
+        )
+        self._schedule.state = saved.schedule
 
     @contextlib.contextmanager
     def _moved(self) -> Iterator[None]:

@@ -91,6 +91,30 @@ def test_a_resume_before_the_choice_makes_it_at_the_same_step(
     assert again.has_chosen
 
 
+@pytest.mark.parametrize(
+    ("rule", "at"),
+    [
+        *(("predictive", at) for at in range(3, CHOSEN_AT)),
+        *(("auto", at) for at in range(3, 8)),  # it is chosen in step 8
+    ],
+)
+def test_a_run_that_goes_back_while_it_measures_chooses_as_one_that_does_not(
+    rule: str, at: int
+) -> None:
+    """A load in the same process before the choice; nothing of the steps that are taken back is
+    left."""
+    machine = Machine(worker=1.9, contention=0.33, there=0.1)
+    straight, run = (VirtualRun(machine, update_rule=rule) for _ in range(2))
+    straight.run(2 * CHOSEN_AT)
+    run.run(2)
+    saved = run.checkpoint()
+    run.run(at - 2)
+    run.load(saved)
+    run.run(2 * CHOSEN_AT - 2)
+    assert run.plans == straight.plans
+    assert run.rule == straight.rule
+
+
 @pytest.mark.parametrize("at", [4, CHOSEN_AT - 1, CHOSEN_AT + 4])
 @pytest.mark.parametrize("was", [Machine(worker=2.0), Machine(worker=1.2), Machine()])
 @pytest.mark.parametrize(
