@@ -99,6 +99,7 @@ class Checkpoint:
 
     plans: list[tuple[float, int]]
     schedule: PredictiveState
+    is_overlapped: bool
     heads: list[int]
     threads: int
     device_seconds: float
@@ -279,6 +280,7 @@ class VirtualRun:
         return Checkpoint(
             list(self.plans),
             self._schedule.state,
+            self._is_overlapped,
             [each.head for each in decided.partitions],
             self._threads,
             self._tuner.device_seconds,
@@ -298,6 +300,7 @@ class VirtualRun:
             measured=None if is_elsewhere else saved.measured,
         )
         self._schedule.state = saved.schedule
+        self._is_overlapped = saved.is_overlapped
 
     @contextlib.contextmanager
     def _moved(self) -> Iterator[None]:

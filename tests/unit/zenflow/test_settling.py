@@ -105,14 +105,17 @@ def test_a_run_that_goes_back_while_it_measures_chooses_as_one_that_does_not(
     left."""
     machine = Machine(worker=1.9, contention=0.33, there=0.1)
     straight, run = (VirtualRun(machine, update_rule=rule) for _ in range(2))
-    straight.run(2 * CHOSEN_AT)
+    straight.run(2)
     run.run(2)
     saved = run.checkpoint()
     run.run(at - 2)
     run.load(saved)
-    run.run(2 * CHOSEN_AT - 2)
-    assert run.plans == straight.plans
+    for _ in range(CHOSEN_AT):
+        straight.run(1)
+        run.run(1)
+        assert run.checkpoint() == straight.checkpoint()
     assert run.rule == straight.rule
+    assert run.has_chosen
 
 
 @pytest.mark.parametrize("at", [4, CHOSEN_AT - 1, CHOSEN_AT + 4])
