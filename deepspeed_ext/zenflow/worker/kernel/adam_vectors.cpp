@@ -34,16 +34,30 @@ struct Moments<kBFloat16> {
     }
 };
 
-template <Dtype M>
-INLINE_VECTORS Floats step(const Step &s, Words keyed, Floats gradient, Floats &p, Floats &m,
-                           Floats &v) {
-    advance_moments(s, gradient, p, m, v);
-    Moments<M>::round(keyed, m, v);
-    return update(s, p, m, root(v));
+// A run whose moments have taken the step, and p has not.
+struct Begun {
+    Run p, m, v;
+};
+
+template <Dtype G, Dtype M>
+INLINE_VECTORS Begun begin(const Step &s, Words keyed, const typename Element<G>::type *grads,
+                           const float *weights, MomentOf<M> *ms, MomentOf<M> *vs) {
+    const Run g = RunOf<G>::load(grads);
+    Begun run = {RunOf<kFloat32>::load(weights), Moments<M>::load(ms), Moments<M>::load(vs)};
+    advance_moments(s, g.low, run.p.low, run.m.low, run.v.low);
+    advance_moments(s, g.high, run.p.high, run.m.high, run.v.high);
+    Moments<M>::round(keyed, run.m.low, run.v.low);
+    Moments<M>::round(Random::next(keyed), run.m.high, run.v.high);
+    Moments<M>::store(ms, run.m);
+    Moments<M>::store(vs, run.v);
+    return run;
 }
 
 // Takes step k of the runs from first to last, and with the last one publishes. y may take the
 // place of that step's gradient, which is read before.
+//
+// The next run begins before a run ends: the root and the quotient at its end take long, and a CPU
+// does not look far enough ahead to begin by itself (0.92 of the time with bf16 moments on a Zen 4).
 template <Dtype G, Dtype Y, Dtype M, bool kPublishes>
 INLINE_VECTORS void take_step(const AdamPass &a, int32_t k, int64_t first, int64_t last,
                               Sums &sums) {
@@ -54,23 +68,25 @@ INLINE_VECTORS void take_step(const AdamPass &a, int32_t k, int64_t first, int64
     const auto *grads = static_cast<const typename Element<G>::type *>(a.grads[k]);
     auto *published = static_cast<typename Element<Y>::type *>(a.published);
     Words keyed = Random::keyed(a, a.steps[k], first);
-    for (int64_t i = first; i < last; i += kRun, keyed = Random::next(Random::next(keyed))) {
-        prefetch_ahead(weights, i);
-        prefetch_ahead(ms, i);
-        prefetch_ahead(vs, i);
-        prefetch_ahead(grads, i);
-        if (kPublishes) prefetch_ahead(published, i);
-        const Run g = RunOf<G>::load(grads + i);
-        Run p = RunOf<kFloat32>::load(weights + i);
-        Run m = Moments<M>::load(ms + i), v = Moments<M>::load(vs + i);
-        const Floats low = step<M>(s, keyed, g.low, p.low, m.low, v.low);
-        const Floats high = step<M>(s, Random::next(keyed), g.high, p.high, m.high, v.high);
-        RunOf<kFloat32>::store(weights + i, p);
-        Moments<M>::store(ms + i, m);
-        Moments<M>::store(vs + i, v);
+    Begun next = begin<G, M>(s, keyed, grads + first, weights + first, ms + first, vs + first);
+    for (int64_t i = first; i < last; i += kRun) {
+        Begun run = next;
+        const int64_t n = i + kRun;
+        if (n < last) {
+            prefetch_ahead(weights, i);
+            prefetch_ahead(ms, i);
+            prefetch_ahead(vs, i);
+            prefetch_ahead(grads, i);
+            if (kPublishes) prefetch_ahead(published, i);
+            keyed = Random::next(Random::next(keyed));
+            next = begin<G, M>(s, keyed, grads + n, weights + n, ms + n, vs + n);
+        }
+        const Floats low = update(s, run.p.low, run.m.low, root(run.v.low));
+        const Floats high = update(s, run.p.high, run.m.high, root(run.v.high));
+        RunOf<kFloat32>::store(weights + i, run.p);
         if (!kPublishes) continue;
-        take_sum(v, sums.of_runs[(i - first) / kRun]);
-        RunOf<Y>::store(published + i, extrapolated(e, p, m, {low, high}));
+        take_sum(run.v, sums.of_runs[(i - first) / kRun]);
+        RunOf<Y>::store(published + i, extrapolated(e, run.p, run.m, {low, high}));
     }
 }
 

@@ -112,9 +112,10 @@ INLINE_VECTORS Floats in_upper_halves(const void *halves) {
 
 // Stores the upper halves of 32 words, in order.
 INLINE_VECTORS void store_upper_halves(void *to, Words low, Words high) {
-    const Words packed = _mm512_packus_epi32(down<16>(low), down<16>(high));
-    const Words order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi64(order, packed));
+    // Half 2 i + 1 of `low` is the upper one of word i; those of `high` count on from 32.
+    const Words odd = plus(_mm512_slli_epi32(lane_numbers(), 2), all(0x00030001u));
+    const Words order = plus(odd, _mm512_slli_epi32(lane_numbers(), 18));
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(low, order, high));
 }
 
 // Loads and stores runs of a dtype.
@@ -146,8 +147,9 @@ struct RunOf<kBFloat16> {
 
   private:
     INLINE_VECTORS Floats rounded(Floats x) {
-        const Words odd = both(down<16>(bits(x)), all(1u));
-        return of_bits(plus(plus(bits(x), all(0x7fffu)), odd));
+        const Words up = plus(bits(x), all(0x7fffu));
+        const Mask is_odd = _mm512_test_epi32_mask(bits(x), all(0x10000u));
+        return of_bits(_mm512_mask_add_epi32(up, is_odd, up, all(1u)));
     }
 };
 
