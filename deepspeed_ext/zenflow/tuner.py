@@ -10,7 +10,7 @@ If the rule is open (`plan.rule_choice`), it is chosen once, before the first ov
 the exact rule the share is chosen then, too, and nothing is measured again.
 
 A run that has had no such synchronous steps on this machine makes its own: `PROBED_STEPS` of its
-overlapped steps begin only when the pass has ended. The order of updates, and so every bit, stays.
+overlapped steps end only when their pass has ended. The order of updates, and so every bit, stays.
 
 From `STEPS_BETWEEN` steps after a choice on, the run is checked every `STEPS_LOOKED_AT` steps. If
 steps wait, or the accelerator's time per step has changed, everything is measured again. The share
@@ -89,7 +89,7 @@ class Probing:
     """Steps whose passes run with several thread counts.
 
     Attributes:
-        is_apart: whether each of them, though overlapped, begins only when the pass has ended.
+        is_apart: see `Mover`.
     """
 
     probe: ThreadProbe
@@ -147,6 +147,11 @@ class Tuner:
         self._moves = self._since = 0
         self._gap = STEPS_BETWEEN
         self.device_seconds = 0.0
+
+    @property
+    def is_apart(self) -> bool:
+        """See `Mover`."""
+        return isinstance(self._phase, Probing) and self._phase.is_apart
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
         """Count a step that has ended; choose if enough have been measured."""
@@ -217,19 +222,10 @@ class Tuner:
         self._limit(host, probe.coming)
         if is_apart:
             self._metrics.resume({})
-            self._end_pass(host)
-
-    def _end_pass(self, host: HostOptimizer) -> None:
-        """Let the pass end before the next forward begins, which then shows what it takes alone."""
-        host.link.wait()
-        with host.link.deferring_errors():
-            self._metrics.begin_later()
 
     def _probed(self, host: HostOptimizer, phase: Probing, is_between: bool) -> None:
         """A step with the probe's threads has ended."""
         probe = phase.probe
-        if phase.is_apart:
-            self._end_pass(host)
         if not probe.is_over:
             probe.note(self._metrics.worker_seconds)
             self._limit(host, probe.best if probe.is_over else probe.coming)
@@ -265,8 +261,8 @@ class Tuner:
         with host.link.deferring_errors():
             step = None if is_between else self._metrics.typical_step()
             times = times if step is None else _contended(times, step, host.decided)
-            self._knows_delay = step is not None
             self._metrics.estimating = None
+        self._knows_delay = not is_between
         self._choose(host, times, self._counts[0], is_between)
 
     def _limit(self, host: HostOptimizer, threads: int) -> None:
@@ -420,8 +416,11 @@ class Tuner:
         self.device_seconds = times.beside(host.decided.host_share)
         self._gap = STEPS_BETWEEN if moves or self._is_open else 2 * self._gap
         self._since, self._moves, self._is_open = 0, self._moves + moves, False
+        if moves and not is_between:  # what was measured is the other plan's
+            self._metrics.resume({})
         if self._metrics.adviser is not None:
-            self._metrics.adviser.settle(remedies_of(host.decided, is_settled=True))
+            remedies = remedies_of(host.decided, is_settled=True)
+            self._metrics.adviser.settle(remedies, is_another=moves)
         if host.ranks.rank == 0 and (moves or self._chooses_share):
             logger.info(f"the plan as a config: {json.dumps(as_config(host.decided))}")
 

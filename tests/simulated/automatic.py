@@ -248,10 +248,11 @@ accelerator: exact either way, and within the reserve.
 
 A checkpoint from before the choice has what was measured, so the resumed run chooses at the same
 step, wherever in the first 16 steps it was saved (`test_settling.py`). On another machine the run
-measures again from 50 steps after the load on. Six of its steps begin only when the pass has ended:
+measures again from 50 steps after the load on. Six of its steps end only when their pass has ended:
 they show forward and backward alone, six later ones by how much a pass delays them. The order of
-updates stays, and so does every bit (`test_moving.py`). Of {measured} runs that come from a machine
-on which all stayed on the host to those above, the worst step over the best is {resumed_worst:.3f}.
+updates stays, and so does every bit (`test_measuring_elsewhere.py`). Of {measured} runs that come
+from a machine on which all stayed on the host to those above, the worst step over the best is
+{resumed_worst:.3f}.
 
 ## Under the selective rule
 

@@ -127,7 +127,7 @@ class VirtualRun:
         self.plans: list[tuple[float, int]] = []
         self._passes: deque[float] = deque(maxlen=REMEMBERED)
         self._devices: deque[float] = deque(maxlen=REMEMBERED)
-        self._has_waited = False
+        self._is_alone = self._is_resumed = False
         self._is_overlapped = False
         self._threads, self._newest = THREADS, math.nan
         rank = RankFacts((Run(NUMEL),), TOTAL, TOTAL, cpus=Cpus("0-1", "2-9", THREADS))
@@ -145,7 +145,6 @@ class VirtualRun:
             deferring_errors=contextlib.nullcontext,
             limit_threads=self._limit,
             phase=None,
-            wait=self._wait,
         )
         self._host: Any = SimpleNamespace(
             decided=decided,
@@ -164,7 +163,6 @@ class VirtualRun:
             link_seconds=0.1,
             samples=lambda: {"worker": list(self._passes), "device": list(self._devices)},
             resume=self._resume,
-            begin_later=lambda: None,
         )
         self._metrics = metrics
         counts = thread_counts(THREADS)
@@ -177,10 +175,8 @@ class VirtualRun:
     def _limit(self, threads: int) -> None:
         self._threads = threads
 
-    def _wait(self) -> None:
-        self._has_waited = True
-
     def _resume(self, samples: Mapping[str, Any]) -> None:
+        self._is_resumed = not samples  # `Metrics` then leaves out the time since the last step
         for each, name in ((self._passes, "worker"), (self._devices, "device")):
             each.clear()
             each.extend(samples.get(name, ()))
@@ -238,10 +234,13 @@ class VirtualRun:
                 if plan.waits_last is self._is_overlapped:  # `Metrics` forgets its steps, too
                     self._is_overlapped = not self._is_overlapped
                     self._resume({})
+                    self._is_resumed = False
                 self._newest = self.machine.passed(self._threads, self.share)
-                alone, self._has_waited = self._has_waited or plan.waits_last, False
+                is_alone = self._is_alone or plan.waits_last
                 beside = self.machine.beside(self._threads, self.share)
-                self._devices.append(self.machine.device if alone else beside)
+                if not self._is_resumed:
+                    self._devices.append(self.machine.device if is_alone else beside)
+                self._is_alone, self._is_resumed = self._tuner.is_apart, False
                 self._metrics.worker_seconds = self._newest
                 self._passes.append(self._newest)
                 self._metrics.wait_seconds = self._newest + 0.1
@@ -301,6 +300,7 @@ class VirtualRun:
         )
         self._schedule.state = saved.schedule
         self._is_overlapped = saved.is_overlapped
+        self._is_alone = False
 
     @contextlib.contextmanager
     def _moved(self) -> Iterator[None]:

@@ -45,9 +45,12 @@ class Adviser:
         self._newest: Advice | None = None
         self._said: Advice | None = None
 
-    def settle(self, remedies: Sequence[Remedy]) -> None:
-        """Suggest only these from now on, because the run has another plan."""
+    def settle(self, remedies: Sequence[Remedy], *, is_another: bool) -> None:
+        """Suggest only these from now on, because the plan has been chosen. If it `is_another`, the
+        newest judgement is no longer true."""
         self._remedies = remedies
+        if is_another:
+            self._newest = None
 
     def is_due(self, steps: int) -> bool:
         """Whether to judge now, if `steps` overlapped steps have been measured."""

@@ -90,6 +90,11 @@ class Metrics:
     _forward: list[float] = field(default_factory=list, init=False)
     _overlapped: _Overlapped = field(default_factory=_Overlapped, init=False)
     _is_resumed: bool = field(default=False, init=False)
+    _left_out: list[deque[bool]] = field(
+        default_factory=lambda: [deque() for _ in range(3)], init=False
+    )
+    """Of waits, gathers and whole steps: for each lap that has not come yet, oldest first, whether
+    its step is not among the latest successive overlapped ones."""
     _between: Stopwatch = field(default_factory=stopwatch)
     _inside: Stopwatch = field(default_factory=stopwatch)
 
@@ -108,10 +113,6 @@ class Metrics:
         self._device = [*self._device[-_REMEMBERED:], *between]
         self._forward = [*self._forward[-_REMEMBERED:], *forward]
 
-    def begin_later(self) -> None:
-        """Note that the accelerator has waited between two steps and continues only now."""
-        self._between.start()
-
     def begin_backward(self) -> None:
         """Note that a backward pass begins."""
         if self.forward is not None:
@@ -122,8 +123,8 @@ class Metrics:
         return nullcontext() if self.estimating is None else self.estimating.measured()
 
     def end_step(self, synchronous: bool) -> None:
-        """Stop timing the optimizer step. A `synchronous` step waits for its own update and hides
-        nothing."""
+        """Stop timing the optimizer step. A `synchronous` step waits for its own update, or for the
+        pass over its gradient, and hides nothing."""
         self._inside.stop()
         self._between.start()
         if self.forward is not None:
@@ -133,14 +134,18 @@ class Metrics:
         self.wait_seconds = _newest(waits, self.wait_seconds)
         self.gather_seconds = _newest(gathers, self.gather_seconds)
         self.step_seconds = _newest(insides, self.step_seconds)
+        waits, gathers, insides = (
+            self._of_overlapped(laps, left_out, synchronous)
+            for laps, left_out in zip((waits, gathers, insides), self._left_out, strict=True)
+        )
+        self._total_wait += sum(waits)
         if not synchronous:
-            self._total_wait += sum(waits)
             self._total_hideable += self._hideable
         self._hideable = 0.0
         if self._total_hideable > 0:
             self.overlap = max(0.0, 1.0 - self._total_wait / self._total_hideable)
         if synchronous:
-            self._overlapped = _Overlapped()
+            self._begin_anew()
             return
         past = self._overlapped
         past.wait.extend(waits)
@@ -148,8 +153,21 @@ class Metrics:
         past.inside.extend(insides)
         past.estimate.extend(estimates)
         adviser, measured = self.adviser, len(past.inside)
-        if adviser is not None and adviser.is_due(measured):
+        is_chosen = self.estimating is None  # otherwise the run may soon help itself
+        if adviser is not None and is_chosen and adviser.is_due(measured):
             adviser.judge(self.typical_step())
+
+    @staticmethod
+    def _of_overlapped(laps: list[float], left_out: deque[bool], synchronous: bool) -> list[float]:
+        """Those of `laps` that came only now and belong to the latest successive overlapped steps;
+        a step has one lap, and ends now."""
+        left_out.append(synchronous)
+        return [lap for lap in laps if not (left_out and left_out.popleft())]
+
+    def _begin_anew(self) -> None:
+        """Forget the overlapped steps so far, those too whose laps have not come yet."""
+        self._overlapped = _Overlapped()
+        self._left_out = [deque(True for _ in coming) for coming in self._left_out]
 
     def note_worker(self, seconds: float, gradients: int) -> None:
         """Record the worker's answer to a submission.
@@ -200,7 +218,8 @@ class Metrics:
         return {**past, **{name: list(values) for name, values in alone.items()}}
 
     def resume(self, samples: Mapping[str, list[float]]) -> None:
-        """Go on from `samples` of a checkpoint."""
+        """Go on from `samples` of a checkpoint, or from none."""
+        self._begin_anew()
         past = {name: deque(samples.get(name, ()), _REMEMBERED) for name in vars(_Overlapped())}
         self._overlapped, self._is_resumed = _Overlapped(**past), True
         self._worker, self._device, self._forward = (

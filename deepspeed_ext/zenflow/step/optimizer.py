@@ -45,6 +45,11 @@ class Mover(Protocol):
 
     device_seconds: float
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether steps that overlap wait for their pass before they end, so that forward and
+        backward run alone."""
+
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
         """Observe a step that has ended. A collective if a choice is due."""
 
@@ -233,8 +238,8 @@ class HostOptimizer:
                 self._metrics.gathering.start()
 
     def end_step(self) -> None:
-        """Hand over what the plan says, without waiting for the worker. A collective only until
-        interval and share are chosen."""
+        """Hand over what the plan says, without waiting for the worker, except while the mover
+        measures. A collective only until interval and share are chosen."""
         with in_profile("zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
             with self.link.deferring_errors():
@@ -256,9 +261,12 @@ class HostOptimizer:
             if (wanted := rule.measured_interval(plan)) is not None:
                 self.ring.choose_interval(wanted)
             self.counts = [count + 1 for count in self.counts]
+            if is_apart := self.mover is not None and self.mover.is_apart:
+                with self.link.deferring_errors(), self._metrics.waiting.measured():
+                    self.link.wait()
             with self.link.deferring_errors():
                 self._metrics.note_link(self.link.transfers.copying_seconds())
-                self._metrics.end_step(plan.waits_last)
+                self._metrics.end_step(plan.waits_last or is_apart)
                 self.shown.advance(self._shown_counts())
             self.plan = None
             with self.link.deferring_errors():

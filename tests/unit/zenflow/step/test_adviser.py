@@ -55,3 +55,12 @@ def test_the_newest_judgement_is_in_the_metrics_of_every_rank() -> None:
     assert it.measurements() == {"slowdown": 1.3, "limit": 1.0}
     it.judge(QUICK)
     assert it.measurements() == {"slowdown": 1.01, "limit": 0.0}
+
+
+def test_a_judgement_of_a_plan_ends_with_it() -> None:
+    it = adviser(Clock())
+    it.judge(SLOW)
+    it.settle((), is_another=False)
+    assert it.measurements() == {"slowdown": 1.3, "limit": 1.0}
+    it.settle((), is_another=True)
+    assert it.measurements() == {}

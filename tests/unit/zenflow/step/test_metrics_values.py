@@ -86,10 +86,9 @@ class Judge:
 
 def take_step(metrics: Metrics, seconds: float, *, synchronous: bool = False) -> None:
     """A step whose parts take `seconds`, times 8 between steps, 4 inside, 2 of them waiting, 1
-    gathering, a half estimating; the pass over two gradients takes 10 and copies take 5."""
+    gathering; the pass over two gradients takes 10 and copies take 5."""
     metrics._between, metrics._inside = GivenLaps(8 * seconds), GivenLaps(4 * seconds)
     metrics.waiting, metrics.gathering = GivenLaps(2 * seconds), GivenLaps(seconds)
-    metrics.estimating = GivenLaps(seconds / 2)
     metrics.begin_step()
     metrics.note_worker(10 * seconds, gradients=2)
     metrics.note_link(5 * seconds)
@@ -104,13 +103,51 @@ def test_overlapped_steps_in_a_row_are_judged_by_their_medians() -> None:
     assert judge.judged == []
     take_step(metrics, 1.0)
     take_step(metrics, 2.0)
-    assert judge.judged[-1] == MeasuredStep(16.0, 8.0, 4.0, 10.0, 10.0, 2.0, 1.0)
+    assert judge.judged[-1] == MeasuredStep(16.0, 8.0, 4.0, 10.0, 10.0, 2.0)
     take_step(metrics, 90.0, synchronous=True)
     take_step(metrics, 7.0)
     assert len(judge.judged) == 2, "a synchronous step begins anew"
     take_step(metrics, 7.0)
-    assert judge.judged[-1] == MeasuredStep(56.0, 28.0, 14.0, 35.0, 35.0, 7.0, 3.5)
+    assert judge.judged[-1] == MeasuredStep(56.0, 28.0, 14.0, 35.0, 35.0, 7.0)
     assert metrics.as_dict(1)["slowdown"] == 1.5
+
+
+def test_nothing_is_judged_while_a_share_is_chosen() -> None:
+    """The run may help itself at its end. What it has measured by then is judged if it stays."""
+    judge = Judge()
+    metrics = Metrics(adviser=cast(Adviser, judge))
+    for seconds in (3.0, 1.0, 2.0):
+        metrics.estimating = GivenLaps(seconds / 2)
+        take_step(metrics, seconds)
+    assert judge.judged == []
+    expected = MeasuredStep(16.0, 8.0, 4.0, 10.0, 10.0, 2.0, 1.0)
+    assert metrics.typical_step() == expected
+    metrics.estimating = None
+    take_step(metrics, 2.0)
+    assert judge.judged == [expected]
+
+
+@pytest.mark.parametrize("forgets", ["a synchronous step", "a move"])
+def test_a_lap_that_comes_late_belongs_to_its_own_step(forgets: str) -> None:
+    """On a device a step's times are known when the next one ends."""
+    metrics = measured([], [], [])
+    metrics.gathering = GivenLaps()
+    metrics.end_step(synchronous=forgets == "a synchronous step")
+    if forgets == "a move":
+        metrics.resume({})
+    metrics.waiting, metrics.gathering = GivenLaps(9.0), GivenLaps(9.0)
+    metrics._inside = GivenLaps(10.0)
+    metrics.note_worker(2.0, gradients=1)
+    metrics.end_step(synchronous=False)
+    assert (metrics.wait_seconds, metrics.step_seconds) == (9.0, 10.0)
+    assert metrics.overlap == 1.0
+    metrics.waiting, metrics.gathering = GivenLaps(0.5), GivenLaps(0.25)
+    metrics._inside = GivenLaps(1.5)
+    metrics.note_worker(2.0, gradients=1)
+    metrics.end_step(synchronous=False)
+    assert metrics.overlap == 1 - 0.5 / 4.0
+    past = metrics._overlapped
+    assert [list(each) for each in (past.wait, past.gather, past.inside)] == [[0.5], [0.25], [1.5]]
 
 
 def test_a_lap_that_has_not_arrived_changes_nothing() -> None:
