@@ -14,18 +14,18 @@ import torch
 from deepspeed import comm as dist
 from torch import nn
 
+from deepspeed_ext.checkpoint import zenflow_state
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.zenflow import start, tuner
 from deepspeed_ext.zenflow.moving import move_share
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep
 from deepspeed_ext.zenflow.plan.places import Copies
-from deepspeed_ext.zenflow.plan.probe import PROBED_STEPS
 from deepspeed_ext.zenflow.plan.search import Measured, search_measured
 from deepspeed_ext.zenflow.plan.share import WATCHED_STEPS, ChainTimes, with_copies_inside
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
-from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
+from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
@@ -204,7 +204,8 @@ def chosen(
 ) -> dict[str, Any]:
     """What a run chooses if these are its seconds, and how it differs after saves before and behind
     the move."""
-    data = batches(CHOSEN_AT + 6, dist.get_rank())
+    passes = config["gradient_accumulation_steps"]
+    data = batches((CHOSEN_AT + 6) * passes, dist.get_rank())
     found: dict[str, Any] = {}
     mine = worker * (1 + dist.get_rank())
     step = MeasuredStep(device, max(0.0, mine - device), max(0.0, mine - device), mine)
@@ -218,18 +219,19 @@ def chosen(
         engine = make_engine(config, groups=two_groups)
         adam = engine.optimizer.host_optimizer
         losses, shares = [], []
-        for number, batch in enumerate(data):
+        for number in range(len(data) // passes):
             if number in saved:
                 engine.save_checkpoint(folder, tag=str(number))
             with patch.object(CodedMoments, "show", side_effect=AssertionError("decodes all")):
-                losses += train(engine, [batch])
+                losses += train(engine, data[number * passes : (number + 1) * passes])
             shares.append(adam.decided.host_share)
         expected = result_of(engine, losses)
         engine.destroy()
         for number in saved:
             engine = make_engine(config, groups=two_groups)
             engine.load_checkpoint(folder, tag=str(number))
-            rest = result_of(engine, losses[:number] + train(engine, data[number:]))
+            at = number * passes
+            rest = result_of(engine, losses[:at] + train(engine, data[at:]))
             found[f"resumed at {number}"] = (
                 engine.optimizer.host_optimizer.decided.host_share,
                 first_difference(expected, rest),
@@ -238,16 +240,19 @@ def chosen(
     return {**found, "shares": shares, "said": [text for _, text in said if "is" in text][:1]}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(18)
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("states", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(
-    states: str, tmp_path: Path
+    stage: int, states: str, accumulation: int, tmp_path: Path
 ) -> None:
     """The slower worker decides: 0.95 * 1.0 of 2 * 1.0 seconds, in units of 1/1024."""
-    config = config_of(2, "auto", state_dtype=states)
+    config = config_of(stage, "auto", state_dtype=states, accumulation=accumulation)
     share = int(0.475 * 1024) / 1024
     saved = (4, WARM_UP + 4, CHOSEN_AT + 2)
-    found = run_ranks(2, chosen, config, 1.0, 1.0, str(tmp_path), saved, device="sim")
+    pool = f"moving, {stage == 3}"
+    found = run_ranks(2, chosen, config, 1.0, 1.0, str(tmp_path), saved, device="sim", pool=pool)
     for each in found:
         moved_at = CHOSEN_AT - 1
         assert each["shares"] == [1.0] * moved_at + [share] * 7
@@ -273,45 +278,6 @@ def test_auto_stays_where_the_worker_keeps_up(tmp_path: Path) -> None:
     config = config_of(3, "auto")
     for each in run_ranks(2, chosen, config, 0.1, 1.0, str(tmp_path), (), device="sim"):
         assert set(each["shares"]) == {1.0}
-
-
-def apart(config: dict[str, Any]) -> list[Any]:
-    """How a run that measures on another machine differs from one that does not, whether
-    the pass had ended before each of its steps that begin later, and whether it has chosen."""
-    data, found, begun = batches(STEPS, dist.get_rank()), [], []
-    step = MeasuredStep(1.0, 0.0, 0.0, 0.1)
-
-    def begin_later(metrics: Metrics) -> None:
-        begun.append(engine.optimizer.host_optimizer.link.phase is UpdatePhase.ARRIVED)
-
-    with (
-        patch.object(Metrics, "typical", lambda _: (0.1, 1.0)),
-        patch.object(Metrics, "typical_step", lambda _: step),
-        patch.object(Metrics, "begin_later", begin_later),
-        patch.object(tuner, "STEPS_LOOKED_AT", 1),
-    ):
-        for measures in (False, True):
-            engine = make_engine(config, groups=two_groups)
-            host = engine.optimizer.host_optimizer
-            mover, host.mover = host.mover, None
-            losses = train(engine, data[:MOVED_AT])
-            if measures:
-                elsewhere: dict[str, Any] = {"is_elsewhere": True, "is_exact": None}
-                mover.resumed(host, None, 0.0, **elsewhere, measured=None)
-                host.mover = mover
-            found.append(result_of(engine, losses + train(engine, data[MOVED_AT:])))
-            has_chosen = mover.device_seconds > 0.0
-            engine.destroy()
-    return [first_difference(*found), begun, has_chosen]
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_steps_that_begin_when_the_pass_has_ended_show_the_delay_and_change_no_bit(
-    stage: int,
-) -> None:
-    config = config_of(stage, "auto", full_warm_up_rounds=3)
-    for each in run_ranks(2, apart, config, device="sim"):
-        assert each == ["", [True] * (1 + PROBED_STEPS), True]
 
 
 def exposed(config: dict[str, Any], folder: str) -> list[str]:
@@ -374,10 +340,10 @@ def killing(original: Callable[..., Any], host: Any, called: list[str]) -> Calla
     return method
 
 
-def killed(folder: str) -> list[str]:
+def killed(stage: int, folder: str) -> list[str]:
     """What is wrong after the optimizer process of one rank has been killed in each phase of a
     move, behind a save."""
-    config, data, found = config_of(2, 1.0), batches(STEPS, dist.get_rank()), []
+    config, data, found = config_of(stage, 1.0), batches(STEPS, dist.get_rank()), []
 
     def moved(losses: list[float] | None) -> dict[str, Any]:
         """A run that moves, from the start or from the save."""
@@ -411,10 +377,13 @@ def killed(folder: str) -> list[str]:
     return [*found, *filter(None, [first_difference(expected, resumed)])]
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_kill_in_any_phase_of_a_move_is_one_error_and_the_last_save_goes_on(
-    tmp_path: Path,
+    stage: int, tmp_path: Path
 ) -> None:
-    assert run_ranks(2, killed, str(tmp_path), device="sim") == [[], []]
+    pool = f"moving, {stage == 3}"
+    assert run_ranks(2, killed, stage, str(tmp_path), device="sim", pool=pool) == [[], []]
 
 
 # -- nothing left ---------------------------------------------------------------------------------
@@ -460,26 +429,39 @@ def test_everything_may_step_on_the_accelerator(stage: int) -> None:
 # -- a run that does not move ----------------------------------------------------------------------
 
 
-def selective_runs(stage: int) -> list[Any]:
-    """Whether a run under the selective rule keeps its plan, and how one differs whose number of
-    threads changes in mid-run: the one thing that it could choose anew without rounding."""
-    data, found = batches(16, dist.get_rank()), []
-    for limits in (False, True):
-        config = zenflow_config(stage, **RULES["selective"])
-        engine = make_engine(config, groups=two_groups)
-        host = engine.optimizer.host_optimizer
-        plan, losses = host.decided, train(engine, data[:5])
-        if limits:
-            host.link.limit_threads(1)
-        found.append(result_of(engine, losses + train(engine, data[5:])))
-        kept = host.mover is None and host.decided is plan
-        engine.destroy()
-    return [kept, first_difference(*found)]
+def selective_runs(stage: int, accumulation: int, folder: str) -> list[Any]:
+    """Whether a run under the selective rule keeps its plan, one that goes on on another machine
+    too; how the latter differs, and one whose number of threads changes in mid-run: the one thing
+    that it could choose anew without rounding."""
+    data, at = batches(16 * accumulation, dist.get_rank()), 5 * accumulation
+    config = zenflow_config(stage, accumulation=accumulation, **RULES["selective"])
+    found, kept = list[dict[str, Any]](), list[bool]()
+    for changes in ("nothing", "threads", "machine"):
+        elsewhere = changes == "machine"
+        with patch.object(zenflow_state, "host_id", lambda name=changes: name):
+            engine = make_engine(config, groups=two_groups)
+            host = engine.optimizer.host_optimizer
+            plan = host.decided
+            if elsewhere:
+                engine.load_checkpoint(folder, tag="nothing")
+                losses = found[0]["losses"][:at]
+            else:
+                losses = train(engine, data[:at])
+                engine.save_checkpoint(folder, tag=changes)
+            if changes == "threads":
+                host.link.limit_threads(1)
+            found.append(result_of(engine, losses + train(engine, data[at:])))
+            kept.append(host.mover is None and host.decided is plan)
+            engine.destroy()
+    return [kept, *(first_difference(found[0], other) for other in found[1:])]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_run_under_the_selective_rule_keeps_its_plan_and_threads_change_no_bit(
-    stage: int,
+    stage: int, accumulation: int, tmp_path: Path
 ) -> None:
-    pool = f"moving, {stage == 3}"
-    assert run_ranks(2, selective_runs, stage, device="sim", pool=pool) == [[True, ""]] * 2
+    pool, args = f"moving, {stage == 3}", (stage, accumulation, str(tmp_path))
+    found = run_ranks(2, selective_runs, *args, device="sim", pool=pool)
+    assert found == [[[True] * 3, "", ""]] * 2
