@@ -58,8 +58,8 @@ def require_model_fields(
     """
     needed = _COUNTS if loads_counts else ("dp_world_size",)
     _require(content, _MODEL, needed, where)
-    if schedule is None or not isinstance(schedule.state_dict(), Mapping):
-        return  # a scheduler of the user's may save anything
+    if (library := _loaded_by(schedule)) not in _NEEDED_BY_SCHEDULE:
+        return  # a scheduler that loads itself may have saved anything
     if (state := content.get("lr_scheduler")) is None:
         raise CheckpointError(
             f"{where} was saved without a learning rate scheduler, and this run has one: pass "
@@ -69,7 +69,13 @@ def require_model_fields(
         raise CheckpointError(
             f"{where}: lr_scheduler is {_shown(state)}, expected a dict. {_ANOTHER}"
         )
-    _require(state, _SCHEDULE, (), f"{where}: its lr_scheduler")
+    _require(state, _SCHEDULE, _NEEDED_BY_SCHEDULE[library], f"{where}: its lr_scheduler")
+
+
+def _loaded_by(schedule: Any) -> str:
+    """The package whose code loads a scheduler's state; empty: not known, or there is none."""
+    module = getattr(getattr(schedule, "load_state_dict", None), "__module__", None)
+    return str(module or "").partition(".")[0]
 
 
 def _needed_by_optimizer(state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -120,11 +126,11 @@ def _is_count(value: Any, least: int = 0) -> bool:
 def _is_finite(value: Any) -> bool:
     value = _number(value)
     is_real = isinstance(value, Real) and not isinstance(value, bool)
-    return is_real and math.isfinite(value)
+    return is_real and -math.inf < value < math.inf
 
 
 def _is_positive(value: Any) -> bool:
-    return _is_finite(value) and float(_number(value)) > 0.0
+    return _is_finite(value) and _number(value) > 0
 
 
 def _is_norm(value: Any) -> bool:
@@ -189,6 +195,11 @@ _MODEL: Mapping[str, Field] = {
 }
 _COUNTS = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
 """What DeepSpeed requires of a model's file, besides the weights."""
+_NEEDED_BY_SCHEDULE: Mapping[str, tuple[str, ...]] = {
+    "torch": (),
+    "deepspeed": ("last_batch_iteration",),
+}
+"""What a scheduler requires of its state, by the package that loads it."""
 _SCHEDULE: Mapping[str, Field] = {
     "last_batch_iteration": _POSITION,
     "last_epoch": _POSITION,

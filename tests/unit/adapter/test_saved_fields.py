@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import types
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupLR
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deepspeed_ext.adapter.saved_fields import require_model_fields, require_optimizer_fields
 from deepspeed_ext.errors import CheckpointError
@@ -49,7 +53,23 @@ STAGE_3 = {
     "partition_count": 2,
     "fp32_flat_groups": [],
 }
-SCHEDULE = types.SimpleNamespace(state_dict=lambda: {"last_batch_iteration": 0})
+
+
+class Theirs:
+    """A scheduler of the user's, which loads what it likes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": 0}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def an_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.1))
+
+
+SCHEDULE = torch.optim.lr_scheduler.StepLR(an_optimizer(), 2)
 MODEL = {
     "global_steps": 3,
     "global_samples": 24,
@@ -174,7 +194,7 @@ def test_a_missing_count_or_schedule_is_told_only_if_it_is_loaded() -> None:
 
 
 def torch_schedules() -> list[Any]:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(0.1))
+    optimizer = an_optimizer()
     schedules = torch.optim.lr_scheduler
     return [
         schedules.LambdaLR(optimizer, lambda step: 1.0),
@@ -187,15 +207,78 @@ def torch_schedules() -> list[Any]:
     ]
 
 
-def test_schedules_of_torch_and_of_users_are_right() -> None:
-    states = [each.state_dict() for each in torch_schedules()]
+def test_what_any_schedule_of_torch_saves_is_right_for_any_that_torch_loads() -> None:
+    schedules = torch_schedules()
+    states = [each.state_dict() for each in schedules]
     for state in [*states, {}, {"my_own": "words"}, {"last_batch_iteration": 5}]:
         content = {**MODEL, "lr_scheduler": state, "client": object()}
-        require_model_fields(content, "the file", loads_counts=True, schedule=SCHEDULE)
+        for schedule in schedules:
+            require_model_fields(content, "the file", loads_counts=True, schedule=schedule)
 
 
-@pytest.mark.parametrize("state", [None, 7, (1, 2), {"last_epoch": "the first"}])
-def test_a_scheduler_of_the_users_may_save_anything(state: Any) -> None:
-    theirs = types.SimpleNamespace(state_dict=lambda: None)
+@pytest.mark.parametrize("kind", [WarmupLR, OneCycle, LRRangeTest])
+def test_a_schedule_of_deepspeeds_needs_its_position(kind: type[Any]) -> None:
+    """Which one of torch's has not saved."""
+    arguments = (0.1, 0.2) if kind is OneCycle else ()
+    schedule = kind(an_optimizer(), *arguments)
+    for state in (schedule.state_dict(), {"last_batch_iteration": torch.tensor(3)}):
+        content = {**MODEL, "lr_scheduler": state}
+        require_model_fields(content, "the file", loads_counts=True, schedule=schedule)
+    content = {**MODEL, "lr_scheduler": SCHEDULE.state_dict()}
+    with pytest.raises(CheckpointError, match="its lr_scheduler has no last_batch_iteration"):
+        require_model_fields(content, "the file", loads_counts=True, schedule=schedule)
+
+
+def of_torchs(load: Any) -> Any:
+    """A subclass of torch's that loads itself."""
+    return type("Mine", (torch.optim.lr_scheduler.StepLR,), {"load_state_dict": load})(
+        an_optimizer(), 2
+    )
+
+
+@pytest.mark.parametrize(
+    "state", [None, 7, (1, 2), {"last_epoch": "the first"}, {"base_lrs": 0.1, "_last_lr": None}]
+)
+@pytest.mark.parametrize(
+    "theirs", [Theirs(), of_torchs(Theirs.load_state_dict), types.SimpleNamespace()]
+)
+def test_a_scheduler_that_loads_itself_may_have_saved_anything(theirs: Any, state: Any) -> None:
     content = {**MODEL, "lr_scheduler": state}
     require_model_fields(content, "the file", loads_counts=True, schedule=theirs)
+
+
+NUMBERS = st.integers() | st.floats() | st.booleans() | st.sampled_from([10**400, -(10**400)])
+VALUES = st.recursive(
+    NUMBERS
+    | st.none()
+    | st.text(max_size=5)
+    | st.complex_numbers()
+    | NUMBERS.map(np.array)
+    | st.lists(st.floats(width=32), max_size=3).map(torch.tensor)
+    | st.lists(st.integers(0, 2), max_size=2).map(lambda shape: torch.zeros(shape, device="meta"))
+    | st.builds(object),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+OPTIMIZER_FIELDS = sorted({*STAGE_2, *STAGE_3})
+SCALER_FIELDS = sorted(vars(dynamic()))
+SCHEDULE_FIELDS = ["last_batch_iteration", "last_epoch", "_step_count", "base_lrs", "_last_lr"]
+
+
+@settings(deadline=None)
+@given(
+    of_optimizer=st.dictionaries(st.sampled_from(OPTIMIZER_FIELDS), VALUES, max_size=2),
+    of_scaler=st.dictionaries(st.sampled_from(SCALER_FIELDS), VALUES, max_size=2),
+    of_model=st.dictionaries(st.sampled_from(sorted(MODEL)), VALUES, max_size=2),
+    of_schedule=st.dictionaries(st.sampled_from(SCHEDULE_FIELDS), VALUES, max_size=2),
+)
+def test_whatever_a_field_is_nothing_but_the_error_is_raised(
+    of_optimizer: Any, of_scaler: Any, of_model: Any, of_schedule: Any
+) -> None:
+    scaled = {"loss_scaler": dynamic(**of_scaler)}
+    content = {**MODEL, "lr_scheduler": of_schedule, **of_model}
+    for state in (STAGE_2, STAGE_3):
+        with suppress(CheckpointError):
+            require_optimizer_fields({**state, **scaled, **of_optimizer}, "the file")
+    with suppress(CheckpointError):
+        require_model_fields(content, "the file", loads_counts=True, schedule=SCHEDULE)
