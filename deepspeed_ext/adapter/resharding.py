@@ -468,4 +468,4 @@ def only_weights(how: Mapping[str, Any]) -> bool:
 
 def _any_option(unread: torch.Tensor) -> Any:
     """What may stand for numbers of a parameter group that were not read: 0.5 is right for each."""
-    return torch.full(unread.shape, 0.5, dtype=torch.float32, device="cpu").tolist()
+    return torch.tensor(0.5, dtype=torch.float32, device="cpu").expand(unread.shape)

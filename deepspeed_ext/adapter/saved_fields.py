@@ -23,6 +23,7 @@ from deepspeed_ext.errors import CheckpointError
 __all__ = ["require_model_fields", "require_optimizer_fields"]
 
 _ANOTHER = "Load another checkpoint by its tag"
+_OR_NO_SCHEDULE = f"{_ANOTHER}, or pass load_lr_scheduler_states=False"
 Field = tuple[Callable[[Any], bool], str]
 """Whether a value is right, and the words for what is."""
 
@@ -67,9 +68,10 @@ def require_model_fields(
         )
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"{where}: lr_scheduler is {_shown(state)}, expected a dict. {_ANOTHER}"
+            f"{where}: lr_scheduler is {_shown(state)}, expected a dict. {_OR_NO_SCHEDULE}"
         )
-    _require(state, _SCHEDULE, _NEEDED_BY_SCHEDULE[library], f"{where}: its lr_scheduler")
+    needed, where = _NEEDED_BY_SCHEDULE[library], f"{where}: its lr_scheduler"
+    _require(state, _SCHEDULE, needed, where, _OR_NO_SCHEDULE)
 
 
 def _loaded_by(schedule: Any) -> str:
@@ -86,15 +88,19 @@ def _needed_by_optimizer(state: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _require(
-    found: Mapping[str, Any], fields: Mapping[str, Field], needed: Any, where: str
+    found: Mapping[str, Any],
+    fields: Mapping[str, Field],
+    needed: Any,
+    where: str,
+    remedy: str = _ANOTHER,
 ) -> None:
     for name, (is_right, expected) in fields.items():
         if name not in found:
             if name in needed:
-                raise CheckpointError(f"{where} has no {name}, expected {expected}. {_ANOTHER}")
+                raise CheckpointError(f"{where} has no {name}, expected {expected}. {remedy}")
         elif not is_right(value := found[name]):
             raise CheckpointError(
-                f"{where}: {name} is {_shown(value)}, expected {expected}. {_ANOTHER}"
+                f"{where}: {name} is {_shown(value)}, expected {expected}. {remedy}"
             )
 
 

@@ -89,7 +89,7 @@ class OptimizerKind(ABC):
         """Check one parameter group; `place` names it."""
         try:
             constants = self.constants(group, 1, 1.0)
-        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        except (TypeError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
             raise ConfigError(
                 f"{place} cannot be stepped with: a setting such as "
                 f"lr or betas is not a number, or missing ({type(error).__name__}: {error}). "

@@ -157,6 +157,7 @@ def kind_of(kind: type[OptimizerKind]) -> tuple[OptimizerKind, dict[str, Any]]:
         ("lr", math.inf),
         ("lr", math.nan),
         ("lr", None),
+        ("lr", 10**400),
         ("betas", (0.9, math.nan)),
         ("betas", (0.9,)),
         ("weight_decay", math.inf),
