@@ -466,6 +466,6 @@ def only_weights(how: Mapping[str, Any]) -> bool:
     return bool(how["load_module_only"] or not how["load_optimizer_states"])
 
 
-def _any_option(unread: torch.Tensor) -> Any:
+def _any_option(unread: torch.Tensor) -> torch.Tensor:
     """What may stand for numbers of a parameter group that were not read: 0.5 is right for each."""
     return torch.tensor(0.5, dtype=torch.float32, device="cpu").expand(unread.shape)

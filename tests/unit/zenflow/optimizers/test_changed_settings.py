@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_ext.adapter import resharding
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
@@ -180,7 +181,14 @@ def test_so_is_what_a_load_would_bring(kind: type[OptimizerKind], name: str, val
 def test_options_without_effect_and_tensors_are_taken(kind: type[OptimizerKind]) -> None:
     ours, group = kind_of(kind)
     options = dict.fromkeys(("fused", "foreach", "capturable", "differentiable", "maximize"), True)
-    for changes in (options, {"amsgrad": False}, {"lr": torch.tensor(1e-3)}, {"lr": 0}):
+    tensors = {"lr": torch.tensor([1e-3]), "betas": torch.tensor([0.9, 0.99]), "of_mine": object()}
+    for changes in (options, {"amsgrad": False}, {"lr": torch.tensor(1e-3)}, {"lr": 0}, tensors):
         ours.require_steppable(predicts=True, groups=[{**group, **changes}])
+    shapes = {"lr": (), "weight_decay": (1,), "betas": (2,), "of_mine": (1 << 40,)}
+    stand_ins = {
+        name: resharding._any_option(torch.empty(shape, device="meta"))
+        for name, shape in shapes.items()
+    }
+    ours.require_steppable(predicts=True, groups=[{**group, **stand_ins}])
     del group["amsgrad"]
     ours.require_steppable(predicts=True, groups=[group])
