@@ -57,8 +57,7 @@ def require_model_fields(
     Raises:
         CheckpointError: a field is missing, or is not what DeepSpeed needs there.
     """
-    needed = _COUNTS if loads_counts else ("dp_world_size",)
-    _require(content, _MODEL, needed, where)
+    _require(content, _MODEL, _COUNTS if loads_counts else ("dp_world_size",), where)
     if (library := _loaded_by(schedule)) not in _NEEDED_BY_SCHEDULE:
         return  # a scheduler that loads itself may have saved anything
     if (state := content.get("lr_scheduler")) is None:
