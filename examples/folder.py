@@ -77,7 +77,7 @@ def command(flag: str) -> str:
     flags = [
         each
         for each in sys.argv[1:]
-        if each not in ("--resume",) and not each.startswith("--local_rank")
+        if each != "--resume" and not each.startswith(("--local_rank", "--stop-after="))
     ]
     if "--stop-after" in flags:
         at = flags.index("--stop-after")

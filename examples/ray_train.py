@@ -26,8 +26,7 @@ def work(config: dict[str, Any]) -> None:
 
     args = train.parse_args(config["arguments"])
     train.share_cores()
-    with train.shared_buffers.not_made():
-        train.deepspeed.init_distributed()
+    train.connect()
     train.run(args)
 
 

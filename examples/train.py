@@ -36,7 +36,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 import deepspeed_ext
-from deepspeed_ext import shared_buffers
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import DeepSpeedExtError
 
@@ -140,6 +139,13 @@ def share_cores() -> None:
         torch.set_num_threads(max(1, cores // int(ranks)))
 
 
+def connect() -> None:
+    """Start the communication of the ranks. A process that no launcher has started is rank 0 of 1,
+    because the extension is on, which `build_engine` undoes for `--upstream`."""
+    deepspeed_ext.enable()
+    deepspeed.init_distributed()
+
+
 def warmup_cosine(total_steps: int) -> Callable[[int], float]:
     """Factor of the learning rate: linear warm-up, then half a cosine period down to a tenth."""
 
@@ -157,7 +163,7 @@ def build_engine(
     torch.manual_seed(args.seed)
     model = LanguageModel(shape)
     if args.upstream:
-        deepspeed_ext.disable()  # in case of DSEXT_AUTOLOAD=1
+        deepspeed_ext.disable()
     initialize = deepspeed.initialize if args.upstream else deepspeed_ext.initialize
     engine, *_ = initialize(
         model=model,
@@ -429,21 +435,24 @@ def run(args: argparse.Namespace) -> float | None:
     return loss
 
 
+def is_first() -> bool:
+    """Whether this process says what all would say."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def main() -> None:
     end_at_once()  # on Ctrl-C, until the training begins
-    is_first = os.environ.get("RANK", "0") == "0"
     with (
-        nullcontext() if is_first else redirect_stderr(None),
-        nullcontext() if is_first else redirect_stdout(None),
+        nullcontext() if is_first() else redirect_stderr(None),
+        nullcontext() if is_first() else redirect_stdout(None),
     ):
         args = parse_args()  # one rank says what is wrong
     share_cores()
-    with shared_buffers.not_made():
-        deepspeed.init_distributed()
     try:
+        connect()
         run(args)
     except (DeepSpeedExtError, SystemExit) as error:  # all ranks have it: one prints it
-        raise SystemExit(f"error: {error}" if dist.get_rank() == 0 else 1) from None
+        raise SystemExit(f"error: {error}" if is_first() else 1) from None
     dist.destroy_process_group()
 
 

@@ -206,6 +206,25 @@ def test_a_folder_never_holds_two_runs(tmp_path: Path) -> None:
     assert [step for step, _ in losses(tmp_path)] == [0]
 
 
+def test_without_a_launcher_it_is_one_rank(tmp_path: Path) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "examples/train.py", *SMALL, "--steps", "1"]
+    found = subprocess.run(
+        [*command, "--output", str(tmp_path / "run")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "rank 0 of 1" in found.stdout + found.stderr
+    assert [step for step, _ in losses(tmp_path / "run")] == [0]
+
+
 @pytest.mark.parametrize(
     ("made_by", "expected"),
     [
@@ -228,11 +247,10 @@ def test_the_command_that_continues_is_the_one_that_was_given(
         "zero2",
         "--steps",
         "9",
-        "--stop-after",
-        "3",
     ]
-    monkeypatch.setattr(sys, "argv", given)
-    assert importlib.import_module("folder").command("--resume") == expected
+    for once in (["--stop-after", "3"], ["--stop-after=3"], ["--resume"]):
+        monkeypatch.setattr(sys, "argv", [*given, *once])
+        assert importlib.import_module("folder").command("--resume") == expected
 
 
 def test_a_second_ctrl_c_kills_ranks_that_do_not_end() -> None:
