@@ -116,8 +116,11 @@ class WeightArrivals:
             parts: what is used now; None: everything.
         """
         for key in self._awaited.keys() - self._lost:
+            # Held for longer than its slice: a collected engine ends here when the interpreter
+            # does, and torch then aborts on a tensor that only a slice still holds.
+            weights = self.partitions[key[0]].weights()
             with torch.no_grad():
-                self.partitions[key[0]].weights()[slice(*self._awaited[key])].fill_(math.nan)
+                weights[slice(*self._awaited[key])].fill_(math.nan)
             self._lost.add(key)
         used = list(self._lost) if parts is None else list(self._chunks_of(transfers, parts))
         for key in used:

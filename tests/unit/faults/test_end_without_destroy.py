@@ -1,0 +1,53 @@
+"""A script may end without ``engine.destroy()``, as most do: its exit status is 0, also while exact
+weights are on their way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+SCRIPT = """
+import sys
+import deepspeed
+import torch
+import deepspeed_ext
+
+def main(stage, rule):
+    zero = {"stage": stage, "zenflow": {"update_rule": rule, "full_warm_up_rounds": 1}}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero,
+    }
+    deepspeed_ext.enable()
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 1), config=config)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
+        engine.step()
+    print("trained", flush=True)
+
+main(int(sys.argv[1]), sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(("stage", "rule"), [(2, "predictive"), (3, "exact")])
+def test_a_script_that_ends_after_a_step_ends_well(stage: int, rule: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(stage), rule],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert "trained" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
