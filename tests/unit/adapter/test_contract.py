@@ -233,7 +233,7 @@ OF_OTHERS = {
         "mem_get_info",
         "supports_coalescing",
     ),
-    *("__closure__", "__file__", "__spec__", "_initializing", "co_filename"),
+    *("__closure__", "__file__", "__module__", "__spec__", "_initializing", "co_filename"),
     *("O_CLOEXEC", "O_NOCTTY", "O_NONBLOCK", "memfd_create", "safe_path"),
     *("iowait", "sched_getaffinity", "FileBaton"),
     *("_end_copies", "arena", "measurements", "process", "host_optimizer", "zenflow_parts"),
