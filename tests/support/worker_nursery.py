@@ -4,8 +4,8 @@ milliseconds.
 The starts themselves are tested with real ones, `tests.support.ranks.started_workers`. A fork is
 like a start: a child of the rank, in a session of its own, with the rank's environment, folder,
 output, cores and limits, and with one thread. It has imported nothing but the optimizer process's
-modules; torch, too, if the rank's passes are those in torch (`kernel.reference`), which import it:
-1.4 s of a processor.
+modules. If its passes are those in torch (`kernel.reference`), it has imported what the rank had
+when it began: its own import of torch would take 1.4 s of a processor.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import resource
 import socket
 import subprocess
 import sys
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,6 @@ PR_SET_CHILD_SUBREAPER = 36
 FORKS_WORKERS = "DSEXT_TEST_FORKS_WORKERS"
 """A variable of a rank's environment: its optimizer processes are forks."""
 MODULE = "deepspeed_ext.zenflow.worker.main"
-REFERENCE = "deepspeed_ext.zenflow.worker.kernel.reference"
 _MOST_BYTES = 2**17
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
@@ -76,30 +76,59 @@ class ForkedWorker(subprocess.Popen):
     def _execute_child(self, *_: Any) -> None:
         from deepspeed_ext.zenflow.step import link
 
-        needs_torch = link.library_path() is None
-        orders = _nursery(os.getpid(), *([REFERENCE] if needs_torch else []))
+        has_torch = link.library_path() is None and os.getpid() in _prepared
+        orders = _prepared[os.getpid()] if has_torch else _nursery(os.getpid())
         socket.send_fds(orders, [pickle.dumps(self._order)], [*self._passed, 1, 2])
         self.pid = pickle.loads(orders.recv(_MOST_BYTES))
         self._child_created = True
 
 
 @functools.cache
-def _nursery(pid: int, *modules: str) -> socket.socket:
-    """The way to the process that forks, which is a child of process `pid`, this one, and has
-    imported `modules`."""
+def _nursery(pid: int) -> socket.socket:
+    """The way to the process that forks, which is a child of process `pid`, this one."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     subprocess.Popen(
-        [sys.executable, "-m", "tests.support.worker_nursery", str(theirs.fileno()), *modules],
+        [sys.executable, "-m", "tests.support.worker_nursery", str(theirs.fileno())],
         cwd=ROOT,
-        # torch may start no thread when it is imported
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_WARM_POOL": "0"},
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
     theirs.close()
     return ours
+
+
+_prepared: dict[int, socket.socket] = {}
+"""The way to the process that forks those with torch, by the process whose child it is."""
+
+
+def prepare(*not_for_workers: int) -> None:
+    """If this process has torch and one thread, fork the one that will fork the optimizer processes
+    that need torch; `not_for_workers` are file descriptors."""
+    if "torch" not in sys.modules or len(os.listdir("/proc/self/task")) > 1:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        _prepared[os.getpid()] = ours
+        return
+    status = 1
+    try:
+        ours.close()
+        for fd in not_for_workers:
+            os.close(fd)
+        os.setsid()
+        _serve(theirs)
+        importlib.import_module(MODULE).main()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def fork_workers() -> None:
@@ -153,9 +182,7 @@ def _become(order: _Order, fds: list[int]) -> None:
 
 
 def main() -> None:
-    worker, *_ = map(importlib.import_module, [MODULE, *sys.argv[2:]])
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"{threads} threads: a fork would lose all but one"
+    worker = importlib.import_module(MODULE)
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
     worker.main()
