@@ -3,6 +3,7 @@ for."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -76,8 +77,13 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.support import ranks
 
         ranks.fork_workers()
+        gc.disable()  # a tenth of a collection of tests, whose objects all stay
     if config.getoption("--part"):
         _ONLY_PART.append(config.getoption("--part"))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_terminal_summary(

@@ -20,6 +20,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.runtime.backend import group_timeout_seconds
+from deepspeed_ext.zenflow.step import link
+from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.messages import Work, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.matrix import beyond_one_in, beyond_the_sample
@@ -146,9 +148,14 @@ def test_tensors_of_an_accelerator_arrive_on_the_host() -> None:
         assert answer["weights"][0].tolist() == [0, 1, 2]
 
 
-def optimizer_process() -> dict[str, Any]:
-    with running() as (_, process):
+def optimizer_process(kernel: str) -> dict[str, Any]:
+    library = library_path() if kernel == "native" else None
+    with (
+        patch.object(link, "library_path", lambda: library),
+        running(library=library) as (_, process),
+    ):
         seen = psutil.Process(process.pid)
+        assert process.ready.kernel == kernel
         return {
             "command": " ".join(seen.cmdline()),
             "child": seen.ppid() == os.getpid(),
@@ -158,11 +165,18 @@ def optimizer_process() -> dict[str, Any]:
         }
 
 
-def test_a_forked_optimizer_process_is_like_one_that_is_started() -> None:
-    (forked,) = run_ranks(1, optimizer_process)
+@pytest.mark.parametrize(
+    ("kernel", "forked_by"), [("native", "worker_nursery"), ("reference", "rank_nursery")]
+)
+def test_a_forked_optimizer_process_is_like_one_that_is_started(
+    kernel: str, forked_by: str
+) -> None:
+    if kernel == "native" and library_path() is None:
+        pytest.skip("the native library is not built")
+    (forked,) = run_ranks(1, optimizer_process, kernel)
     with started_workers():
-        (started,) = run_ranks(1, optimizer_process)
-    assert "worker_nursery" in forked.pop("command")
+        (started,) = run_ranks(1, optimizer_process, kernel)
+    assert forked_by in forked.pop("command")
     assert "start_process" in started.pop("command")
     assert forked == started == dict.fromkeys(("child", "leader", "cpus", "folder"), True)
 

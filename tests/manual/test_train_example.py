@@ -19,11 +19,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.zenflow.rules.predictive import schedule
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
+from tools import launch
 
 MODEL = ["--dim", "32", "--layers", "2", "--heads", "2", "--seq-len", "32"]
 SMALL = [*MODEL, "--batch-size", "2", "--grad-accum", "2", "--steps", "6", "--sample-bytes", "8"]
@@ -273,7 +275,53 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_end() -> None:
         assert job.wait() == 130
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+RANK_THAT_SAVES = "trap 'echo saved; exit' TERM; echo up; for _ in {1..300}; do sleep 0.1; done"
+
+
+def test_ctrl_c_ends_the_ranks_and_the_launcher_leaves_after_them() -> None:
+    launcher = ["bash", "-c", f'bash -c "{RANK_THAT_SAVES}"; echo left']
+    code = f"import sys; from tools.launch import Job; sys.exit(Job({launcher!r}, None).wait())"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout.readline() == "up\n"
+        job.send_signal(signal.SIGINT)
+        assert job.stdout.read() == "saved\nleft\n"
+        assert job.wait() == 130
+
+
+@pytest.mark.parametrize("accelerators", [0, 3])
+def test_ranks_are_started_with_deepspeeds_launcher(
+    accelerators: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[list[str], str | None]] = []
+
+    class Started:
+        def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+            started.append((command[2:], environment.get("DS_ACCELERATOR")))
+
+        def wait(self) -> int:
+            return 7
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: accelerators)
+    monkeypatch.setattr(launch, "Job", Started)
+    monkeypatch.setattr(sys, "argv", ["launch", "auto", "train.py", "--mode", "zero2"])
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            launch.main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 7
+    count, device = (str(accelerators), None) if accelerators else ("2", "cpu")
+    command = ["deepspeed.launcher.runner", "--log_level", "error", "--num_accelerators", count]
+    assert started == [([*command, "train.py", "--mode", "zero2"], device)]
+
+
+@pytest.mark.full  # the two above, and a signal to a rank
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_through_the_launcher_saves_and_says_how_to_go_on(
     ranks: int, tmp_path: Path
 ) -> None:

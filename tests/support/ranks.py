@@ -332,12 +332,14 @@ def run_fresh_ranks(
     timeout_seconds: float = 120.0,
     group_timeout_seconds: float = 60.0,
     grace_seconds: float = GRACE_SECONDS,
+    forks_workers: bool = False,
     **kwargs: Any,
 ) -> list[RankOutcome]:
     """Like `run_ranks`, in new processes that end with the call; returns how each rank ended
     instead of raising. `group_timeout_seconds` is that of all process groups, also of those that
-    DeepSpeed makes."""
-    pool = RankPool(world_size, _device(device), group_timeout_seconds)
+    DeepSpeed makes. With `forks_workers`, optimizer processes are forks: less work from the second
+    one of a rank on."""
+    pool = RankPool(world_size, _device(device), group_timeout_seconds, forks_workers=forks_workers)
     try:
         outcomes = pool.run(body, args, kwargs, timeout_seconds, grace_seconds)
         return [replace(outcome, log=pool.log(rank)) for rank, outcome in enumerate(outcomes)]

@@ -269,15 +269,18 @@ RANKS = """
 import deepspeed  # which imports torch
 import multiprocessing, os, sys
 
-ENGINE = deepspeed.DeepSpeedEngine.__module__
+def error():
+    try:
+        deepspeed.initialize()
+    except Exception as error:
+        return type(error).__name__
 
 def say(queue):
-    import deepspeed
-    queue.put((os.getpid() != PARENT, deepspeed.DeepSpeedEngine.__module__))
+    queue.put((os.getpid() != PARENT, error()))
 
 PARENT = os.getppid() if __name__ != "__main__" else os.getpid()
 if __name__ == "__main__":
-    print("here", ENGINE)
+    print("here", error())
     for way in ("fork", "spawn"):
         context = multiprocessing.get_context(way)
         queue = context.Queue()
@@ -301,14 +304,24 @@ rank.join()
 """
 
 
+def write_misfit(folder: Path) -> None:
+    """Write a DeepSpeed that the extension does not fit."""
+    (folder / "deepspeed/runtime").mkdir(parents=True)
+    (folder / "deepspeed/__init__.py").write_text(
+        "import torch\nfrom . import runtime\n__version__ = '0.1'\n"
+    )
+    (folder / "deepspeed/runtime/__init__.py").write_text("")
+
+
 def test_ranks_that_are_forked_or_spawned_have_it(tmp_path: Path) -> None:
+    """With a package in DeepSpeed's place that the extension does not fit, which shows as well that
+    it was to be on."""
+    write_misfit(tmp_path)
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     start = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
-    lines = run(start, DSEXT_AUTOLOAD="1")
-    assert lines == [
-        f"{way} deepspeed_ext.adapter.engine" for way in ("here", "fork True", "spawn True")
-    ]
+    lines = run(start, DSEXT_AUTOLOAD="1", PYTHONPATH=str(tmp_path))
+    assert lines == [f"{way} UnsupportedError" for way in ("here", "fork True", "spawn True")]
 
 
 def test_a_rank_forked_between_torch_and_deepspeed_has_it() -> None:
@@ -333,11 +346,7 @@ def test_our_own_functions_may_be_what_imports_deepspeed(call: str, module: str)
 
 
 def test_a_deepspeed_that_does_not_fit_breaks_neither_import(tmp_path: Path) -> None:
-    (tmp_path / "deepspeed/runtime").mkdir(parents=True)
-    (tmp_path / "deepspeed/__init__.py").write_text(
-        "import torch\nfrom . import runtime\n__version__ = '0.1'\n"
-    )
-    (tmp_path / "deepspeed/runtime/__init__.py").write_text("")
+    write_misfit(tmp_path)
     code = """
     import deepspeed
     try:

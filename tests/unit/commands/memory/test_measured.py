@@ -26,6 +26,7 @@ from tests.support.memory_runs import (
     Measured,
     compared,
     measure,
+    measure_state,
     memory_config,
     planned,
 )
@@ -60,7 +61,7 @@ def test_arena_and_partitions_are_planned_to_the_byte(stage: int, way: str) -> N
     arena = sum(
         part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN] if part.memory.is_in_arena
     )
-    for rank in run_ranks(2, measure, config, device="sim", pool="memory plan 2"):
+    for rank in run_ranks(2, measure_state, config, device="sim", pool="memory plan 2"):
         assert rank.arena == arena
         assert sum(rank.numels) == plan.setup.partition_numel(plan.model, plan.ranks)
 
@@ -70,7 +71,7 @@ def test_a_longer_interval_is_planned_to_the_byte(way: str) -> None:
     section = WAYS[way]["zenflow"] | {"update_interval": 4}
     config = memory_config(2, way, zenflow=section)
     plan = planned(config, 1)
-    (rank,) = run_ranks(1, measure, config)
+    (rank,) = run_ranks(1, measure_state, config)
     assert rank.arena >= PARAMS * 18
     assert rank.arena == sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN])
 
@@ -140,7 +141,7 @@ LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-5}}}
 def test_the_arena_of_lion_is_planned_to_the_byte() -> None:
     config = memory_config(2, "predictive, interval 1") | LION
     plan = planned(config, 1)
-    (rank,) = run_ranks(1, measure, config, device="sim")
+    (rank,) = run_ranks(1, measure_state, config, device="sim")
     assert rank.arena >= PARAMS * 8
     assert rank.arena == sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN])
 
@@ -290,7 +291,7 @@ def test_hot_state_of_all_ranks_is_planned_and_no_rank_has_more_than_twice_its_s
         *plan.parts[Place.HOST, Phase.BETWEEN],
     ]
     share = sum(part.nbytes for part in between if part.kind in KEPT)
-    ranks: list[Measured] = run_ranks(2, measure, config)
+    ranks: list[Measured] = run_ranks(2, measure_state, config)
     assert sum(rank.kept for rank in ranks) == pytest.approx(2 * share, rel=TOLERANCE)
     assert all(rank.kept <= 2 * share * (1 + TOLERANCE) for rank in ranks)
 
@@ -302,7 +303,7 @@ def test_what_the_estimate_keeps_is_planned_to_the_byte(way: str) -> None:
     kept = sum(
         part.nbytes for part in plan.parts[Place.ACCELERATOR, Phase.BETWEEN] if part.kind in KEPT
     )
-    assert [rank.kept for rank in run_ranks(2, measure, config)] == [kept, kept]
+    assert [rank.kept for rank in run_ranks(2, measure_state, config)] == [kept, kept]
 
 
 def test_a_plan_of_another_model_would_be_noticed() -> None:
