@@ -9,7 +9,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from multiprocessing.util import Finalize
@@ -17,6 +17,7 @@ from typing import Any
 
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
+from deepspeed_ext.checkpoint.owner import Owner
 from deepspeed_ext.checkpoint.remedies import THREADS, advised, remedy_for
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, fill_holes, write_skeleton
 from deepspeed_ext.checkpoint.writer import Writer
@@ -76,6 +77,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         self._link = link
         self._writer: Writer | None = None
         self._files: list[Future[None]] = []
+        self._trainers: dict[int, Owner] = {}
         self._saving: tuple[Any, CheckpointFolder] | None = None
         self._begin = self._waited = 0.0
         self._home = OwnProcess("a checkpoint that is being saved")
@@ -92,6 +94,11 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             atexit.register(_finish_at_exit, weakref.ref(self))
             # Before Python 3.13, processes forked by multiprocessing do not run atexit functions.
             Finalize(None, _finish_at_exit, args=(weakref.ref(self),), exitpriority=0)
+
+    def create(self, info: Any) -> None:
+        super().create(info)
+        if self._folder is not None and not self._trainers:
+            self._trainers = dict(enumerate(self._ranks.gather_objects(Owner.here())))
 
     def begin_load(self, load_dir: str, tag: Any) -> str | None:
         self.finish()
@@ -182,8 +189,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
 
     def finish_alone(self) -> None:
         """Like `finish` without a collective, for the end of an engine: other ranks may be gone.
-        The leading rank waits for the files of the others, and gives up soon after they stop making
-        progress.
+        The leading rank waits for the files of the others, and gives up once a rank has ended
+        without them, or soon after all stop making progress.
 
         Raises:
             CheckpointError: on the leading rank, if any rank could not write.
@@ -203,7 +210,8 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         try:
             with advised():
                 if not folder.is_marked:
-                    others = set(range(self._ranks.size)) - {self._ranks.rank}
+                    others = dict(self._trainers)
+                    del others[self._ranks.rank]
                     _require_all(self._report(), folder.staging, others)
                     folder.mark()
                 _remove_reports(folder.staging)
@@ -344,12 +352,23 @@ def _finish_file(
         files.sync_folder(os.path.dirname(path))
 
 
-def _require_all(own_report: str, staging: str, others: Iterable[int]) -> None:
-    """Wait for the reports of the other ranks; raise if a rank could not write, or is silent. The
-    leading rank's `own_report` needs no file, for which a full disk would have no room."""
-    wanted = {f"{_WRITTEN}{rank}" for rank in others}
+def _require_all(own_report: str, staging: str, others: Mapping[int, Owner]) -> None:
+    """Wait for the reports of the other ranks; raise if a rank could not write, has ended without a
+    report, or is silent. The leading rank's `own_report` needs no file, for which a full disk would
+    have no room."""
+    wanted = {f"{_WRITTEN}{rank}": trainer for rank, trainer in others.items()}
     last, silent_since = None, time.monotonic()
-    while missing := wanted - set(names := os.listdir(staging)):
+    while True:
+        # before the folder is read: a rank may end right after its report
+        ended = {name for name, trainer in wanted.items() if trainer.has_ended()}
+        names = os.listdir(staging)
+        if not (missing := wanted.keys() - set(names)):
+            break
+        if gone := missing & ended:
+            raise CheckpointError(
+                f"ranks {_ranks_of(gone)} have ended before they had written everything: every "
+                "rank must call engine.destroy() when training ends"
+            )
         seen = {
             (name, status.st_mtime_ns, status.st_blocks)
             for name, status in _statuses(staging, names)
@@ -357,10 +376,10 @@ def _require_all(own_report: str, staging: str, others: Iterable[int]) -> None:
         if seen != last:
             last, silent_since = seen, time.monotonic()
         if time.monotonic() - silent_since > _SILENCE_SECONDS:
-            ranks = sorted(int(name.removeprefix(_WRITTEN)) for name in missing)
             raise CheckpointError(
-                f"ranks {ranks} have written nothing for {_SILENCE_SECONDS:g} s: they have ended, "
-                "or do not call engine.destroy(), which every rank must when training ends"
+                f"ranks {_ranks_of(missing)} have written nothing for {_SILENCE_SECONDS:g} s: they "
+                "have ended, or do not call engine.destroy(), which every rank must when training "
+                "ends"
             )
         time.sleep(_POLL_SECONDS)
     reports = [own_report]
@@ -369,6 +388,10 @@ def _require_all(own_report: str, staging: str, others: Iterable[int]) -> None:
             reports.append(file.read())
     if problems := [report for report in reports if report]:
         raise CheckpointError("; ".join(problems))
+
+
+def _ranks_of(reports: Iterable[str]) -> list[int]:
+    return sorted(int(name.removeprefix(_WRITTEN)) for name in reports)
 
 
 def _remove_reports(staging: str) -> None:

@@ -503,14 +503,13 @@ class Engine(EngineSettings):
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
     def _loading_run(self) -> LoadingRun:
+        is_known = is_zero_optimizer(self.optimizer) and not self.load_universal_checkpoint()
+        is_known = is_known and isinstance(self.checkpoint_engine, TorchCheckpointEngine)
         can_reshard = (
-            is_zero_optimizer(self.optimizer)
-            and not self.load_universal_checkpoint()
-            and not self.has_moe_layers
-            and not isinstance(self, PipelineEngine)
+            is_known
+            and not (self.has_moe_layers or isinstance(self, PipelineEngine))
             and self.mp_world_size == 1
             and not self.zero_nvme_offload_optimizer()
-            and isinstance(self.checkpoint_engine, TorchCheckpointEngine)
         )
         layout = RunLayout(
             stage=int(self.zero_optimization_stage()),
@@ -518,11 +517,17 @@ class Engine(EngineSettings):
             sharers=RankGroup.of(self.seq_data_parallel_group),
             has_experts=bool(self.has_moe_layers),
             shapes=self._get_zero_param_shapes,
+            files=self._own_files if is_known else None,
         )
-        ranks, zenflow = self._parts.ranks, self._parts.zenflow
-        return LoadingRun(
-            self.optimizer, self.module, self._config, ranks, layout, can_reshard, zenflow
+        of_engine = self.optimizer, self.module, self._config, self._parts.ranks
+        return LoadingRun(*of_engine, layout, can_reshard, self._parts.zenflow)
+
+    def _own_files(self, folder: str) -> tuple[str, list[str]]:
+        """See `RunLayout.files`. State on NVMe is copied: no file of the optimizer is loaded."""
+        names = (
+            () if self.zero_nvme_offload_optimizer() else (self._get_zero_ckpt_name(folder, ""),)
         )
+        return self._get_ckpt_name(folder, ""), [*names]
 
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
         if only_weights(how):  # after an interrupted load, the rest must be loaded too

@@ -27,6 +27,7 @@ from deepspeed_ext.adapter.saved_checkpoint import (
     SavedCheckpoint,
     groups_of,
     holds_partitions,
+    read_fields,
 )
 from deepspeed_ext.adapter.saved_fields import (
     require_model_fields,
@@ -98,6 +99,8 @@ class RunLayout:
         sharers: the ranks over which its parameters are sharded.
         has_experts: whether some parameters belong to fewer ranks than others.
         shapes: returns, for each flat tensor, the shape of each parameter by name, in order.
+        files: returns the files of the model and of the optimizer that DeepSpeed loads on this rank
+            from a checkpoint's folder; None: not known.
     """
 
     stage: int
@@ -105,6 +108,7 @@ class RunLayout:
     sharers: RankGroup
     has_experts: bool
     shapes: Callable[[], Any]
+    files: Callable[[str], tuple[str, list[str]]] | None
 
     @property
     def partitions_weights(self) -> bool:
@@ -239,30 +243,38 @@ class Resharder:
     def _with_right_fields(
         self, folder: str, how: Mapping[str, Any], schedule: Any
     ) -> dict[str, Sequence[Mapping[str, Any]]]:
-        """Check the fields of the model's file and of the optimizer's files of the first rank and
-        of this one, before anything changes; return the parameter groups by file. Values that are
-        tensors are not read, and pass: numbers take their places in the groups."""
-        run = self._loading
-        if not run.can_reshard or not holds_partitions(folder):
-            return {}
-        try:
-            saved = SavedCheckpoint(folder)
-            path = saved.model_file()
-            model = saved.fields(path)
-            files = [] if only_weights(how) else saved.optimizer_files(run.layout.sharers.rank)
-            states = {file: saved.fields(file)[Keys.OPTIMIZER_STATE_DICT] for file in files}
-        except (CheckpointError, OSError, KeyError):  # whoever reads the rest reports damage
-            return {}
+        """Check the fields of the model's file and of the optimizer's files before anything
+        changes; return the parameter groups by file. Values that are tensors are not read, and
+        pass: numbers take their places in the groups."""
+        model_file, optimizer_files, read = self._files(folder)
         loads_counts = not how["load_module_only"]
         if not (loads_counts and how["load_lr_scheduler_states"]):
             schedule = None
-        require_model_fields(model, path, loads_counts=loads_counts, schedule=schedule)
-        for file, state in states.items():
-            require_optimizer_fields(state, file)
-        return {
-            file: tree_map_only(torch.Tensor, _any_option, list(groups_of(state)))
-            for file, state in states.items()
-        }
+        if (model := _content(read, model_file)) is not None:
+            require_model_fields(model, model_file, loads_counts=loads_counts, schedule=schedule)
+        groups: dict[str, Sequence[Mapping[str, Any]]] = {}
+        for file in () if only_weights(how) else optimizer_files:
+            state = (_content(read, file) or {}).get(Keys.OPTIMIZER_STATE_DICT)
+            if isinstance(state, Mapping):
+                require_optimizer_fields(state, file)
+                groups[file] = tree_map_only(torch.Tensor, _any_option, list(groups_of(state)))
+        return groups
+
+    def _files(self, folder: str) -> tuple[str, list[str], Callable[[str], Mapping[str, Any]]]:
+        """The model's file and the optimizer's files whose fields this rank checks, and what reads
+        them. If another layout may be loaded, the optimizer's files are those of the first rank and
+        of this one."""
+        layout = self._loading.layout
+        try:
+            if self._loading.can_reshard and holds_partitions(folder):
+                saved = SavedCheckpoint(folder)
+                files = saved.optimizer_files(layout.sharers.rank)
+                return saved.model_file(), files, saved.fields
+        except (CheckpointError, OSError):  # whoever reads the rest reports damage
+            return "", [], read_fields
+        if layout.files is None:
+            return "", [], read_fields
+        return *layout.files(folder), read_fields
 
     def _differing(self, folder: str, without_state: bool) -> Resharding | None:
         """The checkpoint and this rank's partitions; None if DeepSpeed can load it, or reports
@@ -464,6 +476,14 @@ def _require_same_ranks(folder: str, ranks: int) -> None:
 def only_weights(how: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed's ``_load_checkpoint``, called with `how`, loads no optimizer state."""
     return bool(how["load_module_only"] or not how["load_optimizer_states"])
+
+
+def _content(read: Callable[[str], Mapping[str, Any]], path: str) -> Mapping[str, Any] | None:
+    """The content of a file; None if it cannot be read, which whoever reads the rest reports."""
+    try:
+        return read(path)
+    except (CheckpointError, OSError):
+        return None
 
 
 def _any_option(unread: torch.Tensor) -> torch.Tensor:

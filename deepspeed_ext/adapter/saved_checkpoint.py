@@ -38,6 +38,7 @@ __all__ = [
     "SavedPartitions",
     "groups_of",
     "holds_partitions",
+    "read_fields",
 ]
 
 
@@ -310,17 +311,13 @@ class SavedCheckpoint:
         return content
 
     def fields(self, path: str) -> Mapping[str, Any]:
-        """The content of one of the files with tensors on the meta device: none is read."""
-        return self._open(path, "meta")
+        """The content of one of the files with tensors on the meta device; see `read_fields`."""
+        return self._of_one_save(read_fields(path), path)
 
-    def _open(self, path: str, device: str = "cpu") -> Mapping[str, Any]:
-        with reading(path):
-            require_sound(path, most_bytes=SMALL_BYTES)
-            content = torch.load(path, map_location=device, mmap=True, weights_only=False)
-        if not isinstance(content, Mapping):
-            raise CheckpointError(
-                f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint"
-            )
+    def _open(self, path: str) -> Mapping[str, Any]:
+        return self._of_one_save(_read(path, "cpu"), path)
+
+    def _of_one_save(self, content: Mapping[str, Any], path: str) -> Mapping[str, Any]:
         self._save_ids.setdefault(save_id_of(content), path)
         if len(self._save_ids) > 1:
             raise CheckpointError(
@@ -397,6 +394,26 @@ class SavedCheckpoint:
         return content["module" if self.has_whole_weights else Keys.FROZEN_PARAM_FRAGMENTS][
             name
         ].reshape(-1)
+
+
+def read_fields(path: str) -> Mapping[str, Any]:
+    """The content of a checkpoint's file with tensors on the meta device: none is read.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no dict.
+    """
+    return _read(path, "meta")
+
+
+def _read(path: str, device: str) -> Mapping[str, Any]:
+    with reading(path):
+        require_sound(path, most_bytes=SMALL_BYTES)
+        content = torch.load(path, map_location=device, mmap=True, weights_only=False)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint"
+        )
+    return content
 
 
 def _first(files: Mapping[int, str]) -> str:
