@@ -16,6 +16,7 @@ from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import warn_once
 from deepspeed_ext.runtime.ranks import RankGroup, open_communicators
+from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
 from deepspeed_ext.zenflow.step.copies import largest_block_apart, mixed
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
@@ -126,8 +127,8 @@ def _warn_of_mixed_blocks(partitions: ZeroPartitions, block_size: int) -> None:
     runs_of_all = partitions.runs()
     if found := [name for runs in runs_of_all for name in mixed(runs, block_size)]:
         warn_once(
-            f"rank {dist.get_rank()}: {len(found)} replicated parameter(s), such as one of shape "
-            f"{found[0]}, share a block of zenflow.block_size = {block_size} elements with sharded "
-            "ones, so tensor-parallel ranks may predict different weights for them: set "
-            f"zenflow.block_size = {largest_block_apart(runs_of_all, block_size)}"
+            f"rank {dist.get_rank()}: {counted(len(found), 'replicated parameter')}, such as one "
+            f"of shape {found[0]}, share a block of zenflow.block_size = {block_size} elements "
+            "with sharded ones, so tensor-parallel ranks may predict different weights for them: "
+            f"set zenflow.block_size = {largest_block_apart(runs_of_all, block_size)}"
         )

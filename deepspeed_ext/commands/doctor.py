@@ -24,6 +24,7 @@ from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.device_queues import single_queue
 from deepspeed_ext.runtime.host_memory import available_host_bytes, total_host_bytes
 from deepspeed_ext.runtime.launcher_variables import plan_launch
+from deepspeed_ext.runtime.words import counted
 
 __all__ = ["Check", "as_json", "as_text", "examine"]
 
@@ -109,7 +110,7 @@ def check_platform() -> Check:
 def check_torch() -> Check:
     import torch
 
-    return _ok("torch", f"{torch.__version__}, {torch.get_num_threads()} threads")
+    return _ok("torch", f"{torch.__version__}, {counted(torch.get_num_threads(), 'thread')}")
 
 
 def check_deepspeed() -> Check:
@@ -291,7 +292,8 @@ def check_shared_buffers() -> Check:
     if not paths:
         return _ok("shared buffers", "none left over")
     nbytes = sum(path.stat().st_blocks * 512 for path in paths)
-    detail = f"{len(paths)} buffer(s) of DeepSpeed, {nbytes:,} bytes, that no visible process maps"
+    buffers = counted(len(paths), "buffer")
+    detail = f"{buffers} of DeepSpeed, {nbytes:,} bytes, that no visible process maps"
     return _warning("shared buffers", detail, f"rm {shlex.join(map(str, paths))}")
 
 
@@ -327,10 +329,10 @@ def check_cores() -> Check:
     topology = read_topology()
     found = find_allowed(topology)
     cores = usable_cores(topology, found.cpus)
-    nodes = {core.node for core in cores}
+    nodes, kinds = {core.node for core in cores}, {core.kind for core in cores}
     detail = (
         f"{len(cores)} of {len(topology.cores)} cores allowed (CPUs {format_cpulist(found.cpus)}), "
-        f"{len(nodes)} NUMA node(s), {len({core.kind for core in cores})} kind(s) of core"
+        f"{counted(len(nodes), 'NUMA node')}, {counted(len(kinds), 'kind')} of core"
     )
     if found.warnings:
         return _warning("cores", f"{detail}; {found.warnings[0]}", "see the message")

@@ -40,6 +40,7 @@ from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.runtime.procfs import read_text
 from deepspeed_ext.runtime.ranks import RankGroup, together
+from deepspeed_ext.runtime.words import counted
 
 __all__ = ["CoreBinding", "Verification"]
 
@@ -240,7 +241,8 @@ class Verification:
             if threads:
                 cpus = format_cpulist(frozenset().union(*threads.values()))
                 problems.append(
-                    f"{len(threads)} thread(s) of {name} may run outside the plan, on CPUs {cpus}"
+                    f"{counted(len(threads), 'thread')} of {name} may run outside the plan, on "
+                    f"CPUs {cpus}"
                 )
         return "; ".join(problems) or "every thread is within the plan"
 

@@ -22,6 +22,7 @@ from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.cgroup import CpuQuota
 from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION, check_reserved_cores
+from deepspeed_ext.runtime.words import counted
 
 __all__ = [
     "HostPlan",
@@ -225,10 +226,13 @@ class _HostPlanner:
         reserved, limit = self.request.pt_reserved_cores, self.request.optimizer_cores
         if limit is not None and limit > total - 1:
             self._warn(
-                rank, f"has {total} cores: its optimizer gets {optimizer} instead of {limit}"
+                rank,
+                f"has {counted(total, 'core')}: its optimizer gets {optimizer} instead of {limit}",
             )
         if isinstance(reserved, int) and reserved > training:
-            self._warn(rank, f"has {total} cores: PyTorch gets {training} instead of {reserved}")
+            self._warn(
+                rank, f"has {counted(total, 'core')}: PyTorch gets {training} instead of {reserved}"
+            )
 
     def _on_own_cores(
         self, rank: int, pool: Pool, demand: CoreDemand, roles: RoleCores
@@ -241,17 +245,16 @@ class _HostPlanner:
             self._warn(
                 rank,
                 "optimizer is split over several NUMA nodes: "
-                f"no node has {len(roles.optimizer)} cores",
+                f"no node has {counted(len(roles.optimizer), 'core')}",
             )
         owned = sum(pool.shares[rank].values())
         sharers = (
             "of its own"
             if len(pool.shares) == 1
-            else f"of {len(pool.cores)} shared by {len(pool.shares)} ranks"
+            else f"of {len(pool.cores)} shared by {counted(len(pool.shares), 'rank')}"
         )
-        reason = (
-            f"{owned} cores {sharers}; {self._why_home(facts, demand.home)}; {self._why_split()}"
-        )
+        why = f"{self._why_home(facts, demand.home)}; {self._why_split()}"
+        reason = f"{counted(owned, 'core')} {sharers}; {why}"
         return RankPlan(
             local_rank=facts.local_rank,
             pytorch=training,

@@ -10,6 +10,7 @@ from deepspeed_ext.cores.topology import Core, Topology, find_allowed, read_topo
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.cgroup import read_cpu_quotas
 from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.runtime.words import counted
 
 __all__ = ["HostFacts", "plan_svg", "plan_text", "read_host"]
 
@@ -107,19 +108,20 @@ def plan_text(topology: Topology, plan: HostPlan) -> str:
     """Describe the plan in a few lines: each rank's CPUs, and why."""
     threads = len(topology.cpus) / max(1, len(topology.cores))
     kinds = len({core.kind for core in topology.cores})
+    nodes = len({core.node for core in topology.cores})
     lines = [
-        f"{len(topology.cores)} cores, {len(topology.cpus)} CPUs ({threads:g} per core), "
-        f"{len({core.node for core in topology.cores})} NUMA node(s) "
-        f"with cores, {kinds} kind(s) of core"
+        f"{counted(len(topology.cores), 'core')}, {counted(len(topology.cpus), 'CPU')} "
+        f"({threads:g} per core), {counted(nodes, 'NUMA node')} "
+        f"with cores, {counted(kinds, 'kind')} of core"
     ]
     for rank in plan.ranks:
         flags = f"  [{', '.join(rank.flags)}]" if rank.flags else ""
         lines.append(f"local rank {rank.local_rank} on node {rank.numa_node}{flags}")
-        lines.append(f"  pytorch   {format_cpulist(rank.pytorch)} ({rank.pytorch_threads} threads)")
+        threads_there = counted(rank.pytorch_threads, "thread")
+        lines.append(f"  pytorch   {format_cpulist(rank.pytorch)} ({threads_there})")
         if rank.optimizer:
-            lines.append(
-                f"  optimizer {format_cpulist(rank.optimizer)} ({len(rank.optimizer)} threads)"
-            )
+            threads_there = counted(len(rank.optimizer), "thread")
+            lines.append(f"  optimizer {format_cpulist(rank.optimizer)} ({threads_there})")
         lines.append(f"  why       {rank.reason}")
     if plan.idle:
         lines.append(f"idle {format_cpulist(plan.idle)}")

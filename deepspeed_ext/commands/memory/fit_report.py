@@ -20,6 +20,7 @@ from deepspeed_ext.commands.memory.fit import (
 )
 from deepspeed_ext.commands.memory.fit_config import config_of
 from deepspeed_ext.commands.memory.ways import inexactness, name_of
+from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan.places import Place
 
 __all__ = ["as_json", "as_text"]
@@ -52,7 +53,7 @@ def as_text(
     lines = [
         answer(question, found),
         "",
-        f"{name}: {model.params:,} parameters in {model.dtype} on {ranks.count} GPU(s), "
+        f"{name}: {model.params:,} parameters in {model.dtype} on {counted(ranks.count, 'GPU')}, "
         f"{ranks.per_host} per host.",
         f"Assumed: {machine.link / 1e9:g} GB/s each way between a GPU and its host, "
         f"{machine.host / 1e9:g} GB/s of "

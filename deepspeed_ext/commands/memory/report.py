@@ -7,6 +7,7 @@ from typing import Any
 
 from deepspeed_ext.commands.memory.plan import PLACES, UNKNOWN, Capacity, MemoryPlan
 from deepspeed_ext.commands.memory.ways import name_of
+from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import Place
 
@@ -73,7 +74,8 @@ def as_text(plans: Sequence[MemoryPlan], notes: Sequence[str], capacity: Capacit
     first = plans[0]
     header = (
         f"{first.model.params:,} parameters in {first.model.dtype} (the largest has "
-        f"{first.model.largest:,}), {first.ranks.count} rank(s), {first.ranks.per_host} per host.\n"
+        f"{first.model.largest:,}), {counted(first.ranks.count, 'rank')}, "
+        f"{first.ranks.per_host} per host.\n"
         "Not included: activations, which are the model's, "
         "libraries, and fragmentation of the allocator."
     )

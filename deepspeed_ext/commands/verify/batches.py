@@ -8,6 +8,7 @@ from typing import Any
 
 from deepspeed_ext.config.file import count_in
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.runtime.words import counted
 
 __all__ = ["Batches", "plan_batches"]
 
@@ -51,7 +52,7 @@ def plan_batches(config: Mapping[str, Any], ranks: int, changes: list[str]) -> B
     if total is not None and total != found.micro * found.accumulation * ranks:
         changes.append(
             f"train_batch_size {found.micro * found.accumulation * ranks} "
-            f"in place of {total}, for {ranks} rank(s)"
+            f"in place of {total}, for {counted(ranks, 'rank')}"
         )
     for name, before, after in (
         ("train_micro_batch_size_per_gpu", given, found.micro),

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from deepspeed_ext.commands.verify.config import Plan
 from deepspeed_ext.commands.verify.figures import Found, Movement, Resumed
+from deepspeed_ext.runtime.words import counted
 
 __all__ = ["Check", "Status", "check_all"]
 
@@ -279,7 +280,7 @@ def check_gradients(plan: Plan, found: Found) -> Check:
     if len(judged) < len(found.movements):
         what += f"; not judged, because rounding decides: {len(found.movements) - len(judged)}"
     if found.in_flight:
-        what += f"; gradients of {found.in_flight} step(s) are still in flight"
+        what += f"; gradients of {counted(found.in_flight, 'step')} are still in flight"
     return Check(name, "PASS", what, figures)
 
 
@@ -376,7 +377,7 @@ def check_weights(plan: Plan, found: Found) -> Check:
     if any(what):
         return Check(name, "FAIL", "; ".join(filter(None, what)), figures)
     follow = FOLLOW[plan.rule] if plan.has_rounded_masters else ""
-    return Check(name, "PASS", f"{follow}equal on {plan.ranks} rank(s)", figures)
+    return Check(name, "PASS", f"{follow}equal on {counted(plan.ranks, 'rank')}", figures)
 
 
 def _wrong_norms(plan: Plan, found: Found) -> str:

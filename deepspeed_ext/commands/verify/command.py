@@ -30,6 +30,7 @@ from deepspeed_ext.cores import accelerators
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.progress import Progress
+from deepspeed_ext.runtime.words import counted
 
 __all__ = ["Outcome", "run_from_cli", "verify"]
 
@@ -60,8 +61,8 @@ def run_from_cli(arguments: Any) -> tuple[str, bool]:
     count = accelerators.count()
     if arguments.ranks is not None and count and arguments.ranks > count:
         raise ConfigError(
-            f"--ranks {arguments.ranks}: this machine has {count} accelerator(s), and each rank "
-            "needs one"
+            f"--ranks {arguments.ranks}: this machine has {counted(count, 'accelerator')}, and "
+            "each rank needs one"
         )
     ranks = arguments.ranks or count or RANKS_WITHOUT_ACCELERATOR
     with _signals_noted() as leave:

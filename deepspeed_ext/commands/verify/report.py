@@ -9,6 +9,7 @@ from typing import Any
 
 from deepspeed_ext.commands.verify.checks import Check
 from deepspeed_ext.commands.verify.config import Plan
+from deepspeed_ext.runtime.words import counted
 
 __all__ = ["as_json", "as_text", "passed"]
 
@@ -61,7 +62,10 @@ def as_text(
 ) -> str:
     """Describe the report: the run, the differences from the config, a line per check, the run's
     warnings, and the output of a failed rank."""
-    lines = [f"{path}: {plan.summary}", f"{plan.ranks} rank(s) on {device}, {plan.steps} steps"]
+    lines = [
+        f"{path}: {plan.summary}",
+        f"{counted(plan.ranks, 'rank')} on {device}, {counted(plan.steps, 'step')}",
+    ]
     lines += [f"  changed for the check: {change}" for change in plan.changes]
     width = max(len(check.name) for check in checks)
     lines += [f"{check.status:<7}  {check.name:<{width}}  {check.detail}" for check in checks]
@@ -75,5 +79,5 @@ def as_text(
     lines.append("nothing failed" if not failed else f"{failed} of {len(checks)} checks failed")
     warned = len(warnings) + sum(check.status == "WARN" for check in checks)
     if warned:
-        lines[-1] += f", {warned} warning(s)"
+        lines[-1] += f", {counted(warned, 'warning')}"
     return "\n".join(lines)

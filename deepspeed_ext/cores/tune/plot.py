@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.errors import ConfigError, UnsupportedError
+from deepspeed_ext.runtime.words import counted
 
 __all__ = ["plot_format", "plot_result"]
 
@@ -65,7 +66,7 @@ def plot_result(result: dict[str, Any], format: str) -> bytes:
     bandwidth.set(
         xlabel="optimizer cores per rank",
         ylabel="GB/s per rank",
-        title=f"CPU Adam, {result['ranks']} rank(s)",
+        title=f"CPU Adam, {counted(result['ranks'], 'rank')}",
     )
     bandwidth.set_xlim(0, max(cores) + 1)
     bandwidth.set_ylim(0, 1.15 * max(values, default=1.0))

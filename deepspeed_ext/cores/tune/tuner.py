@@ -34,6 +34,7 @@ from deepspeed_ext.errors import ConfigError, OutOfMemoryError, WorkerError
 from deepspeed_ext.runtime.host_memory import available_host_bytes
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.output_file import OutputFile
+from deepspeed_ext.runtime.words import counted
 
 __all__ = ["TuneSettings", "Tuner", "local_host", "run_from_cli"]
 
@@ -85,7 +86,7 @@ class TuneSettings:
         if fitting < 1:
             raise OutOfMemoryError(
                 f"{memory} bytes of free host memory are too few "
-                f"to measure {ranks} rank(s); free some memory"
+                f"to measure {counted(ranks, 'rank')}; free some memory"
             )
         settings = cls(min(elements or wanted, fitting))
         if quick:
@@ -109,8 +110,8 @@ def local_host(
         host = read_host("/", allowed, accelerator_nodes)
         if ranks not in (None, len(host.ranks)):
             raise ConfigError(
-                f"--ranks {ranks}, but --allowed or --gpu-node was given {len(host.ranks)} "
-                "time(s): give it once per rank"
+                f"--ranks {ranks}, but --allowed or --gpu-node was given "
+                f"{counted(len(host.ranks), 'time')}: give it once per rank"
             )
         return host
     number = ranks or max(1, accelerators.count())
@@ -199,7 +200,7 @@ class Tuner:
 
     def measure(self, cores: int) -> Point:
         """Measure the step time of all ranks' optimizers at once, on ``cores`` cores each."""
-        self.report(f"optimizer on {cores} core(s)")
+        self.report(f"optimizer on {counted(cores, 'core')}")
         plan = self.plan(cores)
         foreign_load = ForeignLoad({cpu for rank in plan.ranks for cpu in rank.optimizer})
         try:
@@ -270,7 +271,7 @@ class Tuner:
             for cores in sorted(tried, reverse=True)[:TRIED_TRAINING_SPLITS]:
                 if splits and self._out_of_time():
                     break
-                self.report(f"training beside the optimizer on {cores} core(s)")
+                self.report(f"training beside the optimizer on {counted(cores, 'core')}")
                 plan = self.plan(cores)
                 optimizers = self._start_or_move_optimizers(plan)
                 training.move(plan, "pytorch")
@@ -415,8 +416,9 @@ def _require_cores(host: HostFacts) -> None:
     most = len(cores) // 2
     if len(host.ranks) > max(1, most):
         raise ConfigError(
-            f"--ranks {len(host.ranks)}: {len(cores)} cores are allowed here, and a rank needs "
-            f"two, one for PyTorch and one for the optimizer: give at most --ranks {max(1, most)}"
+            f"--ranks {len(host.ranks)}: {counted(len(cores), 'core')} may be used here, and a "
+            "rank needs two, one for PyTorch and one for the optimizer: give at most --ranks "
+            f"{max(1, most)}"
         )
 
 
@@ -432,7 +434,9 @@ def _doubt(result: Any) -> str:
 def as_text(result: Any) -> str:
     """Describe the result for people; unless it was disturbed, with the line to put into a
     config."""
-    lines = [f"{result['ranks']} local rank(s) at once, {result['elements']:,} parameters each"]
+    lines = [
+        f"{counted(result['ranks'], 'local rank')} at once, {result['elements']:,} parameters each"
+    ]
     lines.append("cores GB/s per rank ms per step   spread")
     for point in result["points"]:
         mark = "  <- chosen" if point["cores"] == result["opt_cores_per_rank"] else ""
@@ -446,8 +450,8 @@ def as_text(result: Any) -> str:
     lines.append("PyTorch beside the optimizer (launch-bound step, against PyTorch alone):")
     for split in result["training"]["splits"]:
         lines.append(
-            f"  {split['pytorch_cores']} core(s) for PyTorch, {split['optimizer_cores']} for the "
-            f"optimizer: {split['step_seconds'] * 1e3:.2f} ms, {split['slowdown']:+.1%}"
+            f"  {counted(split['pytorch_cores'], 'core')} for PyTorch, {split['optimizer_cores']} "
+            f"for the optimizer: {split['step_seconds'] * 1e3:.2f} ms, {split['slowdown']:+.1%}"
         )
     if not result["saturated"]:
         lines.append("not saturated: the optimizer could use more cores than each rank has here")

@@ -16,6 +16,7 @@ from functools import partial
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.config.zenflow import MEASURED
+from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.arrays import ArraySpec, Dtypes, bytes_at_start, slot_arrays
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
@@ -542,8 +543,8 @@ class _Choice:
             needed, available = sum(need for need, _ in found), min(free for _, free in found)
             if needed > max(0, available):
                 return (
-                    f"{needed:,} bytes of host memory for {len(found)} rank(s) on one host, but "
-                    f"{max(0, available):,} are available"
+                    f"{needed:,} bytes of host memory for {counted(len(found), 'rank')} on one "
+                    f"host, but {max(0, available):,} are available"
                 )
         return None
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
@@ -32,7 +33,7 @@ class Cpus(NamedTuple):
 
     def __str__(self) -> str:
         where = f"CPUs {self.optimizer}" if self.optimizer else "the same CPUs"
-        threads = f"{self.threads} thread(s) of the optimizer process on {where}"
+        threads = f"{counted(self.threads, 'thread')} of the optimizer process on {where}"
         return f"PyTorch on CPUs {self.pytorch}, {threads}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.cores.placement import CoreDivision, divide_cores, usable_cores
 from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, plan_host
+from deepspeed_ext.cores.report import plan_text
 from deepspeed_ext.cores.topology import Core, Topology
 from deepspeed_ext.runtime.cgroup import CpuQuota
 
@@ -147,6 +149,16 @@ def test_no_core_has_two_users_unless_flagged(host: Host) -> None:
             flags = [set(plan[rank].flags) for rank in division]
             assert all(mine & ONE_CORE_FLAGS for mine in flags)
             assert len(set(division)) == 1 or all("shared" in mine for mine in flags)
+
+
+@planned
+@given(hosts())
+def test_nouns_agree_with_their_numbers(host: Host) -> None:
+    plan = host.plan()
+    told = "\n".join([plan_text(host.topology, plan), *plan.warnings])
+    nouns = re.findall(r"\b(\d+) (?:core|CPU|rank|thread|NUMA node|kind)(s?)\b", told)
+    assert nouns
+    assert all((number != "1") == bool(plural) for number, plural in nouns), told
 
 
 @planned

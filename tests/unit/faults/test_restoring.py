@@ -146,7 +146,7 @@ def test_memory_is_that_of_all_ranks_of_a_host() -> None:
     )
     assert messages[0] == messages[1]
     assert messages[0].startswith("OutOfMemoryError: ")
-    assert "2 rank(s)" in messages[0]
+    assert "2 ranks" in messages[0]
 
 
 def arena_bytes(config: dict) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_ext.runtime.words import counted
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(
@@ -12,3 +13,13 @@ from deepspeed_ext.runtime.words import counted
 )
 def test_a_noun_agrees_with_its_number(count: int, told: str) -> None:
     assert counted(count, "group") == told
+
+
+def test_no_message_leaves_the_plural_to_its_reader() -> None:
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in sorted((ROOT / "deepspeed_ext").rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if "(s)" in line
+    ]
+    assert found == []

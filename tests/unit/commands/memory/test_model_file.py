@@ -355,7 +355,7 @@ def test_a_large_model_is_planned_by_its_file(
     )
     said = capsys.readouterr().out
     assert said.startswith("It fits: stage 3, ")
-    assert "LlamaForCausalLM: 70,553,706,496 parameters in bfloat16 on 8 GPU(s)" in said
+    assert "LlamaForCausalLM: 70,553,706,496 parameters in bfloat16 on 8 GPUs" in said
 
 
 def with_field(key: str, value: Any) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def test_warnings_of_the_run_are_reported() -> None:
     assert warning.startswith(
         "zero_optimization.stage3_allgather_single_param has no effect: this run uses ZeRO stage"
     )
-    assert f"warning: {warning}\nnothing failed, 1 warning(s)" in report.as_text(
+    assert f"warning: {warning}\nnothing failed, 1 warning" in report.as_text(
         "ds.json", outcome.plan, "the CPU", outcome.checks, outcome.output, outcome.warnings
     )
 

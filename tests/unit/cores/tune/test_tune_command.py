@@ -97,11 +97,11 @@ def test_each_measurement_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """A log line each, because a run without a terminal shows no bar."""
 
     def run(self: Tuner) -> dict[str, Any]:
-        self.report("optimizer on 1 core(s)")
+        self.report("optimizer on 1 core")
         raise WorkerError("enough")
 
     monkeypatch.setattr(Tuner, "run", run)
-    with heard("tune: measuring optimizer on 1 core(s)") as lines:
+    with heard("tune: measuring optimizer on 1 core") as lines:
         assert tune("--output", str(tmp_path / "r.json")) == 1
     assert len(lines) == 1
 

@@ -357,11 +357,11 @@ def below(job: int, task: int) -> list[dict[str, int]]:
     ("rooms", "hosts", "says"),
     [
         ([{"machine": 40}] * 4, "aaaa", ""),
-        ([{"machine": 39}] * 4, "aaaa", "for 4 rank(s) on one host, but 40,894,464 are available"),
+        ([{"machine": 39}] * 4, "aaaa", "for 4 ranks on one host, but 40,894,464 are available"),
         ([{"machine": 39}] * 4, "aabb", ""),
         (below(job=40, task=10), "aaaa", ""),
-        (below(job=39, task=10), "aaaa", "for 4 rank(s)"),
-        (below(job=40, task=9), "aaaa", "for 1 rank(s)"),
+        (below(job=39, task=10), "aaaa", "for 4 ranks"),
+        (below(job=40, task=9), "aaaa", "for 1 rank "),
     ],
 )
 def test_ranks_are_added_up_below_each_limit_that_they_share(
