@@ -335,6 +335,14 @@ class ReachedState:
         require_optimizer_fields(state, _STATE)
         if loads_optimizer:
             self._require_groups(groups_of(state), _STATE)
+        return self.require_fitting(state)
+
+    def require_fitting(self, state: Mapping[str, Any]) -> SavedState | None:
+        """Return ZenFlow's state in this rank's saved optimizer state; None: there is none.
+
+        Raises:
+            CheckpointError: it is damaged, or the run cannot continue from it.
+        """
         if checkpoint.STATE_KEY not in state:
             return None
         numels = [state.master.numel() for state in self._host.states]

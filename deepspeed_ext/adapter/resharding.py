@@ -13,7 +13,7 @@ supported.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -192,14 +192,13 @@ class Resharder:
             CheckpointError: on every rank, if the checkpoint needs another layout and cannot be
                 read, or has a field that DeepSpeed or the optimizer cannot use.
         """
-        run, groups = self._loading, dict[str, Sequence[Mapping[str, Any]]]()
+        run, states = self._loading, dict[str, Mapping[str, Any]]()
         with together(run.ranks, CheckpointError):
-            groups = self._with_right_fields(folder, how, schedule)
+            states = self._with_right_fields(folder, how, schedule)
         self._resharding = self._planned(folder, only_weights(how), how["custom_load_fn"])
         if run.zenflow is not None:
             with together(run.ranks, CheckpointError):
-                for path, saved in groups.items():
-                    run.zenflow.readiness.require_groups(saved, path)
+                self._require_fitting(run.zenflow, states, folder)
         return None if self._resharding is None else self._resharding.files
 
     def _planned(self, folder: str, without_state: bool, custom_load_fn: Any) -> Resharding | None:
@@ -242,23 +241,39 @@ class Resharder:
 
     def _with_right_fields(
         self, folder: str, how: Mapping[str, Any], schedule: Any
-    ) -> dict[str, Sequence[Mapping[str, Any]]]:
+    ) -> dict[str, Mapping[str, Any]]:
         """Check the fields of the model's file and of the optimizer's files before anything
-        changes; return the parameter groups by file. Values that are tensors are not read, and
-        pass: numbers take their places in the groups."""
+        changes; return the optimizer's states by file. Values that are tensors
+        are not read, and pass: others take their places in the states."""
         model_file, optimizer_files, read = self._files(folder)
         loads_counts = not how["load_module_only"]
         if not (loads_counts and how["load_lr_scheduler_states"]):
             schedule = None
         if (model := _content(read, model_file)) is not None:
             require_model_fields(model, model_file, loads_counts=loads_counts, schedule=schedule)
-        groups: dict[str, Sequence[Mapping[str, Any]]] = {}
+        states: dict[str, Mapping[str, Any]] = {}
         for file in () if only_weights(how) else optimizer_files:
             state = (_content(read, file) or {}).get(Keys.OPTIMIZER_STATE_DICT)
             if isinstance(state, Mapping):
                 require_optimizer_fields(state, file)
-                groups[file] = tree_map_only(torch.Tensor, _any_option, list(groups_of(state)))
-        return groups
+                states[file] = tree_map_only(torch.Tensor, _any_values, dict(state))
+        return states
+
+    def _require_fitting(
+        self, zenflow: ZenFlowParts, states: Mapping[str, Mapping[str, Any]], folder: str
+    ) -> None:
+        """Check what the run takes from the optimizer's states by file: the parameter groups, and
+        from this rank's ZenFlow's state, if DeepSpeed loads it."""
+        for path, state in states.items():
+            zenflow.readiness.require_groups(groups_of(state), path)
+        files = self._loading.layout.files
+        if files is None or self._resharding is not None:
+            return
+        for path in states.keys() & {*files(folder)[1]}:
+            try:
+                zenflow.state.require_fitting(states[path])
+            except CheckpointError as error:
+                raise CheckpointError(f"{path}: {error}") from None
 
     def _files(self, folder: str) -> tuple[str, list[str], Callable[[str], Mapping[str, Any]]]:
         """The model's file and the optimizer's files whose fields this rank checks, and what reads
@@ -486,6 +501,10 @@ def _content(read: Callable[[str], Mapping[str, Any]], path: str) -> Mapping[str
         return None
 
 
-def _any_option(unread: torch.Tensor) -> torch.Tensor:
-    """What may stand for numbers of a parameter group that were not read: 0.5 is right for each."""
-    return torch.tensor(0.5, dtype=torch.float32, device="cpu").expand(unread.shape)
+def _any_values(unread: torch.Tensor) -> torch.Tensor:
+    """What may stand for numbers that were not read: 0.5 is right for each option of a parameter
+    group, and numbers of blocks differ."""
+    if unread.dtype in (torch.int32, torch.int64):
+        return torch.arange(unread.numel(), dtype=unread.dtype, device="cpu").view(unread.shape)
+    value = 0.5 if unread.is_floating_point() else 0
+    return torch.tensor(value, dtype=unread.dtype, device="cpu").expand(unread.shape)

@@ -23,6 +23,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
 import deepspeed_ext
+from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError
 from tests.support.experts import ExpertModel, expert_groups
 from tests.support.limits import limited
@@ -225,6 +226,58 @@ def test_a_wrong_field_is_refused_by_name_and_the_state_before_is_whole(
     kind: str, stage: int, tmp_path: Path
 ) -> None:
     assert run_ranks(1, load_fields, kind, zenflow_config(stage), str(tmp_path)) == [[]]
+
+
+SECTIONS: dict[str, tuple[Any, Any]] = {
+    "version": (None, 99),
+    "block_size": (None, 0),
+    "schedule": (None, {}),
+    "partitions": (0, {"numel": 1}),
+    "optimizer": (None, "lion"),
+    "kernel": (None, 3),
+}
+"""A key of ZenFlow's state, and a value that the run cannot continue from: of all of it, or of the
+element with this number."""
+
+
+def load_sections(config: dict, folder: str) -> list[str]:
+    """What is wrong if ZenFlow's state is damaged, so that the run must go on as if it was not
+    loaded."""
+    data, found = batches(STEPS, dist.get_rank()), []
+    engine = make_engine(config)
+    train(engine, data[:GOOD])
+    engine.save_checkpoint(folder, tag="good")
+    expected = train(engine, data[GOOD:])
+    for name, (index, value) in SECTIONS.items():
+        if dist.get_rank() == 0:
+            shutil.copytree(Path(folder, "good"), Path(folder, name))
+            # the last rank's alone
+            (path,) = Path(folder, name).glob(f"*rank_{dist.get_world_size() - 1}_*optim_states.pt")
+            content = torch.load(path, weights_only=False)
+            section = content["optimizer_state_dict"][STATE_KEY]
+            if index is None:
+                section[name] = value
+            else:
+                section[name][index] |= value
+            torch.save(content, path)
+        dist.barrier()
+        engine.load_checkpoint(folder, tag="good")
+        said = refused(lambda: engine.load_checkpoint(folder, tag=name))  # noqa: B023
+        if name.removesuffix("s") not in said or "optim_states.pt" not in said:
+            found.append(f"{name}: {said}")
+        if train(engine, data[GOOD:]) != expected:  # without another load
+            found.append(f"{name}: the state before is not whole")
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("rule", ["predictive", "selective"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_damaged_section_is_refused_before_anything_changes(
+    stage: int, rule: str, tmp_path: Path
+) -> None:
+    config = zenflow_config(stage, **RULES[rule])
+    assert run_ranks(2, load_sections, config, str(tmp_path)) == [[], []]
 
 
 def load_as_if_from_nvme(config: dict, folder: str) -> list[str]:
