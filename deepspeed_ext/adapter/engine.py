@@ -524,10 +524,10 @@ class Engine(EngineSettings):
 
     def _own_files(self, folder: str) -> tuple[str, list[str]]:
         """See `RunLayout.files`. State on NVMe is copied: no file of the optimizer is loaded."""
-        names = (
-            () if self.zero_nvme_offload_optimizer() else (self._get_zero_ckpt_name(folder, ""),)
+        is_copied = self.zero_nvme_offload_optimizer()
+        return self._get_ckpt_name(folder, ""), (
+            [] if is_copied else [self._get_zero_ckpt_name(folder, "")]
         )
-        return self._get_ckpt_name(folder, ""), [*names]
 
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
         if only_weights(how):  # after an interrupted load, the rest must be loaded too

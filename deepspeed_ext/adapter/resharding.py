@@ -256,7 +256,7 @@ class Resharder:
             state = (_content(read, file) or {}).get(Keys.OPTIMIZER_STATE_DICT)
             if isinstance(state, Mapping):
                 require_optimizer_fields(state, file)
-                states[file] = tree_map_only(torch.Tensor, _any_values, dict(state))
+                states[file] = {key: _filled(key, value) for key, value in state.items()}
         return states
 
     def _require_fitting(
@@ -501,10 +501,19 @@ def _content(read: Callable[[str], Mapping[str, Any]], path: str) -> Mapping[str
         return None
 
 
-def _any_values(unread: torch.Tensor) -> torch.Tensor:
-    """What may stand for numbers that were not read: 0.5 is right for each option of a parameter
-    group, and numbers of blocks differ."""
+def _filled(key: str, value: Any) -> Any:
+    """An entry of an optimizer's state whose tensors were not read, with others in their places."""
+    fill = _any_numbers if key == STATE_KEY else _any_option
+    return tree_map_only(torch.Tensor, fill, value)
+
+
+def _any_option(unread: torch.Tensor) -> torch.Tensor:
+    """What may stand for numbers of a parameter group: 0.5 is right for each."""
+    return torch.tensor(0.5, dtype=torch.float32, device="cpu").expand(unread.shape)
+
+
+def _any_numbers(unread: torch.Tensor) -> torch.Tensor:
+    """What may stand for numbers of ZenFlow's state: those of blocks differ."""
     if unread.dtype in (torch.int32, torch.int64):
         return torch.arange(unread.numel(), dtype=unread.dtype, device="cpu").view(unread.shape)
-    value = 0.5 if unread.is_floating_point() else 0
-    return torch.tensor(value, dtype=unread.dtype, device="cpu").expand(unread.shape)
+    return torch.zeros((), dtype=unread.dtype, device="cpu").expand(unread.shape)
