@@ -150,10 +150,11 @@ setup(
             "pytest-xdist",
             "hypothesis",
             "triton>=3.2; sys_platform == 'linux'",
-            "ruff",
-            "mypy",
-            "types-psutil",
-            "types-tqdm",
+            # Exact, since a new release of them finds faults in files that nobody has changed.
+            "ruff==0.17.6",
+            "mypy==2.4.1",
+            "types-psutil==7.2.2.20261111",
+            "types-tqdm==4.70.0.20261106",
             # Of `make test-mutants`.
             "cosmic-ray>=8.7",
             "coverage>=7",

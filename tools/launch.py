@@ -50,9 +50,8 @@ class Job:
             return
         # All but the launcher, which waits for them: it would leave at once.
         with suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self._launcher.pid).children(recursive=True) or [
-                self._launcher
-            ]:
+            launcher = psutil.Process(self._launcher.pid)
+            for process in launcher.children(recursive=True) or [launcher]:
                 with suppress(psutil.NoSuchProcess):
                     process.terminate()
         # what reads this output may have ended, too: `make train | tee log`
