@@ -403,7 +403,8 @@ def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
         allow_abbrev=False,
     )
     run.add_argument("script", metavar="SCRIPT")
-    run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    arguments = run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
+    arguments.required = False  # as it is; argparse of Python 3.10 and 3.11 has True
     run.set_defaults(command=_prepare_run)
 
 

@@ -52,6 +52,14 @@ def test_a_script_runs_as_main_with_its_arguments_and_the_extension(tmp_path: Pa
     assert done.returncode == 3
 
 
+def test_only_the_script_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run"])
+    assert capsys.readouterr().err == (
+        "deepspeed-ext run: error: the following arguments are required: SCRIPT\n"
+    )
+
+
 def test_an_error_of_the_script_keeps_its_traceback(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('mine')\n")
