@@ -299,7 +299,11 @@ def _fill_optimizer(config: dict[str, Any], steps: int, changes: list[str]) -> N
     """Give optimizer, schedule and clipping the values that a trainer would fill in."""
     section = section_of(config, "optimizer")
     if not section:
-        config["optimizer"] = {"type": "AdamW", "params": dict(TRAINERS_ADAMW)}
+        # torch's, as the Trainer passes it; under offload Accelerate makes it DeepSpeed's CPU Adam
+        config["optimizer"] = {
+            "type": "AdamW",
+            "params": TRAINERS_ADAMW | {"torch_adam": not _offloads_optimizer(config)},
+        }
         changes.append(f"the config has no optimizer: AdamW with lr {TRAINERS_ADAMW['lr']:g}")
     elif not isinstance(section.get("type"), str):
         raise ConfigError(
@@ -390,13 +394,17 @@ def _plain_optimizer(config: Mapping[str, Any]) -> tuple[tuple[str, dict[str, An
 
 def _has_cpu_adam(config: Mapping[str, Any]) -> bool:
     optimizer = section_of(config, "optimizer")
-    offload = section_of(section_of(config, "zero_optimization"), "offload_optimizer").get(
-        "device", "none"
-    )
     adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
     return (
-        adam and offload != "none" and section_of(optimizer, "params").get("torch_adam") is not True
+        adam
+        and _offloads_optimizer(config)
+        and section_of(optimizer, "params").get("torch_adam") is not True
     )
+
+
+def _offloads_optimizer(config: Mapping[str, Any]) -> bool:
+    offload = section_of(section_of(config, "zero_optimization"), "offload_optimizer")
+    return offload.get("device", "none") != "none"
 
 
 def _summary(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ext.commands.verify.batches import Batches, plan_batches
-from deepspeed_ext.commands.verify.config import Plan, plan_check
+from deepspeed_ext.commands.verify.config import TRAINERS_ADAMW, Plan, plan_check
 from deepspeed_ext.commands.verify.rank import PLAN, read_plan
 from deepspeed_ext.errors import ConfigError
 from tests.support.paths import ROOT
@@ -41,6 +41,20 @@ def test_every_ready_config_has_a_plan_that_travels_as_json(path: Path, tmp_path
     assert read_plan(tmp_path) == found
     assert 0 < found.save_after < found.steps
     assert found.has_worker == ("zenflow" in path.stem)
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+@pytest.mark.parametrize("upstream", [False, True])
+def test_without_an_optimizer_only_offload_needs_one_that_is_compiled(
+    device: str, upstream: bool
+) -> None:
+    """As in a trainer: torch's AdamW, which Accelerate turns into the CPU Adam under offload."""
+    zero = {"stage": 2, "offload_optimizer": {"device": device}}
+    user = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero}
+    found = plan_check(user, 2, None, upstream, "/scratch")
+    assert found.config["optimizer"]["params"]["torch_adam"] == (device == "none")
+    assert found.rounds_on_resume == (device == "cpu")
+    assert found.optimizer == ("AdamW", TRAINERS_ADAMW)
 
 
 def test_the_trainers_values_take_the_place_of_auto_and_are_named() -> None:
