@@ -39,6 +39,7 @@ from deepspeed_ext.cores.plan import PlanRequest, plan_host
 from deepspeed_ext.cores.report import read_host
 from deepspeed_ext.cores.tune.tuner import Tuner, TuneSettings, local_host
 from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.words import counted
 from tests.perf import report
 from tests.perf.binding_teams import Team, TeamError
 from tests.perf.binding_ways import (
@@ -262,7 +263,7 @@ def beside_ours(rows: Sequence[dict[str, Any]]) -> list[report.Comparison]:
     found = []
     for ours in (row for row in rows if row["way"] == OURS.name):
         process = f", the {ours['process']} process" if ours["process"] else ""
-        subject = f"core binding: {TITLES[ours['part']]}{process}, {ours['ranks']} rank(s)"
+        subject = f"core binding: {TITLES[ours['part']]}{process}, {counted(ours['ranks'], 'rank')}"
         for row in rows:
             if row["process"] == ours["process"] and row["way"] not in (OURS.name, ZERO.name):
                 turns, pools = (ours["turns ms"], row["turns ms"]), (ours["pool"], row["pool"])
@@ -345,7 +346,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
                 flush=True,
             )
             continue
-        print(f"\n{TITLES[part]}{f', the {process} process' if process else ''}, {ranks} rank(s)")
+        where = f", the {process} process" if process else ""
+        print(f"\n{TITLES[part]}{where}, {counted(ranks, 'rank')}")
         print(f"\n{report.table(chosen, COLUMNS)}", flush=True)
 
 

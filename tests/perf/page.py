@@ -304,7 +304,7 @@ def panels(comparisons: Sequence[dict[str, Any]]) -> dict[str, list[tuple[str, d
 def _distinct(rows: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
     labels = Counter(label for label, _ in rows)
     for label, one in rows:
-        yield (label if labels[label] == 1 else f"{label}, {one['threads']} thread(s)"), one
+        yield (label if labels[label] == 1 else f"{label}, threads {one['threads']}"), one
 
 
 def draw(name: str, comparisons: Sequence[dict[str, Any]]) -> None:

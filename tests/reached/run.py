@@ -14,6 +14,7 @@ import itertools
 import sys
 import time
 
+from deepspeed_ext.runtime.words import counted
 from tests.support.ranks import run_ranks
 from tests.support.reached import DTYPES, RULES, config_of, sequences
 
@@ -28,7 +29,7 @@ def main() -> int:
     arguments = parser.parse_args()
     each, failures = -(-arguments.sequences // len(ENGINES)), 0
     for stage, rule, dtype, ranks in ENGINES:
-        begin, name = time.monotonic(), f"stage {stage}, {rule}, {dtype}, {ranks} rank(s)"
+        begin, name = time.monotonic(), f"stage {stage}, {rule}, {dtype}, {counted(ranks, 'rank')}"
         seeds = [
             f"{arguments.seed}-{stage}{rule[0]}{dtype}{ranks}-{number}" for number in range(each)
         ]
