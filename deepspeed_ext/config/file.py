@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed_ext.config.zero import ZeroFields
 from deepspeed_ext.errors import ConfigError
 
 __all__ = ["count_in", "is_deeper", "read_json", "require_fields", "section_of", "shown"]
@@ -80,11 +81,18 @@ def _yaml_hint(path: str) -> str:
 
 
 def require_fields(config: Mapping[Any, Any]) -> None:
-    """Check the types of ``zero_optimization`` and of the sections in it that we read.
+    """Check the types of ``zero_optimization`` and of the sections in it that we read, and that no
+    field of ours stands elsewhere: nothing reads it there.
 
     Raises:
-        ConfigError: a section is not an object, or a key is not a string.
+        ConfigError: a section is not an object, a key is not a string, or a field stands elsewhere.
     """
+    others = {name: value for name, value in config.items() if name != "zero_optimization"}
+    for where, section in [("", others), *others.items()]:
+        fields = section if isinstance(section, Mapping) else {}
+        for name in (name for name in fields if name in ZeroFields.model_fields):
+            place = f"{where}.{name}" if where else f"{name}, at the top of the config,"
+            raise ConfigError(f"{place} is read by nothing: move it to zero_optimization.{name}")
     zero = config.get("zero_optimization", {})
     if isinstance(zero, bool):  # DeepSpeed's old form
         return

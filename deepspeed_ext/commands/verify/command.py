@@ -156,7 +156,8 @@ def verify(
         (folder / PLAN).write_text(json.dumps(asdict(plan)))
         plain = "" if plan.optimizer is None else f"as plain {plan.optimizer[0]} and "
         logger.info(
-            "verify: training %d steps %sas the config says, on %d ranks", plan.steps, plain, ranks
+            f"verify: training {plan.steps} steps {plain}as the config says, "
+            f"on {counted(ranks, 'rank')}"
         )
         found, ended = _phase(kind(folder, "train", ranks, start), plan, limit_seconds, leave)
         _require_accepted(found)

@@ -54,6 +54,31 @@ def message_of(**zero: Any) -> str:
 
 
 @pytest.mark.parametrize(
+    ("config", "place"),
+    [
+        ({"zenflow": {}, "zero_optimization": {"stage": 2}}, "zenflow, at the top of the config,"),
+        ({"zero_optimisation": {"zenflow": {"update_rule": "exact"}}}, "zero_optimisation.zenflow"),
+        ({"optimizer": {"type": "AdamW", "zenflow": {}}}, "optimizer.zenflow"),
+        ({"flatten_tier": "host"}, "flatten_tier, at the top of the config,"),
+    ],
+)
+def test_a_field_that_stands_where_nothing_reads_it_is_refused(
+    config: dict[str, Any], place: str
+) -> None:
+    """DeepSpeed ignores what it does not know there, and would train without it."""
+    name = "flatten_tier" if "flatten_tier" in config else "zenflow"
+    with pytest.raises(ConfigError) as error:
+        Config({"train_batch_size": 1, **config})
+    assert str(error.value) == f"{place} is read by nothing: move it to zero_optimization.{name}"
+
+
+def test_sections_of_others_may_stand_beside_zero_optimization() -> None:
+    own = {"notes": {"stage": 3, 7: "seven"}, "run": "zenflow", "list": ["zenflow"], 3: {}}
+    read = Config({"train_batch_size": 1, "zero_optimization": {"stage": 2}, **own})
+    assert read.zero_config.stage == 2
+
+
+@pytest.mark.parametrize(
     ("zero", "says"),
     [
         (
