@@ -40,6 +40,7 @@ from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.runtime.procfs import read_text
 from deepspeed_ext.runtime.ranks import RankGroup, together
+from deepspeed_ext.runtime.switches import is_off
 from deepspeed_ext.runtime.words import counted
 
 __all__ = ["CoreBinding", "Verification"]
@@ -290,7 +291,7 @@ class CoreBinding:
             RankError: on every rank, if anything else fails on any rank before its threads are
                 bound.
         """
-        off = os.environ.get(DISABLE_VARIABLE) == "0"
+        off = is_off(DISABLE_VARIABLE)
         with together(ranks):
             report, topology = report_rank(
                 ranks.rank,

@@ -22,10 +22,15 @@ def _configure() -> None:
         logging.Formatter("[%(asctime)s] [%(levelname)s] [deepspeed_ext] %(message)s")
     )
     logger.addHandler(handler)
-    level = os.environ.get("DSEXT_LOG_LEVEL", "INFO").upper()
-    known = logging.getLevelName(level)
+    level = os.environ.get("DSEXT_LOG_LEVEL") or "INFO"
+    known = logging.getLevelName(level.upper())
     logger.setLevel(known if isinstance(known, int) else logging.INFO)
     logger.propagate = False
+    if not isinstance(known, int):
+        logger.warning(
+            "DSEXT_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, "
+            f"got {quoted(level)}; it counts as INFO"
+        )
 
 
 def log_once(level: int, message: str) -> None:

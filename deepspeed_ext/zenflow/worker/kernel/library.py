@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 
 from deepspeed_ext.runtime.log import warn_once
+from deepspeed_ext.runtime.switches import is_off
 from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
 
 __all__ = ["BUILT", "library_path"]
@@ -25,7 +26,7 @@ def library_path() -> str | None:
 
     Unless it is disabled, a kernel that is not available causes a warning with the reason.
     """
-    if os.environ.get("DSEXT_NATIVE_KERNEL", "1") == "0":
+    if is_off("DSEXT_NATIVE_KERNEL"):
         return None
     if why := _why_unusable(BUILT):
         warn_once(
