@@ -84,8 +84,9 @@ def command(flag: str) -> str:
         del flags[at : at + 2]
     if made := os.environ.get("MADE_BY"):  # such as "make train MODE=zero3", from the Makefile
         return f"{made} ARGS={shlex.quote(' '.join([*_without_mode(flags), flag]))}"
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    return shlex.join(["deepspeed", "--num_accelerators", ranks, sys.argv[0], *flags, flag])
+    launcher = f"deepspeed --num_accelerators {os.environ.get('WORLD_SIZE', '1')}"
+    started_by = os.environ.get("STARTED_BY", launcher)
+    return f"{started_by} {shlex.join([sys.argv[0], *flags, flag])}"
 
 
 def _without_mode(flags: list[str]) -> list[str]:

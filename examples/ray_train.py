@@ -21,6 +21,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 def work(config: dict[str, Any]) -> None:
     """One worker. Ray has started the process group and set RANK and its siblings."""
     os.chdir(config["started_in"])  # Ray's own folder is a temporary one
+    # for the command that continues the run, which the example prints: not the worker's own
+    sys.argv, os.environ["STARTED_BY"] = config["command"], "python"
     sys.path.insert(0, config["folder"])
     import train
 
@@ -44,6 +46,7 @@ def main() -> None:
         train_loop_config={
             "started_in": os.getcwd(),
             "folder": str(Path(__file__).resolve().parent),
+            "command": sys.argv,
             "arguments": arguments,
         },
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpus),

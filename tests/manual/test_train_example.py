@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -253,6 +253,24 @@ def test_the_command_that_continues_is_the_one_that_was_given(
     for once in (["--stop-after", "3"], ["--stop-after=3"], ["--resume"]):
         monkeypatch.setattr(sys, "argv", [*given, *once])
         assert importlib.import_module("folder").command("--resume") == expected
+
+
+def test_a_worker_of_ray_names_the_command_that_started_ray(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    example()
+    absent = dict.fromkeys(("ray", "ray.train", "ray.train.torch", "train"), MagicMock())
+    monkeypatch.setattr(sys, "argv", ["default_worker.py", "--worker-id=7"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("STARTED_BY", "")  # to be taken back
+    monkeypatch.delenv("MADE_BY", raising=False)
+    monkeypatch.chdir(tmp_path)
+    given = ["examples/ray_train.py", "--workers", "2", "--steps", "9"]
+    with patch.dict(sys.modules, absent):
+        work = importlib.import_module("ray_train").work
+        work({"started_in": ".", "folder": ".", "command": given, "arguments": given[3:]})
+    command = importlib.import_module("folder").command("--resume")
+    assert command == "python examples/ray_train.py --workers 2 --steps 9 --resume"
 
 
 def test_a_second_ctrl_c_kills_ranks_that_do_not_end() -> None:
