@@ -82,15 +82,17 @@ def _yaml_hint(path: str) -> str:
 
 def require_fields(config: Mapping[Any, Any]) -> None:
     """Check the types of ``zero_optimization`` and of the sections in it that we read, and that no
-    field of ours stands elsewhere: nothing reads it there.
+    field of ours stands at the top or in a section with a name like it: nothing reads it there.
+    A user's own sections may hold anything.
 
     Raises:
         ConfigError: a section is not an object, a key is not a string, or a field stands elsewhere.
     """
-    others = {name: value for name, value in config.items() if name != "zero_optimization"}
-    for where, section in [("", others), *others.items()]:
-        fields = section if isinstance(section, Mapping) else {}
-        for name in (name for name in fields if name in ZeroFields.model_fields):
+    for where, section in [("", config), *config.items()]:
+        is_alike = where == "" or (isinstance(where, str) and where.lower().startswith("zero"))
+        if where == "zero_optimization" or not (is_alike and isinstance(section, Mapping)):
+            continue
+        if name := next((name for name in ZeroFields.model_fields if name in section), None):
             place = f"{where}.{name}" if where else f"{name}, at the top of the config,"
             raise ConfigError(f"{place} is read by nothing: move it to zero_optimization.{name}")
     zero = config.get("zero_optimization", {})

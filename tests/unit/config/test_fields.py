@@ -58,7 +58,7 @@ def message_of(**zero: Any) -> str:
     [
         ({"zenflow": {}, "zero_optimization": {"stage": 2}}, "zenflow, at the top of the config,"),
         ({"zero_optimisation": {"zenflow": {"update_rule": "exact"}}}, "zero_optimisation.zenflow"),
-        ({"optimizer": {"type": "AdamW", "zenflow": {}}}, "optimizer.zenflow"),
+        ({"Zero_Optimization": {"stage": 2, "zenflow": {}}}, "Zero_Optimization.zenflow"),
         ({"flatten_tier": "host"}, "flatten_tier, at the top of the config,"),
     ],
 )
@@ -73,7 +73,12 @@ def test_a_field_that_stands_where_nothing_reads_it_is_refused(
 
 
 def test_sections_of_others_may_stand_beside_zero_optimization() -> None:
-    own = {"notes": {"stage": 3, 7: "seven"}, "run": "zenflow", "list": ["zenflow"], 3: {}}
+    own = {
+        "notes": {"stage": 3, 7: "seven", "zenflow": {}},
+        "run": "zenflow",
+        "list": ["zenflow"],
+        3: {},
+    }
     read = Config({"train_batch_size": 1, "zero_optimization": {"stage": 2}, **own})
     assert read.zero_config.stage == 2
 
