@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from deepspeed_ext.runtime.build_locks import operator_folder
+from deepspeed_ext.runtime.builds import operator_folder
 
 __all__ = ["Progress", "being_compiled"]
 

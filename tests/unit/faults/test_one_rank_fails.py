@@ -39,7 +39,6 @@ CANNOT_BE_AGREED_ON = {
         "adapter/enable.py:",
         "adapter/contract.py:",
         "adapter/upstream.py:check",
-        "runtime/build_locks.py:",
         "adapter/upstream.py:entry_swaps",
         "adapter/upstream.py:pipeline_topology",
         "adapter/upstream.py:zero_section_class",
