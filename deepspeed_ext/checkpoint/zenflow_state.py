@@ -128,7 +128,7 @@ class _SavedState(SavedValues):
     """The largest number of updates of any partition."""
     partitions: Sequence[PredictivePartitionValues | SelectivePartitionValues]
     plan: SavedPlan | None = None
-    """None: nothing could be chosen, or an older release wrote it."""
+    """None: nothing could be chosen."""
     weights: list[torch.Tensor] | None = None
     """The partitions in the model's dtype, which stage 3 saves nowhere else."""
 
