@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable
 
-from deepspeed_ext.runtime.log import quoted
+from deepspeed_ext.runtime.words import quoted
 
 __all__ = [
     "MAX_CORES",
