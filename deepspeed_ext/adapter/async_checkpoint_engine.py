@@ -118,7 +118,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             return
         numbers, others = _submit_arena(holes, path, self._link, self._coded)
         try:
-            self._writer = self._writer or Writer("deepspeed_ext-save")
+            self._writer = self._writer or Writer()
         except RuntimeError as error:  # the interpreter's, for any cause
             logger.warning(
                 f"rank {self._ranks.rank}: training waits while "

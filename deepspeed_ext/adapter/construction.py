@@ -121,17 +121,20 @@ MOST_RANKS = 8
 
 
 def log_start(
-    settings: Any, optimizer: Any, gather: SingleParameterGather | None, binding: CoreBinding | None
+    settings: ZeroConfig | None,
+    optimizer: Any,
+    gather: SingleParameterGather | None,
+    binding: CoreBinding | None,
 ) -> None:
-    """Log on rank 0 which of our systems an engine uses; nothing if the extension was off when its
-    config was read.
+    """Log on rank 0 which of our systems an engine uses.
 
     Args:
-        settings: the engine's ``zero_optimization``.
+        settings: the engine's ``zero_optimization``; None, if the extension was off when it was
+            read: nothing is logged.
         gather: the single-parameter gather; None: DeepSpeed gathers.
         binding: this rank's core binding; None: unbound.
     """
-    if dist.get_rank() != 0 or not isinstance(settings, ZeroConfig):
+    if dist.get_rank() != 0 or settings is None:
         return
     if lines := _report(settings, optimizer, gather, binding):
         ranks = dist.get_world_size()

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.construction import built_together, log_start
+from deepspeed_ext.adapter.engine_settings import EngineSettings
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.late_groups import complete_model
-from deepspeed_ext.adapter.parts import Parts, destroy_parts, fields_of, section_in_use
+from deepspeed_ext.adapter.parts import Parts, destroy_parts
 from deepspeed_ext.adapter.reached_state import EVALUATES_PREDICTED, wrap_accelerate
 from deepspeed_ext.adapter.readiness import Readiness, Work
-from deepspeed_ext.adapter.releases import makes_experts, manages_accumulation
+from deepspeed_ext.adapter.releases import manages_accumulation
 from deepspeed_ext.adapter.resharding import LoadingRun, RunLayout, only_weights
 from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
 from deepspeed_ext.adapter.stand_ins import StreamThroughputTimer, WeakEngine, held_optimizers
@@ -34,7 +35,6 @@ from deepspeed_ext.adapter.upstream import (
     TorchCheckpointEngine,
     is_zero_optimizer,
     swapped,
-    tensor_ranks,
     throughput_timer,
     ties_stages,
 )
@@ -48,83 +48,7 @@ from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import require_compilable
 
-__all__ = ["Engine", "EngineSettings", "HybridEngine", "PipeEngine"]
-
-
-class EngineSettings(DeepSpeedEngine):
-    """DeepSpeed's engine, which reports settings that ZenFlow replaces as off, and those that it
-    implies as on."""
-
-    _ties_stages: bool
-    """Whether stages of a pipeline share parameters."""
-
-    @property
-    def _zenflow(self) -> ZenFlowConfig | None:
-        return section_in_use(
-            self._config.zero_config, self.optimizer_name(), super().bf16_optimizer_states()
-        )
-
-    def zenflow_config(self) -> Any:
-        """None if the section is ours: DeepSpeed's own ZenFlow, and its change of
-        ``gradient_accumulation_steps``, stay off."""
-        return super().zenflow_config() if fields_of(self._config.zero_config) is None else None
-
-    # -- what ZenFlow implies ----------------------------------------------------------------------
-
-    def zero_use_cpu_optimizer(self) -> bool:
-        """Also true if ``zenflow`` implies it."""
-        return self._zenflow is not None or super().zero_use_cpu_optimizer()
-
-    def zero_cpu_offload(self) -> bool:
-        """Also true if ``zenflow`` implies it."""
-        return self._zenflow is not None or super().zero_cpu_offload()
-
-    # -- what ZenFlow replaces; `supported.IDLE` says why ------------------------------------------
-
-    def zero_force_ds_cpu_optimizer(self) -> bool:
-        return self._zenflow is None and super().zero_force_ds_cpu_optimizer()
-
-    def super_offload(self) -> bool:
-        return self._zenflow is None and super().super_offload()
-
-    def zero_elastic_checkpoint(self) -> bool:
-        return self._zenflow is None and super().zero_elastic_checkpoint()
-
-    def bf16_master_weights_and_gradients(self) -> bool:
-        return self._zenflow is None and super().bf16_master_weights_and_gradients()
-
-    def fp16_master_weights_and_gradients(self) -> bool:
-        return self._zenflow is None and super().fp16_master_weights_and_gradients()
-
-    def bf16_optimizer_states(self) -> bool:
-        return self._zenflow is None and super().bf16_optimizer_states()
-
-    def _spread(self) -> dict[str, Any]:
-        """How the model is spread over ranks; see `supported.require_spreadable`."""
-        return {
-            "tensor_ranks": max(self.autotp_size(), tensor_ranks(self.mpu)),
-            "ties_stages": self._ties_stages,
-            "makes_experts": makes_experts(self._config),
-        }
-
-    @property
-    def _rounds_moments(self) -> bool:
-        return self._zenflow is not None and self._zenflow.state_dtype != "float32"
-
-    def _replaced_settings(self) -> list[str]:
-        """The keys of `supported.IDLE` that the config turns on."""
-        given = {
-            "zero_optimization.offload_optimizer.super_offload": super().super_offload(),
-            "zero_optimization.elastic_checkpoint": super().zero_elastic_checkpoint(),
-            "zero_optimization.pipeline_loading_checkpoint": (
-                self._config.zero_config.pipeline_loading_checkpoint
-            ),
-            "bf16.bf16_master_weights_and_grads": super().bf16_master_weights_and_gradients(),
-            "fp16.fp16_master_weights_and_grads": super().fp16_master_weights_and_gradients(),
-            "bf16.bf16_optimizer_states": super().bf16_optimizer_states()
-            and not self._rounds_moments,
-        }
-        return [name for name, is_on in given.items() if is_on]
+__all__ = ["Engine", "HybridEngine", "PipeEngine"]
 
 
 class Engine(EngineSettings):
@@ -154,12 +78,7 @@ class Engine(EngineSettings):
                     weakref.finalize(
                         self, destroy_parts, self.optimizer, self._parts.saver
                     ).atexit = False
-                log_start(
-                    self._config.zero_config,
-                    self.optimizer,
-                    self._parts.gather,
-                    self._parts.binding,
-                )
+                log_start(self._settings, self.optimizer, self._parts.gather, self._parts.binding)
             undo.pop_all()
 
     @property
@@ -177,7 +96,7 @@ class Engine(EngineSettings):
     def _do_sanity_check(self) -> None:
         """Run DeepSpeed's check, the first method to see the config, and ours.
         `_set_distributed_vars` raises the errors of both."""
-        parts, settings = self._parts, fields_of(self._config.zero_config)
+        parts, settings = self._parts, self._settings
         with parts.refused.deferring_errors():
             parts.require_supported(
                 settings, self._zenflow, self.use_node_local_storage(), **self._spread()
@@ -201,7 +120,7 @@ class Engine(EngineSettings):
         """
         super()._set_distributed_vars(args)
         ranks = self._parts.ranks
-        switches = Parts.switches(fields_of(self._config.zero_config), self._zenflow)
+        switches = Parts.switches(self._settings, self._zenflow)
         if raise_together(
             ranks, self._parts.refused.take(), otherwise=None, flag=any(switches.values())
         ):
@@ -229,14 +148,14 @@ class Engine(EngineSettings):
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
-        settings = fields_of(self._config.zero_config)
+        settings = self._settings
         if settings is not None and dist.get_rank() == 0:
             Parts.warn_of_idle_fields(settings, int(self.zero_optimization_stage()), self.optimizer)
             if self._zenflow is not None:
                 Parts.warn_of_replaced(self._replaced_settings())
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        parts, settings, zenflow = self._parts, fields_of(self._config.zero_config), self._zenflow
+        parts, settings, zenflow = self._parts, self._settings, self._zenflow
         if settings is None:
             return super()._configure_zero_optimizer(optimizer)
         ranks = parts.ranks

@@ -47,7 +47,7 @@ from deepspeed_ext.zenflow.step.supported import (
     require_spreadable,
 )
 
-__all__ = ["Offloader", "Parts", "Saver", "destroy_parts", "fields_of", "section_in_use"]
+__all__ = ["Offloader", "Parts", "Saver", "destroy_parts"]
 
 
 class Saver:
@@ -235,25 +235,6 @@ def _refusals(place: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def fields_of(zero_config: Any) -> ZeroConfig | None:
-    """The ``zero_optimization`` section with our fields; None if it was parsed while the extension
-    was off."""
-    return zero_config if isinstance(zero_config, ZeroConfig) else None
-
-
-def section_in_use(
-    zero_config: Any, optimizer_name: str | None, bf16_optimizer_states: bool
-) -> ZenFlowConfig | None:
-    """The ``zenflow`` section, or None if it is unused: an engine without an optimizer, such as a
-    trainer's reference model, may share the trained model's config."""
-    settings = fields_of(zero_config)
-    return (
-        None
-        if settings is None or optimizer_name is None
-        else settings.zenflow_with(bf16_optimizer_states)
-    )
-
-
 class Parts:
     """The parts of one engine.
 
@@ -296,8 +277,8 @@ class Parts:
         """Check the config of an engine.
 
         Args:
-            settings: see `fields_of`.
-            zenflow: see `section_in_use`.
+            settings: the ``zero_optimization`` section; None: without our fields.
+            zenflow: its ``zenflow`` section; None: unused.
             node_local: whether each node saves to its own storage.
             spread: how the model is spread over ranks; see `require_spreadable`.
 

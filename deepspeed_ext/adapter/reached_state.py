@@ -36,6 +36,7 @@ from deepspeed_ext.runtime.ranks import (
     require_same_plan,
     together,
 )
+from deepspeed_ext.runtime.words import LOAD_ANOTHER
 from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
@@ -142,7 +143,6 @@ def wrap_accelerate(engine: type[Any]) -> None:
     accelerator.get_state_dict = exact_state_dict
 
 
-_ANOTHER = "load another checkpoint by its tag"
 _STATE = "the optimizer's state"
 _AUTOCAST_SCALE = "deepspeed_ext_autocast_scale"
 """Key of the loss scale of ``torch_autocast`` in an optimizer's state dict."""
@@ -331,7 +331,7 @@ class ReachedState:
         state = states[self._ranks.rank]
         if not isinstance(state, Mapping):
             told = f"the optimizer's state is a {type(state).__name__}, expected a dict"
-            raise CheckpointError(f"{told}: {_ANOTHER}")
+            raise CheckpointError(f"{told}: {LOAD_ANOTHER}")
         require_optimizer_fields(state, _STATE)
         if loads_optimizer:
             self._require_groups(groups_of(state), _STATE)
@@ -355,7 +355,7 @@ class ReachedState:
             )
         if saved.weights is None and self._partitions.saved_weights is not None:
             without = "the saved ZenFlow state has no weights, which stage 3 needs"
-            raise CheckpointError(f"{without}: {_ANOTHER}")
+            raise CheckpointError(f"{without}: {LOAD_ANOTHER}")
         return saved
 
 

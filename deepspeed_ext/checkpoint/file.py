@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.runtime.words import one_line
 
 __all__ = ["reading", "save_id_of", "with_save_id", "without_save_id"]
 
@@ -54,8 +55,6 @@ def reading(path: str) -> Iterator[None]:
     except CheckpointError:  # it names the file
         raise
     except Exception as error:  # torch and pickle can raise almost anything
-        said = " ".join(str(error).split())
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: "
-            f"{said}): load an earlier checkpoint by its tag"
+            f"{path} cannot be read ({one_line(error)}): load an earlier checkpoint by its tag"
         ) from error

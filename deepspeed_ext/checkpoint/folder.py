@@ -93,9 +93,9 @@ UNKNOWN = ""
 _MARKER = "deepspeed_ext_save.json"
 _STAGING, _REPLACED, _REMOVING = "saving", "replaced", "removing"
 _BESIDE = re.compile(
-    rf"(?P<tag>.+)\.dsext-(?P<role>{_STAGING}|{_REPLACED}|{_REMOVING})(?:\.(?P<key>\w+))?"
+    rf"(?P<tag>.+)\.dsext-(?P<role>{_STAGING}|{_REPLACED}|{_REMOVING})\.(?P<key>\w+)"
 )
-"""Names beside a tag's folder. Names without a key come from an older version."""
+"""Names beside a tag's folder."""
 _KEY_LENGTH = 16
 _QUIET_SECONDS = 3600.0
 _in_use: set[str] = set()
@@ -170,7 +170,7 @@ class CheckpointFolder:
         self._found: str | None = None
 
     def _beside(self, role: str, key: str) -> str:
-        return f"{self.path}.dsext-{role}{'.' if key else ''}{key}"
+        return f"{self.path}.dsext-{role}.{key}"
 
     def _keys(self, role: str) -> list[str]:
         """Keys of the folders with a role beside the tag's folder, in the same order on every
@@ -178,7 +178,7 @@ class CheckpointFolder:
         parent, tag = os.path.split(self.path)
         found = map(_BESIDE.fullmatch, os.listdir(parent) if os.path.isdir(parent) else ())
         return sorted(
-            m["key"] or "" for m in found if m is not None and (m["tag"], m["role"]) == (tag, role)
+            m["key"] for m in found if m is not None and (m["tag"], m["role"]) == (tag, role)
         )
 
     def require_savable(self) -> None:
@@ -412,8 +412,8 @@ class CheckpointFolder:
             with contextlib.suppress(OSError, CheckpointError):
                 if found["role"] == _REMOVING:
                     files.remove_tree(os.path.join(parent, found.string))
-                elif other._is_leftover(found["key"] or "", now, is_own=other.path == self.path):
-                    other._clear(found["key"] or "")
+                elif other._is_leftover(found["key"], now, is_own=other.path == self.path):
+                    other._clear(found["key"])
 
     def _is_leftover(self, key: str, now: float, is_own: bool) -> bool:
         """Whether no job still works on the save with this key; `is_own`: this job saves under the

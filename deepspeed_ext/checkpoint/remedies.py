@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
+from deepspeed_ext.runtime.words import one_line
 
 __all__ = ["BY_NUMBER", "OTHERWISE", "THREADS", "advised", "remedy_for"]
 
@@ -92,5 +93,5 @@ def advised() -> Iterator[None]:
     except DeepSpeedExtError:
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        said = one_line(error)
         raise CheckpointError(f"{said}. To go on: {remedy_for(said)}") from error

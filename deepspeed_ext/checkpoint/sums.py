@@ -4,8 +4,8 @@ A file of `torch.save` is a zip file of uncompressed records, with the CRC of ea
 and after its bytes. `torch.load` verifies neither. Here zlib verifies every record that a load
 uses, in threads beside the load, from the page cache.
 
-Files of DeepSpeed have checksums. Async saves of an older version of this package have none (0),
-nor have files in torch's older format; they are loaded with a warning.
+Files have no checksums (0) if `torch.serialization.set_crc32_options` has switched them off, nor
+have files in torch's older format; they are loaded with a warning.
 """
 
 from __future__ import annotations

@@ -21,11 +21,13 @@ class Writer:
         RuntimeError: no thread can be started.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = (
             queue.SimpleQueue()
         )
-        threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True).start()
+        threading.Thread(
+            target=_run, args=(self._jobs,), name="deepspeed_ext-save", daemon=True
+        ).start()
 
     def submit(self, job: Callable[..., None], *args: object) -> Future[None]:
         """Run `job` after all earlier jobs; the future holds its error."""

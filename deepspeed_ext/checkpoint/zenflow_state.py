@@ -26,6 +26,7 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import raise_together
+from deepspeed_ext.runtime.words import LOAD_ANOTHER
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.rules.predictive.saved import (
@@ -128,7 +129,7 @@ class _SavedState(SavedValues):
     """The largest number of updates of any partition."""
     partitions: Sequence[PredictivePartitionValues | SelectivePartitionValues]
     plan: SavedPlan | None = None
-    """None: nothing could be chosen, or an older release wrote it."""
+    """None: nothing could be chosen."""
     weights: list[torch.Tensor] | None = None
     """The partitions in the model's dtype, which stage 3 saves nowhere else."""
 
@@ -180,7 +181,7 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
     """
     if not isinstance(saved, Mapping):
         raise CheckpointError(
-            f"the saved ZenFlow state is a {type(saved).__name__}, expected a dict: {_ANOTHER}"
+            f"the saved ZenFlow state is a {type(saved).__name__}, expected a dict: {LOAD_ANOTHER}"
         )
     version = saved.get("version")
     if type(version) is not int or version != VERSION:
@@ -193,7 +194,7 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
         state = _READER.validate_python(dict(saved))
     except ValidationError as error:
         raise CheckpointError(
-            f"the saved ZenFlow state is damaged: {_told(error)}: {_ANOTHER}"
+            f"the saved ZenFlow state is damaged: {_told(error)}: {LOAD_ANOTHER}"
         ) from None
     sizes = [partition.numel for partition in state.partitions]
     if sizes != list(numels):
@@ -203,13 +204,9 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
             "stage and number of ranks, or convert to a universal checkpoint"
         )
     if found := _mistakes(state):
-        raise CheckpointError(
-            f"the saved ZenFlow state is damaged: {'; '.join(found[:_MISTAKES_TOLD])}: {_ANOTHER}"
-        )
+        told = "; ".join(found[:_MISTAKES_TOLD])
+        raise CheckpointError(f"the saved ZenFlow state is damaged: {told}: {LOAD_ANOTHER}")
     return state
-
-
-_ANOTHER = "load another checkpoint by its tag"
 
 
 def _mistakes(state: SavedState) -> list[str]:

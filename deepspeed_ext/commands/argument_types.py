@@ -4,9 +4,8 @@ import argparse
 import math
 import re
 from collections.abc import Callable
-from typing import Any
 
-from deepspeed_ext.runtime.log import quoted
+from deepspeed_ext.runtime.words import quoted
 
 __all__ = [
     "MAX_CORES",
@@ -17,10 +16,12 @@ __all__ = [
     "MAX_STEPS",
     "MAX_TOKENS",
     "MAX_VERIFY_STEPS",
+    "gib",
     "milliseconds",
     "node",
-    "read_by",
+    "numel",
     "reserved_cores",
+    "speed",
     "whole",
 ]
 
@@ -34,6 +35,9 @@ MAX_MILLISECONDS = 1e9
 MAX_JOB_RANKS = 1 << 20
 MAX_TOKENS = 1 << 40
 MAX_VERIFY_STEPS, MAX_SECONDS = 1000, 24 * 3600
+MAX_PARAMS = 10**15
+
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
 def whole(minimum: int, maximum: int) -> Callable[[str], int]:
@@ -49,19 +53,41 @@ def whole(minimum: int, maximum: int) -> Callable[[str], int]:
     return parse
 
 
-def read_by(parser: str) -> Callable[[str], Any]:
-    """Return an argument type: the named parser of `commands.memory.command`, imported when it is
-    used."""
+def numel(text: str) -> int:
+    """A number of parameters such as ``7e9``, ``7B``, ``1.5b``, ``124M`` or ``7000000000``."""
+    found = re.fullmatch(
+        r"([0-9]{1,18})(?:\.([0-9]{1,12}))?(?:[eE]\+?([0-9]{1,2}))?([KMBGTkmbgt]?)", text, re.ASCII
+    )
+    if found is not None:
+        whole, part = found[1], found[2] or ""
+        factor = 10 ** int(found[3] or 0) * _FACTORS[found[4].upper()]
+        value, rest = divmod(int(whole + part) * factor, 10 ** len(part))
+        if rest == 0 and 1 <= value <= MAX_PARAMS:
+            return value
+    raise argparse.ArgumentTypeError(
+        "expected a number of parameters from 1 to 1e15, "
+        f"such as 7e9, 7B or 124M, got {quoted(text)}"
+    )
 
-    def parse(text: str) -> Any:
-        from deepspeed_ext.commands.memory import command
 
-        try:
-            return getattr(command, parser)(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+def speed(text: str) -> float:
+    """A speed above 0 and below 1e9, in its argument's unit."""
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text, re.ASCII) and float(text) > 0:
+        return float(text)
+    raise argparse.ArgumentTypeError(
+        f"expected a number above 0, such as 55 or 25.6, got {quoted(text)}"
+    )
 
-    return parse
+
+def gib(text: str) -> float | str:
+    """GiB of memory, or ``here``. Vendors write GB and mean GiB."""
+    if text == "here":
+        return text
+    if re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,6})?", text, re.ASCII) and float(text) > 0:
+        return float(text)
+    raise argparse.ArgumentTypeError(
+        f"expected GiB, such as 80 or 15.5, or here, got {quoted(text)}"
+    )
 
 
 def reserved_cores(text: str) -> int | float:

@@ -18,7 +18,7 @@ from deepspeed_ext.cores.placement import usable_cores
 from deepspeed_ext.cores.threads import can_set_memory_policy
 from deepspeed_ext.cores.topology import find_allowed, omp_binding, read_topology
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
-from deepspeed_ext.runtime import build_locks
+from deepspeed_ext.runtime import builds
 from deepspeed_ext.runtime.cgroup import read_cpu_quota_cores
 from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.device_queues import single_queue
@@ -239,14 +239,14 @@ def check_adam_kernel() -> Check:
 def check_operator_cache() -> Check:
     """Check for locks of killed builds, for which every later process would wait forever,
     silently."""
-    if locks := build_locks.abandoned():
+    if locks := builds.abandoned_locks():
         listing = ", ".join(map(str, locks))
         return _problem(
             "operator cache",
             f"old build lock: {listing}",
             "delete it, unless another host is building",
         )
-    return _ok("operator cache", f"{build_locks.operator_folder()}, no old build locks")
+    return _ok("operator cache", f"{builds.operator_folder()}, no old build locks")
 
 
 def check_host_memory() -> Check:

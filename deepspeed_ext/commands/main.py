@@ -11,6 +11,7 @@ import runpy
 import select
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,10 +25,12 @@ from deepspeed_ext.commands.argument_types import (
     MAX_STEPS,
     MAX_TOKENS,
     MAX_VERIFY_STEPS,
+    gib,
     milliseconds,
     node,
-    read_by,
+    numel,
     reserved_cores,
+    speed,
     whole,
 )
 from deepspeed_ext.commands.completion import SHELLS, script
@@ -48,34 +51,6 @@ EXAMPLES = {
     "completion": "deepspeed-ext completion zsh > ~/.deepspeed-ext.zsh",
 }
 """A command line for the end of each command's --help."""
-OF_CORES = {
-    "root",
-    "allowed",
-    "gpu_node",
-    "pt_reserved_cores",
-    "optimizer_cores",
-    "on_cpu",
-    "svg",
-}
-OF_MEMORY = {
-    "params",
-    "model",
-    "ranks",
-    "ranks_per_host",
-    "config",
-    "dtype",
-    "largest_param",
-    "accelerator_gib",
-    "host_gib",
-    "link_gbps",
-    "host_gbps",
-    "tflops",
-    "tokens",
-    "all",
-    "write",
-    "for",
-}
-"""Arguments of ``plan`` that belong to only one of its two plans."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -193,8 +168,15 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--svg", metavar="FILE", help="also draw the plan into this file")
+    of_cores = _arguments(plan) - {"json"}
     _add_memory(plan)
-    plan.set_defaults(command=_plan)
+    of_memory = _arguments(plan) - of_cores - {"json", "memory"}
+    plan.set_defaults(command=partial(_plan, of_cores=of_cores, of_memory=of_memory))
+
+
+def _arguments(parser: _Parser) -> set[str]:
+    """Names of the arguments that a parser has so far."""
+    return {action.dest for action in parser._actions}
 
 
 def _add_memory(plan: _Parser) -> None:
@@ -211,7 +193,7 @@ def _add_model_and_ranks(plan: _Parser) -> None:
     plan.add_argument(
         "--params",
         metavar="P",
-        type=read_by("parse_numel"),
+        type=numel,
         help="with --memory: parameters, such as 7e9, 7B or 124M",
     )
     plan.add_argument(
@@ -246,7 +228,7 @@ def _add_model_and_ranks(plan: _Parser) -> None:
     plan.add_argument(
         "--largest-param",
         metavar="L",
-        type=read_by("parse_numel"),
+        type=numel,
         help="with --memory: elements of the largest parameter [estimated]",
     )
 
@@ -258,7 +240,7 @@ def _add_machine(plan: _Parser) -> None:
             f"--{place}-gib",
             f"--{short}-gb",
             metavar="G",
-            type=read_by("parse_gib"),
+            type=gib,
             help=f"with --memory: GiB of one {place}, or here for this machine's [unknown]",
         )
     for option, of, default in (
@@ -269,7 +251,7 @@ def _add_machine(plan: _Parser) -> None:
         plan.add_argument(
             option,
             metavar="X",
-            type=read_by("parse_speed"),
+            type=speed,
             help=f"with --memory: {of} [{default}]",
         )
     plan.add_argument(
@@ -441,8 +423,13 @@ def _config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(arguments: argparse.Namespace) -> int:
-    _require_of_one_plan(arguments)
+def _plan(arguments: argparse.Namespace, *, of_cores: set[str], of_memory: set[str]) -> int:
+    """Plan cores or memory.
+
+    Args:
+        of_cores, of_memory: names of the arguments of one of the two plans alone.
+    """
+    _require_of_one_plan(arguments, of_cores if arguments.memory else of_memory)
     if arguments.memory:
         from deepspeed_ext.commands.memory.command import run_from_cli
 
@@ -451,12 +438,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     return _plan_cores(arguments)
 
 
-def _require_of_one_plan(arguments: argparse.Namespace) -> None:
-    """Raise `ConfigError` if arguments of the core plan and of the memory plan are mixed, or
-    required ones are missing."""
+def _require_of_one_plan(arguments: argparse.Namespace, of_other: set[str]) -> None:
+    """Raise `ConfigError` if arguments of the other plan are given, or required ones are
+    missing."""
     given = {name for name, value in vars(arguments).items() if value is not None}
-    wrong = sorted(given & (OF_CORES if arguments.memory else OF_MEMORY))
-    if wrong:
+    if wrong := sorted(given & of_other):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise ConfigError(f"{names}: {'not with' if arguments.memory else 'only with'} --memory")
     needs = {"--gpus N": {"ranks"}, "--model config.json or --params 7e9": {"params", "model"}}

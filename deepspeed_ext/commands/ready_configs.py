@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.log import quoted
+from deepspeed_ext.runtime.words import quoted
 
 __all__ = ["config_names", "config_text", "listing"]
 

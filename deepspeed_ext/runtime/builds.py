@@ -1,33 +1,36 @@
-"""Reports builds of DeepSpeed's operators, which torch compiles silently: the operator and the time
-so far."""
+"""Reports builds of DeepSpeed's operators, which torch compiles silently, and finds locks that
+killed builds left behind: torch up to 2.13 waits for them forever."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from deepspeed_ext.runtime import build_locks
+import psutil
+
 from deepspeed_ext.runtime.log import logger
 
-__all__ = ["announced"]
+__all__ = ["abandoned_locks", "announced", "operator_folder"]
 
 FIRST_SECONDS = 3.0
 """Loading an operator that is already compiled takes less than this."""
 EVERY_SECONDS = 10.0
+BETWEEN_COMPILERS_SECONDS = 60
+"""A build may have no compiler running for a moment, so a lock younger than this may still be in
+use."""
 
 
 @contextmanager
 def announced(operator: str) -> Iterator[None]:
-    """Log that `operator` is being compiled: before the block if it is not compiled yet, and
-    repeatedly if the block takes long."""
+    """If the block, which compiles or loads `operator`, takes long, log that repeatedly, and when
+    it is done."""
     begin, done = time.monotonic(), threading.Event()
-    is_new = not any(build_locks.operator_folder().glob(f"**/{operator}/*.so"))
-    if is_new:
-        logger.info(f"compiling DeepSpeed's operator {operator} (once; a minute or more)")
     reporter = threading.Thread(
-        target=_report, args=(operator, is_new, begin, done), name="dsext-builds", daemon=True
+        target=_report, args=(operator, begin, done), name="dsext-builds", daemon=True
     )
     reporter.start()
     try:
@@ -35,23 +38,82 @@ def announced(operator: str) -> Iterator[None]:
     finally:
         done.set()
         reporter.join()
-    if is_new or time.monotonic() - begin > FIRST_SECONDS:
+    if time.monotonic() - begin > FIRST_SECONDS:
         logger.info(
             f"DeepSpeed's operator {operator} is ready after {time.monotonic() - begin:.0f} s"
         )
 
 
-def _report(operator: str, is_new: bool, begin: float, done: threading.Event) -> None:
+def _report(operator: str, begin: float, done: threading.Event) -> None:
     """Log progress every few seconds until `done`."""
     pause = FIRST_SECONDS
-    doing = "still compiling" if is_new else "checking, and compiling again if it is out of date,"
     while not done.wait(pause):
         pause, took = EVERY_SECONDS, f"{time.monotonic() - begin:.0f} s"
-        left = [lock for lock in build_locks.abandoned() if lock.parent.name == operator]
+        left = [lock for lock in abandoned_locks() if lock.parent.name == operator]
         if left:
             logger.warning(
-                f"waiting for the lock {left[0]} for {took}: a killed build left it behind. "
-                "Delete it to continue"
+                f"waiting for the lock {left[0]} for {took}: it was left by a build that was "
+                "killed, or by torch 2.14 or later. Delete it to continue, unless another host "
+                "builds the operator now"
             )
         else:
-            logger.info(f"{doing} DeepSpeed's operator {operator}: {took}")
+            logger.info(
+                f"compiling DeepSpeed's operator {operator} (once; a minute or more), or loading "
+                f"it: {took}"
+            )
+
+
+def operator_folder() -> Path:
+    """The folder in which torch compiles operators, in one folder per operator."""
+    # a user may have no home
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions")
+
+
+def waits_for_files() -> bool:
+    """Whether a build waits as long as a lock file exists. From 2.14 on, torch locks the file
+    itself, which stays after every build and blocks nothing."""
+    try:
+        from torch.utils import cpp_extension
+    except ImportError:
+        return True
+    return hasattr(cpp_extension, "FileBaton")
+
+
+def abandoned_locks() -> list[Path]:
+    """Locks that block builds and belong to no process of this host. One may be of a running build
+    on another host that shares the folder.
+
+    Empty if the folder or the processes cannot be read, so that the check fails no start.
+    """
+    now = time.time()
+    try:
+        locks = [
+            path
+            for path in operator_folder().glob("**/lock")
+            if _age(path, now) > BETWEEN_COMPILERS_SECONDS
+        ]
+        if not locks or not waits_for_files():
+            return []
+        busy = _working_folders()
+        return [path for path in locks if path.parent.resolve() not in busy]
+    except (OSError, psutil.Error):
+        return []
+
+
+def _age(path: Path, now: float) -> float:
+    try:
+        return now - path.stat().st_mtime
+    except OSError:  # released meanwhile
+        return 0.0
+
+
+def _working_folders() -> set[Path]:
+    """Working folders of all visible processes; compilers run in their operator's folder."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            found.add(Path(process.cwd()))
+        except (psutil.Error, OSError):
+            continue
+    return found

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.log import quoted
+from deepspeed_ext.runtime.words import quoted
 
 __all__ = [
     "NEEDED",

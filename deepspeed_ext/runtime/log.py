@@ -1,5 +1,4 @@
-"""The package's logger, functions that log a message only once, and a function that quotes a user's
-text.
+"""The package's logger, and functions that log a message only once.
 
 The environment variable ``DSEXT_LOG_LEVEL`` sets the level, by a standard ``logging`` name; default
 INFO.
@@ -43,11 +42,6 @@ def log_once(level: int, message: str) -> None:
 def warn_once(message: str) -> None:
     """Log ``message`` as a warning, unless this process has logged the same text before."""
     log_once(logging.WARNING, message)
-
-
-def quoted(text: str) -> str:
-    """Return ``text`` in quotes, as messages show what a user wrote: its first 40 characters."""
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
 _configure()

@@ -30,6 +30,7 @@ from deepspeed_ext import errors
 from deepspeed_ext.errors import DeepSpeedExtError, PlanMismatchError, RankError
 from deepspeed_ext.runtime.backend import dist, get_accelerator, group_timeout_seconds
 from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.words import one_line
 
 __all__ = [
     "MOST_TOLD",
@@ -423,7 +424,7 @@ class _Told:
     def of(cls, error: Exception, ranks: RankGroup, otherwise: type[DeepSpeedExtError]) -> _Told:
         own = type(error).__name__
         if not isinstance(error, DeepSpeedExtError):
-            return cls(otherwise.__name__, own, f"{own}: {' '.join(str(error).split())}", False)
+            return cls(otherwise.__name__, own, one_line(error), False)
         names_ranks, here = error.agreed > 1, f"rank {ranks.global_rank(ranks.rank)}: "
         return cls(
             own, own, str(error) if names_ranks else str(error).removeprefix(here), names_ranks

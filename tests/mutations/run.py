@@ -33,13 +33,13 @@ TESTS = (
     "tests/unit/zenflow/transfers/test_weight_upload.py",
     "tests/unit/zenflow/test_offload_states.py",
     "tests/unit/zenflow/test_exact_rule.py::test_training_has_the_bits_of_steps_that_wait",
-    "tests/unit/zenflow/test_exact_rule.py::"
+    "tests/unit/zenflow/test_late_readers.py::"
     "test_weights_that_one_stream_has_brought_may_be_read_on_another",
-    "tests/unit/zenflow/test_exact_rule.py::"
+    "tests/unit/zenflow/test_late_arrivals.py::"
     "test_weights_arrive_when_forward_uses_them_and_before_backward",
-    "tests/unit/zenflow/test_exact_rule.py::test_a_destroyed_engine_leaves_complete_weights",
-    "tests/unit/zenflow/test_exact_rule.py::test_every_reader_sees_the_weights_of_the_last_step",
-    "tests/unit/zenflow/test_exact_rule.py::"
+    "tests/unit/zenflow/test_late_readers.py::test_a_destroyed_engine_leaves_complete_weights",
+    "tests/unit/zenflow/test_late_readers.py::test_every_reader_sees_the_weights_of_the_last_step",
+    "tests/unit/zenflow/test_late_arrivals.py::"
     "test_weights_that_a_dead_worker_leaves_behind_do_not_look_right",
     "tests/unit/adapter/test_late_groups.py",
     "tests/unit/faults/test_worker.py::test_a_worker_dies_in_any_phase_of_an_exact_step",

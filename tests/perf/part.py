@@ -115,9 +115,7 @@ class Running:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._progress = Progress(
-            part.name, lambda: [self._process.pid], partial(print, flush=True)
-        )
+        self._progress = Progress(lambda: part.name, partial(print, flush=True))
 
     def outcome(self) -> Outcome | None:
         """What became of it, of which nothing is left then; None while it runs."""

@@ -140,9 +140,6 @@ class LateWriter:
 
     is_late = True
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
     def submit(self, job: Callable[..., None], *args: Any) -> Future[None]:
         future = LateFuture(job, args)
         if not self.is_late:

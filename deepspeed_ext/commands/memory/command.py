@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -20,39 +19,13 @@ from deepspeed_ext.commands.memory.setup import Model, Ranks, typical_largest
 from deepspeed_ext.commands.memory.traffic import Machine
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.host_memory import total_host_bytes
-from deepspeed_ext.runtime.log import quoted
 from deepspeed_ext.runtime.output_file import OutputFile
 
-__all__ = ["parse_gib", "parse_numel", "parse_speed", "run_from_cli"]
+__all__ = ["run_from_cli"]
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-MOST_PARAMS = 10**15
 HERE = "here"
 """Given in place of GiB: use this machine's memory."""
-_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-
-
-def parse_numel(text: str) -> int:
-    """Read a number of parameters such as ``7e9``, ``7B``, ``1.5b``, ``124M`` or ``7000000000``.
-
-    Raises:
-        ValueError: it is not a whole number from 1 to `MOST_PARAMS`.
-    """
-    found = re.fullmatch(
-        r"([0-9]{1,18})(?:\.([0-9]{1,12}))?(?:[eE]\+?([0-9]{1,2}))?([KMBGTkmbgt]?)", text, re.ASCII
-    )
-    if found is not None:
-        whole = found[1]
-        part = found[2] or ""
-        exponent = int(found[3] or 0)
-        suffix = found[4].upper()
-        numel, rest = divmod(int(whole + part) * 10**exponent * _FACTORS[suffix], 10 ** len(part))
-        if rest == 0 and 1 <= numel <= MOST_PARAMS:
-            return numel
-    raise ValueError(
-        "expected a number of parameters from 1 to 1e15, "
-        f"such as 7e9, 7B or 124M, got {quoted(text)}"
-    )
 
 
 def run_from_cli(arguments: Any) -> str:
@@ -168,17 +141,6 @@ def _of_config(arguments: Any, named: ModelFile, ranks: Ranks, capacity: Capacit
     return as_text(plans, notes, capacity)
 
 
-def parse_speed(text: str) -> float:
-    """Parse a speed, in its argument's unit.
-
-    Raises:
-        ValueError: it is not a number above 0 and below 1e9.
-    """
-    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text, re.ASCII) and float(text) > 0:
-        return float(text)
-    raise ValueError(f"expected a number above 0, such as 55 or 25.6, got {quoted(text)}")
-
-
 def _bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * (1 << 30))
 
@@ -201,16 +163,3 @@ def _notes_of_this_machine() -> list[str]:
     if not shares_host_memory():
         return []
     return [f"this accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}"]
-
-
-def parse_gib(text: str) -> float | str:
-    """Parse GiB of memory, or `HERE`. Vendors write GB and mean GiB.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if text == HERE:
-        return text
-    if re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,6})?", text, re.ASCII) and float(text) > 0:
-        return float(text)
-    raise ValueError(f"expected GiB, such as 80 or 15.5, or {HERE}, got {quoted(text)}")

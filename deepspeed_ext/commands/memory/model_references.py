@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.log import quoted
+from deepspeed_ext.runtime.words import quoted
 
 __all__ = ["MOST_LAYERS", "inert", "require_inert"]
 

@@ -18,7 +18,7 @@ from typing import Any
 from deepspeed_ext.commands.memory.model_references import require_inert
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.confined import confine
-from deepspeed_ext.runtime.log import quoted
+from deepspeed_ext.runtime.words import quoted
 
 __all__ = ["answer"]
 

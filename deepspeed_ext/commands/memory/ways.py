@@ -35,14 +35,12 @@ HOST_SHARES = (0.75, 0.5, 0.25)
 MOMENTS = {"float32": "", "bfloat16": "bf16 moments", "int8": "8-bit moments"}
 
 
-def ways(base: Setup | None = None) -> Iterator[Setup]:
+def ways() -> Iterator[Setup]:
     """Each way to train: plain ZeRO, ZeRO-Offload, and ZenFlow with every combination of moments,
     interval, rule, and place of gradients, optimizer and weights."""
     for stage in STAGES:
         gathers = stage == max(STAGES)  # else a trainer saves no weights that load
-        plain = replace(
-            base or Setup(), stage=stage, offload=False, zenflow=None, gathers_on_save=gathers
-        )
+        plain = Setup(stage=stage, gathers_on_save=gathers)
         offload = replace(plain, offload=True, pins=True)
         yield plain
         yield offload

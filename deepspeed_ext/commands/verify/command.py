@@ -194,7 +194,7 @@ def _phase(
         step = _step_of(ranks)
         return f"verify: {DOES[ranks.phase]}{f', step {step} of {plan.steps}' if step else ''}"
 
-    progress = Progress(doing, lambda: ranks.pids, logger.info)
+    progress = Progress(doing, logger.info)
 
     def while_they_run() -> None:
         leave()

@@ -137,11 +137,6 @@ class Ranks:
                     found.append(process.pid)
         return found
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the ranks."""
-        return [process.pid for process in self._processes]
-
     def wait(self, limit_seconds: float, leave: Callable[[], None]) -> Ended:
         """Wait until all ranks have ended, or have taken too long, or `leave` raises."""
         begin = time.monotonic()

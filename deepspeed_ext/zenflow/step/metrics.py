@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 
 from deepspeed_ext.runtime.stopwatch import Stopwatch, stopwatch
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep
@@ -193,23 +192,23 @@ class Metrics:
         """Median seconds of the worker's pass and of the accelerator's step, without the first
         few."""
         worker, device = self._worker[_SETTLING_STEPS:], self._device[_SETTLING_STEPS:]
-        return statistics.median(worker or [0.0]), statistics.median(device or [0.0])
+        return _median(worker), _median(device)
 
     def typical_window(self) -> float:
         """Median seconds from the end of a step to the next backward pass, without the first few;
         0 if not measured."""
-        return _median(self._forward[_SETTLING_STEPS:], otherwise=0.0)
+        return _median(self._forward[_SETTLING_STEPS:])
 
     def typical_step(self) -> MeasuredStep | None:
         """Medians over the latest successive overlapped steps; None: there is none, or the
         accelerator took no time."""
-        past, median = self._overlapped, partial(_median, otherwise=0.0)
-        device = median(self._device[-len(past.inside) :])
+        past = self._overlapped
+        device = _median(self._device[-len(past.inside) :])
         if not (past.inside and past.worker and device > 0.0):
             return None
-        worker, link = median(past.worker), median(past.link)
-        inside, wait, gather = map(median, (past.inside, past.wait, past.gather))
-        return MeasuredStep(device, inside, wait, worker, link, gather, median(past.estimate))
+        worker, link = _median(past.worker), _median(past.link)
+        inside, wait, gather = map(_median, (past.inside, past.wait, past.gather))
+        return MeasuredStep(device, inside, wait, worker, link, gather, _median(past.estimate))
 
     def samples(self) -> dict[str, list[float]]:
         """What medians are taken of, by name, for a checkpoint."""
@@ -244,9 +243,9 @@ class Metrics:
         return {name: value for name, value in figures.items() if not math.isnan(value)} | judged
 
 
-def _median(values: Iterable[float], otherwise: float) -> float:
-    found = list(values)
-    return statistics.median(found) if found else otherwise
+def _median(values: Sequence[float]) -> float:
+    """0 if there are none."""
+    return statistics.median(values) if values else 0.0
 
 
 def _newest(laps: list[float], otherwise: float) -> float:

@@ -35,11 +35,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext.errors import CheckpointError, StateError
+from deepspeed_ext.runtime.words import LOAD_ANOTHER
 from deepspeed_ext.zenflow.step.partition import WholeState
 
 __all__ = ["Change", "ShownState", "ShownTensor", "plain", "write"]
 
-_ANOTHER = "load another checkpoint by its tag"
 _MOST_UPDATES = 1 << 62
 _VIEWS = {"data", "detach", "narrow", "view", "view_as", "alias"}
 _LIKE = {"empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"}
@@ -403,18 +403,18 @@ class ShownState:
         where, values = f"optimizer.state of partition {index}", []
         entry = self._optimizer.state.get(handles.master, {})
         if not isinstance(entry, dict):
-            raise CheckpointError(f"{where} is a {_kind(entry)}, expected a dict: {_ANOTHER}")
+            raise CheckpointError(f"{where} is a {_kind(entry)}, expected a dict: {LOAD_ANOTHER}")
         for name, own in handles.state.moments.items():
             value = entry.get(name)
             if value is not None and (told := _misfit(value, own)):
-                raise CheckpointError(f"{where}, {name!r}, {told}: {_ANOTHER}")
+                raise CheckpointError(f"{where}, {name!r}, {told}: {LOAD_ANOTHER}")
             if value is None or not _is_on(value, own):
                 values.append((own, value))
         step = entry.get("step")
         if step is None:
             step = self._optimizer.param_groups[handles.state.group].get("step") or 0
         if (count := _as_count(step)) is None:
-            raise CheckpointError(f"{where}, 'step', {_no_count(step)}: {_ANOTHER}")
+            raise CheckpointError(f"{where}, 'step', {_no_count(step)}: {LOAD_ANOTHER}")
         return Change(index, values, count)
 
 

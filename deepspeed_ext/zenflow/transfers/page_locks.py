@@ -23,6 +23,7 @@ from deepspeed_ext.runtime.backend import (
     shares_host_memory,
 )
 from deepspeed_ext.runtime.log import warn_once
+from deepspeed_ext.runtime.words import one_line
 
 __all__ = ["PageLocks", "remedy_for_refused"]
 
@@ -146,5 +147,5 @@ def _error_of(call: Any) -> str | None:
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         with contextlib.suppress(RuntimeError):
             torch.ones(1, dtype=torch.float32, device=get_accelerator().current_device_name())
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return one_line(error)
     return None

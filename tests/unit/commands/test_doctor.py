@@ -12,17 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import psutil
 import pytest
 import torch
 
-import deepspeed_ext
 from deepspeed_ext.adapter import shared_buffers
 from deepspeed_ext.commands import doctor
 from deepspeed_ext.commands import main as cli
 from deepspeed_ext.errors import UnsupportedError, UpstreamError
-from deepspeed_ext.runtime import build_locks
-from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime import builds
 from tests.support.paths import ROOT
 
 
@@ -131,7 +128,7 @@ def test_missing_compiler_and_ninja_are_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_old_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_locks, "waits_for_files", lambda: True)
+    monkeypatch.setattr(builds, "waits_for_files", lambda: True)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     lock = tmp_path / "py311_cpu/cpu_adam/lock"
     lock.parent.mkdir(parents=True)
@@ -147,67 +144,16 @@ def test_an_old_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert doctor.check_operator_cache().status == "problem"
 
 
-@pytest.mark.parametrize("error", [PermissionError("denied"), psutil.AccessDenied(1)])
-def test_a_host_that_cannot_be_read_starts_all_the_same(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build_locks, "waits_for_files", lambda: True)
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where torch then compiles
-    lock = tmp_path / "torch_extensions/cpu_adam/lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    os.utime(lock, (0, 0))
-    assert build_locks.abandoned() == [lock]
-
-    def refused(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(psutil, "process_iter", refused)
-    assert build_locks.abandoned() == []
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # a container's user without an entry
-    assert build_locks.abandoned() == []
-
-
-def test_an_old_build_lock_is_named_before_deepspeed_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(build_locks, "waits_for_files", lambda: True)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(logger, "propagate", True)
-    lock = tmp_path / "py311_cpu/deepspeed_shm_comm/lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    os.utime(lock, (0, 0))
-    for local_rank, warns in (("1", False), ("0", True)):
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-        deepspeed_ext.enable()
-        deepspeed_ext.disable()
-        assert any(f"{lock} was left by a build" in text for text in caplog.messages) == warns
-
-
 def test_a_lock_file_is_no_lock_where_torch_locks_the_file_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch does from 2.14 on: each build leaves the file, and the next one does not wait for
     it."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.delattr("torch.utils.cpp_extension.FileBaton", raising=False)
     (lock := tmp_path / "lock").touch()
     os.utime(lock, (0, 0))
-    deepspeed_ext.enable()
-    deepspeed_ext.disable()
-    assert not any(str(lock) in text for text in caplog.messages)
     assert doctor.check_operator_cache().status == "ok"
-
-
-def test_this_torch_locks_in_one_of_the_two_ways() -> None:
-    from torch.utils import cpp_extension
-
-    assert build_locks.waits_for_files() == (not hasattr(cpp_extension, "FileLock"))
 
 
 def test_a_compiler_with_arguments_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

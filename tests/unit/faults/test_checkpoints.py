@@ -495,7 +495,7 @@ def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 LEFT_OVERS = {
     "nothing": (),
-    "an interrupted first save": ("t.dsext-saving/mp_rank_00_model_states.pt",),
+    "an interrupted first save": ("t.dsext-saving.a1/mp_rank_00_model_states.pt",),
     "an empty folder": ("t/",),
     "files of others": ("t/notes.txt",),
     "no model": ("t/zero_pp_rank_0_mp_rank_00_optim_states.pt",),

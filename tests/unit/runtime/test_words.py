@@ -1,4 +1,4 @@
-"""A number and its noun agree."""
+"""Words of messages: a number and its noun agree, and what others wrote is short and one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from deepspeed_ext.runtime.words import counted
+from deepspeed_ext.runtime.words import counted, one_line, quoted
 from tests.support.paths import ROOT
 
 
@@ -26,3 +26,12 @@ def test_no_message_leaves_the_plural_to_its_reader() -> None:
         if re.search(r"(\}|%d) [a-z]+\(s\)", line)
     ]
     assert found == []
+
+
+def test_what_a_user_wrote_is_quoted_and_cut() -> None:
+    assert quoted("7B") == "'7B'"
+    assert quoted("x" * 41) == f"'{'x' * 40}...'"
+
+
+def test_an_error_is_one_line() -> None:
+    assert one_line(ValueError("a\n  b")) == "ValueError: a b"

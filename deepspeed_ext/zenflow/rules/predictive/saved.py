@@ -37,7 +37,7 @@ class PredictiveSavedSchedule(SavedSchedule):
     is_ahead: bool
     guard: GuardValues
     is_exact: bool | None = None
-    """None: not chosen yet, or an older release wrote it."""
+    """None: not chosen yet."""
 
 
 class ErrorValues(SavedValues):

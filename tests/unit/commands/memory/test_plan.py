@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.commands import main as cli
-from deepspeed_ext.commands.memory.command import parse_numel
+from deepspeed_ext.commands.argument_types import numel as numel_of
 from deepspeed_ext.commands.memory.plan import PLACES, neighbours, plan_memory
 from deepspeed_ext.commands.memory.report import as_json, as_text, detail_text, neighbours_text
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
@@ -219,7 +220,7 @@ def test_the_report_names_units_and_what_is_left_out() -> None:
     ],
 )
 def test_numbers_of_parameters(text: str, numel: int) -> None:
-    assert parse_numel(text) == numel
+    assert numel_of(text) == numel
 
 
 @pytest.mark.parametrize(
@@ -227,8 +228,8 @@ def test_numbers_of_parameters(text: str, numel: int) -> None:
     ["", "0", "-1", "7 B", "7.5", "nan", "inf", "1e99", "1e16", "7X", "٣", "B", "1e", "9" * 400],
 )
 def test_what_is_no_number_of_parameters(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a number of parameters"):
-        parse_numel(text)
+    with pytest.raises(ArgumentTypeError, match="expected a number of parameters"):
+        numel_of(text)
 
 
 def status_of(arguments: list[str]) -> int:

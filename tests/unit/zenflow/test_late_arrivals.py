@@ -1,0 +1,231 @@
+"""When and in which order weights arrive in the forward, and what is seen if they never do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed import comm as dist
+
+from deepspeed_ext.errors import WorkerError
+from deepspeed_ext.gather.launch import can_exchange
+from deepspeed_ext.zenflow.plan.places import WeightsArrival
+from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
+from tests.support.late_weights import (
+    exact_config,
+    predictive_config,
+    small_chunks,
+)
+from tests.support.models import Branches, batches, on_device
+from tests.support.ranks import run_ranks
+from tests.support.zenflow import make_engine, train
+
+pytestmark = pytest.mark.sampled()
+
+
+def arrivals(config: dict[str, Any]) -> list[Any]:
+    """How many chunks of weights are on their way before each forward, behind it and behind
+    backward; and how many once somebody has the slots of coming gradients, in which y may be."""
+    with small_chunks():
+        engine = make_engine(config, model=Branches)
+        host, found = engine.optimizer.host_optimizer, []
+        assert host.decided.weights_arrive is WeightsArrival.IN_FORWARD
+        assert host.mover is None
+        for first_token in (1, 1, 0, 0):
+            batch = batches(1, dist.get_rank())[0]
+            batch[0, 0] = first_token
+            before = len(host.link.arrivals._awaited)
+            loss = engine(on_device(batch))
+            during = len(host.link.arrivals._awaited)
+            engine.backward(loss)
+            after = len(host.link.arrivals._awaited)
+            engine.step()
+            found.append((before, during, after))
+        for index in range(len(host.partitions)):
+            host.coming_slot(index)
+        found.append(len(host.link.arrivals._awaited))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_arrive_when_forward_uses_them_and_before_backward(stage: int) -> None:
+    config = exact_config(stage)
+    if stage == 3:
+        config["zero_optimization"] |= {"sub_group_size": 250}
+    ((*found, left),) = run_ranks(1, arrivals, config, pool=f"exact {stage == 3}")
+    assert left == 0
+    total = found[1][0]
+    assert total > 2
+    assert found[:2] == [(0, 0, 0), (total, 0, 0)]
+    for before, during, after in found[2:]:  # one layer is not used, and not prefetched
+        assert (before, after) == (total, 0)
+        assert during > 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "section"),
+    [
+        (1, {"weights_arrive_in_forward": None}),
+        (2, {"weights_arrive_in_forward": None}),
+        (3, {"weights_arrive_in_forward": False}),
+        (3, {"overlap_step": False}),
+    ],
+)
+def test_they_arrive_in_the_step_unless_the_config_or_the_stage_says_otherwise(
+    stage: int, section: dict[str, Any]
+) -> None:
+    config = exact_config(stage, **section)
+    assert run_ranks(1, left_behind, config, pool=f"exact {stage == 3}") == [0]
+
+
+def left_behind(config: dict[str, Any]) -> int:
+    engine = make_engine(config)
+    train(engine, batches(2, dist.get_rank()))
+    left = len(engine.optimizer.host_optimizer.link.arrivals._awaited)
+    engine.destroy()
+    return left
+
+
+def departures(config: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    """The chunks of each step, in the order in which they depart."""
+    found: list[list[tuple[int, int]]] = []
+    expect = WeightArrivals.expect
+
+    def noting(self: WeightArrivals, transfers: Any, indices: Any) -> None:
+        indices = list(indices)
+        found.append([(index, span.begin) for index, span in transfers.in_order(indices)])
+        expect(self, transfers, indices)
+
+    in_chunks = nullcontext() if config["zero_optimization"]["stage"] == 3 else small_chunks()
+    with patch.object(WeightArrivals, "expect", noting), in_chunks:
+        engine = make_engine(config, model=Backwards)
+        train(engine, batches(3, dist.get_rank()))
+        engine.destroy()
+    return [step for step in found if step]
+
+
+class Backwards(torch.nn.Module):
+    """Registers its layers in another order than it uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.third = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.first = torch.nn.Embedding(64, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(tokens))).float().square().mean()
+
+
+@pytest.mark.parametrize(("stage", "device"), [(2, "sim"), (3, "cpu"), (3, "sim")])
+def test_chunks_depart_in_the_order_in_which_the_last_forward_used_them(
+    stage: int, device: str
+) -> None:
+    config = exact_config(stage)
+    config["zero_optimization"] |= {
+        "stage3_prefetch_bucket_size": 0,
+        "sub_group_size": 250,
+        "stage3_param_persistence_threshold": 0,
+    }
+    (found,) = run_ranks(1, departures, config, device=device, pool=f"exact {stage == 3}")
+    natural, *later = found
+    assert natural == sorted(natural)
+    assert len(natural) > 2
+    # after the first forward that waits; the embedding is registered last and used first
+    begin = len(natural) - 1 if stage == 3 else 1  # of its chunks
+    assert later == [[*natural[begin:], *natural[:begin]]] * 2
+
+
+def gathers(config: dict[str, Any]) -> list[Any]:
+    """For each step: whether the ranks have begun to exchange all their parts when it returns, the
+    n-th of one for the n-th of the other in one launch, and whether those are the first that hold
+    the embedding, which forward uses first."""
+    found = []
+    with small_chunks():
+        engine = make_engine(config, model=Backwards)
+        late = engine.optimizer._partitions.late
+        (embed,) = (
+            late._parts_of_parameters()[id(param)]
+            for name, param in engine.module.named_parameters()
+            if "first" in name
+        )
+        for batch in batches(3, dist.get_rank()):
+            train(engine, [batch])
+            mine, others = ([p for p in late._parts if p.owner == rank] for rank in (0, 1))
+            pairs = [{*pair} for pair in zip(mine, others, strict=True)]
+            if not can_exchange(late._ranks):  # torch before 2.7
+                pairs = [{part} for part in late._parts]
+            launched: dict[int, set[Any]] = {}
+            for part, (work,) in late._gathers.items():
+                launched.setdefault(id(work), set()).add(part)
+            found.append((list(launched.values()) == pairs, pairs[0] <= set(embed)))
+            assert late._coming == []
+        engine.destroy()
+    return found
+
+
+def test_predicted_weights_are_exchanged_from_the_step_on_in_the_order_of_use() -> None:
+    found = run_ranks(2, gathers, predictive_config(2), device="sim", pool="exact False")
+    assert found == [[(True, False), (True, True), (True, True)]] * 2
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def after_a_death(config: dict[str, Any]) -> list[Any]:
+    """One rank's worker dies while weights are on their way."""
+    engine = make_engine(config)
+    predicts = config["zero_optimization"]["zenflow"]["update_rule"] == "predictive"
+    train(engine, batches(2 if predicts else 0, dist.get_rank()))
+    data = [on_device(batch) for batch in batches(2, dist.get_rank())]
+    worker, dies = engine.optimizer.host_optimizer.link.process, dist.get_rank() == 1
+    engine.backward(engine(data[0]))
+    if dies:
+        engine.optimizer.host_optimizer.link.wait()  # for the update that a predictive step needs
+        os.kill(worker.pid, signal.SIGSTOP)
+    engine.step()  # waits for nothing of this step
+    if dies:
+        os.kill(worker.pid, signal.SIGKILL)
+    loss = engine(data[1])
+    found: list[Any] = [bool(loss.isnan())]
+    engine.backward(loss)
+    try:
+        engine.step()
+    except WorkerError as error:
+        found.append("rank 1" in str(error))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "rule"), [(2, "exact"), (3, "exact"), (2, "predictive")])
+def test_if_a_worker_dies_missing_weights_are_nan_and_every_rank_gets_the_error(
+    stage: int, rule: str
+) -> None:
+    config = exact_config(stage, update_rule=rule)
+    found = run_ranks(2, after_a_death, config, pool=f"exact {stage == 3}")
+    assert found == [[rule == "exact", True]] * 2  # predicted weights have left their rank
+
+
+def waited_for_after_a_death(config: dict[str, Any]) -> bool:
+    """Whether weights that can no longer arrive are NaN once somebody has waited for all of them,
+    and used none."""
+    engine = make_engine(config)
+    engine.backward(engine(on_device(batches(1, 0)[0])))
+    host = engine.optimizer.host_optimizer
+    os.kill(host.link.process.pid, signal.SIGSTOP)
+    engine.step()
+    os.kill(host.link.process.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError):
+        host.link.wait_together()
+    is_lost = any(bool(each.weights().isnan().any()) for each in host.partitions)
+    engine.destroy()
+    return is_lost
+
+
+def test_weights_that_a_dead_worker_leaves_behind_do_not_look_right() -> None:
+    assert run_ranks(1, waited_for_after_a_death, exact_config(2), pool="exact False") == [True]
