@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 
+from deepspeed_ext.runtime.words import quoted
+
 logger = logging.getLogger("deepspeed_ext")
 
 _logged: set[str] = set()

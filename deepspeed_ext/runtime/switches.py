@@ -2,7 +2,8 @@
 
 import os
 
-from deepspeed_ext.runtime.log import quoted, warn_once
+from deepspeed_ext.runtime.log import warn_once
+from deepspeed_ext.runtime.words import quoted
 
 __all__ = ["is_off"]
 
