@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -25,7 +26,7 @@ from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.config.zenflow import MEASURED
 from deepspeed_ext.cores.binding import CoreBinding
-from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.errors import ConfigError, StateError
 from deepspeed_ext.flatten.plan import TIERS, FlattenPlan
 from deepspeed_ext.runtime.backend import (
     SHARED_MEMORY,
@@ -108,12 +109,37 @@ def joint(initialize: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(initialize)
     def joint_initialize(*args: Any, **kwargs: Any) -> Any:
+        _require_own_group()
         given = signature.bind_partial(*args, **kwargs).arguments
         topology = given.get("mpu") or pipeline_topology(given.get("model"))
         with built_together(topology), earlier_objects_left_out():
             return initialize(*args, **kwargs)
 
     return joint_initialize
+
+
+_group_at_fork: weakref.ref[Any] | None = None
+"""In a forked process: the process group that it has from its parent."""
+
+
+def _note_group_at_fork() -> None:
+    global _group_at_fork
+    group = torch.distributed.group.WORLD
+    _group_at_fork = None if group is None else weakref.ref(group)
+
+
+os.register_at_fork(after_in_child=_note_group_at_fork)
+
+
+def _require_own_group() -> None:
+    """Check that the process group is not that of a parent, whose threads this process does not
+    have: a collective would never end (Note: [Forked processes])."""
+    if _group_at_fork is not None and _group_at_fork() is torch.distributed.group.WORLD is not None:
+        raise StateError(
+            f"deepspeed.initialize was called in process {os.getpid()}, which was forked when its "
+            "parent had a process group already, so its collectives would never end: fork before "
+            'the parent trains, or start it with multiprocessing.get_context("spawn")'
+        )
 
 
 MOST_RANKS = 8

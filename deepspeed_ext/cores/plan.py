@@ -347,7 +347,8 @@ class _HostPlanner:
         for flag, text in texts.items():
             flagged = [str(plan.local_rank) for plan in plans if flag in plan.flags]
             if flagged:
-                self.warnings.append(f"local rank {', '.join(flagged)} {text}")
+                which = "local rank" if len(flagged) == 1 else "each of local ranks"
+                self.warnings.append(f"{which} {', '.join(flagged)} {text}")
 
 
 def _node_major_part(pool: Pool, rank: int) -> Sequence[Core]:

@@ -367,7 +367,7 @@ def test_a_rank_that_must_share_says_so_and_one_with_room_says_nothing() -> None
     topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(4)), (0,), ((10,),))
     crowded = plan_host(topology, [RankFacts(rank, frozenset({0})) for rank in range(2)])
     assert [warning for warning in crowded.warnings if "must share a core" in warning] == [
-        "local rank 0, 1 must share a core between its roles "
+        "each of local ranks 0, 1 must share a core between its roles "
         "or with other ranks: give the job more cores"
     ]
     assert plan_host(topology, [RankFacts(0, topology.cpus)]).warnings == ()

@@ -43,6 +43,7 @@ def shape_of(engine: Any) -> Any:
 
 
 CALLS: dict[str, Callable[[Any, str], object]] = {
+    "initialize": lambda engine, folder: make_engine(zenflow_config(2, torch.bfloat16)),
     "forward": lambda engine, folder: engine(batches(1, 0)[0]),
     "backward": lambda engine, folder: engine.backward(torch.zeros((), requires_grad=True)),
     "step": lambda engine, folder: engine.step(),
