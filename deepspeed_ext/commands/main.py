@@ -75,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_UNREAD if _give_up_output() else _report_error(arguments, error, EXIT_PROBLEM)
     except (ConfigError, UnsupportedError, ValueError) as error:
         return _report_error(arguments, error, EXIT_BAD_INPUT)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("", "deepspeed_ext"):  # our own mistake
+            raise
+        return _report_error(arguments, _missing(error), EXIT_PROBLEM)
     except (DeepSpeedExtError, OSError) as error:
         return _report_error(arguments, error, EXIT_PROBLEM)
     if arguments.verb == "run":  # errors of the script are not ours to report
@@ -96,6 +100,13 @@ def _give_up_output() -> bool:
 def _report_error(arguments: argparse.Namespace, error: Exception, status: int) -> int:
     print(f"deepspeed-ext {arguments.verb}: error: {' '.join(str(error).split())}", file=sys.stderr)
     return status
+
+
+def _missing(error: ModuleNotFoundError) -> UnsupportedError:
+    return UnsupportedError(
+        f"{error} of {sys.executable}: install it there; deepspeed-ext doctor shows what else is "
+        "missing"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

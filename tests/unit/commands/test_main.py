@@ -47,6 +47,25 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(
     )
 
 
+def test_a_module_that_is_not_installed_is_one_line_and_a_mistake_of_ours_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: object) -> int:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(command_line, "_verify", fail)
+    name = "deepspeed.comm"
+    words = ["verify", "--config", "ds.json"]
+    assert command_line.main(words) == command_line.EXIT_PROBLEM
+    assert capsys.readouterr().err == (
+        f"deepspeed-ext verify: error: No module named 'deepspeed.comm' of {sys.executable}: "
+        "install it there; deepspeed-ext doctor shows what else is missing\n"
+    )
+    name = "deepspeed_ext.nothing"
+    with pytest.raises(ModuleNotFoundError):
+        command_line.main(words)
+
+
 def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command_line.main(["--help"])
