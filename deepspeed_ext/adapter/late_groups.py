@@ -283,8 +283,9 @@ class _LateModule:
     A forward finds its weights in ``module._parameters``, its own by ``self.weight`` and a child's
     by ``self.embed.weight``. This replaces the dict by one that completes what is taken from it, as
     DeepSpeed does at stage 3. Hooks complete what a module refers to otherwise, such as the list of
-    weights of ``nn.LSTM``, before its forward and before its state dict is made. Who iterates over
-    ``parameters()`` gets them as they are: trainers do that after each step, to zero gradients.
+    weights of ``nn.LSTM``, before its forward, and before its state dict is made or loaded: what
+    comes later would replace what was loaded. Who iterates over ``parameters()`` gets them as they
+    are: trainers do that after each step, to zero gradients.
 
     Attributes:
         due: whether weights may be on their way. Compiled code has a guard on it.
@@ -303,6 +304,7 @@ class _LateModule:
         self._hooks = [
             module.register_forward_pre_hook(self, prepend=True),
             module.register_state_dict_pre_hook(self),
+            module.register_load_state_dict_pre_hook(self),
         ]
         if type(module._parameters) in (dict, _LateParameters):  # scripted modules have another
             module._parameters = _LateParameters(module._parameters, self)

@@ -103,6 +103,7 @@ class Side:
         self.frozen: set[str] = set()
         self.hooks: list[Any] = []
         self.teacher: Any = None
+        self.kept: dict[str, torch.Tensor] = {}
         if self.settings.dtype == "fp16":
             allow_fp16()
         self.engine = self._engine(self.config)
@@ -487,7 +488,32 @@ def unhook(side: Side) -> None:
 def deepcopy(side: Side) -> Any:
     with side.whole(list(side.engine.module.parameters())):
         other = copy.deepcopy(side.engine.module)
-    return sorted(name for name, _ in other.named_parameters())
+    return {name: _copy(value) for name, value in other.named_parameters() if not side.gathers}
+
+
+def direct(side: Side, seed: int, layer: str) -> Any:
+    """The module, and a layer of it, called without the engine."""
+    with torch.no_grad():
+        loss = float(side.engine.module(tokens_of(seed)))
+        part = side.engine.module.get_submodule(layer)
+        return loss, _copy(part(torch.ones(2, WIDTH).to(tokens_of(0).device, _dtype(part))))
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
+def keep(side: Side) -> None:
+    """Values of the weights for `load_kept`."""
+    if not side.gathers:
+        side.kept = {k: v.clone() for k, v in side.engine.module.state_dict().items()}
+
+
+def load_kept(side: Side) -> Any:
+    """Older weights, loaded right after a step."""
+    if side.kept:
+        side.engine.module.load_state_dict(side.kept)
+    return side.weights()
 
 
 def teacher(side: Side, seed: int) -> float:
@@ -521,6 +547,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         set_group, freeze, skip, get_master, set_master, get_state, set_state, grads, get_grad,
         gathered, state_dict, load_state_dict, save, load, load_anew, resume, anew,
         save_16bit, offload_states, zero_grad, discarded, hook, unhook, deepcopy, teacher,
+        direct, keep, load_kept,
         parameters, train_mode, optimizer_state_dict,
     )
 }  # fmt: skip

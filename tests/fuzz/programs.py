@@ -17,24 +17,10 @@ Operation = tuple[Any, ...]
 NAMES = ("embed.weight", "norm.weight", "up.weight", "up.bias", "again.weight", "maybe.weight")
 """Parameters that operations change or read."""
 ONLY_ODD = ("freeze", "skip", "zero_grad", "discarded", "crossed", "retained")
-INNER = set(
-    [
-        "evaluate",
-        "set_group",
-        "get_master",
-        "set_master",
-        "get_state",
-        "set_state",
-        "gathered",
-        "state_dict",
-        "save",
-        "save_16bit",
-        "deepcopy",
-        "teacher",
-        "parameters",
-        "wasted",
-    ]
-)
+INNER = {
+    *("evaluate", "set_group", "get_master", "set_master", "get_state", "set_state", "gathered"),
+    *("state_dict", "save", "save_16bit", "deepcopy", "teacher", "parameters", "wasted", "direct"),
+}
 """Those that come between a backward pass and its step, too."""
 LAYERS = ("up", "again", "maybe", "norm")
 
@@ -216,6 +202,9 @@ ODD: tuple[Callable[[random.Random, Settings], Operation], ...] = (
     lambda rng, _: ("save_again",),
     lambda rng, _: ("load_latest",),
     lambda rng, _: ("schedule",),
+    lambda rng, _: ("keep",),
+    lambda rng, _: ("load_kept",),
+    lambda rng, _: ("direct", rng.randrange(1000), rng.choice(LAYERS)),
     lambda rng, _: ("set_group", "eps", rng.choice([1e-8, 1e-2])),
     lambda rng, _: ("local", _even(rng), rng.random() < 0.5),
     lambda rng, _: ("idle_step",),

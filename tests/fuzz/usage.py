@@ -239,12 +239,22 @@ def is_unaligned(program: Program) -> bool:
 
 def middle(program: Program) -> int | None:
     """Before which operation a run may be resumed: nothing that no checkpoint holds is there."""
-    lost = {"hook", "boundary", "load_state_dict", "gathered", "no_sync", "teacher"}
+    lost = {
+        "load_kept",
+        "keep",
+        "hook",
+        "boundary",
+        "load_state_dict",
+        "gathered",
+        "no_sync",
+        "teacher",
+    }
     if program.has("load_latest") or is_unaligned(program):
         return None
     for number in range(len(program.operations) // 2, 0, -1):
-        before = {name for name, *_ in program.operations[:number]}
-        if not before & lost and program.operations[number - 1][0] in ("micro_steps", "grads"):
+        before = str(program.operations[:number])
+        has_lost = any(f"'{name}'" in before for name in lost)
+        if not has_lost and program.operations[number - 1][0] in ("micro_steps", "grads"):
             return number
     return None
 
@@ -391,6 +401,8 @@ def main() -> int:
     for done, seed in enumerate(range(arguments.first, arguments.first + arguments.seeds)):
         if done % RANKS_LAST == RANKS_LAST - 1:
             ranks.close_pools()
+        if done and done % 100 == 0:
+            print(f"{done} programs, {time.monotonic() - begin:.0f} s", flush=True)
         program = draw(seed, **fixed)
         found = found_by(program)
         if not found:

@@ -139,6 +139,38 @@ def test_a_forward_reads_complete_weights_wherever_it_finds_them(
     assert found == [[]] * ranks
 
 
+def loaded(config: dict[str, Any]) -> list[Any]:
+    """Weights that are loaded after a step, by parts and whole, and what trains on from them."""
+    engine, found = make_engine(config), []
+    kept = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    up = {name: value.clone() for name, value in engine.module.up.state_dict().items()}
+    for number in range(4):
+        train(engine, batches(1, dist.get_rank(), number))
+        if number % 2:
+            engine.module.load_state_dict(kept)
+        else:
+            engine.module.up.load_state_dict(up)
+        found.append({name: value.clone() for name, value in engine.module.state_dict().items()})
+    found.append(train(engine, batches(2, dist.get_rank(), 9)))
+    found.append(weights_of(engine))
+    engine.destroy()
+    return found
+
+
+def load_differs(config: dict[str, Any]) -> str:
+    waits = copy.deepcopy(config)
+    waits["zero_optimization"]["zenflow"]["weights_arrive_in_forward"] = False
+    with patch.object(chunks, "CHUNK_NUMEL", CHUNK):
+        return first_difference(loaded(waits), loaded(config))
+
+
+@pytest.mark.parametrize(("ranks", "stage", "rule"), [(1, 2, "exact"), (2, 1, "predictive")])
+def test_what_is_loaded_after_a_step_stays(ranks: int, stage: int, rule: str) -> None:
+    """The step's own weights, still on their way, used to replace all or a part of it."""
+    config = late_config(stage, update_rule=rule)
+    assert run_ranks(ranks, load_differs, config, pool="late") == [""] * ranks
+
+
 def begun_twice(config: dict[str, Any]) -> str:
     """How weights differ from an undisturbed run's if a step's second broadcast cannot begin."""
     data, found, begun = batches(3, dist.get_rank()), [], list[int]()
