@@ -13,6 +13,7 @@ supported.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +22,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from deepspeed_ext.adapter.releases import group_paddings
 from deepspeed_ext.adapter.saved_checkpoint import (
     ZERO_STAGE_WEIGHTS,
     Keys,
     SavedCheckpoint,
+    SavedPartitions,
     groups_of,
     holds_partitions,
     read_fields,
@@ -32,6 +35,8 @@ from deepspeed_ext.adapter.saved_checkpoint import (
 from deepspeed_ext.adapter.saved_fields import (
     require_model_fields,
     require_optimizer_fields,
+    require_partitions,
+    require_weights,
 )
 from deepspeed_ext.adapter.upstream import (
     Swap,
@@ -46,6 +51,8 @@ from deepspeed_ext.checkpoint.reshard.load import (
     load_masters,
     load_optimizer,
     require_same_groups,
+    scalars_of,
+    sources_of,
 )
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, rule_told
 from deepspeed_ext.errors import CheckpointError
@@ -194,11 +201,14 @@ class Resharder:
         """
         run, states = self._loading, dict[str, Mapping[str, Any]]()
         with together(run.ranks, CheckpointError):
-            states = self._with_right_fields(folder, how, schedule)
+            model, states = self._with_right_fields(folder, how, schedule)
         self._resharding = self._planned(folder, only_weights(how), how["custom_load_fn"])
         if run.zenflow is not None:
             with together(run.ranks, CheckpointError):
                 self._require_fitting(run.zenflow, states, folder)
+                is_whole = self._resharding is None or self._resharding.whole_weights
+                if is_whole and run.can_reshard and how["custom_load_fn"] is None:
+                    require_weights(*model, run.module, strict=bool(how["load_module_strict"]))
         return None if self._resharding is None else self._resharding.files
 
     def _planned(self, folder: str, without_state: bool, custom_load_fn: Any) -> Resharding | None:
@@ -225,9 +235,8 @@ class Resharder:
                     "checkpoint or this run is of ZeRO stage 3, with another number of ranks or "
                     "another stage. Load without it"
                 )
-            found.target.layout.require_same_parameters(found.saved.layout)
-            if not without_state:
-                require_same_groups(found.saved, found.target)
+            with _naming(folder):
+                self._require_readable(found, without_state)
             saved = (found.saved.stage, found.saved.ranks, found.saved.save_id)
         require_same_plan("loading the checkpoint", saved, run.ranks)
         assert found is not None
@@ -239,25 +248,40 @@ class Resharder:
             )
         return found
 
+    def _require_readable(self, found: Resharding, without_state: bool) -> None:
+        """Check all that this rank will read of a checkpoint of another layout, but for the values
+        of large tensors."""
+        found.target.layout.require_same_parameters(found.saved.layout)
+        if not without_state:
+            require_same_groups(found.saved, found.target)
+        _, sources = sources_of(found.saved, found.target)
+        if not without_state and self._loading.zenflow is not None:
+            for rank in sources:
+                require_partitions(found.saved.partitions(rank), self._loading.zenflow.moments)
+            scalars_of(sources)
+
     def _with_right_fields(
         self, folder: str, how: Mapping[str, Any], schedule: Any
-    ) -> dict[str, Mapping[str, Any]]:
-        """Check the fields of the model's file and of the optimizer's files before anything
-        changes; return the optimizer's states by file. Values that are tensors
-        are not read, and pass: others take their places in the states."""
-        model_file, optimizer_files, read = self._files(folder)
+    ) -> tuple[tuple[str, Mapping[str, Any] | None], dict[str, Mapping[str, Any]]]:
+        """Check the fields of the model's files and of the optimizer's files before anything
+        changes; return the model's file with its content, None: missing, and the optimizer's states
+        by file. Large tensors are not read: others take their places in the states."""
+        model_files, optimizer_files, read = self._files(folder)
         loads_counts = not how["load_module_only"]
         if not (loads_counts and how["load_lr_scheduler_states"]):
             schedule = None
-        if (model := _content(read, model_file)) is not None:
-            require_model_fields(model, model_file, loads_counts=loads_counts, schedule=schedule)
+        model: tuple[str, Mapping[str, Any] | None] = "", None
+        for file in model_files:
+            model = file, _content(read, file)
+            if model[1] is not None:
+                require_model_fields(model[1], file, loads_counts=loads_counts, schedule=schedule)
         states: dict[str, Mapping[str, Any]] = {}
         for file in () if only_weights(how) else optimizer_files:
-            state = (_content(read, file) or {}).get(Keys.OPTIMIZER_STATE_DICT)
-            if isinstance(state, Mapping):
+            if (content := _content(read, file)) is not None:
+                state = content.get(Keys.OPTIMIZER_STATE_DICT)
                 require_optimizer_fields(state, file)
-                states[file] = {key: _filled(key, value) for key, value in state.items()}
-        return states
+                states[file] = tree_map_only(torch.Tensor, _any_numbers, state)
+        return model, states
 
     def _require_fitting(
         self, zenflow: ZenFlowParts, states: Mapping[str, Mapping[str, Any]], folder: str
@@ -265,31 +289,40 @@ class Resharder:
         """Check what the run takes from the optimizer's states by file: the parameter groups, and
         from this rank's ZenFlow's state, if DeepSpeed loads it."""
         for path, state in states.items():
-            zenflow.readiness.require_groups(groups_of(state), path)
-        files = self._loading.layout.files
+            with _naming(path):
+                zenflow.readiness.require_groups(groups_of(state), path)
+        run = self._loading
+        files = run.layout.files
         if files is None or self._resharding is not None:
             return
         for path in states.keys() & {*files(folder)[1]}:
-            try:
+            with _naming(path):
                 zenflow.state.require_fitting(states[path])
-            except CheckpointError as error:
-                raise CheckpointError(f"{path}: {error}") from None
+            require_partitions(
+                SavedPartitions(states[path], path),
+                zenflow.moments,
+                [state.master.numel() for state in zenflow.host.states],
+                None if run.layout.partitions_weights else group_paddings(run.optimizer),
+            )
 
-    def _files(self, folder: str) -> tuple[str, list[str], Callable[[str], Mapping[str, Any]]]:
-        """The model's file and the optimizer's files whose fields this rank checks, and what reads
-        them. If another layout may be loaded, the optimizer's files are those of the first rank and
-        of this one."""
+    def _files(
+        self, folder: str
+    ) -> tuple[list[str], list[str], Callable[[str], Mapping[str, Any]]]:
+        """The model's files and the optimizer's files whose fields this rank checks, and what reads
+        them. If another layout may be loaded, they are those of the first rank and of this one."""
         layout = self._loading.layout
         try:
             if self._loading.can_reshard and holds_partitions(folder):
                 saved = SavedCheckpoint(folder)
-                files = saved.optimizer_files(layout.sharers.rank)
-                return saved.model_file(), files, saved.fields
+                rank = layout.sharers.rank
+                models = dict.fromkeys((saved.model_file(), saved.model_file(rank)))
+                return list(models), saved.optimizer_files(rank), saved.fields
         except (CheckpointError, OSError):  # whoever reads the rest reports damage
-            return "", [], read_fields
+            return [], [], read_fields
         if layout.files is None:
-            return "", [], read_fields
-        return *layout.files(folder), read_fields
+            return [], [], read_fields
+        model_file, optimizer_files = layout.files(folder)
+        return [model_file], optimizer_files, read_fields
 
     def _differing(self, folder: str, without_state: bool) -> Resharding | None:
         """The checkpoint and this rank's partitions; None if DeepSpeed can load it, or reports
@@ -378,10 +411,13 @@ class Resharder:
     def load_model(self, super_call: Callable[[], None], checkpoint: Any, strict: bool) -> None:
         """Load all weights, or only buffers and frozen ones, which the optimizer lacks. A
         collective."""
-        if self._resharding is None or self._resharding.whole_weights:
+        if self._resharding is None and self._loading.zenflow is None:
             super_call()
             return
         with together(self._loading.ranks, CheckpointError):
+            if self._resharding is None or self._resharding.whole_weights:
+                super_call()
+                return
             self._load_beside_trained(checkpoint["module"], strict, self._resharding)
 
     def _load_beside_trained(
@@ -488,32 +524,29 @@ def _require_same_ranks(folder: str, ranks: int) -> None:
         )
 
 
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Let an error of the block name the file or folder."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise error if place in str(error) else CheckpointError(f"{place}: {error}") from None
+
+
 def only_weights(how: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed's ``_load_checkpoint``, called with `how`, loads no optimizer state."""
     return bool(how["load_module_only"] or not how["load_optimizer_states"])
 
 
 def _content(read: Callable[[str], Mapping[str, Any]], path: str) -> Mapping[str, Any] | None:
-    """The content of a file; None if it cannot be read, which whoever reads the rest reports."""
-    try:
-        return read(path)
-    except (CheckpointError, OSError):
-        return None
+    """The content of a file; None if it is missing, which whoever reads the rest reports."""
+    return read(path) if os.path.exists(path) else None
 
 
-def _filled(key: str, value: Any) -> Any:
-    """An entry of an optimizer's state whose tensors were not read, with others in their places."""
-    fill = _any_numbers if key == STATE_KEY else _any_option
-    return tree_map_only(torch.Tensor, fill, value)
-
-
-def _any_option(unread: torch.Tensor) -> torch.Tensor:
-    """What may stand for numbers of a parameter group: 0.5 is right for each."""
-    return torch.tensor(0.5, dtype=torch.float32, device="cpu").expand(unread.shape)
-
-
-def _any_numbers(unread: torch.Tensor) -> torch.Tensor:
-    """What may stand for numbers of ZenFlow's state: those of blocks differ."""
-    if unread.dtype in (torch.int32, torch.int64):
-        return torch.arange(unread.numel(), dtype=unread.dtype, device="cpu").view(unread.shape)
-    return torch.zeros((), dtype=unread.dtype, device="cpu").expand(unread.shape)
+def _any_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or what may stand for one that was not read: numbers of blocks differ."""
+    if not tensor.is_meta:
+        return tensor
+    if tensor.dtype in (torch.int32, torch.int64):
+        return torch.arange(tensor.numel(), dtype=tensor.dtype, device="cpu").view(tensor.shape)
+    return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)

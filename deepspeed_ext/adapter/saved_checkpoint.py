@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.checkpoint.file import reading, save_id_of
 from deepspeed_ext.checkpoint.folder import SavedNames
@@ -96,6 +98,8 @@ class SavedPartitions:
         tensors: for each flat tensor, p and the optimizer's state per element, by name; 1-D, mapped
             from the file. p may lack padding at its end.
         scalars: for each flat tensor, the rest of the optimizer's state, such as the step count.
+        masters: p of each flat tensor, as it was saved.
+        entries: for each flat tensor, all of the optimizer's state as it was saved; empty: none.
         path: the file.
         groups: the parameter groups of the optimizer; empty: not saved.
         group_of_flats: index of the parameter group of each flat tensor.
@@ -105,36 +109,43 @@ class SavedPartitions:
         self.state = state
         self.path = path
         self._is_sound = False
-        try:
-            masters, base = _masters(state), _base_optimizer(state)
-            self.groups = groups_of(state)
-            states = base.get("state", {})
-            order = [each for group in self.groups for each in group["params"]] or list(
-                range(len(masters))
-            )
-            of_flats = [states.get(index, {}) for index in order]
-            self.group_of_flats = [
-                number for number, group in enumerate(self.groups) for _ in group["params"]
-            ] or order
-            if len(of_flats) != len(masters):
-                raise CheckpointError(f"{len(masters)} masters, but states of {len(of_flats)}")
-        except (KeyError, TypeError, AttributeError, CheckpointError) as error:
-            raise CheckpointError(
-                f"{path} is not a ZeRO optimizer file ({type(error).__name__}: {error}): load "
-                "another checkpoint"
-            ) from None
         self.tensors: list[dict[str, torch.Tensor]] = []
         self.scalars: list[dict[str, Any]] = []
-        for master, values in zip(masters, of_flats, strict=True):
+        try:
+            self._take(_masters(state), _base_optimizer(state))
+        except Exception as error:  # the file may hold anything
+            raise CheckpointError(
+                f"{path} is not a ZeRO optimizer file ({type(error).__name__}: {error}): load "
+                "another checkpoint by its tag"
+            ) from None
+        self._saved = self._read_saved_state()
+        if self._saved is not None and self._saved.position:
+            for scalars, count in zip(self.scalars, self._saved.counts, strict=True):
+                scalars["step"] = count  # `read` applies the collected gradients
+
+    def _take(self, masters: Sequence[torch.Tensor], base: Mapping[str, Any]) -> None:
+        """Assign p and the state of the wrapped optimizer to the flat tensors."""
+        self.masters = masters
+        self.groups, states = groups_of(self.state), base.get("state", {})
+        order = [each for group in self.groups for each in group["params"]] or list(
+            range(len(masters))
+        )
+        if len(order) != len(masters):
+            raise CheckpointError(f"{len(masters)} masters, but states of {len(order)}")
+        if states and not states.keys() >= set(order):
+            missing = sorted(set(order) - states.keys())
+            raise CheckpointError(f"it has no optimizer state of the parameters {missing}")
+        self.entries: list[Mapping[str, Any]] = [states.get(index, {}) for index in order]
+        self.group_of_flats = [
+            number for number, group in enumerate(self.groups) for _ in group["params"]
+        ] or order
+        flats = [master.detach().view(-1) for master in masters]
+        for master, values in zip(flats, self.entries, strict=True):
             each = {name for name, value in values.items() if _is_per_element(value, master)}
             self.tensors.append(
                 {MASTER: master, **{name: values[name].view(-1) for name in sorted(each)}}
             )
             self.scalars.append({name: value for name, value in values.items() if name not in each})
-        self._saved = self._read_saved_state()
-        if self._saved is not None and self._saved.position:
-            for scalars, count in zip(self.scalars, self._saved.counts, strict=True):
-                scalars["step"] = count  # `read` applies the collected gradients
 
     @property
     def scaler(self) -> dict[str, Any]:
@@ -150,7 +161,23 @@ class SavedPartitions:
         if STATE_KEY not in self.state:
             return None
         numels = [max(tensor.numel() for tensor in tensors.values()) for tensors in self.tensors]
-        return read_saved_state(self.state[STATE_KEY], numels)
+        try:
+            return read_saved_state(self.state[STATE_KEY], numels)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+
+    def require(self, flat: int, end: int) -> None:
+        """Check that a flat tensor's `tensors` have `end` elements.
+
+        Raises:
+            CheckpointError: one has fewer.
+        """
+        if (shortest := min(tensor.numel() for tensor in self.tensors[flat].values())) < end:
+            raise CheckpointError(
+                f"{self.path}: flat tensor {flat} has {shortest} elements, expected at least "
+                f"{end}: its parameters were partitioned in a way that ZeRO's stages 1, 2 and 3 do "
+                "not use. Load another checkpoint by its tag"
+            )
 
     @torch.no_grad()
     def read(self, flat: int, begin: int, end: int) -> dict[str, torch.Tensor]:
@@ -158,20 +185,13 @@ class SavedPartitions:
         gradients that were not handed over.
 
         Raises:
-            CheckpointError: the file is damaged, or has fewer elements.
+            CheckpointError: the file is damaged.
         """
         if not self._is_sound:
             with reading(self.path):
                 require_sound(self.path)
             self._is_sound = True
-        whole = self.tensors[flat]
-        if (shortest := min(tensor.numel() for tensor in whole.values())) < end:
-            raise CheckpointError(
-                f"flat tensor {flat} of the checkpoint has {shortest} elements, expected at least "
-                f"{end}: its parameters were partitioned in a way that ZeRO's stages 1, 2 and 3 do "
-                "not use. Load another checkpoint"
-            )
-        saved = self._saved
+        whole, saved = self.tensors[flat], self._saved
         if saved is None or not saved.position:
             return {name: tensor[begin:end] for name, tensor in whole.items()}
         size = saved.block_size
@@ -311,14 +331,20 @@ class SavedCheckpoint:
         return content
 
     def fields(self, path: str) -> Mapping[str, Any]:
-        """The content of one of the files with tensors on the meta device; see `read_fields`."""
+        """The content of one of the files; see `read_fields`."""
         return self._of_one_save(read_fields(path), path)
 
     def _open(self, path: str) -> Mapping[str, Any]:
-        return self._of_one_save(_read(path, "cpu"), path)
+        return self._of_one_save(_read(path), path)
 
     def _of_one_save(self, content: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-        self._save_ids.setdefault(save_id_of(content), path)
+        save_id = save_id_of(content)
+        if not (save_id is None or isinstance(save_id, str)):
+            raise CheckpointError(
+                f"{path}: the id of its save is a {type(save_id).__name__}, expected a str: load "
+                "another checkpoint by its tag"
+            )
+        self._save_ids.setdefault(save_id, path)
         if len(self._save_ids) > 1:
             raise CheckpointError(
                 f"{self.folder} holds files of different saves: "
@@ -337,7 +363,9 @@ class SavedCheckpoint:
     @cached_property
     def stage(self) -> int:
         """The ZeRO stage that saved it."""
-        return int(self.partitions(min(self._files)).state[Keys.ZERO_STAGE])
+        first = self.partitions(min(self._files))
+        with reading(first.path):
+            return int(first.state[Keys.ZERO_STAGE])
 
     @property
     def has_zenflow_state(self) -> bool:
@@ -358,12 +386,16 @@ class SavedCheckpoint:
                 "or load another checkpoint by its tag"
             )
         first = self.partitions(min(self._files))
-        if not self._files.keys() >= set(range(self.ranks)):
+        if not all(rank in self._files for rank in range(self.ranks)):
             raise CheckpointError(
                 f"{self.folder} was saved by {counted(self.ranks, 'rank')} and has the "
                 f"optimizer's files of ranks {format_cpulist(self._files)}: copy the missing files "
                 "there, or load another checkpoint by its tag"
             )
+        with reading(first.path):  # its fields may not fit together
+            return self._layout_by(first)
+
+    def _layout_by(self, first: SavedPartitions) -> Layout:
         groups = [
             {name: torch.Size(shape).numel() for name, shape in group.items()}
             for group in self.model().get(Keys.PARAM_SHAPES) or ()
@@ -397,21 +429,29 @@ class SavedCheckpoint:
 
 
 def read_fields(path: str) -> Mapping[str, Any]:
-    """The content of a checkpoint's file with tensors on the meta device: none is read.
+    """The content of a checkpoint's file. Large tensors are on the meta device: their bytes are
+    neither read nor verified.
 
     Raises:
         CheckpointError: it cannot be read, or is no dict.
     """
-    return _read(path, "meta")
+    return tree_map_only(torch.Tensor, _unread, _read(path))
 
 
-def _read(path: str, device: str) -> Mapping[str, Any]:
+def _unread(tensor: torch.Tensor) -> torch.Tensor:
+    is_large = tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > SMALL_BYTES
+    return tensor.to("meta") if is_large else tensor
+
+
+def _read(path: str) -> Mapping[str, Any]:
     with reading(path):
         require_sound(path, most_bytes=SMALL_BYTES)
-        content = torch.load(path, map_location=device, mmap=True, weights_only=False)
+        maps = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
+        content = torch.load(path, map_location="cpu", mmap=maps, weights_only=False)
     if not isinstance(content, Mapping):
         raise CheckpointError(
-            f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint"
+            f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint by "
+            "its tag"
         )
     return content
 
@@ -427,7 +467,7 @@ def _masters(state: Mapping[str, Any]) -> list[torch.Tensor]:
         if state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
         else Keys.SINGLE_PARTITION_OF_FP32_GROUPS
     )
-    return [master.detach().view(-1) for master in state[key]]
+    return list(state[key])
 
 
 def groups_of(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -453,9 +493,12 @@ def groups_of(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 def _base_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state dict of the optimizer that DeepSpeed wraps."""
     if state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS:
-        return state[Keys.OPTIMIZER_STATE_DICT]
-    base = state[Keys.BASE_OPTIMIZER_STATE]
+        base = state[Keys.OPTIMIZER_STATE_DICT]
+    else:
+        base = state[Keys.BASE_OPTIMIZER_STATE]
     if isinstance(base, Mapping):
+        if "param_groups" not in base:
+            raise CheckpointError("its optimizer has no param_groups")
         return base
     # zero_optimization.elastic_checkpoint: a list of states without padding, and no hyperparameters
     shared = (

@@ -74,6 +74,11 @@ class ZenFlowParts:
         state = ReachedState(host, partitions, ranks, scale, readiness.require_groups)
         return cls(host, driver, state, readiness, backward_pass)
 
+    @property
+    def moments(self) -> list[str]:
+        """Names of the moments in the optimizer's state."""
+        return [name for _, name in self.host.kind.layout.moments]
+
     def settle_masters(self) -> None:
         """Wait on all ranks until p is final, also while states are offloaded. A collective.
 

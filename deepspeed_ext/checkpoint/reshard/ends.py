@@ -27,8 +27,10 @@ class SourcePartitions(Protocol):
         scalars: for each flat tensor, the rest of the optimizer's state, such as the step count.
         groups: the parameter groups of the optimizer; empty: not saved.
         group_of_flats: index of the parameter group of each flat tensor.
+        path: the file, for messages.
     """
 
+    path: str
     tensors: list[dict[str, torch.Tensor]]
     scalars: list[dict[str, Any]]
     groups: Sequence[Mapping[str, Any]]
@@ -38,12 +40,19 @@ class SourcePartitions(Protocol):
     def scaler(self) -> dict[str, Any]:
         """State of the loss scale, under DeepSpeed's keys."""
 
+    def require(self, flat: int, end: int) -> None:
+        """Check that a flat tensor's `tensors` have `end` elements.
+
+        Raises:
+            CheckpointError: one has fewer.
+        """
+
     def read(self, flat: int, begin: int, end: int) -> dict[str, torch.Tensor]:
         """Elements `begin` to `end` of a flat tensor's `tensors`, after all gradients in the
         checkpoint.
 
         Raises:
-            CheckpointError: the file is damaged, or has fewer elements.
+            CheckpointError: the file is damaged.
         """
 
 

@@ -80,10 +80,13 @@ class Layout:
 
     Attributes:
         placements: by name of the parameter.
+        ends: for each flat tensor, the elements in the partitions of all ranks together, without
+            padding at the end, and those of one partition.
     """
 
     ranks: int
     placements: Mapping[str, Placement]
+    ends: Sequence[tuple[int, int]] = ()
 
     @classmethod
     def of_groups(
@@ -101,13 +104,14 @@ class Layout:
             paddings: for each group, the number of padding elements after each parameter.
             parts: for each group, the number of elements of one rank's shard, with padding.
         """
-        placements = {}
+        placements, ends = {}, []
         for flat, (group, behind, part) in enumerate(zip(groups, paddings, parts, strict=True)):
             start = 0
             for (name, numel), padding in zip(group.items(), behind, strict=True):
                 placements[name] = Placement(numel, flat, start, part, 0)
                 start += numel + padding
-        return cls(ranks, placements)
+            ends.append((start, part))
+        return cls(ranks, placements, ends)
 
     @classmethod
     def of_sub_groups(cls, sub_groups: Sequence[Mapping[str, int]], ranks: int) -> Layout:
@@ -117,14 +121,19 @@ class Layout:
             sub_groups: for each sub-group, the number of elements of each parameter by name, in
                 order.
         """
-        placements = {}
+        placements, ends = {}, []
         for flat, sub_group in enumerate(sub_groups):
             base = 0
             for name, numel in sub_group.items():
                 stride = -(-numel // ranks)
                 placements[name] = Placement(numel, flat, 0, stride, base)
                 base += stride
-        return cls(ranks, placements)
+            ends.append((base * ranks, base))
+        return cls(ranks, placements, ends)
+
+    def sizes(self, rank: int) -> list[tuple[int, int]]:
+        """Elements of each partition of a rank: without padding at the end, and with it."""
+        return [(min(max(end - rank * part, 0), part), part) for end, part in self.ends]
 
     def fits(self, other: Layout) -> bool:
         """Whether partitions of the `other` layout can be used unchanged in this one: the

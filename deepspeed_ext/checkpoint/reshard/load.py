@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,14 @@ from deepspeed_ext.checkpoint.reshard.layout import Copy, plan_copies
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.words import counted
 
-__all__ = ["load_frozen", "load_masters", "load_optimizer", "require_same_groups"]
+__all__ = [
+    "load_frozen",
+    "load_masters",
+    "load_optimizer",
+    "require_same_groups",
+    "scalars_of",
+    "sources_of",
+]
 
 _CHUNK_NUMEL = 1 << 22
 """Elements per copy, so that the mapped files are not all in memory at the same time."""
@@ -49,16 +57,7 @@ def load_optimizer(saved: Source, target: Target) -> dict[str, Any]:
     Raises:
         CheckpointError: the checkpoint has other parameters, or its files do not fit together.
     """
-    copies = _plan(saved, target)
-    sources = {
-        rank: saved.partitions(rank) for rank in sorted({copy.rank for copy in copies} | {0})
-    }
-    names = {tuple(tensors) for source in sources.values() for tensors in source.tensors}
-    if len(names) > 1:
-        raise CheckpointError(
-            f"{saved.folder}: the partitions have different optimizer states: {sorted(names)}. "
-            "Load another checkpoint by its tag"
-        )
+    copies, sources = sources_of(saved, target)
     kinds = {name: tensor.dtype for name, tensor in sources[0].tensors[0].items() if name != MASTER}
     filled = [
         {
@@ -75,14 +74,54 @@ def load_optimizer(saved: Source, target: Target) -> dict[str, Any]:
     return target.state_dict(_base_state(sources, target, filled), sources[0].scaler)
 
 
+def sources_of(saved: Source, target: Target) -> tuple[list[Copy], dict[int, SourcePartitions]]:
+    """What this rank copies, and the partitions of other ranks, by rank, that it reads for that.
+
+    Raises:
+        CheckpointError: the checkpoint has other parameters, or its files do not fit together.
+    """
+    target.layout.require_same_parameters(saved.layout)
+    _require_sizes(saved, 0)  # otherwise the copies are wrong
+    copies = plan_copies(saved.layout, target.layout, target.rank)
+    sources = {
+        rank: saved.partitions(rank) for rank in sorted({copy.rank for copy in copies} | {0})
+    }
+    for rank in sources:
+        _require_sizes(saved, rank)
+    for copy in copies:
+        sources[copy.rank].require(copy.flat, copy.end)
+    names = {tuple(tensors) for source in sources.values() for tensors in source.tensors}
+    if len(names) > 1:
+        raise CheckpointError(
+            f"{saved.folder}: the partitions have different optimizer states: {sorted(names)}. "
+            "Load another checkpoint by its tag"
+        )
+    return copies, sources
+
+
+def _require_sizes(saved: Source, rank: int) -> None:
+    """Check that p of a rank has the sizes that the layout says. Releases before 0.19.7 may leave
+    padding in it."""
+    source = saved.partitions(rank)
+    found = [tensors[MASTER].numel() for tensors in source.tensors]
+    allowed = saved.layout.sizes(rank)
+    if len(found) != len(allowed) or not all(map(tuple.__contains__, allowed, found)):
+        raise CheckpointError(
+            f"{source.path}: its partitions have {found} elements, by the shapes of the "
+            f"parameters in the model's file they have {[least for least, _ in allowed]}: "
+            "load another checkpoint by its tag"
+        )
+
+
 def load_masters(saved: Source, target: Target) -> None:
     """Fill p of this rank's partitions; the optimizer's state is unchanged.
 
     Raises:
         CheckpointError: the checkpoint has other parameters.
     """
-    for copy in _plan(saved, target):
-        source = saved.partitions(copy.rank)
+    copies, sources = sources_of(saved, target)
+    for copy in copies:
+        source = sources[copy.rank]
         for begin, end, offset in _chunks(copy):
             values = source.read(copy.flat, begin, end)[MASTER]
             target.masters[copy.target].data[offset : offset + values.numel()].copy_(values)
@@ -122,11 +161,6 @@ def load_frozen(saved: Source, target: Target, name: str, param: Any) -> bool:
     return True
 
 
-def _plan(saved: Source, target: Target) -> list[Copy]:
-    target.layout.require_same_parameters(saved.layout)
-    return plan_copies(saved.layout, target.layout, target.rank)
-
-
 def _chunks(copy: Copy) -> Iterator[tuple[int, int, int]]:
     """Yield for each chunk of a copy: begin and end of the elements to read, offset to write."""
     for begin in range(copy.begin, copy.end, _CHUNK_NUMEL):
@@ -138,7 +172,7 @@ def _base_state(
 ) -> dict[str, Any]:
     """The state dict of the optimizer that DeepSpeed wraps."""
     groups = _hyperparameters(sources[0], target)
-    scalars = _scalars(sources, len(groups))
+    scalars = scalars_of(sources)
     state, order = {}, sorted(range(len(filled)), key=lambda flat: target.groups[flat])
     for index, flat in enumerate(order):  # torch numbers parameters by group
         tensors = {name: tensor for name, tensor in filled[flat].items() if name != MASTER}
@@ -155,19 +189,23 @@ def _hyperparameters(source: SourcePartitions, target: Target) -> list[dict[str,
     return groups
 
 
-def _scalars(sources: dict[int, SourcePartitions], groups: int) -> list[dict[str, Any]]:
+def scalars_of(sources: Mapping[int, SourcePartitions]) -> Mapping[int, dict[str, Any]]:
     """For each parameter group, the optimizer's values that are not per element; usually the step
-    count."""
-    found: list[dict[str, Any]] = [{} for _ in range(groups)]
-    steps: list[set[float]] = [set() for _ in found]
+    count.
+
+    Raises:
+        CheckpointError: partitions of one group have different ones.
+    """
+    found: dict[int, dict[str, Any]] = defaultdict(dict)
+    steps: dict[int, set[float]] = defaultdict(set)
     for source in sources.values():
         for group, scalars in zip(source.group_of_flats, source.scalars, strict=True):
             found[group].update(scalars)
             if "step" in scalars:
                 steps[group].add(float(scalars["step"]))
-    if any(len(each) > 1 for each in steps):
+    if any(len(each) > 1 for each in steps.values()):
         raise CheckpointError(
             "the checkpoint's partitions have different step counts: "
-            f"{steps}: load another checkpoint by its tag"
+            f"{list(steps.values())}: load another checkpoint by its tag"
         )
     return found

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.adapter.saved_checkpoint import Keys, SavedPartitions
 from deepspeed_ext.checkpoint.reshard import load
+from deepspeed_ext.checkpoint.reshard.ends import MASTER
 from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement, plan_copies
 from deepspeed_ext.checkpoint.reshard.load import load_frozen, load_optimizer
 from deepspeed_ext.errors import CheckpointError
@@ -191,11 +192,14 @@ def test_each_flat_tensor_belongs_to_the_group_that_lists_it(
 def test_partitions_with_different_states_do_not_fit_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(load, "_plan", lambda saved, target: [])
-    tensors = [{"master": None, "exp_avg": None}, {"master": None}]
+    monkeypatch.setattr(load, "plan_copies", lambda saved, target, rank: [])
+    master = torch.zeros(0)
+    tensors = [{MASTER: master, "exp_avg": None}, {MASTER: master}]
     saved: Any = SimpleNamespace(
-        folder="tag", partitions=lambda rank: SimpleNamespace(tensors=tensors)
+        folder="tag",
+        layout=Layout(1, {}, [(0, 0), (0, 0)]),
+        partitions=lambda rank: SimpleNamespace(tensors=tensors),
     )
-    target: Any = SimpleNamespace()
+    target: Any = SimpleNamespace(layout=Layout(1, {}), rank=0)
     with pytest.raises(CheckpointError, match="different optimizer states"):
         load_optimizer(saved, target)

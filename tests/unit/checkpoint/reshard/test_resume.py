@@ -15,7 +15,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
-from deepspeed_ext.errors import CheckpointError, StateError
+from deepspeed_ext.errors import CheckpointError
 from tests.support.matrix import cover
 from tests.support.models import two_groups
 from tests.support.ranks import run_ranks
@@ -221,10 +221,9 @@ def refused(
     folder: str,
     model: Any = None,
     groups: Any = two_groups,
-    how_far: str = "planned",
     **how: Any,
 ) -> str:
-    """What an error says. The engine trains on; not if something was written, which says so."""
+    """What an error says. The engine trains on."""
     engine = make_engine(run.config, model=model or partial(Model, 1.0), groups=groups)
     losses = train(engine, data(0, 2))
     message = "loaded"
@@ -232,11 +231,7 @@ def refused(
         engine.load_checkpoint(folder, tag="t", **how)
     except CheckpointError as error:
         message = str(error)
-    if how_far == "written":
-        with pytest.raises(StateError, match="interrupted the last load"):
-            train(engine, data(2, 3))
-    else:
-        losses += train(engine, data(2, 3))
+    losses += train(engine, data(2, 3))
     engine.destroy()
     assert all(map(math.isfinite, losses))
     return message
@@ -280,13 +275,13 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(
     file.unlink()
     assert "was saved by 2 ranks and has the optimizer's files of ranks 0:" in on_all(str(tmp_path))
     file.write_bytes(content[: len(content) // 2])
-    assert f"{file} is damaged or incomplete" in on_all(str(tmp_path), how_far="written")
+    assert f"{file} is damaged or incomplete" in on_all(str(tmp_path))
     file.write_bytes(content)
     cut = torch.load(file, map_location="cpu", weights_only=False)
     masters = cut["optimizer_state_dict"]["single_partition_of_fp32_groups"]
     masters[0] = masters[0][:-200].clone()
     torch.save(cut, file)
-    assert "expected at least" in on_all(str(tmp_path), how_far="written")
+    assert "by the shapes of the parameters" in on_all(str(tmp_path))
 
 
 def left_to_deepspeed(

@@ -186,7 +186,7 @@ def test_options_without_effect_and_tensors_are_taken(kind: type[OptimizerKind])
         ours.require_steppable(predicts=True, groups=[{**group, **changes}])
     shapes = {"lr": (), "weight_decay": (1,), "betas": (2,), "of_mine": (1 << 40,)}
     stand_ins = {
-        name: resharding._any_option(torch.empty(shape, device="meta"))
+        name: resharding._any_numbers(torch.empty(shape, device="meta"))
         for name, shape in shapes.items()
     }
     ours.require_steppable(predicts=True, groups=[{**group, **stand_ins}])
