@@ -26,7 +26,7 @@ from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.worker.messages import Span
 
-__all__ = ["LateGroups", "complete_model"]
+__all__ = ["LateGroups", "changes_nothing", "complete_model"]
 
 
 class _Part(NamedTuple):
@@ -355,6 +355,13 @@ class _LateParameters(dict[str, Any]):
         if self.late.due:
             self.late.complete()
         return dict, (dict(self),)
+
+
+def changes_nothing(load_hook: Callable[..., Any]) -> bool:
+    """Whether a hook of a module's ``load_state_dict``, as torch wraps it, is ours: it leaves what
+    is loaded as it is."""
+    hook = getattr(load_hook, "hook", load_hook)
+    return isinstance(hook, _LateModule) or hook is _nothing
 
 
 def complete_model(model: torch.nn.Module) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepspeed_ext.adapter.late_groups import changes_nothing
 from deepspeed_ext.adapter.saved_checkpoint import Keys, SavedPartitions
 from deepspeed_ext.adapter.upstream import DynamicLossScaler, LossScalerBase
 from deepspeed_ext.checkpoint.reshard.ends import MASTER
@@ -169,7 +170,7 @@ _EXTRA = "_extra_state"
 def _loads_itself(module: torch.nn.Module) -> bool:
     own = (type(module).load_state_dict, type(module)._load_from_state_dict)
     is_torch = own == (torch.nn.Module.load_state_dict, torch.nn.Module._load_from_state_dict)
-    return not is_torch or bool(module._load_state_dict_pre_hooks)
+    return not is_torch or not all(map(changes_nothing, module._load_state_dict_pre_hooks.values()))
 
 
 def _kept(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
