@@ -38,7 +38,7 @@ from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedErro
 
 __all__ = ["main"]
 
-EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_UNREAD = 1, 2, 128 + 13
+EXIT_PROBLEM, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_UNREAD = 1, 2, 128 + 2, 128 + 13
 EXAMPLES = {
     "doctor": "deepspeed-ext doctor",
     "config": "deepspeed-ext config trainer_zenflow > ds.json",
@@ -61,8 +61,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input, 141 (as if
-    killed by SIGPIPE) if the reader of its output has gone.
+    """Run one command and return its exit status: 0, 1 for a problem, 2 for bad input, 130 (as if
+    killed by SIGINT) after Ctrl-C, 141 (by SIGPIPE) if the reader of its output has gone.
 
     Args:
         argv: the arguments; None: this process's own.
@@ -81,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report_error(arguments, _missing(error), EXIT_PROBLEM)
     except (DeepSpeedExtError, OSError) as error:
         return _report_error(arguments, error, EXIT_PROBLEM)
+    except KeyboardInterrupt:  # as a rule while torch is imported
+        return EXIT_INTERRUPTED
     if arguments.verb == "run":  # errors of the script are not ours to report
         runpy.run_path(arguments.script, run_name="__main__")
     return status

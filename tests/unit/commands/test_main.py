@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -64,6 +65,14 @@ def test_a_module_that_is_not_installed_is_one_line_and_a_mistake_of_ours_is_non
     name = "deepspeed_ext.nothing"
     with pytest.raises(ModuleNotFoundError):
         command_line.main(words)
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command_line, "_doctor", Mock(side_effect=KeyboardInterrupt))
+    assert command_line.main(["doctor"]) == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_every_command_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
