@@ -24,7 +24,16 @@ from tests.support.zenflow import RULES, make_engine, masters_of, train, weights
 pytestmark = pytest.mark.sampled(4)
 
 STEPS, GOOD = 8, 5
-MINE = ("param_groups", "collected", "last", "plan", "lr_scheduler", "global_", "skipped_steps")
+MINE = (
+    "param_groups",
+    "loss_scaler",
+    "collected",
+    "last",
+    "plan",
+    "lr_scheduler",
+    "global_",
+    "skipped_steps",
+)
 """Parts of a path: numbers that are a user's to change, or as good as any other."""
 AS_OFFLOAD = ("deepspeed_ext_zenflow", "group_paddings", "param_shapes", "partition_count")
 """If one of these is missing or another, the checkpoint is one of plain ZeRO-Offload or of another
