@@ -24,7 +24,16 @@ from tests.support.zenflow import RULES, make_engine, masters_of, train, weights
 pytestmark = pytest.mark.sampled(4)
 
 STEPS, GOOD = 8, 5
-MINE = ("param_groups", "collected", "last", "plan", "lr_scheduler", "global_", "skipped_steps")
+MINE = (
+    "param_groups",
+    "loss_scaler",
+    "collected",
+    "last",
+    "plan",
+    "lr_scheduler",
+    "global_",
+    "skipped_steps",
+)
 """Parts of a path: numbers that are a user's to change, or as good as any other."""
 AS_OFFLOAD = ("deepspeed_ext_zenflow", "group_paddings", "param_shapes", "partition_count")
 """If one of these is missing or another, the checkpoint is one of plain ZeRO-Offload or of another
@@ -213,3 +222,71 @@ def test_what_was_found_too_late_is_refused_with_the_state_before(
     config["zero_optimization"]["zenflow"]["weights_arrive_in_forward"] = late
     names = ["a weight", "no weight"] if late else [*FOUND]
     assert run_ranks(2, what_is_said, config, str(tmp_path), names) == [[]] * 2
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], None], **how: Any) -> None:
+    for path in folder.glob("*states.pt"):
+        content = torch.load(path, weights_only=False)
+        change(content)
+        torch.save(content, path, **how)
+
+
+def as_older_releases(content: dict[str, Any]) -> None:
+    """Leave out what 0.19.0 does not save, and what nothing needs."""
+    for key in ("ds_config", "shared_params", "global_samples", "buffer_names"):
+        content.pop(key, None)
+    state = content.get("optimizer_state_dict", {})
+    state.pop("param_alignment_paddings", None)
+    for entry in state.get("base_optimizer_state", {}).get("state", {}).values():
+        entry["step"] = int(entry["step"])
+
+
+def with_other_names(content: dict[str, Any]) -> None:
+    if "module" in content:
+        content["module"]["down.mine"] = content["module"].pop("down.weight")
+
+
+def renamed(state: dict[str, Any], prefix: str, *args: Any) -> None:
+    if "down.mine" in state:
+        state["down.weight"] = state.pop("down.mine")
+
+
+def still_loaded(config: dict[str, Any], folder: str) -> list[str]:
+    trial, found = Trial(config, folder), []
+    good = Path(folder, "good")
+    ways: list[tuple[str, Callable[[dict[str, Any]], None], dict[str, Any]]] = [
+        ("torch's older format", lambda content: None, {"_use_new_zipfile_serialization": False}),
+        ("older releases", as_older_releases, {}),
+        ("other names, by a hook", with_other_names, {}),
+    ]
+    for name, change, how in ways:
+        shutil.copytree(good, Path(folder, "other"))
+        rewritten(Path(folder, "other"), change, **how)
+        hooks = []
+        if "hook" in name:
+            hooks.append(
+                trial.engine.module.register_load_state_dict_pre_hook(
+                    lambda module, *args: renamed(*args)
+                )
+            )
+        told = told_by(lambda: trial.load("other"))
+        found += [f"{name}: {told}"] if told else []
+        counts = trial.engine.global_samples
+        if difference := first_difference(trial.expected, trial.trained_on(), "run"):
+            found.append(f"{name}, from {counts}: {difference}")
+        for hook in hooks:
+            hook.remove()
+        shutil.rmtree(Path(folder, "other"))
+    shutil.copytree(good, Path(folder, "other"))
+    rewritten(Path(folder, "other"), with_other_names)
+    told = told_by(
+        lambda: trial.engine.load_checkpoint(folder, tag="other", load_module_strict=False)
+    )
+    found += [f"not strict: {told}"] if told else []
+    trial.engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_older_releases_and_users_write_still_loads(stage: int, tmp_path: Path) -> None:
+    assert run_ranks(1, still_loaded, config_of("predictive", stage), str(tmp_path)) == [[]]
