@@ -4,6 +4,7 @@ what of it is seen."""
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import sys
@@ -26,6 +27,7 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
 )
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.errors import DeepSpeedExtError, StateError
@@ -109,9 +111,17 @@ class Side:
         self.engine = self._engine(self.config)
         self.accumulation: int | None = None
 
-    def _engine(self, config: dict[str, Any]) -> Any:
+    def _engine(self, config: dict[str, Any], module: nn.Module | None = None) -> Any:
         groups = groups_of if self.settings.groups else None
-        return make_engine(config, extended=self.extended, model=Net, groups=groups)
+        how: dict[str, Any] = {}
+        if self.settings.client:
+            config = {key: config[key] for key in config if key not in ("optimizer", "scheduler")}
+            how["optimizer"] = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+            if self.settings.scheduler:
+                how["lr_scheduler"] = functools.partial(LambdaLR, lr_lambda=_falling)
+        return make_engine(
+            config, extended=self.extended, model=lambda: module or Net(), groups=groups, **how
+        )
 
     def parameter(self, name: str) -> Any:
         """As an attribute: what a script keeps or iterates over may have the weights of the step
@@ -184,6 +194,10 @@ class Side:
             for key in ("exp_avg", "exp_avg_sq"):
                 found[f"{name} {key}"] = _copy(safe_get_full_optimizer_state(parameter, key))
         return found
+
+
+def _falling(step: int) -> float:
+    return 1.0 / (1.0 + step)
 
 
 def _copy(value: Any) -> Any:
@@ -448,6 +462,15 @@ def anew(side: Side) -> None:
         freeze(side, layer, True)
 
 
+def rebuild(side: Side) -> None:
+    """A new engine around the same module, at stages 1 and 2."""
+    if side.gathers:
+        return
+    module = side.engine.module
+    side.destroy()
+    side.engine = side._engine(side.config, module)
+
+
 def save_16bit(side: Side) -> Any:
     side.engine.save_16bit_model(side.folder, "model.bin")
     dist.barrier()
@@ -546,7 +569,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         wasted, raises, crossed, retained, after_hook, schedule, local, save_again, load_latest,
         set_group, freeze, skip, get_master, set_master, get_state, set_state, grads, get_grad,
         gathered, state_dict, load_state_dict, save, load, load_anew, resume, anew,
-        save_16bit, offload_states, zero_grad, discarded, hook, unhook, deepcopy, teacher,
+        rebuild, save_16bit, offload_states, zero_grad, discarded, hook, unhook, deepcopy, teacher,
         direct, keep, load_kept,
         parameters, train_mode, optimizer_state_dict,
     )

@@ -17,9 +17,12 @@ Operation = tuple[Any, ...]
 NAMES = ("embed.weight", "norm.weight", "up.weight", "up.bias", "again.weight", "maybe.weight")
 """Parameters that operations change or read."""
 ONLY_ODD = ("freeze", "skip", "zero_grad", "discarded", "crossed", "retained")
+OURS = {"hide_transfers": False, "async_save": True, "publish_dtype": "float32"}
+"""Fields of ours that change no bit."""
 INNER = {
     *("evaluate", "set_group", "get_master", "set_master", "get_state", "set_state", "gathered"),
     *("state_dict", "save", "save_16bit", "deepcopy", "teacher", "parameters", "wasted", "direct"),
+    *("load", "load_latest", "local"),
 }
 """Those that come between a backward pass and its step, too."""
 LAYERS = ("up", "again", "maybe", "norm")
@@ -32,6 +35,7 @@ class Settings:
     Attributes:
         system: "offload": the exact rule beside ZeRO-Offload; "zero": tiered flattening or
             single-parameter gather beside ZeRO.
+        client: the script's own AdamW, and its own scheduler.
         odd: with several backward passes at once, and parameters without gradients.
         zero: further fields of DeepSpeed.
         ours: further fields of ours.
@@ -47,6 +51,7 @@ class Settings:
     clipping: float
     scheduler: bool
     groups: bool
+    client: bool
     zero: dict[str, Any]
     ours: dict[str, Any]
 
@@ -89,6 +94,13 @@ def _settings(rng: random.Random, system: str | None, stage: int | None) -> Sett
     ours: dict[str, Any] = {}
     if system == "offload" and rng.random() < 0.6:
         ours["weights_arrive_in_forward"] = True
+    if system == "offload":
+        ours |= {name: value for name, value in OURS.items() if rng.random() < 0.15}
+        if stage > 1 and rng.random() < 0.2:
+            ours["gradients_on_host"] = True
+            ours.pop("hide_transfers", None)
+        if stage == 3 and rng.random() < 0.2:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     if system == "zero" and stage < 3:
         ours["flatten_tier"] = rng.choice(["accelerator", "host"])
     return Settings(
@@ -102,6 +114,7 @@ def _settings(rng: random.Random, system: str | None, stage: int | None) -> Sett
         clipping=rng.choice([0.0, 0.0, 0.05, 1.0]),
         scheduler=rng.random() < 0.3,
         groups=rng.random() < 0.5,
+        client=rng.random() < 0.3,
         zero=zero,
         ours=ours,
     )
@@ -194,6 +207,7 @@ ODD: tuple[Callable[[random.Random, Settings], Operation], ...] = (
     lambda rng, _: ("deepcopy",),
     lambda rng, _: ("teacher", rng.randrange(1000)),
     lambda rng, _: ("anew",),
+    lambda rng, _: ("rebuild",),
     lambda rng, _: ("wasted", rng.randrange(1000)),
     lambda rng, _: ("raises", rng.randrange(1000), rng.choice(LAYERS)),
     lambda rng, _: ("crossed", rng.randrange(1000)),
@@ -234,6 +248,7 @@ def shrunk(program: Program, fails: Callable[[Program], bool], most: int = 40) -
         {"zero": {}},
         {"scheduler": False},
         {"groups": False},
+        {"client": False},
         {"clipping": 0.0},
         {"accumulation": 1},
         {"dtype": "fp32"},
