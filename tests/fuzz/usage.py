@@ -180,8 +180,12 @@ def oracle_of(program: Program) -> str:
     3 and ZeRO-Offload apply a gradient again where a step has none, and ZeRO-Offload does not
     count gradients that are set into the norm. After two forwards, stage 3 adds up wrongly, too.
     """
-    if program.has("set_master") and "module_only" in str(program.operations):
-        return ""  # a load of the module takes the weights that a step would have written
+    if program.has("set_master") and (
+        "module_only" in str(program.operations)
+        or (program.settings.stage == 3 and program.has("load", "load_anew", "load_latest"))
+    ):
+        return ""  # a load of the module takes the weights that a step would have written; stock's
+        # stage 3 then takes p, ours goes on with the weights that the run had
     if program.has("crossed"):
         return ""
     several = any(map(has_several, program.operations))
