@@ -360,7 +360,7 @@ class _LateParameters(dict[str, Any]):
 def changes_nothing(load_hook: Callable[..., Any]) -> bool:
     """Whether a hook of a module's ``load_state_dict``, as torch wraps it, is ours: it leaves what
     is loaded as it is."""
-    hook = getattr(load_hook, "hook", load_hook)
+    hook = vars(load_hook).get("hook", load_hook)
     return isinstance(hook, _LateModule) or hook is _nothing
 
 

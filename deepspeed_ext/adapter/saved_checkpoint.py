@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.checkpoint.file import reading, save_id_of
 from deepspeed_ext.checkpoint.folder import SavedNames
@@ -335,7 +334,7 @@ class SavedCheckpoint:
         return self._of_one_save(read_fields(path), path)
 
     def _open(self, path: str) -> Mapping[str, Any]:
-        return self._of_one_save(_read(path), path)
+        return self._of_one_save(_read(path, "cpu"), path)
 
     def _of_one_save(self, content: Mapping[str, Any], path: str) -> Mapping[str, Any]:
         save_id = save_id_of(content)
@@ -435,19 +434,22 @@ def read_fields(path: str) -> Mapping[str, Any]:
     Raises:
         CheckpointError: it cannot be read, or is no dict.
     """
-    return tree_map_only(torch.Tensor, _unread, _read(path))
+    return _read(path, _small_here)
 
 
-def _unread(tensor: torch.Tensor) -> torch.Tensor:
-    is_large = tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > SMALL_BYTES
-    return tensor.to("meta") if is_large else tensor
+def _small_here(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    """A place for a storage: on the host if it is small."""
+    numel = storage.nbytes()
+    return storage if numel <= SMALL_BYTES else torch.UntypedStorage(numel, device="meta")
 
 
-def _read(path: str) -> Mapping[str, Any]:
+def _read(path: str, place: Any) -> Mapping[str, Any]:
+    """The content of a file, mapped. `place`: see ``map_location`` of `torch.load`."""
     with reading(path):
         require_sound(path, most_bytes=SMALL_BYTES)
         maps = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
-        content = torch.load(path, map_location="cpu", mmap=maps, weights_only=False)
+        place = place if maps else "cpu"
+        content = torch.load(path, map_location=place, mmap=maps, weights_only=False)
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint by "

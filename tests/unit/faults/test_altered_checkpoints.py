@@ -283,8 +283,22 @@ def still_loaded(config: dict[str, Any], folder: str) -> list[str]:
         lambda: trial.engine.load_checkpoint(folder, tag="other", load_module_strict=False)
     )
     found += [f"not strict: {told}"] if told else []
+    found += without_frozen(trial)
     trial.engine.destroy()
     return found
+
+
+def without_frozen(trial: Trial) -> list[str]:
+    """As the Trainer saves and loads a model of PEFT."""
+    trial.load("good")
+    folder = str(trial.folder)
+    trial.engine.save_checkpoint(folder, tag="thin", exclude_frozen_parameters=True)
+    trial.trained_on()
+    told = told_by(
+        lambda: trial.engine.load_checkpoint(folder, tag="thin", load_module_strict=False)
+    )
+    difference = first_difference(trial.expected, trial.trained_on(), "run")
+    return [f"without frozen parameters: {each}" for each in (told, difference) if each]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
