@@ -427,6 +427,10 @@ class SavedCheckpoint:
         ].reshape(-1)
 
 
+_FIELD_BYTES = 4096
+"""Largest storage whose numbers are checked before a load."""
+
+
 def read_fields(path: str) -> Mapping[str, Any]:
     """The content of a checkpoint's file. Large tensors are on the meta device: their bytes are
     neither read nor verified.
@@ -438,9 +442,9 @@ def read_fields(path: str) -> Mapping[str, Any]:
 
 
 def _small_here(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-    """A place for a storage: on the host if it is small."""
+    """A place for a storage: on the host if it is small, as those of counts and options are."""
     numel = storage.nbytes()
-    return storage if numel <= SMALL_BYTES else torch.UntypedStorage(numel, device="meta")
+    return storage if numel <= _FIELD_BYTES else torch.UntypedStorage(numel, device="meta")
 
 
 def _read(path: str, place: Any) -> Mapping[str, Any]:
