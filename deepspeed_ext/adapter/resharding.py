@@ -265,7 +265,7 @@ class Resharder:
     ) -> tuple[tuple[str, Mapping[str, Any] | None], dict[str, Mapping[str, Any]]]:
         """Check the fields of the model's files and of the optimizer's files before anything
         changes; return the model's file with its content, None: missing, and the optimizer's states
-        by file. Large tensors are not read: others take their places in the states."""
+        by file. Large tensors are not read, but on the meta device."""
         model_files, optimizer_files, read = self._files(folder)
         loads_counts = not how["load_module_only"]
         if not (loads_counts and how["load_lr_scheduler_states"]):
@@ -280,7 +280,7 @@ class Resharder:
             if (content := _content(read, file)) is not None:
                 state = content.get(Keys.OPTIMIZER_STATE_DICT)
                 require_optimizer_fields(state, file)
-                states[file] = tree_map_only(torch.Tensor, _any_numbers, state)
+                states[file] = state
         return model, states
 
     def _require_fitting(
@@ -296,12 +296,13 @@ class Resharder:
         if files is None or self._resharding is not None:
             return
         for path in states.keys() & {*files(folder)[1]}:
+            state = tree_map_only(torch.Tensor, _any_numbers, states[path])
             with _naming(path):
-                zenflow.state.require_fitting(states[path])
+                zenflow.state.require_fitting(state)
             require_partitions(
-                SavedPartitions(states[path], path),
+                SavedPartitions(state, path),
                 zenflow.moments,
-                [state.master.numel() for state in zenflow.host.states],
+                [each.master.numel() for each in zenflow.host.states],
                 None if run.layout.partitions_weights else group_paddings(run.optimizer),
             )
 
