@@ -278,7 +278,7 @@ class Resharder:
         states: dict[str, Mapping[str, Any]] = {}
         for file in () if only_weights(how) else optimizer_files:
             if (content := _content(read, file)) is not None:
-                state = content.get(Keys.OPTIMIZER_STATE_DICT)
+                state: Any = content.get(Keys.OPTIMIZER_STATE_DICT)
                 require_optimizer_fields(state, file)
                 states[file] = state
         return model, states
