@@ -32,6 +32,7 @@ class Parked:
         pins: bool = False,
     ) -> None:
         found = {id(tensor): tensor for tensor in tensors if tensor.device.type != "cpu"}
+        assert all(tensor._base is None for tensor in found.values()), "a base keeps its memory"
         copies = [_on_host(tensor, pins) for tensor in found.values()]
         self._tensors = [(tensor, tensor.device) for tensor in found.values()]
         self._unused = [(tensor, tensor.data.to("meta")) for tensor in unused]

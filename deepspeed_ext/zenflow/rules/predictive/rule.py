@@ -210,7 +210,8 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         for partition, state in zip(self._partitions, self.states, strict=True):
             assert state.last is not None, "a result has arrived, so gradients were handed over"
             means = self._link.transfers.block_means(partition.index)
-            means = means.to(partition.device, copy=True, non_blocking=True).view(-1)
+            # no view of the copy: `offload` could not free what that keeps
+            means = means.view(-1).to(partition.device, copy=True, non_blocking=True)
             state.estimator = self._kind.estimate(state.last, means, self.block_size)
 
     # -- the guard ---------------------------------------------------------------------------------
