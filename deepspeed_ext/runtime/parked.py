@@ -17,8 +17,8 @@ class Parked:
     If the host has no memory for all of them, the constructor raises before any has moved.
 
     Args:
-        tensors: tensors without shared memory; one object may come twice. Tensors already on the
-            host are not moved.
+        tensors: tensors without shared memory, and no views, whose bases would keep it. One object
+            may come twice; tensors already on the host are not moved.
         unused: tensors whose values are no longer needed: their memory is freed without a copy, and
             is uninitialized after `restore`.
         pins: whether the copies are page-locked, if possible.
@@ -32,7 +32,6 @@ class Parked:
         pins: bool = False,
     ) -> None:
         found = {id(tensor): tensor for tensor in tensors if tensor.device.type != "cpu"}
-        assert all(tensor._base is None for tensor in found.values()), "a base keeps its memory"
         copies = [_on_host(tensor, pins) for tensor in found.values()]
         self._tensors = [(tensor, tensor.device) for tensor in found.values()]
         self._unused = [(tensor, tensor.data.to("meta")) for tensor in unused]

@@ -418,6 +418,7 @@ class HostOptimizer:
                 for partition in self.partitions
                 for tensor in self._beside_weights(partition)
             ]
+            assert all(tensor._base is None for tensor in beside), "a base would keep its memory"
             self._parked = Parked(beside, pins=pins)
             with self.link.deferring_errors():
                 self.link.transfers.release()
