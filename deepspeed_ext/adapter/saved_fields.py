@@ -22,6 +22,7 @@ from deepspeed_ext.adapter.saved_checkpoint import Keys, SavedPartitions
 from deepspeed_ext.adapter.upstream import DynamicLossScaler, LossScalerBase
 from deepspeed_ext.checkpoint.reshard.ends import MASTER
 from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.runtime.words import LOAD_ANOTHER
 
 __all__ = [
     "require_model_fields",
@@ -30,7 +31,7 @@ __all__ = [
     "require_weights",
 ]
 
-_ANOTHER = "Load another checkpoint by its tag"
+_ANOTHER = LOAD_ANOTHER.capitalize()
 _OR_NO_SCHEDULE = f"{_ANOTHER}, or pass load_lr_scheduler_states=False"
 Field = tuple[Callable[[Any], bool], str]
 """Whether a value is right, and the words for what is."""
@@ -125,7 +126,7 @@ def require_weights(
     where: str, content: Mapping[str, Any] | None, module: torch.nn.Module, *, strict: bool
 ) -> None:
     """Check the weights that torch loads into `module`. Modules that load themselves, or have hooks
-    that change what is loaded, may take anything.
+    on loading, may take anything.
 
     Args:
         where: the file.
@@ -168,9 +169,12 @@ _EXTRA = "_extra_state"
 
 
 def _loads_itself(module: torch.nn.Module) -> bool:
-    own = (type(module).load_state_dict, type(module)._load_from_state_dict)
-    is_torch = own == (torch.nn.Module.load_state_dict, torch.nn.Module._load_from_state_dict)
-    return not is_torch or not all(map(changes_nothing, module._load_state_dict_pre_hooks.values()))
+    """Whether other code than torch's decides what is loaded, or what may be missing."""
+    names = ("load_state_dict", "_load_from_state_dict")
+    is_torch = all(vars(torch.nn.Module)[name] is getattr(type(module), name) for name in names)
+    own_hooks = all(map(changes_nothing, module._load_state_dict_pre_hooks.values()))
+    is_plain = is_torch and not vars(module).keys() & {*names}
+    return not (is_plain and own_hooks) or bool(module._load_state_dict_post_hooks)
 
 
 def _kept(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -241,9 +245,10 @@ def _is_like(value: Any, like: torch.Tensor) -> bool:
     """Whether torch copies the value to a weight, and keeps what it means."""
     if not isinstance(value, torch.Tensor):
         return False
+    may_differ = not isinstance(like, torch.nn.Parameter)  # masks: numbers once, truths today
     kinds = {(each.is_floating_point(), each.is_complex()) for each in (value, like)}
     is_one = like.ndim == 0 and tuple(value.shape) == (1,)  # as torch before 0.4 saved scalars
-    return len(kinds) == 1 and (value.shape == like.shape or is_one)
+    return (may_differ or len(kinds) == 1) and (value.shape == like.shape or is_one)
 
 
 def _equals(value: Any, expected: Any) -> bool:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+from deepspeed_ext.adapter.saved_fields import require_weights
 from deepspeed_ext.errors import CheckpointError
 from tests.support.altered import Alteration, alter, alterations
 from tests.support.models import OddModel, batches, two_groups
@@ -304,3 +305,42 @@ def without_frozen(trial: Trial) -> list[str]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_older_releases_and_users_write_still_loads(stage: int, tmp_path: Path) -> None:
     assert run_ranks(1, still_loaded, config_of("predictive", stage), str(tmp_path)) == [[]]
+
+
+def without_bias(module: torch.nn.Module, keys: Any) -> None:
+    keys.missing_keys.clear()
+
+
+def with_load_of_its_own(module: Any) -> None:
+    module.load_state_dict = lambda state, strict=True: None
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda module: module.register_load_state_dict_post_hook(without_bias),
+        with_load_of_its_own,
+    ],
+)
+def test_a_weight_may_be_missing_where_others_than_torch_say_so(
+    prepare: Callable[[Any], object],
+) -> None:
+    module = torch.nn.Linear(2, 2)
+    saved = {"module": {"weight": torch.ones(2, 2)}}
+    with pytest.raises(CheckpointError, match="missing in the checkpoint"):
+        require_weights("file", saved, module, strict=True)
+    prepare(module)
+    require_weights("file", saved, module, strict=True)
+    module.load_state_dict(saved["module"])
+
+
+def test_a_mask_may_change_its_kind_and_a_weight_may_not() -> None:
+    """Models saved masks as numbers, and have truths today."""
+    module = torch.nn.Linear(2, 2, bias=False)
+    module.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+    saved = {"weight": torch.ones(2, 2), "mask": torch.ones(2)}
+    require_weights("file", {"module": saved}, module, strict=True)
+    saved["weight"] = saved["weight"].long()
+    with pytest.raises(CheckpointError, match="weight is a"):
+        require_weights("file", {"module": saved}, module, strict=True)
