@@ -136,9 +136,10 @@ def _require_own_group() -> None:
     have: a collective would never end (Note: [Forked processes])."""
     if _group_at_fork is not None and _group_at_fork() is torch.distributed.group.WORLD is not None:
         raise StateError(
-            f"deepspeed.initialize was called in process {os.getpid()}, which was forked when its "
-            "parent had a process group already, so its collectives would never end: fork before "
-            'the parent trains, or start it with multiprocessing.get_context("spawn")'
+            f"deepspeed.initialize was called in process {os.getpid()}, which was forked from "
+            f"process {os.getppid()} when that had a process group already, so its collectives "
+            "would never end: fork before the parent trains, or start it with "
+            'multiprocessing.get_context("spawn")'
         )
 
 
