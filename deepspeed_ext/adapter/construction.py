@@ -227,8 +227,6 @@ def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
             else f"the first {first} steps wait for their"
         )
         yield f"{steps} own update; updates of later steps overlap with the next step"
-        if host.decided.weights_arrive is WeightsArrival.GATHERED_IN_FORWARD:
-            yield "weights of other ranks are gathered during the next forward"
     else:
         why = "overlap_step is off" if settings.rule == "predictive" else "in the step, exactly"
         waits = f"every step waits for its own update ({why})"

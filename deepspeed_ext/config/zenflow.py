@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from deepspeed_ext.config.core_binding import ReservedCores
 from deepspeed_ext.config.section import ConfigSection
@@ -79,15 +79,6 @@ class ZenFlowConfig(ConfigSection):
     overlap_step: bool | None = None
     """Let the worker step while the accelerator runs the next step. False: wait for the worker in
     every step. Not given: false for ``selective``, otherwise true."""
-
-    weights_arrive_in_forward: bool | None = None
-    """``predictive`` and ``exact``: let ``step()`` return before its weights are there; each
-    module's forward waits for its own. With ``predictive`` they are waited for only where they are
-    gathered from other ranks, at stages 1 and 2. Not given: true with ``exact`` at stage 3, where
-    weights are gathered before they are used, otherwise false. With true at stages 1 and 2,
-    ``param.data`` that a script reads by itself between a step and the next backward pass may be
-    that of the step before; with ``exact`` on several ranks all of them must use the model then, as
-    at stage 3. False: weights are complete when ``step()`` returns."""
 
     full_warm_up_rounds: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Synchronous optimizer steps at the start; each is an exact step of all parameters. There is
@@ -208,12 +199,22 @@ class ZenFlowConfig(ConfigSection):
     gradients reach this share of a hot block's gradient of one step. Computed from mean gradients
     at the first selection; gives an interval of 1 to 8 steps."""
 
+    _retired: dict[str, str] = PrivateAttr(default_factory=dict)
+
     def __init__(self, **data: Any) -> None:
-        """Read the rule and the interval "auto" as "measured"; any other "auto" means not given."""
+        """Read the rule and the interval "auto" as "measured"; any other "auto" means not given.
+        Leave out what is `RETIRED`."""
         for name in ("update_rule", "update_interval"):
             if data.get(name) == "auto":
                 data[name] = MEASURED
+        given = {name for name in RETIRED if data.pop(name, "auto") != "auto"}
         super().__init__(**data)
+        self._retired = {name: RETIRED[name] for name in RETIRED if name in given}
+
+    @property
+    def retired(self) -> dict[str, str]:
+        """The retired fields that are given, and what each means now."""
+        return self._retired
 
     @property
     def interval(self) -> int | None:
@@ -242,9 +243,7 @@ class ZenFlowConfig(ConfigSection):
     def arrives_late(self) -> bool:
         """Whether weights may be completed after the step, under the rule in use or once one is
         chosen."""
-        asks = self.weights_arrive_in_forward
-        wants = asks is True if self.rule == "predictive" else asks is not False
-        return wants and self.rule != "selective" and self.overlap_step is not False
+        return self.rule in ("exact", MEASURED) and self.overlap_step is not False
 
     @property
     def warm_up_steps(self) -> int | None:
@@ -265,6 +264,13 @@ class ZenFlowConfig(ConfigSection):
         )
 
 
+RETIRED = {
+    "weights_arrive_in_forward": (
+        "with the exact rule at stage 3 weights arrive in the forward, otherwise in the step"
+    ),
+}
+"""Fields of earlier releases that are still read, and what they mean now."""
+
 CHOOSES_SELECTIVE = frozenset(
     name
     for name in ZenFlowConfig.model_fields
@@ -272,7 +278,7 @@ CHOOSES_SELECTIVE = frozenset(
 )
 """Fields that select the selective rule if ``update_rule`` is not given."""
 
-_EXACT = frozenset({"block_size", "state_dtype", "weights_arrive_in_forward"})
+_EXACT = frozenset({"block_size", "state_dtype"})
 
 _PREDICTIVE = _EXACT | {"prediction_error_factor"}
 

@@ -54,7 +54,7 @@ MODULES = tuple(
         "plan predictive rule_bytes rule_choice search selective share",
         "zenflow/rules": "blocks",
         "zenflow/rules/predictive": "guard probe schedule",
-        "zenflow/rules/selective": "hot_exchange schedule selection",
+        "zenflow/rules/selective": "schedule selection",
         "zenflow/step": "arrivals metrics partition schedule",
         "zenflow/transfers": "beside_step inside_step",
         "zenflow/worker": "arena messages",

@@ -48,7 +48,7 @@ FIELDS = {
     "pt_reserved_cores_perc publish_dtype save_predicted_weights "
     "select_block_size select_interval select_strategy state_dtype "
     "topk_ratio update_interval update_rule "
-    "weights_arrive_in_forward worker_timeout_seconds",
+    "worker_timeout_seconds",
 }
 COMMANDS = {
     "": "--help --version",

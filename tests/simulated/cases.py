@@ -35,9 +35,8 @@ from tests.support.zenflow import (
 
 __all__ = ["CASES", "Case", "check", "expected"]
 
-EXACT = {"update_rule": "exact", "weights_arrive_in_forward": True}
-LATE = {"update_interval": 1, "weights_arrive_in_forward": True}
-MEASURED = LATE | {"update_rule": "measured", "full_warm_up_rounds": MEASURED_STEPS + 1}
+EXACT = {"update_rule": "exact"}
+MEASURED = {"update_rule": "measured", "full_warm_up_rounds": MEASURED_STEPS + 1}
 STEPS = 6
 CHUNK_NUMEL = 512
 """Many chunks of a partition, the last of them shorter."""
@@ -92,8 +91,6 @@ class Case:
             "selective, copies inside": RULES["selective"] | {"hide_transfers": False},
             "selective, state on the host": RULES["selective"] | {"offload": True},
             "flatten, gather": {},
-            "predictive, gathers late": LATE,
-            "accumulation, gathers late": LATE,
             "exact": EXACT,
             "exact, chunks": EXACT,
             "exact, accumulation, copies inside": EXACT | {"hide_transfers": False},
@@ -176,7 +173,6 @@ EARLY = (
     "accumulation, gradients_on_host",
     "selective, gradients_on_host",
 )
-GATHERS = ("predictive, gathers late", "accumulation, gathers late")
 RULES_MEASURED = ("measured, exact", "measured, predictive")
 CASES = [
     Case(stage, way, ranks, clip)
@@ -186,10 +182,6 @@ CASES += [Case(3, way, ranks, clip) for way, ranks, clip in product(ON_HOST, (1,
 CASES += [
     Case(stage, way, ranks, clip)
     for way, stage, ranks, clip in product(EARLY, (2, 3), (1, 2), (0.0, 1.0))
-]
-CASES += [
-    Case(stage, way, ranks, clip)
-    for way, (stage, ranks), clip in product(GATHERS, ((1, 2), (2, 2), (2, 3)), (0.0, 1.0))
 ]
 CASES += [
     Case(stage, way, ranks, clip)

@@ -45,10 +45,7 @@ from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["MOST_FOR_GRADIENTS", "WEIGHTS_IN_STEP", "decide"]
-
-WEIGHTS_IN_STEP = arrival_reason(WeightsArrival.IN_STEP, "").decision
-"""The decision that leaves ``weights_arrive_in_forward`` without effect."""
+__all__ = ["MOST_FOR_GRADIENTS", "decide"]
 
 MOST_FOR_GRADIENTS = 0.5
 """Fraction of the accelerator's free memory that gradients may take."""
@@ -216,13 +213,12 @@ class _Choice:
     def settles_late(self) -> bool:
         """Whether the exact rule begins once its share is measured: in steps that are complete;
         weights may arrive later only from then on."""
-        late = self.facts.caller.partitions_weights or self.config.weights_arrive_in_forward
         rule = self.rule
         return (
             self.config.rule == "exact"
             and not rule.is_open
             and self.config.arrives_late
-            and bool(late)
+            and self.facts.caller.partitions_weights
         )
 
     def opened_exact(self) -> _Choice:
@@ -246,35 +242,18 @@ class _Choice:
     def weights(
         self, rule: PredictiveSettings | SelectiveSettings
     ) -> tuple[WeightsArrival, Reason]:
-        """When weights are complete; while `rule` is open, once it is exact. At stages 1 and 2 they
-        can be read between step and forward without any call that could wait, so the config must
-        ask for it; at stage 3 they are gathered first."""
-        why = None
-        asks = self.config.weights_arrive_in_forward
+        """When weights are complete; while `rule` is open, once it is exact. At stages 1 and 2 a
+        parameter may be read between step and forward without any call that could wait; at stage 3
+        it is gathered first."""
         if not self.config.arrives_late:
-            why = "the config does not ask for another time, or lets steps wait"
-        elif rule.overlapped and not rule.is_open:
-            if asks:
-                return self._gathered()
-            why = "the predictive rule is in use"
-        elif not self.facts.caller.partitions_weights and not asks:
+            return _arriving(WeightsArrival.IN_STEP, "the config lets steps wait, or they predict")
+        if rule.overlapped and not rule.is_open:
+            return _arriving(WeightsArrival.IN_STEP, "the predictive rule is in use")
+        if not self.facts.caller.partitions_weights:
             why = "at stages 1 and 2 a parameter may be read without a call that could wait"
-        if why is not None:
             return _arriving(WeightsArrival.IN_STEP, why)
-        why = (
-            "the config says so" if asks else "at stage 3 weights are gathered before they are read"
-        )
+        why = "at stage 3 weights are gathered before they are read"
         return _arriving(WeightsArrival.IN_FORWARD, why)
-
-    def _gathered(self) -> tuple[WeightsArrival, Reason]:
-        """When predicted weights are complete, if the config asks for them in the forward."""
-        if self.facts.caller.partitions_weights:
-            why = "at stage 3 the forward gathers predicted weights anyway"
-        elif self.facts.caller.ranks == 1:
-            why = "a single rank predicts all weights and gathers none"
-        else:
-            return _arriving(WeightsArrival.GATHERED_IN_FORWARD, "the config says so")
-        return _arriving(WeightsArrival.IN_STEP, why)
 
     # -- where gradients wait ----------------------------------------------------------------------
 

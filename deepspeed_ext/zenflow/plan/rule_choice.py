@@ -60,16 +60,14 @@ def arrival_reason(arrives: WeightsArrival, why: str) -> Reason:
 
 
 def with_rule(plan: ZenFlowPlan, *, is_exact: bool, why: str) -> ZenFlowPlan:
-    """`plan`, whose rule is open, with a rule; everything else stays in place. At stages 1 and 2
-    weights are late only if the config asks for it, which then holds for predicted ones, too."""
+    """`plan`, whose rule is open, with a rule; everything else stays in place."""
     assert isinstance(plan.rule, PredictiveSettings)
     reason = rule_reason("exact" if is_exact else "predictive", why)
     name, _, _ = reason.decision.partition(" = ")
     others = [each for each in plan.reasons if not each.decision.startswith(name)]
-    arrive, caller = plan.weights_arrive, plan.caller
+    arrive = plan.weights_arrive
     if arrive is WeightsArrival.IN_FORWARD and not is_exact:
-        gathers = not caller.partitions_weights and caller.ranks > 1
-        arrive = WeightsArrival.GATHERED_IN_FORWARD if gathers else WeightsArrival.IN_STEP
+        arrive = WeightsArrival.IN_STEP
         others = [
             each
             for each in others
