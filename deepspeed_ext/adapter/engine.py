@@ -276,7 +276,7 @@ class Engine(EngineSettings):
         """Evaluate as DeepSpeed does, with training's weights; log if ZenFlow predicts them."""
         super().eval()
         rule = None if self._parts.zenflow is None else self._parts.zenflow.host.decided.rule
-        if rule and rule.overlapped and not rule.is_open and self.global_rank == 0:
+        if rule and rule.overlapped and self.global_rank == 0:
             log_once(logging.INFO, EVALUATES_PREDICTED)
 
     # -- states on the host ------------------------------------------------------------------------
