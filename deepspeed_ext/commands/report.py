@@ -116,7 +116,7 @@ class Lanes:
         if self.wait < FREE_FRACTION * self.total:
             return "Nothing to gain from more cores for the optimizer."
         if self.worker >= self.link:
-            return "Give it more cores (tune), bf16 moments or more tokens per step."
+            return "Give it more cores, bf16 moments or more tokens per step."
         return "Use more tokens per step; check the link's width and sharing."
 
 
