@@ -1,7 +1,6 @@
 """Argument types of the command line, and their limits."""
 
 import argparse
-import math
 import re
 from collections.abc import Callable
 

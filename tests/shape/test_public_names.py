@@ -59,8 +59,6 @@ COMMANDS = {
     "--link-gbps --memory --model --on-cpu --optimizer-cores --params "
     "--pt-reserved-cores --root --svg --tflops --tokens --write",
     "run": "--help arguments script",
-    "completion": "--help shell",
-    "report": "--help --svg run",
     "verify": "--config --help --json --ranks --steps --timeout --upstream",
 }
 VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
