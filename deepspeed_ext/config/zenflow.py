@@ -149,8 +149,7 @@ class ZenFlowConfig(ConfigSection):
     """Cores kept for PyTorch; the worker gets the rest. A count of at least 1 (int), or a fraction
     of this rank's cores strictly between 0 and 1 (float), for which DeepSpeed's name
     ``pt_reserved_cores_perc`` is read, too (0 and 1: not given). Not given: an eighth, at least 2
-    and at most 4, or half if the accelerator is the CPU. ``deepspeed-ext tune`` measures a
-    value."""
+    and at most 4, or half if the accelerator is the CPU."""
 
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every

@@ -59,11 +59,7 @@ COMMANDS = {
     "--link-gbps --memory --model --on-cpu --optimizer-cores --params "
     "--pt-reserved-cores --root --svg --tflops --tokens --write",
     "run": "--help arguments script",
-    "completion": "--help shell",
-    "report": "--help --svg run",
     "verify": "--config --help --json --ranks --steps --timeout --upstream",
-    "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick "
-    "--ranks --update-interval",
 }
 VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
 VARIABLES += " DSEXT_VERIFY_MARK DSEXT_VERIFY_PARENT"
