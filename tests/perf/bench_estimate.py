@@ -5,10 +5,9 @@ Both run in turn on the same cores.
 
     python -m tests.perf.bench_estimate [--numel 16777216 15554976] [--threads 1 2] [--repeats 31]
 
-All arrays are bfloat16, as in a run whose accelerator is the CPU. "predict" is what a step of
-interval 1 does, "with D" and "move" are the steps of a longer interval; "copy" is a copy of one
-such array, for scale. At a power of two elements the heads of all arrays, which torch allocates
-here, compete for the same cache sets; so a second size is measured.
+All arrays are bfloat16, as in a run whose accelerator is the CPU. "predict" is what a step does;
+"copy" is a copy of one such array, for scale. At a power of two elements the heads of all arrays,
+which torch allocates here, compete for the same cache sets; so a second size is measured.
 """
 
 import argparse
@@ -28,15 +27,11 @@ OPERATIONS, NATIVE = "torch operations", "native"
 
 
 def _contenders(numel: int) -> dict[str, Callable[[], object]]:
-    grad, published, weights, drift = (
-        torch.randn(numel).mul_(s).bfloat16() for s in (1e-3, 0.1, 0.1, 1e-4)
-    )
+    grad, published, weights = (torch.randn(numel).mul_(s).bfloat16() for s in (1e-3, 0.1, 0.1))
     estimates = Estimator(torch.rand(-(-numel // 32)).mul_(1e-6), 32, 0.9, 1e-8)
     contenders: dict[str, Callable[[], object]] = {"copy": lambda: weights.copy_(published)}
     for name, estimate in {
-        "predict": lambda: estimates.predict(weights, published, None, grad, 0.5, 1e-4),
-        "predict with D": lambda: estimates.predict(weights, published, drift, grad, 0.5, 1e-4),
-        "move": lambda: estimates.move(weights, drift, grad, 0.5, 1e-6, 1e-6),
+        "predict": lambda: estimates.predict(weights, published, grad, 0.5, 1e-4),
     }.items():
         contenders[f"{name}, {OPERATIONS}"] = _by_operations(estimate)
         contenders[f"{name}, {NATIVE}"] = estimate

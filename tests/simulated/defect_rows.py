@@ -94,9 +94,7 @@ def hot_weights_from_the_host() -> Seen:
 def streamed_before_overflow() -> Seen:
     """``predict_clip: "previous"``: pieces of a gradient that overflowed were taken for those of
     the next step."""
-    engine = make_engine(
-        zenflow_config(2, update_interval=1, predict_clip="previous"), model=Branches
-    )
+    engine = make_engine(zenflow_config(2, predict_clip="previous"), model=Branches)
     overflowed = []
     for first, times in ((1, 1.0), (1, 1.0), (1, float("inf")), (0, 1.0), (1, 1.0)):
         batch = batches(1, 0)[0]
@@ -190,7 +188,7 @@ def forgotten_engine() -> Seen:
     with page_locking(ranges):
         for is_collected in (False, True):
             before = set(ranges)
-            engine = make_engine(zenflow_config(2, update_interval=1))
+            engine = make_engine(zenflow_config(2))
             train(engine, batches(2, 0))
             count = len(set(ranges) - before)
             assert count, "nothing was page-locked"
@@ -296,7 +294,7 @@ def refused_page_locking() -> Seen:
 def weights_and_next_gather() -> Seen:
     """Stage 3, exact steps: the next all-gather read weights that were still on their way from the
     host."""
-    config = zenflow_config(3, lr=1e-2, full_warm_up_rounds=10, update_interval=1, autotune=False)
+    config = zenflow_config(3, lr=1e-2, full_warm_up_rounds=10, autotune=False)
     config["zero_optimization"] |= {
         "stage3_param_persistence_threshold": 0,
         "sub_group_size": 10000,
@@ -340,7 +338,7 @@ def peak_of_steps(config: dict[str, Any], layers: int) -> int:
 def gradients_of_sub_groups() -> tuple[int, int]:
     """Stage 3: by how much a step's peak grows from 4 to 16 sub-groups, and the bytes of one flat
     gradient."""
-    config = zenflow_config(3, update_interval=1, full_warm_up_rounds=1)
+    config = zenflow_config(3, full_warm_up_rounds=1)
     config["zero_optimization"] |= {
         "stage3_param_persistence_threshold": 0,
         "sub_group_size": 2 * WIDTH * WIDTH,

@@ -65,9 +65,7 @@ class Way:
     hidden: bool = True
 
     def config(self) -> dict[str, Any]:
-        config = zenflow_config(
-            STAGE, update_interval=1, hide_transfers=self.hidden and not self.weights_on_host
-        )
+        config = zenflow_config(STAGE, hide_transfers=self.hidden and not self.weights_on_host)
         config["gradient_clipping"] = 0.0  # the simulated accelerator has no fused norm
         zero = config["zero_optimization"]
         zero |= {

@@ -145,7 +145,7 @@ def config_of(kind: str, stage: int) -> dict[str, Any]:
         config["zero_optimization"]["zenflow"] = {"update_rule": "exact"}
     elif kind == "lion":
         config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
-        config["zero_optimization"]["zenflow"] = {"update_interval": 1, "full_warm_up_rounds": 1}
+        config["zero_optimization"]["zenflow"] = {"full_warm_up_rounds": 1}
     elif kind == "int8":
         zenflow["state_dtype"] = "int8"
     elif kind == "share":

@@ -62,7 +62,7 @@ def left_alone(config: dict[str, Any], how: str) -> dict[str, Any]:
 @pytest.mark.parametrize("hidden", [True, False])
 @pytest.mark.parametrize("how", ["exit", "close"])
 def test_a_rank_that_others_have_left_ends(how: str, hidden: bool) -> None:
-    config = zenflow_config(2, update_interval=1, hide_transfers=hidden)
+    config = zenflow_config(2, hide_transfers=hidden)
     ended = run_fresh_ranks(
         2, left_alone, config, how, device="sim", group_timeout_seconds=4 * AT_ONCE_SECONDS
     )
@@ -134,7 +134,9 @@ def touched_before_locked(config: dict[str, Any]) -> list[str]:
 
 def test_the_worker_touches_memory_before_it_is_locked() -> None:
     """Else it would lie on the trainer's memory node; what it holds stays."""
-    found = run_ranks(1, touched_before_locked, zenflow_config(2, update_interval="measured"))
+    found = run_ranks(
+        1, touched_before_locked, zenflow_config(2, topk_ratio=0.1, update_interval=2)
+    )
     assert found == [["touch g 2", "touched", "lock 2", "lock 2"]]
 
 
@@ -156,7 +158,7 @@ def behind_a_busy_worker(config: dict[str, Any], millions: int) -> tuple[str, fl
 
 @pytest.mark.full
 def test_a_wait_with_progress_ends_on_all_ranks_before_their_collective_does() -> None:
-    config = zenflow_config(2, update_interval=1, worker_timeout_seconds=10)
+    config = zenflow_config(2, worker_timeout_seconds=10)
     seconds = 30.0
     ended = run_fresh_ranks(2, behind_a_busy_worker, config, 32, group_timeout_seconds=seconds)
     assert [rank.error for rank in ended] == [None, None]
