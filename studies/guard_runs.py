@@ -39,7 +39,6 @@ LR = 0.05
 class Healthy:
     """A training of the reference task."""
 
-    interval: int
     lr: float
     beta2: float = 0.95
     block_size: int = 32
@@ -51,24 +50,18 @@ class Healthy:
         config = side.config(
             stage=2, micro_batch=SHAPES["tiny"].batch, lr=self.lr, weight_decay=0.1
         )
-        config["zero_optimization"]["zenflow"] |= {
-            "update_interval": self.interval,
-            "block_size": self.block_size,
-        }
+        config["zero_optimization"]["zenflow"]["block_size"] = self.block_size
         config["optimizer"]["params"]["betas"] = [0.9, self.beta2]
         config["bf16"]["enabled"] = not self.fp32
         return config
 
 
 HEALTHY = (
-    Healthy(1, 1e-3),
-    Healthy(1, 5e-4, beta2=0.999),
-    Healthy(1, 1e-5, beta2=0.999),
-    Healthy(1, 1e-3, fp32=True),
-    Healthy(1, 1e-3, block_size=1024),
-    Healthy(4, 1e-3),
-    Healthy(4, 1e-3, fp32=True),
-    Healthy(8, 1e-3),
+    Healthy(1e-3),
+    Healthy(5e-4, beta2=0.999),
+    Healthy(1e-5, beta2=0.999),
+    Healthy(1e-3, fp32=True),
+    Healthy(1e-3, block_size=1024),
 )
 
 
@@ -80,7 +73,6 @@ def healthy(steps: int) -> None:
         shares = [error / (3 * max(rounding, 1 / 3)) for error, rounding in found]
         rows.append(
             {
-                "interval": training.interval,
                 "lr": training.lr,
                 "beta2": training.beta2,
                 "block": training.block_size,
@@ -123,14 +115,13 @@ def broken(steps: int) -> None:
 
 
 def cost(repeats: int = 30) -> None:
-    """Print the time of a probe, for partitions of several sizes and intervals; gradients in
-    bf16."""
+    """Print the time of a probe, for partitions of two sizes; gradients in bf16."""
     torch.set_num_threads(1)
     rows, adam = [], AdamKind(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
-    for millions, interval in ((8, 1), (8, 4), (32, 1)):
+    for millions in (8, 32):
         n = millions << 20
         p, m, v = (torch.rand(n) for _ in range(3))
-        weights, *ring = (torch.rand(n).bfloat16() for _ in range(1 + interval))
+        weights, grad = (torch.rand(n).bfloat16() for _ in range(2))
         dtypes = torch.bfloat16, torch.bfloat16
         partition = Partition(
             0,
@@ -141,30 +132,25 @@ def cost(repeats: int = 30) -> None:
             (m, v),
             *dtypes,
             v,
-            ring,
+            [grad],
             EVERYTHING_ON_HOST,
         )
-        steps = tuple(
-            AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + j, 1.0) for j in range(interval + 1)
-        )
+        last, step = (AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + j, 1.0) for j in range(2))
         found = []
         for number in range(repeats):
             begin = time.perf_counter()
-            sample = Sample.take(
-                partition, ring[-1], adam, 32, steps[0], blocks_per_sample(32, 1), number
-            )
-            sample.slots, sample.steps = tuple(range(interval)), steps[1:]
+            sample = Sample.take(partition, grad, adam, 32, last, blocks_per_sample(32, 1), number)
+            sample.step = step
             sample.errors()
             found.append((time.perf_counter() - begin) * 1e3)
         rows.append(
             {
                 "Mi elements": millions,
-                "interval": interval,
                 "ms": statistics.median(found),
                 "most": max(found),
             }
         )
-    print(table(rows, {"Mi elements": "", "interval": "", "ms": ".2f", "most": ".2f"}))
+    print(table(rows, {"Mi elements": "", "ms": ".2f", "most": ".2f"}))
 
 
 def main() -> None:

@@ -26,8 +26,7 @@ from tests.perf.report import table
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
 
-WAYS = ((2, 1), (2, 4), (3, 1))
-"""Stage and interval."""
+STAGES = (2, 3)
 STEPS = guard.PROBE_EVERY
 WARM_UP_STEPS, NEVER = 24, 1 << 30
 
@@ -41,14 +40,10 @@ def model(millions: float) -> nn.Module:
 Rounds = list[tuple[float, float, float]]
 
 
-def halves(stage: int, interval: int, millions: float, rounds: int) -> Rounds:
+def halves(stage: int, millions: float, rounds: int) -> Rounds:
     """Body of a rank: of each round, the milliseconds of `engine.step` without a probe and with
     one, and of the probe."""
-    zenflow = {
-        "update_interval": interval,
-        "full_warm_up_rounds": interval,
-        "prediction_error_factor": 1e6,
-    }
+    zenflow = {"full_warm_up_rounds": 1, "prediction_error_factor": 1e6}
     config = zenflow_config(stage, lr=1e-4, **zenflow)
     config["zero_optimization"]["sub_group_size"] = 10**9  # one partition, as at stage 2
     engine = make_engine(config, model=lambda: model(millions))
@@ -105,17 +100,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--millions", type=float, default=8.0, help="million parameters")
     args = parser.parse_args()
-    for stage, interval in WAYS:
-        (found,) = run_ranks(
-            1, halves, stage, interval, args.millions, args.rounds, timeout_seconds=600
-        )
+    for stage in STAGES:
+        (found,) = run_ranks(1, halves, stage, args.millions, args.rounds, timeout_seconds=600)
         ratios = [on / off for off, on, _ in found]
         step = statistics.median(off for off, _, _ in found) / STEPS
         probes = [inside for _, _, inside in found]
         low, middle, high = statistics.quantiles(ratios, n=4)
         row = {
             "stage": stage,
-            "interval": interval,
             "ms per step": step,
             "ms inside of a "
             "probe": f"{statistics.median(probes):.2f} ({min(probes):.2f} to {max(probes):.2f})",

@@ -84,7 +84,7 @@ class SavedTimes(SavedValues):
     fixed: Seconds
     contention: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)]
     there: Seconds
-    window: Seconds
+    window: Annotated[float, Field(exclude=True)] = 0.0  # of earlier releases
 
 
 class SavedMeasurements(SavedValues):

@@ -252,7 +252,7 @@ _PREDICTIVE = _EXACT | {"prediction_error_factor"}
 
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
     "predictive": _PREDICTIVE,
-    "selective": CHOOSES_SELECTIVE | {"overlap_lag", "offload", "auto_ratio"},
+    "selective": CHOOSES_SELECTIVE | {"update_interval", "overlap_lag", "offload", "auto_ratio"},
     "exact": _EXACT,
 }
 """Fields that not every rule reads, by the rules that do."""
@@ -263,6 +263,6 @@ def given_of_the_other_rule(zenflow: ZenFlowConfig | None) -> list[str]:
     if zenflow is None:
         return []
     idle = frozenset[str]().union(*OF_ONE_RULE.values()) - OF_ONE_RULE[zenflow.rule]
-    if zenflow.rule != "selective" and zenflow.update_interval not in (None, 1):
-        idle |= {"update_interval"}
+    if zenflow.update_interval == 1:  # as without it
+        idle -= {"update_interval"}
     return [name for name in type(zenflow).model_fields if name in idle & zenflow.model_fields_set]

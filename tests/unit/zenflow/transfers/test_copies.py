@@ -289,7 +289,6 @@ def last_events(config: dict[str, Any], steps: int) -> list[tuple[str, int]]:
         for owner, method, name in (
             (Partition, "take_published", "write"),
             (Estimator, "predict", "write"),
-            (Estimator, "move", "write"),
             (BlockSet, "put", "write"),
             (SubGroupPartitions, "order_gathers", "wait"),
         ):
