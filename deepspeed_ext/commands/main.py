@@ -1,4 +1,4 @@
-"""The command line: ``deepspeed-ext doctor, config, plan, tune, verify, report, run, completion``.
+"""The command line: ``deepspeed-ext doctor, config, plan, tune, verify, run``.
 
 Each command imports what it needs when it runs, so ``plan`` does not import torch.
 """
@@ -12,7 +12,6 @@ import select
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 from deepspeed_ext import __version__
@@ -33,7 +32,6 @@ from deepspeed_ext.commands.argument_types import (
     speed,
     whole,
 )
-from deepspeed_ext.commands.completion import SHELLS, script
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
 
 __all__ = ["main"]
@@ -46,9 +44,7 @@ EXAMPLES = {
     "--gpus 1 --gpu-gb 24 --host-gb 128 --write ds.json",
     "tune": "deepspeed-ext tune --quick",
     "verify": "deepspeed-ext verify --config ds.json",
-    "report": "deepspeed-ext report outputs/hf --svg report.svg",
     "run": "deepspeed-ext run train.py --lr 1e-4",
-    "completion": "deepspeed-ext completion zsh > ~/.deepspeed-ext.zsh",
 }
 """A command line for the end of each command's --help."""
 
@@ -122,9 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_tune(commands)
     _add_verify(commands)
-    _add_report(commands)
     _add_run(commands)
-    _add_completion(commands, parser)
     for name, command in commands.choices.items():
         command.epilog = f"example: {EXAMPLES[name]}"
         # this formatter does not break the lines of the example
@@ -380,17 +374,6 @@ def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
     verify.set_defaults(command=_verify)
 
 
-def _add_report(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    report = commands.add_parser(
-        "report", help="draw from its logs what limited a ZenFlow run", allow_abbrev=False
-    )
-    report.add_argument(
-        "run", metavar="RUN", help="trainer_state.json, metrics.jsonl, or a folder with one"
-    )
-    report.add_argument("--svg", metavar="FILE", default="report.svg", help="picture [report.svg]")
-    report.set_defaults(command=_report)
-
-
 def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     run = commands.add_parser(
         "run",
@@ -401,21 +384,6 @@ def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     arguments = run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     arguments.required = False  # as it is; argparse of Python 3.10 and 3.11 has True
     run.set_defaults(command=_prepare_run)
-
-
-def _add_completion(commands: "argparse._SubParsersAction[_Parser]", parser: _Parser) -> None:
-    completion = commands.add_parser(
-        "completion",
-        help="print the completion script of a shell",
-        allow_abbrev=False,
-    )
-    completion.add_argument("shell", choices=SHELLS)
-
-    def run(arguments: argparse.Namespace) -> int:
-        print(script(parser, commands.choices, arguments.shell), end="")
-        return 0
-
-    completion.set_defaults(command=run)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -488,17 +456,6 @@ def _tune(arguments: argparse.Namespace) -> int:
 
         for text in run_from_cli(arguments):
             print(text, file=out)
-    return 0
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from deepspeed_ext.commands import report
-    from deepspeed_ext.runtime.output_file import OutputFile
-
-    picture = OutputFile.check(arguments.svg, "--svg")
-    lanes = report.lanes_of(report.read_records(Path(arguments.run)))
-    picture.write(report.picture(lanes).encode())
-    print(f"{lanes.verdict}\n{lanes.remedy}\nDrawn to {arguments.svg}.")
     return 0
 
 

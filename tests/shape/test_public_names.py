@@ -59,8 +59,6 @@ COMMANDS = {
     "--link-gbps --memory --model --on-cpu --optimizer-cores --params "
     "--pt-reserved-cores --root --svg --tflops --tokens --write",
     "run": "--help arguments script",
-    "completion": "--help shell",
-    "report": "--help --svg run",
     "verify": "--config --help --json --ranks --steps --timeout --upstream",
     "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick "
     "--ranks --update-interval",
