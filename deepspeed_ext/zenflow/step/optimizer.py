@@ -228,7 +228,9 @@ class HostOptimizer:
         """
         with in_profile("zenflow.finish_weights"):
             plan = self._current_plan
-            if plan.waits_last:
+            if plan.waits_last and self.decided.peeks:
+                self.link.receive_weights()
+            elif plan.waits_last:
                 self._receive()
             self.rule.write_weights(plan)
             if starts_copies and not plan.waits_last:
@@ -257,6 +259,7 @@ class HostOptimizer:
                         publishes=rule.schedule.plan().waits_first,
                         arriving=range(len(self.partitions)) if plan.weights_arrive else (),
                     )
+                self.link.follow()
                 rule.end_step(plan)
             if (wanted := rule.measured_interval(plan)) is not None:
                 self.ring.choose_interval(wanted)
@@ -284,12 +287,12 @@ class HostOptimizer:
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def coming_slot(self, index: int) -> torch.Tensor:
+    def coming_slot(self, index: int, span: Span | None = None) -> torch.Tensor:
         """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the
         arena. Not for gradients that pass through in chunks. It is free after `begin_step`, but on
-        an accelerator other than the CPU the step may still read y there. Completes the partition's
-        weights that are on their way, because their y may be in the slot."""
-        self.link.complete([(index, Span(0, self.partitions[index].master.numel()))])
+        an accelerator other than the CPU the step may still read y there. Waits until the worker
+        has read the last gradient of `span`, of everything by default."""
+        self.link.free(index, span or Span(0, self.partitions[index].master.numel()))
         return self.partitions[index].ring[self.rule.schedule.coming]
 
     @property

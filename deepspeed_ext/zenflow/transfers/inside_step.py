@@ -101,7 +101,6 @@ class Transfers:
             most = max((first.published.numel() for first, *_ in results), default=0)
             self._upload = WeightUpload(most, block_size, waiting)
         self._newest: Any = None  # recorded after the newest copy down
-        self._older: Any = None  # the same for the copy before it
         self._reader: Any = None  # stream that has read the arena
 
     def ready(self) -> Any:
@@ -130,12 +129,15 @@ class Transfers:
                     self._down.wait_event(read)
                 slot[slice(*part)].copy_(grad[slice(*part)], non_blocking=True)
             grad.record_stream(self._down)
-            self._older, self._newest = self._newest, streams.blocking_event()
-            self._newest.record(self._down)
-        # otherwise flat gradients would pile up if the host runs ahead of the link
-        if self._older is not None:
-            self._older.synchronize()
-            self._older = None
+        self._bound_copies()
+
+    def _bound_copies(self) -> None:
+        """Wait for the copy before the newest one: otherwise flat gradients would pile up if the
+        host runs ahead of the link."""
+        older, self._newest = self._newest, streams.blocking_event()
+        self._newest.record(self._down)
+        if older is not None:
+            older.synchronize()
 
     def start(self) -> None:
         """Start the copies of all taken gradients now, so that later work on the current stream
@@ -155,6 +157,9 @@ class Transfers:
         for index, span in self.in_order(by_index):
             task = replace(by_index[index], span=span)
             self._sent[index, span.begin] = self._process.submit([task])
+
+    def follow(self) -> None:
+        """Hand over the second part of tasks that departed in two."""
 
     def _note_slots(self, tasks: Sequence[WorkerTask]) -> None:
         for task in tasks:
