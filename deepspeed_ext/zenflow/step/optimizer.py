@@ -207,7 +207,7 @@ class HostOptimizer:
             transfers.take(index, grad, slot, ready)
             self._metrics.bytes_down += grad.nbytes
             # the worker steps this partition while the next gradient is prepared
-            if plan.waits_last:
+            if plan.waits_last and not self.decided.peeks:
                 task = self.rule.task(plan, partition)
                 arriving = [index] if plan.weights_arrive else ()
                 self.link.depart(
@@ -229,6 +229,9 @@ class HostOptimizer:
         with in_profile("zenflow.finish_weights"):
             plan = self._current_plan
             if plan.waits_last and self.decided.peeks:
+                # Not before: DeepSpeed reads a partition's weights after its `step_partition`, on
+                # the current stream, and these come up on another.
+                self._depart(plan, self._tasks(plan), publishes=True)
                 self.link.receive_weights()
             elif plan.waits_last:
                 self._receive()
@@ -246,19 +249,11 @@ class HostOptimizer:
             plan, rule = self._current_plan, self.rule
             with self.link.deferring_errors():
                 self._metrics.gathering.stop()
-            tasks: list[WorkerTask] = []
-            with self.link.deferring_errors():
-                if plan.handed_over and not plan.waits_last:
-                    tasks = [rule.task(plan, partition) for partition in self.partitions]
+            tasks = [] if plan.waits_last else self._tasks(plan)
             rule.schedule.advance(plan)
             with self.link.deferring_errors():
                 if not plan.waits_last:
-                    self.link.depart(
-                        tasks,
-                        gradients=plan.handed_over,
-                        publishes=rule.schedule.plan().waits_first,
-                        arriving=range(len(self.partitions)) if plan.weights_arrive else (),
-                    )
+                    self._depart(plan, tasks, publishes=rule.schedule.plan().waits_first)
                 self.link.follow()
                 rule.end_step(plan)
             if (wanted := rule.measured_interval(plan)) is not None:
@@ -278,6 +273,17 @@ class HostOptimizer:
                 self.kind.optimizer.step()
             if self.mover is not None:
                 self.mover.after_step(self, plan)
+
+    def _tasks(self, plan: StepPlan) -> list[WorkerTask]:
+        """What the step hands over, of all partitions."""
+        with self.link.deferring_errors():
+            if plan.handed_over:
+                return [self.rule.task(plan, partition) for partition in self.partitions]
+        return []
+
+    def _depart(self, plan: StepPlan, tasks: list[WorkerTask], *, publishes: bool) -> None:
+        arriving = range(len(self.partitions)) if plan.weights_arrive else ()
+        self.link.depart(tasks, gradients=plan.handed_over, publishes=publishes, arriving=arriving)
 
     def _receive(self) -> None:
         """Wait for the worker on all ranks; then no save reads the arena any more."""
