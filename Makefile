@@ -39,7 +39,7 @@ TORCH_TESTS := $(addprefix tests/unit/,adapter/test_contract.py adapter/test_ena
 	checkpoint/reshard/test_layout.py zenflow/test_training.py checkpoint/test_resume.py)
 # Of `make test-deepspeed`: the DeepSpeed that it installs, and the tests that it runs: the contract, and
 # training, start-up, gathers, resuming, sleep with exact weights, and invalid gradients at stages 1 to 3.
-VERSION ?= 0.19.0
+VERSION ?= 0.19.6
 DEEPSPEED_TESTS := $(addprefix tests/unit/,adapter/test_contract.py adapter/test_enable.py \
 	flatten/test_parity.py gather/test_parity.py zenflow/test_training.py checkpoint/test_resume.py \
 	zenflow/test_rl_loop.py faults/test_gradients.py)
@@ -108,7 +108,7 @@ test-this-torch: $(VENV)/.stamp-operators
 	$(PYTEST) $(TORCH_TESTS) $(ARGS)
 	python -m tests.simulated.run --seeds $(SEEDS)
 
-test-deepspeed:  ## run some of the tests with another DeepSpeed (VERSION=0.19.0)
+test-deepspeed:  ## run some of the tests with another DeepSpeed (VERSION=0.19.6)
 	@$(MAKE) --no-print-directory test-this-deepspeed VENV=.venv-deepspeed-$(VERSION)
 
 test-this-deepspeed: $(VENV)/.stamp-torch
