@@ -55,7 +55,7 @@ MODULES = tuple(
         "zenflow/rules": "blocks",
         "zenflow/rules/predictive": "guard probe schedule",
         "zenflow/rules/selective": "hot_exchange schedule selection",
-        "zenflow/step": "arrivals metrics partition schedule",
+        "zenflow/step": "arrivals metrics stream partition schedule",
         "zenflow/transfers": "beside_step inside_step",
         "zenflow/worker": "arena messages",
     }.items()

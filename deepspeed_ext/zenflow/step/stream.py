@@ -255,12 +255,16 @@ class Stream(Transfers):
             if (span := self._awaited.get(key)) is not None:
                 if parts is not None:
                     self.order.note(*key)
-                self._courier.wait_for(self._here[key], within)
-                self._metrics.bytes_up += span.numel * self._host_results(key[0]).published.itemsize
-                del self._awaited[key]
-                self._lost.discard(key)
+                self._receive(key, span, within)
             if (landed := self._landed.get(key)) is not None:
                 get_accelerator().current_stream().wait_event(landed)
+
+    def _receive(self, key: _Key, span: Span, within: Patience) -> None:
+        """Wait until the courier has started the copy of a chunk's weights."""
+        self._courier.wait_for(self._here[key], within)
+        self._metrics.bytes_up += span.numel * self._host_results(key[0]).published.itemsize
+        del self._awaited[key]
+        self._lost.discard(key)
 
     def lose(self, parts: Iterable[tuple[int, Span]] | None = None) -> None:
         """Fill weights that are on their way with NaN; see Note: [lost weights].

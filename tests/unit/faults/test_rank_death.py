@@ -30,9 +30,9 @@ from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
-from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.stream import Stream
 from deepspeed_ext.zenflow.tuner import Tuner
 from tests.support.measured_rule import choosing
 from tests.support.models import batches
@@ -120,7 +120,7 @@ PHASES = {
         LateGroups, "_wait", False, LATE, (1, 2), BOTH, when=lambda late: bool(late._gathers)
     ),
     "a chunk of several has arrived": Phase(
-        WeightArrivals, "_arrived", True, ("exact",), devices=BOTH
+        Stream, "_receive", True, ("exact",), (3,), devices=BOTH
     ),
     "a gather of stage 3 waits": Phase(
         LateWeights,

@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.gather.launch import can_exchange
 from deepspeed_ext.zenflow.plan.places import WeightsArrival
-from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
+from deepspeed_ext.zenflow.step.stream import Stream
 from tests.support.late_weights import (
     exact_config,
     predictive_config,
@@ -95,15 +95,15 @@ def left_behind(config: dict[str, Any]) -> int:
 def departures(config: dict[str, Any]) -> list[list[tuple[int, int]]]:
     """The chunks of each step, in the order in which they depart."""
     found: list[list[tuple[int, int]]] = []
-    expect = WeightArrivals.expect
+    expect = Stream.expect
 
-    def noting(self: WeightArrivals, transfers: Any, indices: Any) -> None:
+    def noting(self: Stream, indices: Any) -> None:
         indices = list(indices)
-        found.append([(index, span.begin) for index, span in transfers.in_order(indices)])
-        expect(self, transfers, indices)
+        found.append([(index, span.begin) for index, span in self.in_order(indices)])
+        expect(self, indices)
 
     in_chunks = nullcontext() if config["zero_optimization"]["stage"] == 3 else small_chunks()
-    with patch.object(WeightArrivals, "expect", noting), in_chunks:
+    with patch.object(Stream, "expect", noting), in_chunks:
         engine = make_engine(config, model=Backwards)
         train(engine, batches(3, dist.get_rank()))
         engine.destroy()
