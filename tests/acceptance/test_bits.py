@@ -1,8 +1,8 @@
 """This checkout trains the bits that an earlier commit trained, and goes on from its checkpoints.
 
-`variants.py` lists what is trained and `training.py` why no CPU changes its bits; `write.py` wrote
-the archive. A mode that was retired need not keep its bits: its configs and checkpoints are read,
-and its losses stay near the recorded ones.
+`variants.py` lists what is trained, `training.py` says why no CPU changes its bits, and `write.py`
+wrote the archive. A mode that was retired need not keep its bits: its configs and checkpoints are
+read, and its losses stay near the recorded ones.
 """
 
 from __future__ import annotations

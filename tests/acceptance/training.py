@@ -1,9 +1,9 @@
 """A training whose bits are those of any CPU, and what it leaves behind.
 
 Gradients are multiples of 1/16 between -1/2 and 1/2, so that every sum of them and of their squares
-is exact in whatever order a CPU adds them. What follows, Adam included, is elementwise, so every
-kernel that computes what it says computes the same bits. Weights decide the gradients, so an update
-that comes at another step is seen.
+is exact in whatever order a CPU adds them. What follows, Adam included, is elementwise, so the bits
+are the same with AVX2 and with AVX-512. (Without fused multiplications, torch rounds the moments of
+a share twice.) Weights decide the gradients, so an update that comes at another step is seen.
 
 It runs with the package that is first on the path, of any age, and knows of it `initialize` alone.
 """
