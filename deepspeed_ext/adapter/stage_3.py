@@ -28,7 +28,7 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.direct_buffers import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
-from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival
 from deepspeed_ext.zenflow.start import ZenFlowStart
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
@@ -247,7 +247,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def step(self, closure: Any = None) -> None:
         parts, super_call = self.zenflow_parts, partial(super().step, closure)
         kept: list[Swap] = []
-        if self.host_optimizer.decided.weights_follow:
+        if self.host_optimizer.decided.weights_arrive is WeightsArrival.IN_FORWARD:
             if self._late_weights is None:
                 places, prefetches = self._partitions.places(), Prefetches(self)
                 self._late_weights = LateWeights(self.host_optimizer, places, prefetches)

@@ -97,16 +97,9 @@ class ZenFlowPlan:
         return self.partitions[0].places
 
     @property
-    def weights_follow(self) -> bool:
-        """Whether weights are completed after their step; False while the rule is open."""
-        return self.weights_arrive is not WeightsArrival.IN_STEP and not self.rule.is_open
-
-    @property
     def streams(self) -> bool:
         """Whether exact weights are waited for where they are used, or peeked at."""
-        return self.peeks or (
-            self.weights_arrive is WeightsArrival.IN_FORWARD and not self.rule.is_open
-        )
+        return self.peeks or self.weights_arrive is WeightsArrival.IN_FORWARD
 
     @property
     def copies(self) -> Copies:

@@ -106,7 +106,6 @@ class Stream(Transfers):
 
     Attributes:
         partitions: in order; set before the first step.
-        order: the order in which the forward uses chunks.
     """
 
     def __init__(
@@ -123,6 +122,10 @@ class Stream(Transfers):
         self.partitions: Sequence[Partition] = ()
         self._metrics = metrics
         self._awaited: dict[_Key, Span] = {}
+        # In which order the last forward used chunks, and this one so far. Copies and passes follow
+        # it. A wrong order, as after another branch of the model, only costs time.
+        self._uses: dict[_Key, int] = {}
+        self._noted: dict[_Key, int] = {}
         self._peeked_slots = slots
         self._landed: dict[_Key, Any] = {}  # events after the copies to the weights
         self._here: dict[_Key, Latch] = {}
@@ -147,6 +150,15 @@ class Stream(Transfers):
                 self._arrived[index, span.begin] = self._recorded(self._down)
             grad.record_stream(self._down)
         self._bound_copies()
+
+    def in_order(self, indices: Iterable[int]) -> list[tuple[int, Span]]:
+        """The chunks of partitions in the order in which the last forward used them, unused ones
+        last."""
+        last = len(self._uses)
+        chunks = super().in_order(indices)
+        return sorted(
+            chunks, key=lambda each: (self._uses.get((each[0], each[1].begin), last), each)
+        )
 
     def free(self, index: int, span: Span, within: Patience) -> None:
         """Wait until the worker has read the gradient of `span`, so that the next one may take its
@@ -248,13 +260,14 @@ class Stream(Transfers):
         """
         if parts is None:
             wanted = [*self._awaited, *(self._landed.keys() - self._awaited)]
-            self.order.turn()
+            if self._noted:
+                self._uses, self._noted = self._noted, {}
         else:
             wanted = list(self._chunks_of(parts))
         for key in wanted:
             if (span := self._awaited.get(key)) is not None:
                 if parts is not None:
-                    self.order.note(*key)
+                    self._noted.setdefault(key, len(self._noted))
                 self._receive(key, span, within)
             if (landed := self._landed.get(key)) is not None:
                 get_accelerator().current_stream().wait_event(landed)

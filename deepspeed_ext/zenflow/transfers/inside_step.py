@@ -15,7 +15,6 @@ from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.transfers import streams
-from deepspeed_ext.zenflow.transfers.order_of_use import OrderOfUse
 from deepspeed_ext.zenflow.transfers.weight_upload import WeightUpload
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
@@ -70,7 +69,6 @@ class Transfers:
     Attributes:
         chunk_numel: elements of a chunk, whole blocks; the last chunk of a partition may be
             shorter.
-        order: the order in which chunks depart.
     """
 
     def __init__(
@@ -88,7 +86,6 @@ class Transfers:
         self._slots = [0] * len(results)  # of each partition: where its newest y is
         numel = sum(first.published.numel() for first, *_ in results)
         self.chunk_numel = chunks.chunk_numel(numel, block_size)
-        self.order = OrderOfUse()
         self._sent: dict[tuple[int, int], int] = {}  # submission of each chunk's newest task
         # by partition: parts of y, and events after their reading
         self._read: dict[int, list[tuple[Span, Any]]] = {}
@@ -168,12 +165,12 @@ class Transfers:
 
     def in_order(self, indices: Iterable[int]) -> list[tuple[int, Span]]:
         """The chunks of partitions, in the order in which they depart."""
-        return self.order.sorted(
+        return [
             (index, Span(begin, min(begin + self.chunk_numel, numel)))
             for index in indices
             for numel in (self._results[index][0].published.numel(),)
             for begin in range(0, numel, self.chunk_numel)
-        )
+        ]
 
     def _host_results(self, index: int) -> Results:
         """The arrays of the arena with a partition's newest results."""
