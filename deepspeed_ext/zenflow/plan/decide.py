@@ -218,7 +218,7 @@ class _Choice:
     def peeks(self) -> bool:
         """Whether the worker computes exact weights before it steps: not where it shares its cores
         with the forward that would hide the steps."""
-        return self.config.rule == "exact" and not self.facts.is_on_cpu
+        return self.config.arrives_late and not self.facts.is_on_cpu
 
     # -- where gradients wait ----------------------------------------------------------------------
 
