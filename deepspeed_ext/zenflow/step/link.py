@@ -380,21 +380,17 @@ class WorkerLink:
             self.process.close()
             raise
 
-    def receive(self) -> None:
+    def receive(self, *, passes: bool = True) -> None:
         """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does
-        not check an idle worker."""
-        with self.deferring_errors(), self.metrics.waiting.measured():
-            self.wait()
-        self.raise_deferred()
+        not check an idle worker.
 
-    def receive_weights(self) -> None:
-        """Wait, inside a step, for its weights alone. A collective.
-
-        Raises:
-            WorkerError: as for `wait_together`.
+        Args:
+            passes: whether to wait for everything; otherwise for this step's weights alone.
         """
         with self.deferring_errors(), self.metrics.waiting.measured():
-            if not self.failed:
+            if passes:
+                self.wait()
+            elif not self.failed:
                 self.arrivals.complete(Patience(self.longest_wait_seconds))
         self._lose_if_failed()
         self.raise_deferred()

@@ -230,7 +230,7 @@ class HostOptimizer:
                 # Not before: DeepSpeed reads a partition's weights after its `step_partition`, on
                 # the current stream, and these come up on another.
                 self._depart(plan, self._tasks(plan), publishes=True)
-                self.link.receive_weights()
+                self.link.receive(passes=False)
             elif plan.waits_last:
                 self._receive()
             self.rule.write_weights(plan)
