@@ -17,6 +17,7 @@ import pytest
 from tests.acceptance.training import MIDDLE, STEPS, run
 from tests.acceptance.variants import ALIKE, ROWS, VARIANTS, Row
 from tests.acceptance.write import ARCHIVE, TABLE, origin
+from tests.support.planned import copies_as
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.sampled()
@@ -39,10 +40,16 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def run_with_copies(config: dict[str, Any], *folders: str) -> dict[str, Any]:
+    """`run`, with copies where the row has them."""
+    with copies_as(config):
+        return run(config, *folders)
+
+
 def train(row: Row, folder: Path, load: Path | None = None) -> list[dict[str, Any]]:
     return run_ranks(
         row.ranks,
-        run,
+        run_with_copies,
         row.variant.config(row.stage),
         str(folder),
         str(load / str(row)) if load else "",

@@ -342,7 +342,7 @@ def chosen(link: float, worker: float, device: float) -> tuple[float, bool]:
     `device` is the part of a step that is not the optimizer's."""
     now = Machine(link, worker, 1.0, (1.0,)).plan(None)
     times = ChainTimes(device, worker, link * UP_OVER_DOWN, (link + worker) / CHUNKS)
-    found = search_measured(now, True, [Measured.of(now, True, times, 2 * NUMEL * 12)])
+    found = search_measured(now, [Measured.of(now, times, 2 * NUMEL * 12)])
     share = found.share if is_worth_it(now, found.share) else 1.0
     return share, found.plan.copies is Copies.BESIDE_STEP
 

@@ -55,8 +55,7 @@ MOST_FOR_GRADIENTS = 0.5
 """Fraction of the accelerator's free memory that gradients may take."""
 
 LEAST_FREE = 0.1
-"""Fraction of the accelerator's memory that must stay free beside landing buffers, unless the user
-asks for them."""
+"""Fraction of the accelerator's memory that must stay free beside landing buffers."""
 
 Partitions = tuple[Run, ...]
 _BESIDE = "copies beside the next step"
@@ -90,7 +89,7 @@ def decide(
         ConfigError: the section contradicts itself.
     """
     caller = facts.caller
-    dtypes = Dtypes.of(caller.weights_dtype, caller.summed_dtype, config.publish_dtype)
+    dtypes = Dtypes.of(caller.weights_dtype, caller.summed_dtype)
     choice = _Choice(facts, config, _settings_of(config, facts, steps_per_epoch), dtypes)
     return choice.made(host_share, is_asked=is_asked)
 
@@ -243,8 +242,6 @@ class _Choice:
             return [(False, "at this stage a rank keeps gradients of other partitions")]
         if wanted is not None:
             return [(wanted, "the config says so")]
-        if self.config.hide_transfers:
-            return [(False, "hide_transfers needs gradients on the accelerator")]
         if host_share != 1.0:
             return [(False, "what steps on the accelerator needs its gradients there")]
         return self._gradients_by_memory()
@@ -274,8 +271,7 @@ class _Choice:
             return [(False, f"{why}; but a host is short: {short}" if tight else why)]
         if tight:
             return [(True, why)]
-        is_open = self.config.hide_transfers is None
-        return [(False, why), *([(True, why)] if is_open else [])]
+        return [(False, why), (True, why)]
 
     def _gradient_bytes(self, partitions: Partitions) -> int:
         """Bytes of accelerator memory that gradients take if they stay there until their step: all
@@ -383,9 +379,7 @@ class _Choice:
         for run in self._on_host(partitions, host_share):
             of_rule = bytes_of(self.rule, run.numel, DTYPE_BYTES[self.dtypes.weights])
             nbytes += (sum(of_rule.kept.values()) + of_rule.waiting) * run.times
-        if self.config.hide_transfers is not False:
-            nbytes += self._landing_bytes(partitions, _ON_ACCELERATOR, host_share)
-        return nbytes
+        return nbytes + self._landing_bytes(partitions, _ON_ACCELERATOR, host_share)
 
     def _share_bytes(self, partitions: Partitions, host_share: float) -> int:
         return sum(
@@ -403,7 +397,7 @@ class _Choice:
 
     def landing(self, places: Places, host_share: float) -> list[tuple[Places, Reason]]:
         """Whether y may land on the accelerator beside the next step: one answer, or both."""
-        wanted, inside = self.config.hide_transfers, "copies inside the step"
+        inside = "copies inside the step"
         if places.copies is not Copies.INSIDE_STEP:
             return [
                 (places, Reason("no copies of gradients and y", "the host computes the weights"))
@@ -411,10 +405,6 @@ class _Choice:
         if self.peeks:
             return [(places, Reason(inside, "exact weights are copied to where they are used"))]
         beside = replace(places, published=Place.ACCELERATOR)
-        if wanted is not None:
-            name = _BESIDE if wanted else inside
-            why = f"zenflow.hide_transfers is {str(wanted).lower()}"
-            return [(beside if wanted else places, Reason(name, why))]
         if self.facts.refuses_landing:
             return [(places, Reason(inside, "a rank could not allocate the landing buffers"))]
         needs = self._by_shape(partial(self._landing_bytes, places=places, host_share=host_share))

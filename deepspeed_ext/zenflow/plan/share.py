@@ -122,7 +122,7 @@ def with_copies_inside(plan: ZenFlowPlan) -> ZenFlowPlan:
     places = replace(plan.places, published=Place.HOST, handed_over=Place.HOST)
     partitions = tuple(replace(each, places=places) for each in plan.partitions)
     why = "landing buffers gave way to a larger share of the optimizer"
-    reasons = (*plan.reasons, Reason("zenflow.hide_transfers = False", why, is_open=True))
+    reasons = (*plan.reasons, Reason(f"copies {Copies.INSIDE_STEP.value}", why, is_open=True))
     return replace(plan, partitions=partitions, chunks=None, reasons=reasons)
 
 
