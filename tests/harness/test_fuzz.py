@@ -21,10 +21,6 @@ SEED = 20261122
 CASES = {
     "config": 50,
     "files": 100,
-    "command-line": 30,
-    "trees": 20,
-    "launch": 300,
-    "training": 4,
 }
 
 

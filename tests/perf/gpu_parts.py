@@ -35,7 +35,6 @@ def parts() -> list[Part]:
     """All of them, what is worth most first."""
     return [
         operators("operators"),
-        _core_sets(),
         _link(),
         *(_beside_zero(batch) for batch in (USUAL, SHORT, LONGER)),
         _exact(USUAL, ways.OURS_EXACT),
@@ -126,20 +125,6 @@ def _exact(batch: str, *more: Way) -> Part:
         (ways.OURS, ways.OURS_EXACT, ways.ZERO_OFFLOAD, *more),
         (batch,),
         "the exact rule beside the predictive one and ZeRO-Offload",
-    )
-
-
-def _core_sets() -> Part:
-    return Part(
-        "cores",
-        "tests.perf.bench_core_sets",
-        ("--millions", "256"),
-        ("--millions", "1", "--turns", "1"),
-        180,
-        "core_sets",
-        "core_sets",
-        usual=50,
-        covers="bandwidth of the optimizer's pass by set of cores",
     )
 
 
