@@ -37,7 +37,7 @@ def parts() -> list[Part]:
         operators("operators"),
         _link(),
         *(_beside_zero(batch) for batch in (USUAL, SHORT, LONGER)),
-        _exact(USUAL, ways.OURS_EXACT),
+        _exact(USUAL),
         _decoder(
             "step/1.5b/zero",
             "1.5b",
@@ -118,11 +118,11 @@ def _beside_zero(batch: str) -> Part:
     )
 
 
-def _exact(batch: str, *more: Way) -> Part:
+def _exact(batch: str) -> Part:
     return _decoder(
         f"step/1.5b/exact/{batch}",
         "1.5b",
-        (ways.OURS, ways.OURS_EXACT, ways.ZERO_OFFLOAD, *more),
+        (ways.OURS, ways.OURS_EXACT, ways.ZERO_OFFLOAD),
         (batch,),
         "the exact rule beside the predictive one and ZeRO-Offload",
     )
