@@ -163,7 +163,6 @@ CONTRACT: dict[str, dict[str, Member]] = {
         "_forward_epilogue": "(self)",
         "_forward_prologue": "(self, inputs, kwargs)",
         "_get_all_ckpt_names": "(self, checkpoints_path, tag)",
-        "_get_all_zero_checkpoints": "(self, load_dir, tag)",
         "_get_ckpt_name": Takes(("checkpoints_path", "tag")),
         "_get_zero_ckpt_name": "(self, checkpoints_path, tag)",
         "_get_zero_param_shapes": "(self)",
