@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter.releases import group_paddings
 from deepspeed_ext.adapter.saved_checkpoint import (
     MASTER,
     Keys,
@@ -20,6 +19,7 @@ from deepspeed_ext.adapter.saved_checkpoint import (
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     deepspeed,
+    group_paddings,
     is_stored_quantized,
 )
 from deepspeed_ext.checkpoint.layout import Copy, Layout, Placement, plan_copies

@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -92,7 +91,6 @@ __all__ = [
     "accelerator_branch_only",
     "adam_module",
     "lion_module",
-    "all_gather_of_partitions",
     "announced_builds",
     "before_gathers",
     "check",
@@ -102,6 +100,7 @@ __all__ = [
     "entry_swaps",
     "fp16_on_any_cpu",
     "gather_stream",
+    "group_paddings",
     "is_model_parallel_parameter",
     "keep_masters_on_host",
     "is_on_nvme",
@@ -111,8 +110,9 @@ __all__ = [
     "loss_scaler",
     "master_of",
     "no_shared_buffers",
+    "norm_dtype",
+    "norm_shows_overflow",
     "optimizer_class",
-    "exchange_instead",
     "pins_offload_buffers",
     "later_groups",
     "model_groups",
@@ -133,7 +133,7 @@ comm_module = importlib.import_module("deepspeed.comm.comm")
 # as an attribute, it is torch itself
 torch_backend_module = importlib.import_module("deepspeed.comm.torch")
 
-SUPPORTED_FROM = (0, 19, 0)
+SUPPORTED_FROM = (0, 19, 6)
 SUPPORTED_BELOW = (0, 20, 0)
 
 
@@ -387,32 +387,6 @@ def accelerator_branch_only() -> Swap:
     )
 
 
-all_gather_of_partitions: Callable[..., None] = stage_1_and_2_module.all_gather_dp_groups
-"""The function by which the stage 1/2 optimizer gathers 16-bit partitions at the end of a step."""
-_exchanging: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def exchange_instead(optimizer: Any) -> None:
-    """Call ``optimizer.exchange_partitions`` in place of `all_gather_of_partitions` for this
-    optimizer.
-
-    DeepSpeed looks that function up in its module and passes the optimizer's own list of flat
-    buffers. So once any optimizer needs this, one function replaces it permanently and finds the
-    optimizer by that list. A swap per step would not be thread-safe.
-    """
-    _exchanging.add(optimizer)
-    stage_1_and_2_module.all_gather_dp_groups = _gather_or_exchange
-
-
-def _gather_or_exchange(groups_flat: Any, *args: Any, **kwargs: Any) -> None:
-    mine = [
-        optimizer for optimizer in list(_exchanging) if optimizer.bit16_groups_flat is groups_flat
-    ]
-    (mine[0].exchange_partitions if mine else all_gather_of_partitions)(
-        groups_flat, *args, **kwargs
-    )
-
-
 def before_gathers(notify: Callable[[Sequence[PartitionedParameter]], None]) -> None:
     """Call `notify` with the parameters of every gather, of any model, before DeepSpeed reads their
     partitions. Permanent, because closures of any ``zero.Init`` may call the method later."""
@@ -473,6 +447,25 @@ def is_quantized(param: PartitionedParameter, zero_config: DeepSpeedZeroConfig) 
     """Whether `param` is communicated quantized: it is stored so, or the config quantizes every
     all-gather."""
     return is_stored_quantized(param) or zero_config.zero_quantized_weights
+
+
+def group_paddings(optimizer: Any) -> list[Sequence[int]]:
+    """Elements of padding after each parameter of each group, at stages 1 and 2; 0 before
+    0.19.7."""
+    if hasattr(optimizer, "round_robin_bit16_padding"):
+        return optimizer.round_robin_bit16_padding
+    return [[0] * len(group) for group in optimizer.round_robin_bit16_groups]
+
+
+def norm_dtype() -> torch.dtype:
+    """The dtype in which DeepSpeed computes gradient norms: fp64, where the accelerator has it."""
+    return torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
+
+
+def norm_shows_overflow() -> bool:
+    """Whether a non-finite gradient norm skips the step as an overflow. Before 0.19.8 only
+    ``check_overflow`` does, which runs before the norm, at stage 3 only with fp16."""
+    return release() >= (0, 19, 8)
 
 
 def schedule_class(name: str) -> Any:

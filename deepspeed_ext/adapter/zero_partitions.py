@@ -13,8 +13,6 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_ext.adapter.gradients import Extent
-from deepspeed_ext.adapter.late_groups import LateGroups
-from deepspeed_ext.adapter.releases import partition_rank
 from deepspeed_ext.adapter.upstream import (
     Swap,
     gather_stream,
@@ -72,11 +70,6 @@ class ZeroPartitions(Protocol):
         """The weights to save with the optimizer's state; None: DeepSpeed saves them with the
         model."""
 
-    @property
-    def late(self) -> LateGroups | None:
-        """At stages 1 and 2, the weights that arrive after a step; None: a step completes them, or
-        gathers of stage 3 do."""
-
     def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
         """Zero the padding of weights and of `states`, flat tensors of each partition."""
 
@@ -105,7 +98,6 @@ class GroupPartitions:
 
     waits_after_weights = False
     saved_weights = None
-    late: LateGroups | None = None
 
     def __init__(self, zero: Any, relink: Callable[[], None]) -> None:
         self._zero = zero
@@ -194,7 +186,6 @@ class SubGroupPartitions:
     """
 
     has_gradients = True  # after any backward pass
-    late = None
 
     def __init__(self, zero: Any) -> None:
         self._zero = zero
@@ -256,7 +247,7 @@ class SubGroupPartitions:
     def held_numel(self, param: Any) -> int:
         """Elements of this rank's partition of `param` without padding."""
         size = param.partition_numel()
-        begin = partition_rank(self._zero, param) * size
+        begin = self._zero._get_param_partition_rank(param) * size
         return min(max(param.ds_numel - begin, 0), size)
 
     def places(self) -> dict[int, Extent]:

@@ -199,7 +199,7 @@ def lose_in(config: dict[str, Any], phase: str, folder: str) -> dict[str, Any]:
 def test_a_worker_dies_in_any_phase_of_an_exact_step(
     stage: int, phase: str, tmp_path: Path
 ) -> None:
-    config = zenflow_config(stage, update_rule="exact", weights_arrive_in_forward=True)
+    config = zenflow_config(stage, update_rule="exact")
     for found in run_ranks(2, lose_in, config, phase, str(tmp_path)):
         assert "rank 0" in found["message"]
         assert "SIGKILL" in found["message"]

@@ -93,7 +93,6 @@ def test_longer_backward_helps_the_predictive_rule_alone(rule: str) -> None:
         {"update_rule": "exact", "hide_transfers": False},
         {"update_rule": "exact", "gradients_on_host": True},
         {"update_rule": "exact", "overlap_step": False},
-        {"update_rule": "exact", "weights_arrive_in_forward": False},
     ],
 )
 def test_no_other_way_to_step_exactly_waits_less(config: dict[str, Any]) -> None:
