@@ -42,7 +42,9 @@ def save_id_of(content: Any, path: str) -> str | None:
     Raises:
         CheckpointError: the content was saved as another file than `path`.
     """
-    mark = {**getattr(content, "__dict__", {}), **(content if isinstance(content, Mapping) else {})}
+    if not isinstance(content, Mapping):
+        return None
+    mark = {**(vars(content) if isinstance(content, OrderedDict) else {}), **content}
     name = mark.get(_FILE, os.path.basename(path))
     if name != os.path.basename(path):
         raise CheckpointError(
@@ -58,7 +60,7 @@ def unmarked(content: Any) -> Any:
     if isinstance(content, dict):
         for key in (_SAVE_ID, _FILE):
             content.pop(key, None)
-        return dict(content) if hasattr(content, _SAVE_ID) else content
+        return dict(content) if isinstance(content, OrderedDict) and vars(content) else content
     return content
 
 
