@@ -132,8 +132,8 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
     if not isinstance(saved, Mapping) or version != _VERSION:
         raise CheckpointError(
             f"the saved ZenFlow state has version {reprlib.repr(version)}, this deepspeed_ext "
-            f"reads version {_VERSION}: load it with the deepspeed_ext that wrote it, or convert it "
-            "with DeepSpeed's ds_to_universal.py"
+            f"reads version {_VERSION}: load it with the deepspeed_ext that wrote it, or convert "
+            "it with DeepSpeed's ds_to_universal.py"
         )
     try:
         schedule, partitions = _BY_RULE[saved["rule"]]
