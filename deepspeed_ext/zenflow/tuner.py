@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from deepspeed_ext.config import ZenFlowConfig
@@ -331,7 +331,8 @@ class Tuner:
         self._metrics.resume(measured["samples"])
         threads = self._counts[0]
         if measured["alone"] is not None:
-            alone = ChainTimes(**measured["alone"])
+            kept = {field.name for field in fields(ChainTimes)}  # not those of earlier releases
+            alone = ChainTimes(**{k: v for k, v in measured["alone"].items() if k in kept})
             self._phase = Overlapping(alone, measured["waited"], measured["watched"])
             self._metrics.estimating = stopwatch()
         elif measured["probed"] is not None:
