@@ -41,20 +41,14 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_with_copies(config: dict[str, Any], *folders: str) -> dict[str, Any]:
-    """`run`, with copies where the row has them."""
-    with copies_as(config):
+    with copies_as(config["zero_optimization"]["zenflow"]):
         return run(config, *folders)
 
 
 def train(row: Row, folder: Path, load: Path | None = None) -> list[dict[str, Any]]:
-    return run_ranks(
-        row.ranks,
-        run_with_copies,
-        row.variant.config(row.stage),
-        str(folder),
-        str(load / str(row)) if load else "",
-        device=row.variant.device,
-    )
+    loads, variant = str(load / str(row)) if load else "", row.variant
+    how = variant.config(row.stage), str(folder), loads
+    return run_ranks(row.ranks, run_with_copies, *how, device=variant.device)
 
 
 def recorded(before: Path, row: Row) -> tuple[list[dict[str, Any]], str]:

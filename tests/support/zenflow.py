@@ -82,7 +82,7 @@ def make_engine(
     initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
     parameters = groups(module) if groups else [p for p in module.parameters() if p.requires_grad]
     config = copy.deepcopy(config)
-    with copies_as(config):
+    with copies_as(config.get("zero_optimization", {}).get("zenflow") or {}):
         engine, *_ = initialize(model=module, model_parameters=parameters, config=config, **how)
     return engine
 
