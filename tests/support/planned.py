@@ -23,11 +23,10 @@ MUCH = 100.0
 def copies_as(section: dict[str, Any]) -> Iterator[None]:
     """Inside, a plan of the ``zenflow`` section has copies as the field says, which is taken
     out."""
-    hides, least = section.pop("hide_transfers", None), planner.LEAST_FREE
+    hides = section.pop("hide_transfers", None)
     if hides is False:
         section.setdefault("gradients_on_host", False)
-    if hides is not None:
-        least = -MUCH if hides else MUCH
+    least = {True: -MUCH, False: MUCH}.get(hides, planner.LEAST_FREE)
     with patch.object(planner, "LEAST_FREE", least):
         yield
 
