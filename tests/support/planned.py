@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +34,7 @@ def copies_as(section: dict[str, Any]) -> Iterator[None]:
 
 def decided(facts: ZenFlowFacts, section: dict[str, Any], **how: Any) -> ZenFlowPlan:
     """The plan of `section`, with copies as its field says."""
-    section = dict(section)
+    section, refuses = dict(section), section.get("hide_transfers") is False
+    facts = replace(facts, refuses_landing=facts.refuses_landing or refuses)
     with copies_as(section):
         return planner.decide(facts, ZenFlowConfig(**section), **how)

@@ -46,7 +46,7 @@ from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
 from deepspeed_ext.zenflow.plan.search import Option, expected_times, search
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
-from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS
+from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS, share_reason
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = ["MOST_FOR_GRADIENTS", "decide"]
@@ -172,19 +172,19 @@ class _Choice:
         ):
             rule = replace(rule, warm_up_steps=max(rule.warm_up_steps, MEASURED_STEPS + 2))
         return ZenFlowPlan(
-            rule,
-            self.dtypes,
-            partitions,
-            host_share,
-            found,
-            shortage,
-            (*reasons, of_weights, of_chunks),
-            self.facts.caller,
-            measures,
-            self.facts.mine.cpus,
-            self.config.async_save,
-            weights_arrive,
-            self.peeks,
+            rule=rule,
+            dtypes=self.dtypes,
+            partitions=partitions,
+            host_share=host_share,
+            chunks=found,
+            shortage=shortage,
+            reasons=(*reasons, of_weights, of_chunks),
+            caller=self.facts.caller,
+            measures_share=measures,
+            cpus=self.facts.mine.cpus,
+            saves_beside=self.config.async_save,
+            weights_arrive=weights_arrive,
+            peeks=self.peeks,
         )
 
     # -- the rule ----------------------------------------------------------------------------------
@@ -308,12 +308,12 @@ class _Choice:
         """The fraction of each partition that steps on the host; `wanted`, if it is known, because
         of `why`."""
         if wanted is not None:
-            return wanted, Reason(f"offload_optimizer.ratio = {wanted:.4g}", why)
+            return wanted, share_reason(wanted, why)
         if self.facts.is_on_cpu:
-            return 1.0, Reason("offload_optimizer.ratio = 1", "the CPU is the accelerator")
+            return 1.0, share_reason(1.0, "the CPU is the accelerator")
         if self.measures_share(wanted):
             why = f"until {MEASURED_STEPS} steps have been measured, the host steps all of it"
-            return 1.0, Reason("offload_optimizer.ratio = 1", why, is_open=True)
+            return 1.0, share_reason(1.0, why, is_open=True)
         return self.share_that_fits()
 
     def measures_share(self, wanted: float | None) -> bool:
@@ -355,7 +355,7 @@ class _Choice:
             f"{self._later(rank.partitions):,}, and {self.config.offload_reserve_fraction:.0%} "
             "stay free for activations (zenflow.offload_reserve_fraction)"
         )
-        return share, Reason(f"offload_optimizer.ratio = {share:.4g}", why, is_open=True)
+        return share, share_reason(share, why, is_open=True)
 
     def _units(self, rank: RankFacts) -> int:
         """The largest share of a rank's optimizer that fits on its accelerator, of `UNITS`; 0 if
@@ -400,13 +400,16 @@ class _Choice:
         inside = "copies inside the step"
         if places.copies is not Copies.INSIDE_STEP:
             return [
-                (places, Reason("no copies of gradients and y", "the host computes the weights"))
+                (
+                    places,
+                    _of_copies("no copies of gradients and y", "the host computes the weights"),
+                )
             ]
         if self.peeks:
-            return [(places, Reason(inside, "exact weights are copied to where they are used"))]
+            return [(places, _of_copies(inside, "exact weights are copied to where they are used"))]
         beside = replace(places, published=Place.ACCELERATOR)
         if self.facts.refuses_landing:
-            return [(places, Reason(inside, "a rank could not allocate the landing buffers"))]
+            return [(places, _of_copies(inside, "a rank could not allocate the landing buffers"))]
         needs = self._by_shape(partial(self._landing_bytes, places=places, host_share=host_share))
         missing = {
             needs[rank.partitions] - self._left(rank, host_share)
@@ -418,8 +421,8 @@ class _Choice:
             f"{LEAST_FREE:.0%} must stay free on any rank"
         )
         if (most := max(missing, default=0)) > 0:
-            return [(places, Reason(inside, f"{why}: {most:,} bytes are missing"))]
-        return [(beside, Reason(_BESIDE, why)), (places, Reason(inside, why))]
+            return [(places, _of_copies(inside, f"{why}: {most:,} bytes are missing"))]
+        return [(beside, _of_copies(_BESIDE, why)), (places, _of_copies(inside, why))]
 
     def _landing_bytes(self, partitions: Partitions, places: Places, host_share: float) -> int:
         kinds = kinds_of(self.rule, self.dtypes, places)
@@ -509,6 +512,10 @@ class _Choice:
 
 def _total(partitions: Sequence[Run]) -> int:
     return sum(run.numel * run.times for run in partitions)
+
+
+def _of_copies(decision: str, why: str) -> Reason:
+    return Reason(decision, why, about="copies")
 
 
 def _arriving(arrives: WeightsArrival, why: str) -> tuple[WeightsArrival, Reason]:

@@ -26,7 +26,6 @@ from tests.support.zenflow import make_engine, zenflow_config
 ON_HOST = {"device": "cpu"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {}),
-    "copies in the step": ({"hide_transfers": False}, {}),
     "int8": ({"state_dtype": "int8"}, {}),
     "gradients on the host": ({"gradients_on_host": True}, {}),
     "a share": ({}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),

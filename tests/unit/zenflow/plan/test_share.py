@@ -50,9 +50,9 @@ def plan_of(
 def test_a_new_share_replaces_its_reason_and_no_other() -> None:
     plan = plan_of(GIB, update_rule="exact")
     moved = with_host_share(with_host_share(plan, 0.5, "first"), 0.25, "second")
-    named = [each for each in moved.reasons if each.decision.startswith(RATIO)]
+    named = [each for each in moved.reasons if each.about == "share"]
     assert [each.why for each in named] == ["second"]
-    kept = [each for each in plan.reasons if each.decision.partition(" =")[0] != RATIO]
+    kept = [each for each in plan.reasons if each.about != "share"]
     assert [each for each in moved.reasons if each not in named] == kept
 
 
