@@ -16,9 +16,6 @@ from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 
 __all__ = ["copies_as", "decided"]
 
-MUCH = 100.0
-"""A fraction of the accelerator that never stays free."""
-
 
 @contextmanager
 def copies_as(section: dict[str, Any]) -> Iterator[None]:
@@ -27,14 +24,14 @@ def copies_as(section: dict[str, Any]) -> Iterator[None]:
     hides = section.pop("hide_transfers", None)
     if hides is False:
         section.setdefault("gradients_on_host", False)
-    least = {True: -MUCH, False: MUCH}.get(hides, planner.LEAST_FREE)
+    least = {True: -1e3, False: 1e3}.get(hides, planner.LEAST_FREE)
     with patch.object(planner, "LEAST_FREE", least):
         yield
 
 
 def decided(facts: ZenFlowFacts, section: dict[str, Any], **how: Any) -> ZenFlowPlan:
     """The plan of `section`, with copies as its field says."""
-    section, refuses = dict(section), section.get("hide_transfers") is False
-    facts = replace(facts, refuses_landing=facts.refuses_landing or refuses)
+    section, hides = dict(section), section.get("hide_transfers")
     with copies_as(section):
+        facts = facts if hides is not False else replace(facts, refuses_landing=True)
         return planner.decide(facts, ZenFlowConfig(**section), **how)
