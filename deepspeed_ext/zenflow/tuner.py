@@ -407,7 +407,8 @@ class Tuner:
         if host.ranks.rank == 0:
             logger.info(f"offload_optimizer.ratio is {host.decided.host_share:.4g}: {why}")
             if host.decided.copies is not now.copies:
-                logger.info(str(host.decided.reason("copies")))
+                told = (each for each in host.decided.reasons if each.about == "copies")
+                logger.info(str(*told))
         return moved
 
     def _times(self, plan: ZenFlowPlan, probe: ThreadProbe, is_alone: bool) -> ChainTimes:

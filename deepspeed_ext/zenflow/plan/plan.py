@@ -113,14 +113,6 @@ class ZenFlowPlan:
         """What crosses the link."""
         return self.places.copies
 
-    def reason(self, about: Subject) -> Reason:
-        """Why the plan is as it is."""
-        return next(each for each in self.reasons if each.about == about)
-
-    def reasons_with(self, reason: Reason) -> tuple[Reason, ...]:
-        """The reasons with `reason` in place of the one about the same."""
-        return (*(each for each in self.reasons if each.about != reason.about), reason)
-
     @property
     def arrival(self) -> Arrival:
         """When gradients reach the ring."""

@@ -124,7 +124,7 @@ def with_copies_inside(plan: ZenFlowPlan) -> ZenFlowPlan:
     partitions = tuple(replace(each, places=places) for each in plan.partitions)
     why = "landing buffers gave way to a larger share of the optimizer"
     reason = Reason(f"copies {Copies.INSIDE_STEP.value}", why, True, "copies")
-    reasons = plan.reasons_with(reason)
+    reasons = _with_reason(plan, reason)
     return replace(plan, partitions=partitions, chunks=None, reasons=reasons)
 
 
@@ -162,9 +162,14 @@ def with_heads(plan: ZenFlowPlan, heads: Sequence[int], host_share: float, why: 
         plan,
         partitions=partitions,
         host_share=host_share,
-        reasons=plan.reasons_with(reason),
+        reasons=_with_reason(plan, reason),
         measures_share=False,
     )
+
+
+def _with_reason(plan: ZenFlowPlan, reason: Reason) -> tuple[Reason, ...]:
+    """The plan's reasons, with `reason` in place of the one about the same."""
+    return (*(each for each in plan.reasons if each.about != reason.about), reason)
 
 
 def share_reason(host_share: float, why: str, *, is_open: bool = False) -> Reason:
