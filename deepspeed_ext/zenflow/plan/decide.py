@@ -540,9 +540,8 @@ class _Choice:
         kinds = kinds_of(self.rule, self.dtypes, places)
         runs = self._on_host(partitions, host_share)
         if self.peeks:
-            most = max((run.numel for run in runs), default=0)
-            numel = min(chunk_numel(_total(runs), self.rule.block_size), most)
-            slots = weight_slots(numel, self.dtypes)
+            sizes = [run.numel for run in runs for _ in range(run.times)]
+            slots = weight_slots(sizes, self.rule.block_size, self.dtypes)
         arrays = sum(bytes_at_start(kinds.of(0, run.numel)) * run.times for run in runs)
         return arrays + bytes_at_start(slots) + sums * _total(partitions)
 

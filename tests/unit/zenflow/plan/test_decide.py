@@ -251,7 +251,7 @@ def test_where_gradients_leave_in_backward_stage_3_streams_exact_weights() -> No
     given = {"update_rule": "predictive"}
     for facts, section in ((tight, given), (roomy, {}), (facts_of(one_rank(GIB, GIB)), {})):
         assert not plan_of(facts, **section).peeks
-    host = replace(one_rank(MIB, MIB), host_free=(("machine", round(14.3 * MIB)),))
+    host = replace(one_rank(GIB, GIB), host_free=(("machine", round(14.3 * GIB)),))
     assert plan_of(facts_of(host, partitions_weights=True)).peeks, "a second slot has no room"
 
 
