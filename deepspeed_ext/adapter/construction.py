@@ -203,7 +203,6 @@ def _report(
 
 def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
     schedule = host.rule.schedule
-    interval = schedule.interval or "measured during the first steps"
     layout = host.kind.layout
     rounded = (
         ""
@@ -211,7 +210,7 @@ def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
         else f", moments in {layout.moment_dtype} (not exact)"
     )
     rule = "exact" if host.decided.streams else settings.rule
-    how = f"update_interval {interval}, {rule} rule{rounded}"
+    how = f"{rule} rule{rounded}"
     yield f"{layout.name.capitalize()} runs in a process of its own, one per rank; {how}"
     if host.decided.rule.overlapped:
         first = schedule.warm_up_steps
