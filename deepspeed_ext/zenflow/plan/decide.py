@@ -224,9 +224,8 @@ class _Choice:
         arrive during the forward."""
         config, caller = self.config, self.facts.caller
         is_open = config.rule == "predictive" and config.update_rule is None
-        leaves = config.gradients_on_host
-        if leaves is None:
-            leaves = bool(self.tight) and not config.hide_transfers
+        asked = config.gradients_on_host
+        leaves = bool(self.tight) if asked is None else asked
         return (
             is_open
             and config.overlapped
