@@ -1,0 +1,166 @@
+"""Ranks of ``deepspeed-ext verify`` in which something is wrong on purpose: each shows that a check
+can fail. They are forked: a rank starts in a tenth of a second, not in ten."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import deepspeed
+import psutil
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+
+from deepspeed_ext.commands import verify_new as verify, verify_rank
+from tests.support import ranks
+from tests.support.rank_nursery import Nursery
+
+__all__ = ["FAULTS", "PARAMETER", "forked", "left_behind", "nursery"]
+
+PARAMETER = "up.bias"
+"""What a fault is about."""
+STEP = 2
+"""The step of a fault, from 0."""
+FAULTS = {
+    "one bit": {"initialize"},
+    "gradient of a step": {"gradients"},
+    "gradients twice": {"gradients"},
+    "learning rate": {"gradients", "losses"},
+    "step twice": {"gradients", "losses"},
+    "stale weight": {"weights"},
+    "stale weight on a rank": {"weights"},
+    "not loaded": {"resume"},
+    "no optimizer state": {"resume"},
+    "a moment": {"resume"},
+    "the schedule": {"resume"},
+    "no checkpoint": {"resume"},
+    "worker unnoticed": {"worker's death"},
+    "worker waited for": {"worker's death"},
+    "ends badly": {"end"},
+    "leaves a process": {"end"},
+    "raises": {"losses"},
+    "dies": {"losses"},
+    "hangs": {"losses"},
+}
+"""What may be wrong, and the checks of which one must fail."""
+
+
+class Faulty(verify_rank.Rank):
+    """A rank with faults."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.faults, self.engines, self.micro_steps = set(json.loads(sys.argv[3])), 0, 0
+
+    def make_engine(self, model: Any) -> None:
+        self.engines += 1
+        parameters = dict(model.named_parameters())
+        if self.engines == 1 and "gradient of a step" in self.faults:
+            parameters[PARAMETER].register_hook(self._dropped)
+        for parameter in parameters.values() if "gradients twice" in self.faults else ():
+            parameter.register_hook(lambda gradient: 2 * gradient)
+        super().make_engine(model)
+        if "learning rate" in self.faults:
+            self.engine.optimizer.param_groups[0]["lr"] *= 1.5
+        if self.engines == 1 and "one bit" in self.faults:
+            weight = dict(self.engine.module.named_parameters())[PARAMETER]
+            gathered = deepspeed.zero.GatheredParameters(
+                [weight], modifier_rank=0, enabled=hasattr(weight, "ds_id")
+            )
+            with gathered, torch.no_grad():
+                weight.view(-1)[:1].view(torch.int16).add_(1)
+
+    def _dropped(self, gradient: torch.Tensor) -> torch.Tensor:
+        step = self.micro_steps // self.config["gradient_accumulation_steps"]
+        self.micro_steps += 1
+        return torch.zeros_like(gradient) if step == STEP else gradient
+
+    def step(self, number: int) -> float:
+        is_dead = number >= self.steps
+        if is_dead and "worker unnoticed" in self.faults:
+            return 0.0
+        while is_dead and "worker waited for" in self.faults:
+            time.sleep(0.1)
+        if number == STEP and self.engines == 1:
+            if "raises" in self.faults:
+                raise RuntimeError("a rank that raises")
+            if "dies" in self.faults:
+                os.kill(os.getpid(), signal.SIGKILL)
+            while "hangs" in self.faults:
+                time.sleep(0.1)
+            if "step twice" in self.faults:
+                super().step(number)
+        stale = "stale weight" in self.faults
+        stale = stale or ("stale weight on a rank" in self.faults and self.number == 1)
+        if not stale or self.engines > 1 or number < STEP:
+            return super().step(number)
+        parameter = dict(self.engine.module.named_parameters())[PARAMETER]
+        before = parameter.detach().clone()
+        loss = super().step(number)
+        parameter.data.copy_(before)
+        return loss
+
+    def load(self) -> None:
+        if "not loaded" in self.faults:
+            return
+        saved = self.folder / "saved"
+        if "no checkpoint" in self.faults and self.number == 0:
+            (saved / "saved").rename(saved / "elsewhere")
+        torch.distributed.barrier()
+        if "no optimizer state" in self.faults:
+            self.engine.load_checkpoint(str(saved), tag="saved", load_optimizer_states=False)
+            return
+        super().load()
+        if "a moment" in self.faults:
+            parameter = dict(self.engine.module.named_parameters())[PARAMETER]
+            moment = safe_get_full_optimizer_state(parameter, "exp_avg")
+            safe_set_full_optimizer_state(parameter, torch.zeros_like(moment), "exp_avg")
+        if "the schedule" in self.faults:
+            self.engine.lr_scheduler.last_batch_iteration = 0
+
+    def end(self) -> None:
+        super().end()
+        if "leaves a process" in self.faults and not os.fork():
+            time.sleep(60)
+        if "ends badly" in self.faults:
+            os._exit(7)
+
+
+def nursery() -> Nursery:
+    """The process that forks ranks. It ends with the thread that asks for it first."""
+    forks = ranks.nursery()
+    forks.load(verify_rank.__name__, __name__)
+    return forks
+
+
+def forked(*faults: str) -> Callable[[Path, dict[str, str], BinaryIO], Any]:
+    """What starts a rank with these faults; see `verify.start_rank`."""
+
+    def start(folder: Path, environment: dict[str, str], log: BinaryIO) -> Any:
+        arguments = [str(folder), str(os.getpid()), json.dumps(faults)]
+        environment = {**environment, "OMP_NUM_THREADS": "1"}
+        return nursery().start_script(__name__, arguments, environment, log, log)
+
+    return start
+
+
+def left_behind() -> list[int]:
+    """Everything that checks have started and that is still there."""
+    found: list[int] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            marked = verify.MARK in process.environ()
+            if marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+if __name__ == "__main__":
+    verify_rank.main(Faulty)
