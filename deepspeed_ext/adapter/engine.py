@@ -20,7 +20,6 @@ from deepspeed_ext.adapter.late_groups import complete_model
 from deepspeed_ext.adapter.parts import Parts, destroy_parts
 from deepspeed_ext.adapter.reached_state import EVALUATES_PREDICTED, wrap_accelerate
 from deepspeed_ext.adapter.readiness import Readiness, Work
-from deepspeed_ext.adapter.releases import manages_accumulation
 from deepspeed_ext.adapter.resharding import LoadingRun, RunLayout, only_weights
 from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
 from deepspeed_ext.adapter.stand_ins import StreamThroughputTimer, WeakEngine, held_optimizers
@@ -245,7 +244,7 @@ class Engine(EngineSettings):
             StateError: as `backward`, or there was no backward pass since the last step.
         """
         self._require(Readiness.require_states_here)
-        managed = manages_accumulation(self)
+        managed = self.managed_gradient_accumulation()
         ends_step = not managed or self.is_gradient_accumulation_boundary()
         if ends_step and (zenflow := self._parts.zenflow) is not None:
             self._parts.require_known_state(partial(zenflow.readiness.require_steppable, managed))

@@ -12,7 +12,6 @@ import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
 from deepspeed_ext.adapter.late_groups import LateGroups
-from deepspeed_ext.adapter.releases import is_at_boundary, norm_shows_overflow
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizer,
     OffloadDeviceEnum,
@@ -23,6 +22,7 @@ from deepspeed_ext.adapter.upstream import (
     all_gather_of_partitions,
     exchange_instead,
     keep_masters_on_host,
+    norm_shows_overflow,
     pins_offload_buffers,
     swapped,
 )
@@ -339,7 +339,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         if gradient is None:
             _, begin, _, numel = self.grad_position[number]
             gradient = self.get_gradient_for_reduction(param).view(-1)[begin : begin + numel]
-        adds, completes = self.micro_step_id > 0, is_at_boundary(self)
+        adds, completes = self.micro_step_id > 0, self.is_gradient_accumulation_boundary()
         with self.host_optimizer.link.deferring_errors():
             self._host_gradients.take(number, gradient, adds=adds, completes=completes)
         if not get_accelerator().is_synchronized_device():

@@ -165,8 +165,7 @@ class ZenFlowConfig(ConfigSection):
     pt_reserved_cores: ReservedCores | None = None
     """Cores kept for PyTorch; the worker gets the rest. A count of at least 1 (int), or a fraction
     of this rank's cores strictly between 0 and 1 (float). Not given: an eighth, at least 2
-    and at most 4, or half if the accelerator is the CPU. ``deepspeed-ext tune`` measures a
-    value."""
+    and at most 4, or half if the accelerator is the CPU."""
 
     pt_reserved_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = DEFAULT_RESERVED_FRACTION
     """DeepSpeed's name for ``pt_reserved_cores`` as a fraction. Ignored if it is 0 or 1, or if

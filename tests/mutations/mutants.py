@@ -44,7 +44,6 @@ MODULES = tuple(
         "commands/memory": "config_file deepspeed fit plan report setup ways",
         "config": "core_binding section zenflow zero",
         "cores": "accelerators exchange placement plan report topology",
-        "cores/tune": "sweep",
         "flatten": "exchange layout plan staging tiers",
         "gather": "launch plan",
         "runtime": "cgroup cpulist host_memory memory ranks stopwatch",

@@ -60,8 +60,6 @@ COMMANDS = {
     "--pt-reserved-cores --root --svg --tflops --tokens --write",
     "run": "--help arguments script",
     "verify": "--config --help --json --ranks --steps --timeout --upstream",
-    "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick "
-    "--ranks --update-interval",
 }
 VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
 VARIABLES += " DSEXT_VERIFY_MARK DSEXT_VERIFY_PARENT"
