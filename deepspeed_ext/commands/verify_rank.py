@@ -1,21 +1,20 @@
-"""One rank of ``deepspeed-ext verify``: trains a small model with the user's config and beside it
-plainly, resumes from a save, and loses its optimizer process.
+"""One rank of ``deepspeed-ext verify``: trains a small model with the user's config, compares it
+with plain training, resumes from a save, and loses its optimizer process.
 
 Plain training is torch's Adam over fp32 masters, with gradients averaged over the ranks: no ZeRO.
-Two of them run beside the engine. One trains by itself; losses are compared with it. The other
-takes its gradients at the engine's weights, so its masters must be the engine's even if those
-weights are predicted: the norms of gradients and each parameter's movement are compared with it.
+It takes the learning rate and loss scale of each step from the engine.
 """
 
 import hashlib
 import json
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -24,11 +23,12 @@ from torch.nn import functional
 
 import deepspeed_ext
 from deepspeed_ext.adapter import shared_buffers, upstream
-from deepspeed_ext.commands.verify_new import CHECKS, PLAN
+from deepspeed_ext.commands.verify import CHECKS, PLAN
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.config.file import section_of
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.child_process import end_with_parent
+from deepspeed_ext.runtime.words import one_line
 
 __all__ = ["Rank", "main"]
 
@@ -36,7 +36,7 @@ TOLERANCE = 0.2
 """Largest deviation from plain training: of a parameter's movement, of a gradient's norm, and of a
 loss relative to what plain training learns (at least a hundredth of the loss). Rounding in 16 bits,
 8-bit moments and prediction stay below it; one gradient dropped in a dozen is a third."""
-VOCABULARY, COMMON, TAGS, WIDTH, HIDDEN, LENGTH = 2053, 89, 61, 64, 131, 24
+VOCABULARY, COMMON, TAGS, WIDTH, HIDDEN, LENGTH = 2053, 89, 13, 64, 131, 24
 """Sizes of the model and its sequences. Tokens below COMMON follow one another by a rule."""
 
 Weights = dict[str, Tensor]
@@ -83,60 +83,60 @@ def data_of(step: int, config: Mapping[str, Any], device: Any) -> Iterator[tuple
         yield tokens.to(device), (tags % TAGS).to(device)
 
 
-class Plain:
-    """A plain training with the optimizer of `config`. All ranks step together."""
+class Step(NamedTuple):
+    """A step of the engine; the loss is the mean over ranks, the group has the learning rate."""
 
-    def __init__(self, config: Mapping[str, Any], engine: Any) -> None:
-        self.config, self.device, self.norm = config, engine.device, 0.0
-        self.clip = float(engine.gradient_clipping() or torch.inf)
-        self.model = SmallModel().to(engine.device, next(engine.module.parameters()).dtype)
-        self.named = dict(self.model.named_parameters())
-        self.masters = {name: p.detach().float().clone() for name, p in self.named.items()}
-        params = section_of(config["optimizer"], "params")
-        is_adamw = config["optimizer"]["type"].lower() == "adamw" or params.get("adam_w_mode", True)
-        # without a value in the config, DeepSpeed's own Adams decay by 0, torch's AdamW by 0.01
-        given = {} if params.get("torch_adam") else {"weight_decay": 0.0}
-        names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-        given |= {name: params[name] for name in names if name in params}
-        kind = torch.optim.AdamW if is_adamw else torch.optim.Adam
-        self.optimizer = kind(list(self.masters.values()), **given)
+    loss: float
+    norm: float
+    is_skipped: bool
+    loss_scale: float
+    group: dict[str, Any]
 
-    @torch.no_grad()
-    def set_weights(self, weights: Weights) -> None:
-        """Take the next gradients at these weights."""
-        for name, param in self.named.items():
-            param.copy_(weights[name])
 
-    def take_gradients(self, step: int, scale: float) -> float:
-        """Take a step's gradients; return this rank's mean loss.
-
-        Args:
-            scale: the loss scale, which keeps gradients in fp16 from becoming 0.
-        """
-        grads = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        losses = []
-        for batch in data_of(step, self.config, self.device):
-            loss = self.model(*batch)
-            (loss * scale).backward()
-            losses.append(loss.item())
-            for name, param in self.named.items():
-                grads[name] += param.grad / scale
+def train_plainly(
+    config: Mapping[str, Any], engine: Any, steps: list[Step]
+) -> tuple[list[float], list[float], Weights]:
+    """Train as many steps plainly, all ranks together; return the mean loss and the gradient norm
+    of each, and the masters after the last."""
+    model, count = SmallModel(), config["gradient_accumulation_steps"] * dist.get_world_size()
+    model.to(engine.device, next(engine.module.parameters()).dtype)
+    masters = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+    optimizer = _adam(config["optimizer"], list(masters.values()))
+    losses, norms, clip = list[float](), list[float](), float(engine.gradient_clipping() or 0.0)
+    for number, step in enumerate(steps):
+        optimizer.param_groups[0].update(lr=step.group["lr"], betas=step.group["betas"])
+        sums = {name: torch.zeros_like(master) for name, master in masters.items()}
+        loss_sum = torch.zeros((), device=engine.device)
+        for batch in data_of(number, config, engine.device):
+            loss = model(*batch)
+            (loss * step.loss_scale).backward()
+            loss_sum += loss.detach() / count
+            for name, param in model.named_parameters():
+                sums[name] += param.grad / (step.loss_scale * count)
                 param.grad = None
-        for name, grad in grads.items():
-            dist.all_reduce(grad)
-            self.masters[name].grad = grad / (len(losses) * dist.get_world_size())
-        norms = [m.grad.norm() for m in self.masters.values() if m.grad is not None]
-        self.norm = float(torch.stack(norms).norm())
-        return sum(losses) / len(losses)
+        for total in (loss_sum, *sums.values()):
+            dist.all_reduce(total)
+        losses.append(float(loss_sum))
+        norm = float(torch.stack([total.norm() for total in sums.values()]).norm())
+        norms.append(norm if math.isfinite(norm) else math.inf)
+        for name, master in masters.items():
+            master.grad = sums[name] * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
+        if not step.is_skipped:
+            optimizer.step()
+        for name, param in model.named_parameters():
+            param.data.copy_(masters[name])
+    return losses, norms, {name: master.cpu() for name, master in masters.items()}
 
-    def step(self, group: Mapping[str, Any]) -> None:
-        """Step with these gradients, clipped, and the learning rate and betas of `group`."""
-        self.optimizer.param_groups[0].update(lr=group["lr"], betas=group["betas"])
-        for master in self.masters.values():
-            if master.grad is not None:
-                master.grad *= min(1.0, self.clip / (self.norm + 1e-6))
-        self.optimizer.step()
-        self.set_weights(self.masters)
+
+def _adam(section: Mapping[str, Any], masters: list[Tensor]) -> torch.optim.Optimizer:
+    """torch's Adam or AdamW with the arguments of the config's ``optimizer`` section."""
+    params = section_of(section, "params")
+    is_adamw = section["type"].lower() == "adamw" or params.get("adam_w_mode", True)
+    # without a value in the config, DeepSpeed's own Adams decay by 0, torch's AdamW by 0.01
+    given: dict[str, Any] = {} if params.get("torch_adam") else {"weight_decay": 0.0}
+    names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
+    given |= {name: params[name] for name in names if name in params}
+    return (torch.optim.AdamW if is_adamw else torch.optim.Adam)(masters, **given)
 
 
 class Rank:
@@ -153,13 +153,13 @@ class Rank:
 
     def run(self) -> None:
         """Make every check; the first that raises ends the rank."""
-        parts = self.initialize, self.losses, self.gradients, self.weights, self.resume, self.death
+        parts = self.initialize, self.training, self.weights, self.resume, self.death
         for name, part in zip(CHECKS, parts, strict=True):
             self._write(stage=name)
             try:
                 self.results["checks"][name] = part()
             except BaseException as error:
-                self.results["checks"][name] = "FAIL", _one_line(error)
+                self.results["checks"][name] = "FAIL", one_line(error)[:600]
                 self._write(error=[kind.__name__ for kind in type(error).__mro__])
                 raise
         self._write(stage="end")
@@ -220,76 +220,55 @@ class Rank:
             loss = self.engine(*batch)
             self.engine.backward(loss)
             self.engine.step()
-            losses.append(loss.item())
-        return self._mean(sum(losses) / len(losses))
-
-    def _mean(self, loss: float) -> float:
-        total = torch.tensor(loss, device=self.engine.device)
-        dist.all_reduce(total)
+            losses.append(loss.detach().float())
+        dist.all_reduce(total := torch.stack(losses).mean())
         return float(total) / dist.get_world_size()
 
-    def losses(self) -> Verdict:
-        """The losses are those of plain training."""
-        why = self._why_not_comparable()
-        plain = [Plain(self.config, self.engine) for _ in range(0 if why else 2)]
-        self.own, self.plain, self.norms = list[float](), list[float](), list[tuple[float, float]]()
-        for step in range(self.steps):
-            if step == self.save_after:
+    def training(self) -> Verdict:
+        """Losses, norms of gradients and movements of parameters are those of plain training."""
+        self.own: list[Step] = []
+        for number in range(self.steps):
+            if number == self.save_after:
                 self.engine.save_checkpoint(str(self.folder / "saved"), tag="saved")
                 self.middle = self.state()
             optimizer = self.engine.optimizer
-            scale = float(getattr(optimizer, "loss_scale", getattr(optimizer, "cur_scale", 1.0)))
-            group = dict(optimizer.param_groups[0])  # with the learning rate of this step
-            for training in plain[1:]:
-                training.set_weights(self.state()[0])
-            self.own.append(self.step(step))
-            is_skipped = getattr(optimizer, "overflow", False)
-            losses = [self._mean(training.take_gradients(step, scale)) for training in plain]
-            self.plain += losses[:1]
-            norm = torch.inf if is_skipped else self.engine.get_global_grad_norm()
-            self.norms += [(float(norm), each.norm) for each in plain[1:] if norm is not None]
-            for training in plain if not is_skipped else []:
-                training.step(group)
-        self.following = plain[1] if plain else None
-        what = f"{self.own[0]:.4f} -> {self.own[-1]:.4f}"
-        if why:
-            return "SKIPPED", f"{what}; {why}"
-        learned = max(self.plain[0] - min(self.plain), 0.01 * self.plain[0])
-        apart = [abs(a - b) / learned for a, b in zip(self.own, self.plain, strict=True)]
-        worst = max(range(self.steps), key=lambda step: apart[step])
-        what += f", plain {self.plain[0]:.4f} -> {self.plain[-1]:.4f}; largest difference "
-        what += f"{apart[worst]:.1%} of what plain training learns, at step {worst + 1}"
-        return _verdict("" if all(each <= TOLERANCE for each in apart) else what, what)
+            scale = getattr(optimizer, "loss_scale", getattr(optimizer, "cur_scale", 1.0))
+            group, loss = dict(optimizer.param_groups[0]), self.step(number)
+            norm = self.engine.get_global_grad_norm()
+            is_skipped = bool(getattr(optimizer, "overflow", False))
+            norm = math.inf if is_skipped else math.nan if norm is None else float(norm)
+            self.own.append(Step(loss, norm, is_skipped, float(scale), group))
+        self.last = self.state()
+        moved = {name: (w - self.first[name]).norm() for name, w in self.last[1].items()}
+        what = f"{self.own[0].loss:.4f} -> {self.own[-1].loss:.4f}"
+        if still := [name for name, length in moved.items() if not 0 < length < math.inf]:
+            return "FAIL", f"{what}; parameters that do not move: {_listed(still)}"
+        if why := self._why_not_comparable():
+            return "PASS", f"{what}; all {len(moved)} parameters move; {why}"
+        losses, norms, masters = train_plainly(self.config, self.engine, self.own)
+        learned = max(losses[0] - min(losses), 0.01 * losses[0])
+        apart = {}
+        for number, (step, loss, norm) in enumerate(zip(self.own, losses, norms, strict=True), 1):
+            apart[f"the loss of step {number}"] = abs(step.loss - loss) / learned
+            if not math.isnan(step.norm) and step.norm != norm:
+                apart[f"the gradient's norm in step {number}"] = abs(step.norm / norm - 1.0)
+        for name, plain in masters.items():
+            length = float((plain - self.first[name]).norm())
+            apart[f"the movement of {name}"] = float((self.last[1][name] - plain).norm()) / length
+        wrong = _listed(f"{name} ({d:.0%})" for name, d in apart.items() if not d <= TOLERANCE)
+        worst = max(apart, key=lambda name: apart[name])
+        what += f", plain {losses[0]:.4f} -> {losses[-1]:.4f}; deviations from plain training: "
+        return _verdict(wrong and what + wrong, f"{what}at most {apart[worst]:.1%}, of {worst}")
 
     def _why_not_comparable(self) -> str:
+        """Why there is no plain training; empty: there is."""
         name, params = self.config["optimizer"]["type"], self.config["optimizer"].get("params", {})
+        low = any("master_weights_and_grads" in str(self.config.get(k)) for k in ("bf16", "fp16"))
         if self.zenflow is not None and self.zenflow.rule == "selective":
-            return "the selective rule defers most updates, by design; the predictive one does not"
-        if any(section_of(self.config, k).get(f"{k}_master_weights_and_grads") for k in ("bf16", "fp16")):
-            return "without fp32 masters nothing can be compared"
-        is_adam = name.lower() in ("adam", "adamw") and params.get("bias_correction", True)
-        return "" if is_adam else f"torch has no such {name} to compare with"
-
-    def gradients(self) -> Verdict:
-        """Every parameter moves as in plain training: no gradient is dropped or used twice."""
-        self.last = self.state()
-        still = [n for n, w in self.last[1].items() if not 0 < (w - self.first[n]).norm() < torch.inf]
-        if still or self.following is None:
-            wrong = f"parameters that do not move: {_listed(still)}" if still else ""
-            return _verdict(wrong, f"all {len(self.first)} parameters move")
-        apart = {}
-        for name, plain in self.following.masters.items():
-            distance = float((self.last[1][name] - plain.cpu()).norm())
-            apart[name] = distance / float((plain.cpu() - self.first[name]).norm())
-        wrong = _listed(f"{name} ({d:.0%})" for name, d in apart.items() if not d <= TOLERANCE)
-        for step, (norm, plain) in enumerate(self.norms):
-            if norm != plain and not abs(norm - plain) <= TOLERANCE * plain:
-                wrong += f" the norm of step {step + 1}'s gradient ({norm:.4g}, plain {plain:.4g})"
-                break
-        worst = max(apart, key=lambda name: apart[name])
-        what = f"{len(apart)} parameters move as in plain training; largest deviation "
-        what += f"{apart[worst]:.1%} of the movement ({worst})"
-        return _verdict(f"unlike plain training: {wrong}" if wrong else "", what)
+            return "not compared: the selective rule defers most updates by design"
+        if low or name.lower() not in ("adam", "adamw") or not params.get("bias_correction", True):
+            return f"not compared: torch has no such {name}"
+        return ""
 
     def weights(self) -> Verdict:
         """The weights follow their masters, and are the same on all ranks."""
@@ -299,18 +278,19 @@ class Rank:
         torch.distributed.all_gather_object(ranks, sums)
         if divided := [name for name in sums if any(rank[name] != sums[name] for rank in ranks)]:
             return "FAIL", f"the ranks hold different values of {_listed(divided)}"
-        what, stale = "equal on all ranks", []
         is_quantized = section_of(self.config, "zero_optimization").get("zero_quantized_weights")
         is_exact = not is_quantized and not (self.zenflow is not None and self.zenflow.overlapped)
+        wrong = []
         for name, weight in weights.items():
             rounded, before = (m[name].to(self.dtype).float() for m in (masters, old_masters))
-            if is_exact and not torch.equal(weight, rounded):
-                stale.append(name)
-            # a weight that is no longer written stands still while its master moves
-            elif 2 * (rounded != before).sum() > weight.numel() and torch.equal(weight, old[name]):
-                stale.append(name)
-        what = f"the fp32 masters, rounded, to the bit, and {what}" if is_exact else what
-        return _verdict(f"do not follow their masters: {_listed(stale)}" if stale else "", what)
+            is_same = torch.equal(weight, rounded if is_exact else old[name])
+            # a predicted weight that is no longer written stands still while its master moves
+            moves = 2 * int((rounded != before).sum()) > weight.numel()
+            if not is_same if is_exact else is_same and moves:
+                wrong.append(name)
+        what = "the fp32 masters, rounded, to the bit, and " if is_exact else ""
+        wrong_ones = f"do not follow their masters: {_listed(wrong)}" if wrong else ""
+        return _verdict(wrong_ones, f"{what}equal on all ranks")
 
     def resume(self) -> Verdict:
         """A new engine that loads the checkpoint takes bitwise the same steps."""
@@ -319,7 +299,7 @@ class Rank:
         self.load()
         again = [self.step(step) for step in range(self.save_after, self.steps)]
         pairs = zip(again, self.own[self.save_after :], strict=True)
-        losses, after = sum(one != other for one, other in pairs), self.state()
+        losses, after = sum(loss != step.loss for loss, step in pairs), self.state()
         counts = [
             sum(int((now[name] != value).sum()) for name, value in before.items())
             for before, now in zip(self.last, after, strict=True)
@@ -359,7 +339,7 @@ class Rank:
                 self.step(self.steps + step)
         except Exception as error:
             seconds = time.monotonic() - begin
-            return "PASS", f"an error on every rank in {seconds:.1f} s: {_one_line(error, 160)}"
+            return "PASS", f"an error on every rank in {seconds:.1f} s: {one_line(error)[:160]}"
         return "FAIL", f"{most} more steps without an error: they trained without it"
 
     def end(self) -> None:
@@ -370,10 +350,6 @@ class Rank:
 
 def _verdict(wrong: str, right: str) -> Verdict:
     return ("FAIL", wrong) if wrong else ("PASS", right)
-
-
-def _one_line(error: BaseException, length: int = 600) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:length]}"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -12,12 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from deepspeed_ext.commands import doctor
+from deepspeed_ext.commands import doctor, verify
 from deepspeed_ext.commands import main as cli
-from deepspeed_ext.commands.verify import checks as verdicts
-from deepspeed_ext.commands.verify import command as verify_command
-from deepspeed_ext.commands.verify.command import Outcome
-from deepspeed_ext.commands.verify.config import plan_check
 from tests.fuzz import trees, values
 from tests.fuzz.target import Parts, Target
 
@@ -44,10 +40,10 @@ OPTIONS = {
         "--svg",
     ),
     "doctor": ("--json",),
-    "verify": ("--config", "--ranks", "--steps", "--upstream", "--timeout", "--json"),
+    "verify": ("--config", "--ranks", "--steps", "--timeout", "--json"),
     "run": ("nothing.py", "fifo", "folder", "loop", "--"),
 }
-FLAGS = ("--json", "--quick", "--upstream", "nothing.py", "fifo", "folder", "loop", "--")
+FLAGS = ("--json", "--quick", "nothing.py", "fifo", "folder", "loop", "--")
 LISTS = ("0", "0-3", "0,2", "1-2", *trees.CPU_LISTS)
 FILES = (
     "a.svg",
@@ -122,12 +118,11 @@ def run(parts: Parts, folder: Path) -> None:
 def call(argv: list[str]) -> tuple[Any, str, str]:
     """(status, stdout, stderr) of a command, without the measurements that take minutes."""
     out, err = io.StringIO(), io.StringIO()
-    checks = [doctor.Check("a check", "ok", "fine")]
-    plan = plan_check({"train_batch_size": 2}, 2, None, False, "scratch")
-    verified = Outcome(plan, [verdicts.Check("a check", "PASS", "fine")], "")
+    checks = [doctor.Check("ok", "fine", name="a check")]
+    verified = verify.Report(2, 12, [], {"a check": ("PASS", "fine")}, [], "")
     with (
         mock.patch.object(doctor, "examine", return_value=checks),
-        mock.patch.object(verify_command, "verify", return_value=verified),
+        mock.patch.object(verify, "verify", return_value=verified),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

@@ -6,6 +6,7 @@ ends all that they have started, and reports. Each rank writes its verdicts to a
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import psutil
 
-from deepspeed_ext.config.file import read_json, section_of
+from deepspeed_ext.config.file import count_in, read_json, section_of
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.child_process import python_command
 from deepspeed_ext.runtime.log import logger
@@ -28,7 +29,7 @@ from deepspeed_ext.runtime.words import counted
 
 __all__ = ["CHECKS", "MARK", "PLAN", "Report", "checked_config", "run_from_cli", "verify"]
 
-CHECKS = ("initialize", "losses", "gradients", "weights", "resume", "worker's death")
+CHECKS = ("initialize", "training", "weights", "resume", "worker's death")
 PLAN = "plan.json"
 """File with the config of the check and its number of steps, in the folder of the check."""
 MARK = "DSEXT_VERIFY"
@@ -37,41 +38,29 @@ GRACE_SECONDS, END_SECONDS = 60.0, 10.0
 """Time for all ranks to end after one has failed or an optimizer process was killed; and for what
 they have started to end after them."""
 STEPS, WARM_UP, MOST_BATCH = 12, 3, 8
-LEFT_OUT = frozenset(
+LEFT_OUT = (
     "tensorboard wandb csv_monitor comet flops_profiler comms_logger autotuning elasticity nebula "
     "curriculum_learning data_efficiency compression_training eigenvalue progressive_layer_drop "
-    "tensor_parallel sequence_parallel_size pipeline load_universal train_batch_size".split()
+    "tensor_parallel sequence_parallel_size pipeline load_universal train_batch_size"
 )
 """Fields that write outside the check's folder, or are about the user's data, model and cluster."""
-AUTO = {
-    "lr": 5e-5,
-    "betas": [0.9, 0.999],
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "warmup_min_lr": 0.0,
-    "warmup_max_lr": 5e-5,
-    "warmup_num_steps": 0,
-    "total_num_steps": 1000,
-    "gradient_clipping": 1.0,
-}
+ADAMW = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+SCHEDULE = {"warmup_min_lr": 0.0, "warmup_max_lr": 5e-5, "warmup_num_steps": 0}
+AUTO: dict[str, Any] = {**ADAMW, **SCHEDULE, "total_num_steps": 1000, "bf16.enabled": True}
 """What the Hugging Face Trainer fills in for "auto"; other fields get DeepSpeed's default."""
-REFUSALS = frozenset(
-    "ValueError TypeError KeyError AssertionError NotImplementedError DeepSpeedConfigError".split()
-)
+REFUSALS = {
+    "ValueError",
+    "TypeError",
+    "KeyError",
+    "AssertionError",
+    "NotImplementedError",
+    "DeepSpeedConfigError",
+}
 """Exceptions with which DeepSpeed and this package refuse a config."""
-WARNING = re.compile(r"\[WARNING\] \[deepspeed_ext\] (.*)")
-"""A line of this package's logger."""
 
 
 class Report(NamedTuple):
-    """The result of a check.
-
-    Attributes:
-        changes: differences of the check's config from the user's.
-        checks: status (PASS, FAIL or SKIPPED) and detail by the name of the check.
-        warnings: what this package warned of on any rank.
-        output: the last output of a failed rank.
-    """
+    """The result of a check: status (PASS, FAIL or SKIPPED) and detail by the name of the check."""
 
     ranks: int
     steps: int
@@ -82,18 +71,20 @@ class Report(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed; a skipped one has not."""
+        """Whether no check failed."""
         return all(status != "FAIL" for status, _ in self.checks.values())
 
     def as_text(self) -> str:
-        """For people: the changes, a line per check, the warnings and the output."""
+        """Differences from the config, a line per check, warnings, and a failed rank's output."""
         lines = [f"{counted(self.ranks, 'rank')}, {counted(self.steps, 'step')}"]
         lines += [f"  changed for the check: {change}" for change in self.changes]
         lines += [f"{status:<7}  {name:<14}  {d}" for name, (status, d) in self.checks.items()]
         lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"  | {line}" for line in self.output.splitlines()]
         failed = sum(status == "FAIL" for status, _ in self.checks.values())
-        return "\n".join([*lines, f"{failed or 'none'} of {len(self.checks)} checks failed"])
+        end = f"{failed} of {len(self.checks)} checks failed" if failed else "nothing failed"
+        warned = f", {counted(len(self.warnings), 'warning')}" if self.warnings else ""
+        return "\n".join([*lines, end + warned])
 
 
 def run_from_cli(arguments: Namespace) -> tuple[str, bool]:
@@ -106,13 +97,11 @@ def run_from_cli(arguments: Namespace) -> tuple[str, bool]:
 
     config, count = read_json(arguments.config), accelerators.count()
     if arguments.ranks is not None and 0 < count < arguments.ranks:
-        raise ConfigError(
-            f"--ranks {arguments.ranks}: this machine has {counted(count, 'accelerator')}, and "
-            "each rank needs one"
-        )
+        has = f"this machine has {counted(count, 'accelerator')}, and each rank needs one"
+        raise ConfigError(f"--ranks {arguments.ranks}: {has}")
     report = verify(config, arguments.ranks or count or 2, arguments.steps, arguments.timeout)
     if arguments.json:
-        rows = report._asdict() | {"config": arguments.config, "passed": report.passed}
+        rows = {"config": arguments.config, "passed": report.passed, **report._asdict()}
         return json.dumps(rows, indent=2), report.passed
     return f"{arguments.config}: {report.as_text()}", report.passed
 
@@ -127,28 +116,37 @@ def checked_config(
         steps: the user's choice; None: as many as the config needs.
     """
     changes: list[str] = []
-    config = _filled(user, "", changes)
-    config |= {"steps_per_print": 10**9, "wall_clock_breakdown": False}
-    for name, default in {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}.items():
-        given = config.get(name, default)
-        config[name] = min(given, MOST_BATCH) if isinstance(given, int) else given
+    config = _filled(user, "", changes) | {"steps_per_print": 10**9}
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    total, step = (
+        count_in(user, "train_batch_size"),
+        math.prod(count_in(user, n) or 1 for n in sizes),
+    )
+    if (total or step) % step:
+        raise ConfigError(
+            f"train_batch_size {total} is not a multiple of {' x '.join(sizes)} = {step}"
+        )
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(user):
+        raise ConfigError(
+            "set train_batch_size or train_micro_batch_size_per_gpu: DeepSpeed needs one"
+        )
+    for name, default in sizes.items():
+        config[name] = min(count_in(user, name) or default, MOST_BATCH)
         if config[name] != user.get(name):
             changes.append(f"{name}: {config[name]}")
-    zero = section_of(config, "zero_optimization")
+    zero, interval = section_of(config, "zero_optimization"), 1
     for name in ("offload_param", "offload_optimizer"):
-        if "nvme_path" in (offload := section_of(zero, name)):
-            offload["nvme_path"] = folder
-    is_offloaded = section_of(zero, "offload_optimizer").get("device", "none") != "none"
+        if "nvme_path" in section_of(zero, name):
+            zero[name]["nvme_path"] = folder
     if not section_of(config, "optimizer"):
         # torch's, as the Trainer passes it; under offload Accelerate makes it DeepSpeed's CPU Adam
-        params = {name: AUTO[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        params["torch_adam"] = not is_offloaded
+        is_offloaded = section_of(zero, "offload_optimizer").get("device", "none") != "none"
+        params = {**ADAMW, "torch_adam": not is_offloaded}
         config["optimizer"] = {"type": "AdamW", "params": params}
-        changes.append(f"the config has no optimizer: AdamW with lr {AUTO['lr']}")
+        changes.append(f"the config has no optimizer: AdamW with lr {ADAMW['lr']}")
     elif not isinstance(config["optimizer"].get("type"), str):
         raise ConfigError("optimizer.type: expected a name, such as AdamW, got none")
-    interval = 1
-    if zenflow := section_of(zero, "zenflow"):
+    if (zenflow := section_of(zero, "zenflow")) or zero.get("zenflow") == {}:
         warm_up = zenflow.get("full_warm_up_rounds", WARM_UP + 1)
         if isinstance(warm_up, int) and warm_up > WARM_UP:
             zenflow["full_warm_up_rounds"] = WARM_UP
@@ -159,18 +157,18 @@ def checked_config(
 
 
 def _filled(section: Mapping[str, Any], where: str, changes: list[str]) -> dict[str, Any]:
-    """A copy of a section without the fields that are left out, and with a value for each "auto"."""
-    filled = {}
+    """A copy of a section without fields that are left out, and with a value for each "auto"."""
+    filled: dict[str, Any] = {}
     for name, value in section.items():
-        if name in LEFT_OUT:
+        if name in LEFT_OUT.split():
             changes.append(f"{where}{name} is left out")
         elif isinstance(value, Mapping):
             filled[name] = _filled(value, f"{where}{name}.", changes)
         elif value != "auto":
             filled[name] = value
-        elif name in AUTO or (name == "enabled" and where == "bf16."):
-            filled[name] = AUTO.get(name, True)
-            changes.append(f"{where}{name}: {filled[name]} in place of auto")
+        elif (key := name if name in AUTO else f"{where}{name}") in AUTO:
+            filled[name] = AUTO[key]
+            changes.append(f"{where}{name}: {AUTO[key]} in place of auto")
         else:
             changes.append(f"{where}{name}: DeepSpeed's default in place of auto")
     return filled
@@ -178,18 +176,13 @@ def _filled(section: Mapping[str, Any], where: str, changes: list[str]) -> dict[
 
 def start_rank(folder: Path, environment: dict[str, str], log: BinaryIO) -> Any:
     """Start a rank with `log` as its output."""
-    return subprocess.Popen(
-        python_command("deepspeed_ext.commands.verify_rank", str(folder), str(os.getpid())),
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    command = python_command("deepspeed_ext.commands.verify_rank", str(folder), str(os.getpid()))
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
 
 def verify(
-    user: dict[str, Any],
+    user: Mapping[str, Any],
     ranks: int,
     steps: int | None = None,
     limit_seconds: float = 600.0,
@@ -204,11 +197,10 @@ def verify(
     Raises:
         ConfigError: DeepSpeed or this package refuses the config.
     """
-    came, processes = list[int](), list[Any]()
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        if before[number] is not signal.SIG_IGN:  # nohup ignores SIGHUP
+    came, processes, why = list[int](), list[Any](), ""
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, frame: came.append(number))
     try:
         with tempfile.TemporaryDirectory("", "dsext-verify-", ignore_cleanup_errors=True) as name:
@@ -220,18 +212,18 @@ def verify(
                     with (folder / f"{rank}.log").open("wb") as log:
                         processes.append(start(folder, _environment(folder, rank, ranks), log))
                 why = _wait(folder, processes, limit_seconds, came)
-            finally:
                 statuses = [process.poll() for process in processes]
-                left = _end(folder, processes)
-            checks = {} if came else _merged(folder, statuses, why or left)
+            finally:
+                why = _end(folder, processes) or why
+            checks = {} if came else _merged(folder, statuses, why)
             logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(ranks)]
     finally:
-        for number in numbers:
-            signal.signal(number, before[number] or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
     if came:
         raise SystemExit(128 + came[0])
-    warnings = list(dict.fromkeys(each for log in logs for each in WARNING.findall(log)))
-    report = Report(ranks, steps, changes, checks, warnings, "")
+    warnings = re.findall(r"\[WARNING\] \[deepspeed_ext\] (.*)", "\n".join(logs))
+    report = Report(ranks, steps, changes, checks, list(dict.fromkeys(warnings)), "")
     rank = next((rank for rank, status in enumerate(statuses) if status != 0), 0)
     output = f"output of rank {rank}:\n{logs[rank][-2000:].strip()}"
     return report if report.passed else report._replace(output=output)
@@ -254,7 +246,7 @@ def _results(folder: Path, rank: int) -> dict[str, Any]:
 
 def _wait(folder: Path, processes: list[Any], limit_seconds: float, came: list[int]) -> str:
     """Wait until all ranks have ended, or a signal has come; return why they have not ended."""
-    deadline, why, stage = time.monotonic() + limit_seconds, f"within {limit_seconds:.0f} s", ""
+    deadline, why, stage = time.monotonic() + limit_seconds, f"in {limit_seconds:.0f} s", ""
     while None in (statuses := [process.poll() for process in processes]) and not came:
         if stage != (reached := _results(folder, 0)["stage"]):
             stage = reached
@@ -262,7 +254,7 @@ def _wait(folder: Path, processes: list[Any], limit_seconds: float, came: list[i
         grace = time.monotonic() + GRACE_SECONDS
         if (any(statuses) or stage == CHECKS[-1]) and grace < deadline:
             what = "one of them failed" if any(statuses) else "an optimizer process was killed"
-            deadline, why = grace, f"within {GRACE_SECONDS:.0f} s after {what}"
+            deadline, why = grace, f"in {GRACE_SECONDS:.0f} s after {what}"
         if time.monotonic() > deadline:
             return f"not all ranks ended {why}"
         time.sleep(0.05)
@@ -281,27 +273,27 @@ def _alive(folder: Path) -> list[psutil.Process]:
 
 
 def _end(folder: Path, processes: list[Any]) -> str:
-    """End all processes of a check; return which outlived the ranks, if those ended by
-    themselves."""
-    is_over, deadline = None not in [each.poll() for each in processes], time.monotonic() + END_SECONDS
-    while is_over and _alive(folder) and time.monotonic() < deadline:
+    """End all processes of a check; say so if some outlived ranks that ended by themselves."""
+    deadline = time.monotonic() + END_SECONDS
+    have_ended = None not in [process.poll() for process in processes]
+    while have_ended and _alive(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = _alive(folder)
     for process in left:
         with suppress(psutil.Error):
             process.kill()
-    for process in processes:
+    for rank in processes:
         with suppress(subprocess.TimeoutExpired):  # stuck in the kernel: it dies afterwards
-            process.wait(END_SECONDS)
+            rank.wait(END_SECONDS)
     psutil.wait_procs(left, END_SECONDS)
-    return f"{counted(len(left), 'process')} outlived the ranks" if is_over and left else ""
+    return f"{len(left)} processes outlived the ranks" if have_ended and left else ""
 
 
 def _merged(folder: Path, statuses: list[int | None], why: str) -> dict[str, tuple[str, str]]:
     """Merge the ranks' verdicts: a check has passed if it has on every rank.
 
     Args:
-        why: why the ranks did not end; empty: they did.
+        why: what is wrong with how the processes ended; empty: nothing.
 
     Raises:
         ConfigError: `initialize` refused the config.
