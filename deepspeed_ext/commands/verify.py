@@ -37,7 +37,7 @@ MARK = "DSEXT_VERIFY"
 GRACE_SECONDS, END_SECONDS = 60.0, 10.0
 """Time for all ranks to end after one has failed or an optimizer process was killed; and for what
 they have started to end after them."""
-STEPS, WARM_UP, MOST_BATCH = 12, 3, 8
+STEPS, WARM_UP, MOST_BATCH = 8, 2, 8
 LEFT_OUT = (
     "tensorboard wandb csv_monitor comet flops_profiler comms_logger autotuning elasticity nebula "
     "curriculum_learning data_efficiency compression_training eigenvalue progressive_layer_drop "
@@ -152,7 +152,7 @@ def checked_config(
             zenflow["full_warm_up_rounds"] = WARM_UP
             changes.append(f"zenflow.full_warm_up_rounds: {WARM_UP}")
         interval = zenflow.get("update_interval", 1)
-    needed = STEPS + 4 * interval if isinstance(interval, int) else 3 * STEPS
+    needed = STEPS + 4 * (interval - 1 if isinstance(interval, int) else 8)
     return config, steps or needed, changes
 
 

@@ -32,11 +32,11 @@ from deepspeed_ext.runtime.words import one_line
 
 __all__ = ["Rank", "main"]
 
-TOLERANCE = 0.2
+TOLERANCE = 0.1
 """Largest deviation from plain training: of a parameter's movement, of a gradient's norm, and of a
 loss relative to what plain training learns (at least a hundredth of the loss). Rounding in 16 bits,
-8-bit moments and prediction stay below it; one gradient dropped in a dozen is a third."""
-VOCABULARY, COMMON, TAGS, WIDTH, HIDDEN, LENGTH = 2053, 89, 13, 64, 131, 24
+8-bit moments and prediction stay below half of it; one gradient dropped in eight steps is 0.15."""
+VOCABULARY, COMMON, WIDTH, HIDDEN, LENGTH = 2053, 89, 64, 131, 24
 """Sizes of the model and its sequences. Tokens below COMMON follow one another by a rule."""
 
 Weights = dict[str, Tensor]
@@ -46,41 +46,40 @@ Verdict = tuple[str, str]
 
 
 class SmallModel(nn.Module):
-    """Predicts the next token. It has parameters of one element and of three dimensions, odd sizes,
-    a tied head, and rows that get no gradient in most steps."""
+    """Predicts the next token. It has parameters of one element and of three dimensions, odd sizes
+    and a tied head."""
 
     def __init__(self, seed: int = 20) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.embedding, self.tags = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TAGS, WIDTH)
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
             self.mix = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, bias=False)
             self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
             self.norm, self.gain = nn.LayerNorm(WIDTH), nn.Parameter(torch.full((1,), 1.5))
             self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
             self.head.weight = self.embedding.weight
-            for embedding in (self.embedding, self.tags):
-                nn.init.normal_(embedding.weight, std=0.1)
+            nn.init.normal_(self.embedding.weight, std=0.1)
 
-    def forward(self, tokens: Tensor, tags: Tensor) -> Tensor:
-        """tokens: [batch, LENGTH], tags: [batch, 1], int64. Returns the mean cross-entropy."""
-        x = self.embedding(tokens) + self.tags(tags)
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: [batch, LENGTH], int64. Returns the mean cross-entropy."""
+        x = self.embedding(tokens)
         x = x + self.mix(functional.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
         x = x + self.down(functional.gelu(self.up(x)))
         logits = self.head(self.norm(x) * self.gain)[:, :-1].float()
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def data_of(step: int, config: Mapping[str, Any], device: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and tags of each micro-step of a step on this rank."""
+def data_of(step: int, config: Mapping[str, Any], device: Any) -> Iterator[Tensor]:
+    """Tokens of each micro-step of a step on this rank: [batch, LENGTH]."""
     draw = torch.Generator().manual_seed(1 + step * 4096 + dist.get_rank())
     count = config["train_micro_batch_size_per_gpu"]
     for _ in range(config["gradient_accumulation_steps"]):
-        first, tags = torch.randint(2**20, (2, count, 1), generator=draw)
+        first = torch.randint(COMMON, (count, 1), generator=draw)
         rare = torch.randint(COMMON, VOCABULARY, (count, LENGTH), generator=draw)
         tokens = (first + 7 * torch.arange(LENGTH)) % COMMON
-        tokens = torch.where(torch.rand(count, LENGTH, generator=draw) < 0.1, rare, tokens)
-        yield tokens.to(device), (tags % TAGS).to(device)
+        is_rare = torch.rand(count, LENGTH, generator=draw) < 0.1
+        yield torch.where(is_rare, rare, tokens).to(device)
 
 
 class Step(NamedTuple):
@@ -107,8 +106,8 @@ def train_plainly(
         optimizer.param_groups[0].update(lr=step.group["lr"], betas=step.group["betas"])
         sums = {name: torch.zeros_like(master) for name, master in masters.items()}
         loss_sum = torch.zeros((), device=engine.device)
-        for batch in data_of(number, config, engine.device):
-            loss = model(*batch)
+        for tokens in data_of(number, config, engine.device):
+            loss = model(tokens)
             (loss * step.loss_scale).backward()
             loss_sum += loss.detach() / count
             for name, param in model.named_parameters():
@@ -216,8 +215,8 @@ class Rank:
     def step(self, number: int) -> float:
         """Take an optimizer step; return the mean loss of all ranks."""
         losses = []
-        for batch in data_of(number, self.config, self.engine.device):
-            loss = self.engine(*batch)
+        for tokens in data_of(number, self.config, self.engine.device):
+            loss = self.engine(tokens)
             self.engine.backward(loss)
             self.engine.step()
             losses.append(loss.detach().float())
