@@ -35,7 +35,7 @@ __all__ = ["Rank", "main"]
 TOLERANCE = 0.1
 """Largest deviation from plain training: of a parameter's movement, of a gradient's norm, and of a
 loss relative to what plain training learns (at least a hundredth of the loss). Rounding in 16 bits,
-8-bit moments and prediction stay below half of it; one gradient dropped in eight steps is 0.15."""
+8-bit moments and prediction stay below it; a gradient dropped once in eight steps does not."""
 VOCABULARY, COMMON, WIDTH, HIDDEN, LENGTH = 2053, 89, 64, 131, 24
 """Sizes of the model and its sequences. Tokens below COMMON follow one another by a rule."""
 
@@ -247,8 +247,10 @@ class Rank:
         losses, norms, masters = train_plainly(self.config, self.engine, self.own)
         learned = max(losses[0] - min(losses), 0.01 * losses[0])
         apart = {}
-        for number, (step, loss, norm) in enumerate(zip(self.own, losses, norms, strict=True), 1):
-            apart[f"the loss of step {number}"] = abs(step.loss - loss) / learned
+        for number, (step, norm) in enumerate(zip(self.own, norms, strict=True), start=1):
+            near = losses[max(0, number - 2) : number + 1]  # predicted weights may be a step off
+            outside = max(min(near) - step.loss, step.loss - max(near), 0.0)
+            apart[f"the loss of step {number}"] = outside / learned
             if not math.isnan(step.norm) and step.norm != norm:
                 apart[f"the gradient's norm in step {number}"] = abs(step.norm / norm - 1.0)
         for name, plain in masters.items():
@@ -283,8 +285,9 @@ class Rank:
         for name, weight in weights.items():
             rounded, before = (m[name].to(self.dtype).float() for m in (masters, old_masters))
             is_same = torch.equal(weight, rounded if is_exact else old[name])
-            # a predicted weight that is no longer written stands still while its master moves
-            moves = 2 * int((rounded != before).sum()) > weight.numel()
+            # a predicted weight that is no longer written stands still while its master moves;
+            # few elements may be back where they were by chance
+            moves = 2 * int((rounded != before).sum()) > weight.numel() >= 32
             if not is_same if is_exact else is_same and moves:
                 wrong.append(name)
         what = "the fp32 masters, rounded, to the bit, and " if is_exact else ""
@@ -307,7 +310,9 @@ class Rank:
         if not losses and not any(counts):
             return "PASS", f"{what}: losses, weights and masters equal to the bit"
         what += f": {losses} losses, {counts[0]:,} weights and {counts[1]:,} masters differ"
-        if self.zenflow is None and "CPUAdam" in type(self.engine.basic_optimizer).__name__:
+        kind, on_cpu = type(self.engine.basic_optimizer), self.engine.device.type == "cpu"
+        is_deepspeeds = kind.__module__.startswith("deepspeed.ops.adam")
+        if self.zenflow is None and is_deepspeeds and (on_cpu or "CPU" in kind.__name__):
             apart, moved = (
                 sum(float((self.last[1][n] - w).square().sum()) for n, w in other.items()) ** 0.5
                 for other in (after[1], self.first)
