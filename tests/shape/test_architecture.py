@@ -177,6 +177,7 @@ def test_no_class_has_many_public_methods() -> None:
 
 WIDE_RECORDS = {
     "commands.memory.setup.Setup",
+    "checkpoint.zenflow_state.SavedState",
     *("cores.exchange.RankReport", "cores.plan.RankPlan"),
     *("zenflow.kernels.definition.HotConstants", "zenflow.plan.arrays.ArraySpec"),
     *(

@@ -16,7 +16,7 @@ from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.partitions import head_of
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
-from deepspeed_ext.zenflow.rules.saved_values import StepValues
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
 from tests.support.ranks import is_simulated, run_ranks
@@ -115,7 +115,7 @@ def moved_and_freed(config: dict[str, Any], folder: str) -> list[str]:
 def test_saving_and_moving_away_change_nothing_and_leave_no_copy_on_the_host(
     stage: int, fields: dict[str, Any], device: str, async_save: bool, tmp_path: Path
 ) -> None:
-    config = config_of(stage, 0.4, update_interval=1, async_save=async_save, **fields)
+    config = config_of(stage, 0.4, async_save=async_save, **fields)
     for found in run_ranks(
         2 if device == "cpu" else 1, moved_and_freed, config, str(tmp_path), device=device
     ):
@@ -185,7 +185,7 @@ def test_collected_gradients_reach_only_the_part_on_the_host(data: st.DataObject
     values = PredictivePartitionValues(
         numel=head + host,
         on_accelerator=head,
-        collected=[StepValues(**step, step=1, grad_scale=1.0)],
+        collected=[AdamStep(**step, step=1, grad_scale=1.0)],
         gradients=[gradient],
         last=None,
         errors=None,

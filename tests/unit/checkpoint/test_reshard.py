@@ -1,0 +1,339 @@
+"""A checkpoint of any number of ranks, ZeRO stage and rule resumes on any other: p, m, v and step
+to the bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param
+
+from deepspeed_ext.errors import CheckpointError
+from tests.support.matrix import cover
+from tests.support.models import two_groups
+from tests.support.ranks import run_ranks
+from tests.support.resharded import STEPS, Model, Run, beside, data, resume, saved_by, state_of
+from tests.support.same import assert_same, first_difference
+from tests.support.zenflow import RULES, make_engine, train, weights_of
+
+pytestmark = pytest.mark.sampled(12)
+
+RUNS = [
+    Run(*each)
+    for each in itertools.product(
+        (1, 2, 3, 4), (1, 2, 3), ("zero", "offload", "predictive", "selective")
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def module_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+def cases() -> list[Any]:
+    pairs = [
+        (*one[:3], *other[:3])
+        for one, other in itertools.product(RUNS, RUNS)
+        if one[:2] != other[:2]
+    ]
+    chosen = set(cover(pairs))
+    return [
+        pytest.param(
+            Run(*pair[:3]), Run(*pair[3:]), marks=() if pair in chosen else pytest.mark.full
+        )
+        for pair in pairs
+    ]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), cases(), ids=lambda run: "-".join(map(str, run[:3])))
+def test_everything_arrives_to_the_bit(saved: Run, resumed: Run, module_folder: Path) -> None:
+    folder, expected = saved_by(saved, module_folder)
+    same_layout = saved.ranks == resumed.ranks and max(saved.stage, resumed.stage) < 3
+    goes_on = same_layout and saved.way == resumed.way and saved.way in RULES
+    for difference, losses in run_ranks(
+        resumed.ranks, resume, resumed, folder, pool=resumed.pool, goes_on=goes_on
+    ):
+        assert difference == ""
+        # weights in 16 bits, predicted by one of them
+        assert losses == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (Run(2, 3, "predictive", "fp16"), Run(3, 2, "selective", "fp16")),
+        (Run(2, 2, "selective", "fp32"), Run(3, 3, "predictive", "fp32")),
+        (Run(3, 2, "offload", "parameter_alignment"), Run(2, 3, "selective")),
+        (Run(2, 1, "zero", "elastic_checkpoint"), Run(3, 3, "offload")),
+        (Run(2, 3, "predictive", "uncorrected"), Run(3, 2, "offload", "uncorrected")),
+    ],
+    ids=lambda run: "-".join(map(str, run)),
+)
+def test_other_settings(saved: Run, resumed: Run, module_folder: Path) -> None:
+    test_everything_arrives_to_the_bit(saved, resumed, module_folder)
+
+
+def load_and_save(run: Run, folder: str, target: str) -> None:
+    engine = make_engine(run.config, model=partial(Model, 1.0), groups=two_groups)
+    engine.load_checkpoint(folder, tag="t")
+    engine.save_checkpoint(target, tag="t")
+    engine.destroy()
+
+
+def written(folder: str) -> list[Any]:
+    """p, m, v in the files of a checkpoint of stages 1 and 2, by rank and group."""
+    files = sorted(Path(folder, "t").glob("*optim_states.pt"))
+    states = [
+        torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]
+        for file in files
+    ]
+    return [
+        (state["single_partition_of_fp32_groups"], state["base_optimizer_state"]["state"])
+        for state in states
+    ]
+
+
+@pytest.mark.parametrize("between", [Run(3, 3, "offload"), Run(3, 1, "predictive")], ids=str)
+@pytest.mark.parametrize("setting", ["round_robin_gradients", "parameter_alignment"])
+def test_there_and_back(setting: str, between: Run, module_folder: Path, tmp_path: Path) -> None:
+    """The files are the same again, to the bit."""
+    run = Run(2, 2, "zero", setting)
+    folder, _ = saved_by(run, module_folder)
+    run_ranks(3, load_and_save, between, folder, str(tmp_path / "there"), pool=between.pool)
+    run_ranks(2, load_and_save, run, str(tmp_path / "there"), str(tmp_path / "back"), pool=run.pool)
+    assert_same(written(folder), written(str(tmp_path / "back")), "p, m, v")
+
+
+MID_INTERVAL = STEPS + 1
+
+
+def applied_at_home(run: Run, folder: str) -> None:
+    """Write down what a run of the same layout makes of a checkpoint whose interval it does not
+    have."""
+    config = run.config
+    config["zero_optimization"]["zenflow"] |= {"overlap_step": True}
+    config["zero_optimization"]["zenflow"].pop("select_interval", None)
+    engine = make_engine(config, model=partial(Model, 1.0), groups=two_groups)
+    engine.load_checkpoint(folder, tag="t")
+    expected = {"state": state_of(engine), "beside": beside(engine)}
+    if dist.get_rank() == 0:
+        torch.save(expected, Path(folder, "expected"))
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (Run(2, 2, "predictive"), Run(3, 3, "offload")),
+        (Run(3, 3, "selective"), Run(2, 1, "predictive")),
+        (Run(2, 1, "predictive"), Run(2, 2, "offload")),
+        (Run(2, 2, "predictive", "rounded"), Run(3, 3, "predictive", "rounded")),
+        (Run(2, 2, "predictive", "coded"), Run(3, 3, "predictive")),
+        pytest.param(Run(3, 3, "predictive"), Run(1, 2, "zero"), marks=pytest.mark.full),
+        pytest.param(
+            Run(3, 3, "predictive", "rounded"), Run(1, 2, "predictive"), marks=pytest.mark.full
+        ),
+        pytest.param(Run(2, 1, "selective"), Run(4, 2, "offload"), marks=pytest.mark.full),
+    ],
+)
+def test_collected_gradients_are_applied(saved: Run, resumed: Run, module_folder: Path) -> None:
+    """Saved in the middle of an interval: as where the layout stays and the interval changes, to
+    the bit."""
+    folder, _ = saved_by(saved, module_folder, MID_INTERVAL)
+    before = torch.load(Path(folder, "expected"))
+    run_ranks(saved.ranks, applied_at_home, saved, folder, pool=saved.pool)
+    assert first_difference(before, torch.load(Path(folder, "expected"))), "nothing was collected"
+    for difference, _ in run_ranks(
+        resumed.ranks, resume, resumed, folder, MID_INTERVAL, pool=resumed.pool
+    ):
+        assert difference == ""
+
+
+def load_module_only(run: Run, folder: str) -> str:
+    engine = make_engine(run.config, model=partial(Model, 1.0), groups=two_groups)
+    engine.load_checkpoint(folder, tag="t", load_module_only=True)
+    expected = torch.load(Path(folder, "expected"))
+    found = weights_of(engine)
+    trained = {
+        name: values[0].bfloat16().float()
+        for name, values in expected["state"].items()
+        if name != "step"
+    }
+    difference = first_difference(expected["beside"], beside(engine), "beside")
+    difference = difference or first_difference(
+        trained, {name: found[name] for name in trained}, "weights"
+    )
+    parameters = dict(engine.module.named_parameters())
+    masters = {name: safe_get_full_fp32_param(parameters[name]).float().cpu() for name in trained}
+    difference = difference or first_difference(trained, masters, "masters")
+    train(engine, data(0, 2))
+    engine.destroy()
+    return difference
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (Run(3, 3, "offload"), Run(2, 2, "predictive")),
+        (Run(2, 2, "zero"), Run(3, 3, "offload")),
+        pytest.param(Run(3, 3, "offload"), Run(2, 3, "zero"), marks=pytest.mark.full),
+        pytest.param(Run(3, 3, "offload"), Run(2, 3, "selective"), marks=pytest.mark.full),
+    ],
+)
+def test_only_the_module(saved: Run, loaded: Run, module_folder: Path) -> None:
+    """Weights and masters are p rounded to 16 bits, as when DeepSpeed loads a module alone."""
+    folder, _ = saved_by(saved, module_folder)
+    for difference in run_ranks(loaded.ranks, load_module_only, loaded, folder, pool=loaded.pool):
+        assert difference == ""
+
+
+def resume_in_other_sub_groups(run: Run, folder: str) -> str:
+    config = run.config
+    config["zero_optimization"]["sub_group_size"] = 1000
+    engine = make_engine(config, model=partial(Model, 1.0), groups=two_groups)
+    engine.load_checkpoint(folder, tag="t")
+    difference = first_difference(
+        torch.load(Path(folder, "expected"))["state"], state_of(engine), "arrived"
+    )
+    train(engine, data(0, 2))
+    engine.destroy()
+    return difference
+
+
+@pytest.mark.parametrize("way", ["predictive", pytest.param("offload", marks=pytest.mark.full)])
+def test_other_sub_groups_are_another_layout(way: str, module_folder: Path) -> None:
+    run = Run(2, 3, way)
+    folder, _ = saved_by(run, module_folder)
+    for difference in run_ranks(2, resume_in_other_sub_groups, run, folder, pool=run.pool):
+        assert difference == ""
+
+
+def refused(
+    run: Run,
+    folder: str,
+    model: Any = None,
+    groups: Any = two_groups,
+    **how: Any,
+) -> str:
+    """What an error says. The engine trains on."""
+    engine = make_engine(run.config, model=model or partial(Model, 1.0), groups=groups)
+    losses = train(engine, data(0, 2))
+    message = "loaded"
+    try:
+        engine.load_checkpoint(folder, tag="t", **how)
+    except CheckpointError as error:
+        message = str(error)
+    losses += train(engine, data(2, 3))
+    engine.destroy()
+    assert all(map(math.isfinite, losses))
+    return message
+
+
+class Wider(Model):
+    """Another model."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.more = torch.nn.Linear(3, 3)
+
+
+def thawed() -> torch.nn.Module:
+    model = Model(1.0)
+    model.scale.requires_grad_(True)
+    return model
+
+
+def one_group(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def test_what_does_not_fit_is_refused_by_name_on_all_ranks(
+    module_folder: Path, tmp_path: Path
+) -> None:
+    saved, other = Run(2, 2, "predictive"), Run(3, 3, "predictive")
+    folder, _ = saved_by(saved, module_folder)
+
+    def on_all(*args: Any, **how: Any) -> str:
+        (message,) = set(run_ranks(other.ranks, refused, other, *args, pool=other.pool, **how))
+        return message
+
+    assert "more.weight is not in the checkpoint" in on_all(folder, partial(Wider, 1.0))
+    assert "scale is not in the checkpoint" in on_all(folder, thawed)
+    assert "2 parameter groups, the optimizer 1" in on_all(folder, groups=one_group)
+    assert "custom_load_fn" in on_all(folder, custom_load_fn=print)
+    shutil.copytree(Path(folder, "t"), tmp_path / "t")
+    file = tmp_path / "t" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = file.read_bytes()
+    file.unlink()
+    assert "was saved by 2 ranks and has the optimizer's files of ranks 0:" in on_all(str(tmp_path))
+    file.write_bytes(content[: len(content) // 2])
+    assert f"{file} is damaged or incomplete" in on_all(str(tmp_path))
+    file.write_bytes(content)
+    cut = torch.load(file, map_location="cpu", weights_only=False)
+    masters = cut["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    masters[0] = masters[0][:-200].clone()
+    torch.save(cut, file)
+    assert "by the shapes of the parameters" in on_all(str(tmp_path))
+
+
+def left_to_deepspeed(
+    run: Run, folder: str, model: Any = None, **how: Any
+) -> tuple[bool, dict[str, torch.Tensor]]:
+    """Whether something was loaded, and the weights then."""
+    engine = make_engine(run.config, model=model or partial(Model, 1.0), groups=two_groups)
+    path, _ = engine.load_checkpoint(folder, tag="t", **how)
+    weights = weights_of(engine)
+    train(engine, data(0, 2))
+    engine.destroy()
+    return path is not None, weights
+
+
+@pytest.mark.parametrize("way", ["zero", "predictive"])
+def test_without_the_optimizers_files_the_weights_are_loaded(
+    way: str, module_folder: Path, tmp_path: Path
+) -> None:
+    """A warm start, as with plain DeepSpeed, which needs ``load_optimizer_states=False`` too."""
+    saved, other = Run(2, 2, way), Run(3, 1, way)
+    folder, _ = saved_by(saved, module_folder)
+    shutil.copytree(
+        Path(folder, "t"), tmp_path / "t", ignore=shutil.ignore_patterns("*optim_states.pt")
+    )
+    expected = torch.load(
+        tmp_path / "t" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
+    )["module"]
+    loads = run_ranks(
+        3, left_to_deepspeed, other, str(tmp_path), pool=other.pool, load_optimizer_states=False
+    )
+    for was_loaded, weights in loads:
+        assert was_loaded
+        assert_same({name: expected[name].float() for name in weights}, weights, "weights")
+
+
+@pytest.mark.parametrize(
+    "how", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str
+)
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(Run(2, 2, "predictive"), Run(3, 1, "predictive"))], ids=str
+)
+def test_weights_alone_may_be_of_another_set_of_trained_parameters(
+    saved: Run, loaded: Run, how: dict[str, bool], module_folder: Path
+) -> None:
+    """As with plain DeepSpeed where both sides have all weights: a fine-tune thaws what was
+    frozen."""
+    folder, _ = saved_by(saved, module_folder)
+    expected = torch.load(
+        Path(folder, "t", "mp_rank_00_model_states.pt"), map_location="cpu", weights_only=False
+    )["module"]
+    for was_loaded, weights in run_ranks(
+        3, left_to_deepspeed, loaded, folder, thawed, pool=loaded.pool, **how
+    ):
+        assert was_loaded
+        assert_same({name: expected[name].float() for name in weights}, weights, "weights")
