@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -200,10 +200,12 @@ class Engine(EngineSettings):
         """Compile the module as DeepSpeed does.
 
         Raises:
-            ConfigError: with ZenFlow, the config asks for DeepCompile.
+            ConfigError: with ZenFlow, the config asks for DeepCompile, or an argument for compiled
+                autograd.
         """
         if self._zenflow is not None:
-            require_compilable(self.is_deepcompile_enabled())
+            is_autograd_compiled = kwargs.get("compiled_autograd_enabled") or any(args[3:])
+            require_compilable(self.is_deepcompile_enabled(), bool(is_autograd_compiled))
         super().compile(*args, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -212,7 +214,7 @@ class Engine(EngineSettings):
         Raises:
             StateError: its weights are offloaded, or a step, backward pass or load was interrupted.
         """
-        self._require(Readiness.require_states_here, OffloadStateTypeEnum.lp_params)
+        self._require(Readiness.require_states_here, states=[OffloadStateTypeEnum.lp_params])
         self._parts.before_forward()
         with self._recording(Work.BACKWARD):  # some modules run backward inside
             return super().forward(*inputs, **kwargs)
@@ -243,10 +245,11 @@ class Engine(EngineSettings):
                 Nothing has changed.
             StateError: as `backward`, or there was no backward pass since the last step.
         """
-        self._require(Readiness.require_states_here)
+        self._require(Readiness.require_closed, Readiness.require_states_here)
         managed = self.managed_gradient_accumulation()
         ends_step = not managed or self.is_gradient_accumulation_boundary()
         if ends_step and (zenflow := self._parts.zenflow) is not None:
+            zenflow.warn_of_untrained(self.module)
             self._parts.require_known_state(partial(zenflow.readiness.require_steppable, managed))
         with self._recording(Work.STEP):
             super().step(lr_kwargs)
@@ -267,11 +270,12 @@ class Engine(EngineSettings):
         zenflow = self._parts.zenflow
         return nullcontext() if zenflow is None else zenflow.readiness.recording(work)
 
-    def _require(self, check: Callable[..., None], *states: Any) -> None:
-        """With ZenFlow, call a method of `Readiness`; in a forked process, raise an error."""
+    def _require(self, *checks: Callable[..., None], states: Sequence[Any] = ()) -> None:
+        """With ZenFlow, call methods of `Readiness`; in a forked process, raise an error."""
         if (zenflow := self._parts.zenflow) is not None:
             zenflow.host.link.home.require()
-            check(zenflow.readiness, *states)
+            for check in checks:
+                check(zenflow.readiness, *states)
 
     def eval(self) -> None:
         """Evaluate as DeepSpeed does, with training's weights; log if ZenFlow predicts them."""
@@ -298,10 +302,10 @@ class Engine(EngineSettings):
                 states, including those offloaded before, are on the accelerator again.
         """
         super_call = partial(super().offload_states, include, device, pin_memory, non_blocking)
-        if (zenflow := self._parts.zenflow) is None:
+        if self._parts.zenflow is None:
             super_call()
             return
-        zenflow.host.link.home.require()
+        self._require(Readiness.require_closed)
         try:
             self._parts.offloader.offload(
                 super_call, self.module, self.optimizer, self._parts.ranks, pins=pin_memory
@@ -323,10 +327,10 @@ class Engine(EngineSettings):
                 some and call this again.
         """
         super_call = partial(super().reload_states, *args, **kwargs)
-        if (zenflow := self._parts.zenflow) is None:
+        if self._parts.zenflow is None:
             super_call()
             return
-        zenflow.host.link.home.require()
+        self._require(Readiness.require_closed)
         self._parts.offloader.reload(super_call, self._parts.ranks)
 
     # -- saving ------------------------------------------------------------------------------------
@@ -348,7 +352,7 @@ class Engine(EngineSettings):
                 `destroy` on rank 0.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
-        self._require(Readiness.require_saveable)
+        self._require(Readiness.require_closed, Readiness.require_saveable)
         self._parts.require_known_state()
         self._parts.settle()
         client_state = {} if client_state is None else client_state
@@ -379,6 +383,7 @@ class Engine(EngineSettings):
         zenflow, section = self._parts.zenflow, self._zenflow
         if zenflow is None or (section is not None and section.save_predicted_weights):
             return nullcontext()
+        self._require(Readiness.require_closed)
         zenflow.readiness.require_states_here(OffloadStateTypeEnum.lp_params)
         return zenflow.state.exact_weights()
 
@@ -413,7 +418,7 @@ class Engine(EngineSettings):
             StateError: an exception has interrupted a step or a backward pass, or states are
                 offloaded.
         """
-        self._require(Readiness.require_loadable)
+        self._require(Readiness.require_closed, Readiness.require_loadable)
         self._parts.settle()
         if not self.load_universal_checkpoint():
             tag = self._parts.saver.begin_load(load_dir, tag)
@@ -514,5 +519,5 @@ class PipeEngine(PipelineEngine, Engine):
     """DeepSpeed's pipeline engine on top of ours."""
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        self._require(Readiness.require_steppable, True)  # a pipeline calls no `step`
+        self._require(Readiness.require_steppable, states=[True])  # a pipeline calls no `step`
         super()._take_model_step(*args, **kwargs)

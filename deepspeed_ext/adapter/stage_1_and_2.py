@@ -12,6 +12,7 @@ import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
 from deepspeed_ext.adapter.late_groups import LateGroups
+from deepspeed_ext.adapter.readiness import Work
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizer,
     OffloadDeviceEnum,
@@ -393,9 +394,13 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
                     total.add_(part)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients, including those that a pass at the boundary has completed."""
+        """Zero the gradients, including those of earlier micro-steps, and those that a pass at the
+        boundary has completed."""
         super().zero_grad(set_to_none)
         if not self.zenflow_parts.driver.current.takes_gradients:
+            self.all_grad_tensors.clear()
+            if self._host_gradients is not None:
+                self.reset_cpu_buffers()
             for completed in self.averaged_gradients.values():
                 for part in completed or ():
                     part.zero_()
@@ -409,12 +414,13 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         buffers = Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", receivers)
         self._let_weights_follow(parts)  # the rule may have been chosen since the start
         late = self._partitions.late
-        with parts.readiness.stepping(), swapped(buffers):
+        with parts.readiness.recording(Work.STEP), swapped(buffers):
             if late is not None:
                 late.agree()
             parts.driver.run(super_call, lambda: self.overflow)
             if late is not None and not self.overflow:
                 late.expect()
+            parts.readiness.took_gradients()
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
         """DeepSpeed's norm, computed from each gradient's norm without fp64 copies."""

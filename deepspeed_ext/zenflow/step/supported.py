@@ -186,13 +186,22 @@ def require_spreadable(
     )
 
 
-def require_compilable(is_deepcompile: bool) -> None:
-    """Check ``compile.deepcompile`` before the model is compiled; without ``engine.compile`` it has
-    no effect.
+def require_compilable(is_deepcompile: bool, is_autograd_compiled: bool) -> None:
+    """Check what ``engine.compile`` is asked for, before the model is compiled.
+
+    Args:
+        is_deepcompile: ``compile.deepcompile``, which has no effect without ``engine.compile``.
+        is_autograd_compiled: the argument ``compiled_autograd_enabled``.
 
     Raises:
-        ConfigError: it is on.
+        ConfigError: either is on.
     """
+    if is_autograd_compiled:
+        raise ConfigError(
+            "zero_optimization.zenflow does not support engine.compile with "
+            "compiled_autograd_enabled=True (a compiled backward pass cannot queue the callback "
+            "that completes the gradients): leave that argument out"
+        )
     if is_deepcompile:
         raise ConfigError(
             "zero_optimization.zenflow does not support engine.compile() with compile.deepcompile "
