@@ -16,7 +16,7 @@ import torch
 from deepspeed_ext.adapter.construction import built_together, log_start
 from deepspeed_ext.adapter.engine_settings import EngineSettings
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
-from deepspeed_ext.adapter.late_groups import complete_model
+from deepspeed_ext.adapter.late_weights import complete_weights_of
 from deepspeed_ext.adapter.parts import Parts, destroy_parts
 from deepspeed_ext.adapter.reached_state import EVALUATES_PREDICTED, wrap_accelerate
 from deepspeed_ext.adapter.readiness import Readiness, Work
@@ -66,7 +66,7 @@ class Engine(EngineSettings):
             model = kwargs.get("model")
             self._ties_stages = ties_stages(model)
             if isinstance(model, torch.nn.Module):  # another engine may have trained it
-                complete_model(model)
+                complete_weights_of(model.parameters())
             timer = throughput_timer(self._throughput_timer)
             with built_together(kwargs.get("mpu")), swapped(timer):
                 super().__init__(*args, **kwargs)
@@ -167,7 +167,6 @@ class Engine(EngineSettings):
         parts.zenflow = zenflow_of(zero_optimizer)
         if parts.zenflow is not None:
             wrap_accelerate(Engine)
-            parts.zenflow.state.attach(self.module, is_hybrid=isinstance(self, HybridEngine))
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
             parts.attach_gather(self.module, settings, self.seq_data_parallel_group)
         return zero_optimizer
@@ -215,7 +214,6 @@ class Engine(EngineSettings):
             StateError: its weights are offloaded, or a step, backward pass or load was interrupted.
         """
         self._require(Readiness.require_states_here, states=[OffloadStateTypeEnum.lp_params])
-        self._parts.before_forward()
         with self._recording(Work.BACKWARD):  # some modules run backward inside
             return super().forward(*inputs, **kwargs)
 
@@ -281,7 +279,7 @@ class Engine(EngineSettings):
         """Evaluate as DeepSpeed does, with training's weights; log if ZenFlow predicts them."""
         super().eval()
         rule = None if self._parts.zenflow is None else self._parts.zenflow.host.decided.rule
-        if rule and rule.overlapped and not rule.is_open and self.global_rank == 0:
+        if rule and rule.overlapped and self.global_rank == 0:
             log_once(logging.INFO, EVALUATES_PREDICTED)
 
     # -- states on the host ------------------------------------------------------------------------

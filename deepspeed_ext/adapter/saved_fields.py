@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_ext.adapter.late_groups import changes_nothing
 from deepspeed_ext.adapter.saved_checkpoint import Keys, SavedPartitions
 from deepspeed_ext.adapter.upstream import DynamicLossScaler, LossScalerBase
 from deepspeed_ext.checkpoint.reshard.ends import MASTER
@@ -172,9 +171,9 @@ def _loads_itself(module: torch.nn.Module) -> bool:
     """Whether other code than torch's decides what is loaded, or what may be missing."""
     names = ("load_state_dict", "_load_from_state_dict")
     is_torch = all(vars(torch.nn.Module)[name] is getattr(type(module), name) for name in names)
-    own_hooks = all(map(changes_nothing, module._load_state_dict_pre_hooks.values()))
     is_plain = is_torch and not vars(module).keys() & {*names}
-    return not (is_plain and own_hooks) or bool(module._load_state_dict_post_hooks)
+    hooks = {**module._load_state_dict_pre_hooks, **module._load_state_dict_post_hooks}
+    return not is_plain or bool(hooks)
 
 
 def _kept(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_ext.adapter.gradients import Extent
-from deepspeed_ext.adapter.late_groups import LateGroups
 from deepspeed_ext.adapter.saved_checkpoint import Keys
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
@@ -79,11 +78,6 @@ class ZeroPartitions(Protocol):
         """The weights to save with the optimizer's state; None: DeepSpeed saves them with the
         model."""
 
-    @property
-    def late(self) -> LateGroups | None:
-        """At stages 1 and 2, the weights that arrive after a step; None: a step completes them, or
-        gathers of stage 3 do."""
-
     def clear_padding(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
         """Zero the padding of weights and of `states`, flat tensors of each partition."""
 
@@ -112,7 +106,6 @@ class GroupPartitions:
 
     waits_after_weights = False
     saved_weights = None
-    late: LateGroups | None = None
 
     def __init__(self, zero: Any, relink: Callable[[], None]) -> None:
         self._zero = zero
@@ -201,7 +194,6 @@ class SubGroupPartitions:
     """
 
     has_gradients = True  # after any backward pass
-    late = None
 
     def __init__(self, zero: Any) -> None:
         self._zero = zero

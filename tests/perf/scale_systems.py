@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -33,9 +32,7 @@ from deepspeed_ext.runtime.ranks import RankGroup, _Told, raise_together, requir
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
-from deepspeed_ext.zenflow.rules.blocks import BlockSet
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
-from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveSchedule
 from deepspeed_ext.zenflow.rules.selective.selection import select
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
@@ -188,22 +185,6 @@ def selection(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     return lambda: select(mine, RATIO, ranks)
 
 
-def hot_exchange(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
-    """The exchange of hot weights at the end of a step, of a model of 2^24 parameters."""
-    numel = EXCHANGED_NUMEL // ranks.size
-    flat = torch.zeros(EXCHANGED_NUMEL, dtype=torch.bfloat16)
-    count = numel // BLOCK
-    blocks = BlockSet(torch.arange(0, count, 10), numel, BLOCK)
-    rule = SimpleNamespace(changed_blocks=lambda plan, partition: blocks)
-    host: Any = SimpleNamespace(
-        partitions=[SimpleNamespace(ranks=ranks)], share=None, plan=object(), rule=rule
-    )
-    exchange = HotExchange(host, lambda *args, **kwargs: None)
-    partitions = list(flat.view(ranks.size, -1))
-    exchange([flat], [partitions], [None])  # exchanges the numbers, once per selection
-    return lambda: exchange([flat], [partitions], [None])
-
-
 def memory(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     model = Model(SELECTED_NUMEL, typical_largest(SELECTED_NUMEL), "bfloat16")
     return lambda: [
@@ -313,7 +294,6 @@ SYSTEMS = (
     System("ZenFlow start: layout, room", "start", zenflow_start),
     System("ZenFlow schedules, 64 steps", "each step", schedules),
     System("hot selection, 7e9 parameters", "each selection", selection),
-    System("exchange of hot blocks, 2^24 parameters", "each step", hot_exchange),
     System("resume map, stage 1 to 1, half the ranks", "load", resume_map(1, 1, 2)),
     System("resume map, stage 1 to 3", "load", resume_map(1, 3, 1)),
     System("resume map, stage 3 to 1", "load", resume_map(3, 1, 1)),

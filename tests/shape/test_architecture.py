@@ -183,7 +183,11 @@ WIDE_RECORDS = {
     ),
     *("cores.exchange.RankReport", "cores.plan.RankPlan"),
     *("zenflow.kernels.definition.HotConstants", "zenflow.plan.arrays.ArraySpec"),
-    *("zenflow.plan.plan.ZenFlowPlan", "zenflow.plan.rule_bytes.RuleBytes"),
+    *(
+        "zenflow.plan.lanes.Lanes",
+        "zenflow.plan.plan.ZenFlowPlan",
+        "zenflow.plan.rule_bytes.RuleBytes",
+    ),
     "zenflow.step.partition.Partition",
     *(f"zenflow.worker.kernel.adam_pass.{name}" for name in ("AdamPass", "AdamStep", "MeanPass")),
     "zenflow.worker.kernel.lion_pass.LionPass",

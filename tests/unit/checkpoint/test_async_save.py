@@ -26,7 +26,7 @@ from tests.support.zenflow import RULES, make_engine, train, weights_of, zenflow
 
 pytestmark = pytest.mark.sampled(4)
 
-SECTIONS = RULES | {"exact": {"update_rule": "exact", "weights_arrive_in_forward": True}}
+SECTIONS = RULES | {"exact": {"update_rule": "exact"}}
 """The exact rule saves while weights are on their way."""
 
 BEFORE, AFTER = 5, 9

@@ -112,11 +112,8 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/rules/selective/rule.py:SelectiveRule.measured_interval",
         "zenflow/step/rule.py:UpdateRule.write_weights",
         "zenflow/rules/selective/rule.py:SelectiveRule.write_weights",
-        "adapter/stage_1_and_2.py:ZenFlowZeroOptimizer.exchange_partitions",
-        "zenflow/rules/selective/hot_exchange.py:",
         "zenflow/rules/selective/selection.py:select",
-        "zenflow/rules/blocks.py:BlockSet.__len__",  # which that module asks for first
-        "zenflow/rules/blocks.py:BlocksOfRanks",
+        "zenflow/rules/blocks.py:BlockSet.__len__",  # of what `select` returns
         "adapter/zero_partitions.py:GroupsTarget.write_weights",
         "adapter/zero_partitions.py:GroupPartitions.exchange_loaded",
         "adapter/zero_partitions.py:SubGroupPartitions.exchange_loaded",
@@ -125,7 +122,7 @@ CANNOT_BE_AGREED_ON = {
         "runtime/profiling.py:in_profile",
         "runtime/own_process.py:",  # compares two numbers
         "adapter/upstream.py:swapped",
-        "zenflow/step/arrivals.py:WeightArrivals.are_",  # whether two dicts are empty
+        "zenflow/step/stream.py:Stream.are_",  # whether two dicts are empty
         "zenflow/step/optimizer.py:HostOptimizer.complete_weights",  # which keeps what fails
         "adapter/late_weights.py:",  # looks parameters up
         "adapter/zenflow_parts.py:_begin_backward",
@@ -187,7 +184,6 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/rules/selective/schedule.py:",
         "zenflow/rules/selective/selection.py:_digit_of",
         "zenflow/step/optimizer.py:HostOptimizer._current_plan",
-        "zenflow/rules/selective/rule.py:SelectiveRule.changed_blocks",
         "config/zenflow.py:",
     ),
 }
