@@ -40,7 +40,6 @@ MODULES = tuple(
     for folder, names in {
         "adapter": "gradients zero_config",
         "checkpoint": "folder skeleton",
-        "checkpoint/reshard": "ends layout load",
         "commands/memory": "config_file deepspeed fit plan report setup ways",
         "config": "core_binding section zenflow zero",
         "cores": "accelerators exchange placement plan report topology",

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import torch
 
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.saved_checkpoint import Keys, SavedCheckpoint, holds_partitions
-from deepspeed_ext.checkpoint.reshard.layout import Layout, plan_copies
+from deepspeed_ext.adapter.saved_checkpoint import Keys, SavedCheckpoint
+from deepspeed_ext.checkpoint.layout import Layout, plan_copies
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, typical_largest
 from deepspeed_ext.commands.memory.ways import ways
@@ -221,8 +221,8 @@ def resume_files(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     made_checkpoint(folder, ranks.size)
 
     def run() -> None:
-        assert holds_partitions(str(folder))
-        saved = SavedCheckpoint(str(folder))
+        saved = SavedCheckpoint.of(str(folder))
+        assert saved is not None
         assert saved.layout.ranks == ranks.size
 
     return run
@@ -233,7 +233,8 @@ def resume_from_every_file(ranks: RankGroup, rehearsal: Rehearsal, folder: Path)
     made_checkpoint(folder, ranks.size)
 
     def run() -> None:
-        saved = SavedCheckpoint(str(folder))
+        saved = SavedCheckpoint.of(str(folder))
+        assert saved is not None
         for rank in range(ranks.size):
             saved.partitions(rank)
 
