@@ -483,8 +483,9 @@ class Parts:
         afterwards.callback(kept.raise_here)
         if self.binding is not None:
             afterwards.callback(self.binding.restore)
-        if host is not None:
-            afterwards.callback(host.close)
+        if self.zenflow is not None:
+            self.zenflow.state.evaluation.close()
+            afterwards.callback(self.zenflow.host.close)
         return afterwards
 
 

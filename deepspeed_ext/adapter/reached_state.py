@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from deepspeed_ext.adapter.evaluation import Evaluation
 from deepspeed_ext.adapter.saved_checkpoint import groups_of
 from deepspeed_ext.adapter.saved_fields import require_optimizer_fields
 from deepspeed_ext.adapter.step import AutocastScale
@@ -41,13 +42,8 @@ from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.shown_state import ShownTensor, plain
 
-__all__ = ["EVALUATES_PREDICTED", "ExactWeights", "ReachedState", "wrap_accelerate"]
+__all__ = ["ExactWeights", "ReachedState", "wrap_accelerate"]
 
-EVALUATES_PREDICTED = (
-    "evaluation uses the weights that training uses, which anticipate the update in flight; saved "
-    "models have the exact ones. To evaluate the exact ones, use `with "
-    "engine.optimizer.exact_weights(): ...`"
-)
 _ROOM = 2
 """A copy stays on the accelerator if this many times its size are free there."""
 
@@ -74,7 +70,7 @@ class ExactWeights:
         self._weights = weights
         self._drain = drain
         self._spread = spread
-        self._is_inside = False
+        self._predicted: list[torch.Tensor] | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -86,21 +82,30 @@ class ExactWeights:
                 weights are unchanged.
             WorkerError: on every rank, if any rank's optimizer process has failed.
         """
-        if self._is_inside:
+        if self._predicted is not None:
             yield
             return
+        try:
+            self.enter()
+            yield
+        finally:
+            self.leave()
+
+    def enter(self) -> None:
+        """Give the model p, until `leave`. A collective."""
         self._drain()
         with together(self._host.ranks):
             indices = range(len(self._host.states))
             predicted = [self._aside(self._weights(index)) for index in indices]
-        self._is_inside = True
-        try:
-            with together(self._host.ranks):
-                self._round()
-            self._spread(None)
-            yield
-        finally:
-            self._is_inside = False
+        self._predicted = predicted
+        with together(self._host.ranks):
+            self._round()
+        self._spread(None)
+
+    def leave(self) -> None:
+        """Undo `enter`. A collective."""
+        predicted, self._predicted = self._predicted, None
+        if predicted is not None:
             self._spread(predicted)
 
     def _aside(self, weights: torch.Tensor) -> torch.Tensor:
@@ -160,6 +165,7 @@ class ReachedState:
     Attributes:
         exact_weights: context in which the model has p, rounded to its dtype, in place of predicted
             weights; see `ExactWeights`.
+        evaluation: gives the model these weights while it is evaluated.
     """
 
     def __init__(
@@ -178,6 +184,12 @@ class ReachedState:
         self._copies = True
         drain = partial(self.drain_together, shows_moments=False)
         self.exact_weights = ExactWeights(host, partitions.weights, drain, partitions.spread)
+        self.evaluation = Evaluation(
+            self.exact_weights.enter,
+            self.exact_weights.leave,
+            lambda: host.updates if host.decided.rule.overlapped else 0,
+            1 if partitions.saved_weights is not None else host.ranks.size,
+        )
 
     @cached_property
     def host_ranks(self) -> RankGroup:

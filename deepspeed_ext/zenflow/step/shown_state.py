@@ -41,10 +41,13 @@ from deepspeed_ext.zenflow.step.partition import WholeState
 __all__ = ["Change", "ShownState", "ShownTensor", "plain", "write"]
 
 _MOST_UPDATES = 1 << 62
-_USES_NO_VALUES = frozenset(
-    {"__hash__", "__len__", "data_ptr", "detach", "dim", "numel", "size", "untyped_storage"}
-)
-"""Methods of a tensor that are called in every step, or that return views."""
+_USES_NO_VALUES = {
+    *("__hash__", "__len__", "data_ptr", "detach", "dim", "element_size", "is_contiguous"),
+    *("is_floating_point", "is_pinned", "narrow", "nelement", "numel", "size", "stride"),
+    *("untyped_storage", "view"),
+}
+"""Methods that describe a tensor, or return views. DeepSpeed calls them at any time, also after a
+worker has failed."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
