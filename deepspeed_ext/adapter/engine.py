@@ -306,9 +306,7 @@ class Engine(EngineSettings):
             return
         self._between_steps()
         try:
-            self._parts.offloader.offload(
-                super_call, self.module, self.optimizer, self._parts.ranks, pins=pin_memory
-            )
+            self._parts.offload(super_call, self.module, self.optimizer, pins=pin_memory)
         except Exception:
             self.reload_states()
             raise
@@ -330,7 +328,7 @@ class Engine(EngineSettings):
             super_call()
             return
         self._between_steps()
-        self._parts.offloader.reload(super_call, self._parts.ranks)
+        self._parts.reload(super_call)
 
     # -- saving ------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.adapter import evaluation
+from deepspeed_ext.adapter import reached_state
 from tests.support.log import heard
 from tests.support.models import batches, on_device
 from tests.support.ranks import run_ranks
@@ -85,7 +85,7 @@ def test_evaluation_has_the_weights_that_would_be_saved(
 
 def alone(config: dict[str, Any]) -> list[str]:
     """Rank 0 evaluates, the other does not; what is said of it."""
-    evaluation.LONGEST_MEETING_SECONDS = 0.5
+    reached_state.LONGEST_MEETING_SECONDS = 0.5
     engine, (data, rank) = make_engine(config), (batches(6, dist.get_rank()), dist.get_rank())
     train(engine, data[:4])
     with heard("not all ranks evaluated") as told:
