@@ -3,7 +3,6 @@ of `parts`, which do the work."""
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Callable, Container, Sequence
@@ -18,7 +17,7 @@ from deepspeed_ext.adapter.engine_settings import EngineSettings
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.late_weights import complete_weights_of
 from deepspeed_ext.adapter.parts import Parts, destroy_parts
-from deepspeed_ext.adapter.reached_state import EVALUATES_PREDICTED, wrap_accelerate
+from deepspeed_ext.adapter.reached_state import wrap_accelerate
 from deepspeed_ext.adapter.readiness import Readiness, Work
 from deepspeed_ext.adapter.resharding import LoadingRun, RunLayout, only_weights
 from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
@@ -42,7 +41,6 @@ from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
-from deepspeed_ext.runtime.log import log_once
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import require_compilable
@@ -167,6 +165,7 @@ class Engine(EngineSettings):
         parts.zenflow = zenflow_of(zero_optimizer)
         if parts.zenflow is not None:
             wrap_accelerate(Engine)
+            parts.zenflow.state.evaluation.watch(self.module)
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
             parts.attach_gather(self.module, settings, self.seq_data_parallel_group)
         return zero_optimizer
@@ -231,6 +230,8 @@ class Engine(EngineSettings):
         """Check readiness at the beginning of a backward pass, also of ``loss.backward()``; runs
         once for each `forward` of the loss."""
         self._require(Readiness.require_saveable)
+        if (zenflow := self._parts.zenflow) is not None:
+            zenflow.state.evaluation.end()
         super()._backward_prologue()
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -243,7 +244,7 @@ class Engine(EngineSettings):
                 Nothing has changed.
             StateError: as `backward`, or there was no backward pass since the last step.
         """
-        self._require(Readiness.require_closed, Readiness.require_states_here)
+        self._between_steps(Readiness.require_states_here)
         managed = self.managed_gradient_accumulation()
         ends_step = not managed or self.is_gradient_accumulation_boundary()
         if ends_step and (zenflow := self._parts.zenflow) is not None:
@@ -275,12 +276,12 @@ class Engine(EngineSettings):
             for check in checks:
                 check(zenflow.readiness, *states)
 
-    def eval(self) -> None:
-        """Evaluate as DeepSpeed does, with training's weights; log if ZenFlow predicts them."""
-        super().eval()
-        rule = None if self._parts.zenflow is None else self._parts.zenflow.host.decided.rule
-        if rule and rule.overlapped and self.global_rank == 0:
-            log_once(logging.INFO, EVALUATES_PREDICTED)
+    def _between_steps(self, *checks: Callable[..., None], states: Sequence[Any] = ()) -> None:
+        """`_require`, for a call that may come only between steps; with training's weights."""
+        self._require(Readiness.require_closed)
+        self._require(*checks, states=states)
+        if (zenflow := self._parts.zenflow) is not None:
+            zenflow.state.evaluation.end()
 
     # -- states on the host ------------------------------------------------------------------------
 
@@ -303,11 +304,9 @@ class Engine(EngineSettings):
         if self._parts.zenflow is None:
             super_call()
             return
-        self._require(Readiness.require_closed)
+        self._between_steps()
         try:
-            self._parts.offloader.offload(
-                super_call, self.module, self.optimizer, self._parts.ranks, pins=pin_memory
-            )
+            self._parts.offload(super_call, self.module, self.optimizer, pins=pin_memory)
         except Exception:
             self.reload_states()
             raise
@@ -328,8 +327,8 @@ class Engine(EngineSettings):
         if self._parts.zenflow is None:
             super_call()
             return
-        self._require(Readiness.require_closed)
-        self._parts.offloader.reload(super_call, self._parts.ranks)
+        self._between_steps()
+        self._parts.reload(super_call)
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -350,7 +349,7 @@ class Engine(EngineSettings):
                 `destroy` on rank 0.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
-        self._require(Readiness.require_closed, Readiness.require_saveable)
+        self._between_steps(Readiness.require_saveable)
         self._parts.require_known_state()
         self._parts.settle()
         client_state = {} if client_state is None else client_state
@@ -381,8 +380,7 @@ class Engine(EngineSettings):
         zenflow, section = self._parts.zenflow, self._zenflow
         if zenflow is None or (section is not None and section.save_predicted_weights):
             return nullcontext()
-        self._require(Readiness.require_closed)
-        zenflow.readiness.require_states_here(OffloadStateTypeEnum.lp_params)
+        self._between_steps(Readiness.require_states_here, states=[OffloadStateTypeEnum.lp_params])
         return zenflow.state.exact_weights()
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -416,7 +414,7 @@ class Engine(EngineSettings):
             StateError: an exception has interrupted a step or a backward pass, or states are
                 offloaded.
         """
-        self._require(Readiness.require_closed, Readiness.require_loadable)
+        self._between_steps(Readiness.require_loadable)
         self._parts.settle()
         if not self.load_universal_checkpoint():
             tag = self._parts.saver.begin_load(load_dir, tag)
@@ -507,3 +505,8 @@ class PipeEngine(PipelineEngine, Engine):
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         self._require(Readiness.require_steppable, states=[True])  # a pipeline calls no `step`
         super()._take_model_step(*args, **kwargs)
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate with the weights that would be saved; no module runs as a whole."""
+        with self.exporting():
+            return super().eval_batch(*args, **kwargs)
