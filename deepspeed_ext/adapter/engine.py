@@ -41,9 +41,11 @@ from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
+from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
+from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import require_compilable
+from deepspeed_ext.zenflow.step.supported import IDLE, require_compilable
 
 __all__ = ["Engine", "HybridEngine", "PipeEngine"]
 
@@ -143,13 +145,19 @@ class Engine(EngineSettings):
         with swapped(*(held_optimizers() if self._zenflow is not None else ())):
             return super()._configure_basic_optimizer(model_parameters)
 
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        """Refuse what ZenFlow cannot run before DeepSpeed advises to allow it."""
+        if self._zenflow is not None:
+            kind_of(basic_optimizer, self._zenflow)
+        return super()._do_optimizer_sanity_check(basic_optimizer)
+
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
         settings = self._settings
         if settings is not None and dist.get_rank() == 0:
             Parts.warn_of_idle_fields(settings, int(self.zero_optimization_stage()), self.optimizer)
-            if self._zenflow is not None:
-                Parts.warn_of_replaced(self._replaced_settings())
+            for setting in self._replaced_settings() if self._zenflow is not None else ():
+                logger.warning(f"{setting} has no effect: {IDLE[setting]}")
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         parts, settings, zenflow = self._parts, self._settings, self._zenflow

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -40,7 +40,6 @@ from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import (
-    IDLE,
     require_section,
     require_shared_folder,
     require_spreadable,
@@ -357,12 +356,6 @@ class Parts:
                 "zero_optimization.offload_optimizer.ratio has no effect: with offload_param, the "
                 "whole optimizer is on the host"
             )
-
-    @staticmethod
-    def warn_of_replaced(settings: Sequence[str]) -> None:
-        """Warn of settings of DeepSpeed that ZenFlow replaces; called on rank 0."""
-        for setting in settings:
-            logger.warning(f"{setting} has no effect: {IDLE[setting]}")
 
     # -- while it trains ---------------------------------------------------------------------------
 

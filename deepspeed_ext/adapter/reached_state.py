@@ -67,7 +67,7 @@ class ExactWeights:
 
     Args:
         weights: returns a partition's weights, 1-D [n], in the model's dtype.
-        drain: waits on all ranks until p is final.
+        drain: waits on all ranks until p is final; its argument is that of `enter`.
         spread: copies the given tensors, if any, to this rank's partitions, and gathers the weights
             on all ranks.
     """
@@ -76,7 +76,7 @@ class ExactWeights:
         self,
         host: HostOptimizer,
         weights: Callable[[int], torch.Tensor],
-        drain: Callable[[], None],
+        drain: Callable[[bool], None],
         spread: Callable[[Sequence[torch.Tensor] | None], None],
     ) -> None:
         self._host = host
@@ -104,9 +104,13 @@ class ExactWeights:
         finally:
             self.leave()
 
-    def enter(self) -> None:
-        """Give the model p, until `leave`. A collective."""
-        self._drain()
+    def enter(self, *, takes_over: bool = True) -> None:
+        """Give the model p, until `leave`. A collective.
+
+        Args:
+            takes_over: see `HostOptimizer.drain`.
+        """
+        self._drain(takes_over)
         with together(self._host.ranks):
             indices = range(len(self._host.states))
             predicted = [self._aside(self._weights(index)) for index in indices]
@@ -276,10 +280,11 @@ class ReachedState:
         self._scale = scale
         self._require_groups = require_groups
         self._copies = True
-        drain = partial(self.drain_together, shows_moments=False)
+        drain = partial(self._drain_together, False)
         self.exact_weights = ExactWeights(host, partitions.weights, drain, partitions.spread)
         self.evaluation = Evaluation(
-            self.exact_weights.enter,
+            # a script may have moved the optimizer's state away, to have memory for this
+            partial(self.exact_weights.enter, takes_over=False),
             self.exact_weights.leave,
             lambda: host.updates if host.decided.rule.overlapped else 0,
             1 if partitions.saved_weights is not None else host.ranks.size,
@@ -306,9 +311,12 @@ class ReachedState:
     def drain_together(self, *, shows_moments: bool = True) -> None:
         """Call `HostOptimizer.drain` on all ranks; raise on all if any rank's worker has failed. A
         collective."""
+        self._drain_together(shows_moments, takes_over=True)
+
+    def _drain_together(self, shows_moments: bool, takes_over: bool) -> None:
         self.settle()
         with together(self._host.ranks, WorkerError):
-            self._host.drain(shows_moments=shows_moments)
+            self._host.drain(shows_moments=shows_moments, takes_over=takes_over)
 
     # -- saving ------------------------------------------------------------------------------------
 

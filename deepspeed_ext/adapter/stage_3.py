@@ -262,7 +262,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             if self._late_weights is None:
                 places, prefetches = self._partitions.places(), Prefetches(self)
                 self._late_weights = LateWeights(self.host_optimizer, places, prefetches)
-            # the forward gathers persistent parameters, too
+            # gathered below, when they are on their way
             kept = [Swap(self, "persistent_parameters", [])]
         with parts.readiness.recording(Work.STEP), swapped(*kept):
             parts.driver.run(super_call, lambda: self.overflow)
@@ -271,6 +271,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             self._partitions.order_gathers()
             if self._late_weights is not None:
                 self._late_weights.choose_prefetches()
+        if kept and self.persistent_parameters and not self.overflow:
+            # scripts and modules read them without a gather
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
         """As in DeepSpeed, but computed from each gradient's norm, which needs no fp64 copy of the

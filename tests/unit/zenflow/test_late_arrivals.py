@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.plan.places import WeightsArrival
@@ -47,9 +48,34 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
     return found
 
 
+def persistent_after_steps(config: dict[str, Any]) -> list[tuple[bool, bool]]:
+    """Of each persistent parameter after each step: is it whole, and p."""
+    engine, found = make_engine(config), []
+    assert engine.optimizer.host_optimizer.decided.weights_arrive is WeightsArrival.IN_FORWARD
+    for batch in batches(3, dist.get_rank()):
+        train(engine, [batch])
+        shown = [
+            (param, param.detach().clone())
+            for param in engine.module.parameters()
+            if param.ds_persist
+        ]
+        for param, value in shown:
+            p = safe_get_full_fp32_param(param).to(value.dtype)
+            found.append((value.numel() == param.ds_numel, torch.equal(value, p)))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_persistent_parameters_are_whole_when_a_step_returns(ranks: int) -> None:
+    for found in run_ranks(ranks, persistent_after_steps, exact_config(3)):
+        assert len(found) > 3
+        assert all(whole and same for whole, same in found)
+
+
 def test_weights_arrive_when_forward_uses_them_and_before_backward() -> None:
     config = exact_config(3)
-    config["zero_optimization"] |= {"sub_group_size": 250}
+    config["zero_optimization"] |= {"sub_group_size": 250, "stage3_param_persistence_threshold": 0}
     ((*found, left),) = run_ranks(1, arrivals, config, pool="exact True")
     assert left == 0
     total = found[1][0]
