@@ -268,7 +268,7 @@ class Engine(EngineSettings):
     def _require(self, check: Callable[..., None], *states: Any) -> None:
         """With ZenFlow, call a method of `Readiness`; in a forked process, raise an error."""
         if (zenflow := self._parts.zenflow) is not None:
-            zenflow.host.link.home.require()
+            zenflow.begin_call()
             check(zenflow.readiness, *states)
 
     def eval(self) -> None:
@@ -299,7 +299,7 @@ class Engine(EngineSettings):
         if (zenflow := self._parts.zenflow) is None:
             super_call()
             return
-        zenflow.host.link.home.require()
+        zenflow.begin_call()
         try:
             self._parts.offloader.offload(
                 super_call, self.module, self.optimizer, self._parts.ranks, pins=pin_memory
@@ -324,7 +324,7 @@ class Engine(EngineSettings):
         if (zenflow := self._parts.zenflow) is None:
             super_call()
             return
-        zenflow.host.link.home.require()
+        zenflow.begin_call()
         self._parts.offloader.reload(super_call, self._parts.ranks)
 
     # -- saving ------------------------------------------------------------------------------------
@@ -377,6 +377,7 @@ class Engine(EngineSettings):
         zenflow, section = self._parts.zenflow, self._zenflow
         if zenflow is None or (section is not None and section.save_predicted_weights):
             return nullcontext()
+        zenflow.begin_call()
         zenflow.readiness.require_states_here(OffloadStateTypeEnum.lp_params)
         return zenflow.state.exact_weights()
 
