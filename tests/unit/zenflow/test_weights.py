@@ -122,7 +122,7 @@ def test_streamed_weights_equal_exported_ones_and_the_run_goes_on(
     ],
 )
 def test_other_places_of_the_weights(stage: int, more: dict[str, Any]) -> None:
-    config = zenflow_config(stage, update_interval=1)
+    config = zenflow_config(stage)
     config["zero_optimization"] |= more
     run_ranks(2, streams, config)
 
@@ -138,7 +138,7 @@ def allocates_nothing(
 def stops_early(rank_that_stops: int) -> str:
     """One rank breaks its loop after some tensors; the other one's error. Then the ranks give
     different arguments."""
-    engine = make_engine(zenflow_config(2, update_interval=1), model=Named)
+    engine = make_engine(zenflow_config(2), model=Named)
     train(engine, batches(1, rank=0))
     stream = deepspeed_ext.weights(engine, SMALL)
     if deepspeed.comm.get_rank() == rank_that_stops:
@@ -171,7 +171,7 @@ def test_a_rank_that_stops_to_read_lets_no_other_one_wait(rank: int) -> None:
 def stops_and_calls_on(stage: int) -> str:
     """The consumer of rank 0 raises, and its traceback keeps the iterator alive while `finally`
     wakes the engine; the error of the rank, in the end."""
-    engine = make_engine(zenflow_config(stage, update_interval=1), model=partial(Named, stage))
+    engine = make_engine(zenflow_config(stage), model=partial(Named, stage))
     train(engine, batches(1, rank=0))
     stream = deepspeed_ext.weights(engine, SMALL)
     try:
@@ -213,7 +213,7 @@ LEAVES: dict[str, Callable[[Any, str], object]] = {
 
 
 def held_across(what: str, folder: str) -> None:
-    engine = make_engine(zenflow_config(2, update_interval=1), model=Named)
+    engine = make_engine(zenflow_config(2), model=Named)
     train(engine, batches(1, rank=0))
     engine.save_checkpoint(folder, tag="t")
     expected = dict(deepspeed_ext.weights(engine))
