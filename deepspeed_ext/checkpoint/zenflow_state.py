@@ -139,7 +139,7 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
         schedule, partitions = _BY_RULE[saved["rule"]]
         fields = {
             **saved,
-            "schedule": _without_ring(schedule.validate_python(saved["schedule"])),
+            "schedule": _without_ring(schedule.validate_python(_given(saved["schedule"]))),
             "partitions": partitions.validate_python(saved["partitions"]),
         }
         state = _STATE.validate_python(fields)
@@ -168,6 +168,11 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
             f"{len(state.weights or ())} weights for {len(sizes)} partitions: {LOAD_ANOTHER}"
         )
     return state
+
+
+def _given(schedule: Mapping[str, Any]) -> dict[str, Any]:
+    """Without None, which earlier versions saved for what was not chosen yet."""
+    return {name: value for name, value in schedule.items() if value is not None}
 
 
 def _without_ring(state: Any) -> dict[str, Any]:

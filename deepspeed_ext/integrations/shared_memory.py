@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.errors import StateError, UnsupportedError
+from deepspeed_ext.errors import StateError
 
 __all__ = ["hand_over", "receive"]
 
@@ -42,17 +42,11 @@ def hand_over(
 
     Raises:
         StateError: the other process has ended, or closed its end, before it had read everything.
-        UnsupportedError: the platform has no memfd.
     """
     if connection is None:
         for _ in weights:
             pass
         return
-    if not hasattr(os, "memfd_create"):
-        raise UnsupportedError(
-            "hand_over needs os.memfd_create, which this platform lacks: run on Linux, or write "
-            "files with deepspeed_ext.integrations.safetensors"
-        )
     sender = _Sender(connection, bucket_bytes)
     try:
         for name, tensor in weights:

@@ -41,56 +41,13 @@ from deepspeed_ext.zenflow.step.partition import WholeState
 __all__ = ["Change", "ShownState", "ShownTensor", "plain", "write"]
 
 _MOST_UPDATES = 1 << 62
-_VIEWS = {"data", "detach", "narrow", "view", "view_as", "alias"}
-_LIKE = {"empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"}
-_DESCRIPTIONS = {
-    *(
-        "_base",
-        "_is_view",
-        "_version",
-        "data_ptr",
-        "device",
-        "dim",
-        "dtype",
-        "element_size",
-        "grad",
-        "grad_fn",
-    ),
-    *(
-        "is_complex",
-        "is_contiguous",
-        "is_cpu",
-        "is_cuda",
-        "is_floating_point",
-        "is_leaf",
-        "is_meta",
-        "is_pinned",
-    ),
-    *(
-        "is_sparse",
-        "is_quantized",
-        "itemsize",
-        "layout",
-        "names",
-        "nbytes",
-        "ndim",
-        "nelement",
-        "numel",
-        "output_nr",
-    ),
-    *(
-        "requires_grad",
-        "requires_grad_",
-        "retains_grad",
-        "shape",
-        "size",
-        "storage_offset",
-        "stride",
-        "__len__",
-    ),
-    *("untyped_storage", "is_inference", "register_hook", "__hash__"),
+_USES_NO_VALUES = {
+    *("__hash__", "__len__", "data_ptr", "detach", "dim", "element_size", "is_contiguous"),
+    *("is_floating_point", "is_pinned", "narrow", "nelement", "numel", "size", "stride"),
+    *("untyped_storage", "view"),
 }
-_USES_NO_VALUES = frozenset(_VIEWS | _LIKE | _DESCRIPTIONS)
+"""Methods that describe a tensor, or return views. DeepSpeed calls them at any time, also after a
+worker has failed."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -136,9 +93,8 @@ class ShownTensor(torch.Tensor):
         kwargs = kwargs or {}
         shown = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ShownTensor)]
         name = func.__name__
-        if name in ("__get__", "__set__", "__delete__"):
-            name = func.__self__.__name__
-        if name not in _USES_NO_VALUES:
+        # a property has no values of its own: those that return tensors return views
+        if name not in ("__get__", "__set__", "__delete__") and name not in _USES_NO_VALUES:
             for owner in {each.shown_by for each in shown}:
                 if (state := owner()) is not None:
                     state.used(writes=_writes(name, args, kwargs))
