@@ -15,7 +15,13 @@ import torch
 
 from deepspeed_ext.adapter.reshard import Target
 from deepspeed_ext.adapter.upstream import is_stored_quantized
-from deepspeed_ext.adapter.zenflow_parts import OpenStream, Reading, ZenFlowParts, zenflow_of
+from deepspeed_ext.adapter.zenflow_parts import (
+    GOES_ON,
+    HAS_ENDED,
+    OpenStream,
+    ZenFlowParts,
+    zenflow_of,
+)
 from deepspeed_ext.checkpoint.layout import Fragment, Placement
 from deepspeed_ext.errors import StateError, UnsupportedError
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
@@ -157,7 +163,7 @@ class _Stream:
                 self._require_unchanged()
                 exchange = _Exchange(bucket, self.ranks, on_rank)
                 exchange.prepare()
-                if not opened.agree(Reading.GOES_ON):
+                if not opened.agree(GOES_ON):
                     raise StateError(
                         "another rank has stopped reading the weights: see its error. All ranks "
                         "must iterate to the end"
@@ -167,7 +173,7 @@ class _Stream:
                     for name in names:
                         yield name, tensor
         finally:
-            opened.agree(Reading.HAS_ENDED)
+            opened.agree(HAS_ENDED)
 
     def _require_unchanged(self) -> None:
         if self._zenflow.host.version != self._version:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -23,16 +22,11 @@ from deepspeed_ext.zenflow.step.copies import largest_block_apart, mixed
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.supported import require_publishable
 
-__all__ = ["OpenStream", "Reading", "ZenFlowParts", "zenflow_of"]
+__all__ = ["GOES_ON", "HAS_ENDED", "OpenStream", "ZenFlowParts", "zenflow_of"]
 
 
-class Reading(IntEnum):
-    """What a rank does while weights are streamed."""
-
-    HAS_ENDED = 0
-    CALLS_ANOTHER = 1
-    """Another method of the engine."""
-    GOES_ON = 2
+HAS_ENDED, CALLS_ANOTHER, GOES_ON = range(3)
+"""What a rank does while weights are streamed: `CALLS_ANOTHER` method of the engine."""
 
 
 # Note: [a rank that stops reading]
@@ -58,13 +52,13 @@ class OpenStream:
         self._is_current = is_current
         self.is_open = True
 
-    def agree(self, reading: Reading) -> bool:
+    def agree(self, reading: int) -> bool:
         """Whether all ranks do the same, and the stream has not ended. A collective, if it is
         open."""
         if self.is_open:
-            reading = reading if self._is_current() else Reading.HAS_ENDED
+            reading = reading if self._is_current() else HAS_ENDED
             least, most = self._ranks.minimum(reading, -reading)
-            self.is_open = least == -most and reading is not Reading.HAS_ENDED
+            self.is_open = least == -most and reading is not HAS_ENDED
         return self.is_open
 
 
@@ -131,7 +125,7 @@ class ZenFlowParts:
             StateError: this is a forked process; the engine belongs to its parent.
         """
         self.host.link.home.require()
-        self.streams[:] = [each for each in self.streams if each.agree(Reading.CALLS_ANOTHER)]
+        self.streams[:] = [each for each in self.streams if each.agree(CALLS_ANOTHER)]
 
     def settle_masters(self) -> None:
         """Wait on all ranks until p is final, also while states are offloaded. A collective.

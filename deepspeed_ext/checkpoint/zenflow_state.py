@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 _VERSION = 9
+_RING = ("position", "written")
 _RULES = {True: "exact", False: "predictive"}
 """Names of rules, by whether they are exact."""
 
@@ -137,9 +138,11 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
         )
     try:
         schedule, partitions = _BY_RULE[saved["rule"]]
+        # None: what earlier versions had not chosen yet
+        chosen = {name: value for name, value in saved["schedule"].items() if value is not None}
         fields = {
             **saved,
-            "schedule": _without_ring(schedule.validate_python(_given(saved["schedule"]))),
+            "schedule": _without_ring(schedule.validate_python(chosen)),
             "partitions": partitions.validate_python(saved["partitions"]),
         }
         state = _STATE.validate_python(fields)
@@ -170,15 +173,9 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
     return state
 
 
-def _given(schedule: Mapping[str, Any]) -> dict[str, Any]:
-    """Without None, which earlier versions saved for what was not chosen yet."""
-    return {name: value for name, value in schedule.items() if value is not None}
-
-
 def _without_ring(state: Any) -> dict[str, Any]:
     """The state of a schedule as `Schedule.state_dict` returns it."""
-    kept = asdict(state)
-    return {name: kept[name] for name in kept if name not in ("position", "written")}
+    return {name: value for name, value in asdict(state).items() if name not in _RING}
 
 
 STATE_KEY = "deepspeed_ext_zenflow"
