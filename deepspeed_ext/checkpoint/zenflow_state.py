@@ -26,7 +26,7 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import raise_together
-from deepspeed_ext.runtime.words import LOAD_ANOTHER
+from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
@@ -148,7 +148,7 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
         state = _STATE.validate_python(fields)
     except Exception as error:  # the file may hold anything
         raise CheckpointError(
-            f"the saved ZenFlow state is damaged: {reprlib.repr(str(error))}: {LOAD_ANOTHER}"
+            f"the saved ZenFlow state is damaged: {one_line(error)[:300]}: {LOAD_ANOTHER}"
         ) from None
     sizes = [partition.numel for partition in state.partitions]
     if sizes != list(numels):

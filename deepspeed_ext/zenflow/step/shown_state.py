@@ -44,7 +44,7 @@ _MOST_UPDATES = 1 << 62
 _USES_NO_VALUES = {
     *("__hash__", "__len__", "data_ptr", "detach", "dim", "element_size", "is_contiguous"),
     *("is_floating_point", "is_pinned", "narrow", "nelement", "numel", "size", "stride"),
-    *("untyped_storage", "view"),
+    *("untyped_storage", "view", "full_like"),
 }
 """Methods that describe a tensor, or return views. DeepSpeed calls them at any time, also after a
 worker has failed."""

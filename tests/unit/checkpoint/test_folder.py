@@ -23,17 +23,18 @@ ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
 HOUR = 3600
 
 
-class Forgetful(set[str]):
-    """Holds what is put into it, and denies it."""
+class LastOnly(set[str]):
+    """Holds what was put into it last."""
 
-    def __contains__(self, item: object) -> bool:
-        return False
+    def add(self, item: str) -> None:
+        self.clear()
+        super().add(item)
 
 
 @pytest.fixture
 def of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that is saved here is known to be of this process."""
-    monkeypatch.setattr(checkpoint_folder, "_in_use", Forgetful())
+    """Only the newest save is known to be of this process."""
+    monkeypatch.setattr(checkpoint_folder, "_in_use", LastOnly())
 
 
 def begun(folder: Path, tag: str, save_id: str) -> CheckpointFolder:
