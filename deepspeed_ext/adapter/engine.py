@@ -45,7 +45,13 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import IDLE, require_compilable
+from deepspeed_ext.zenflow.step.supported import (
+    IDLE,
+    require_compilable,
+    require_section,
+    require_shared_folder,
+    require_spreadable,
+)
 
 __all__ = ["Engine", "HybridEngine", "PipeEngine"]
 
@@ -97,9 +103,10 @@ class Engine(EngineSettings):
         `_set_distributed_vars` raises the errors of both."""
         parts, settings = self._parts, self._settings
         with parts.refused.deferring_errors():
-            parts.require_supported(
-                settings, self._zenflow, self.use_node_local_storage(), **self._spread()
-            )
+            if self._zenflow is not None:
+                require_section(settings)
+                require_shared_folder(settings, self.use_node_local_storage())
+                require_spreadable(self._zenflow, **self._spread())
             super()._do_sanity_check()
 
     def _configure_expert_parallel(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,15 +287,15 @@ class Engine(EngineSettings):
     def _require(self, *checks: Callable[..., None], states: Sequence[Any] = ()) -> None:
         """With ZenFlow, call methods of `Readiness`; in a forked process, raise an error."""
         if (zenflow := self._parts.zenflow) is not None:
-            zenflow.host.link.home.require()
+            zenflow.begin_call()
             for check in checks:
                 check(zenflow.readiness, *states)
 
     def _between_steps(self, *checks: Callable[..., None], states: Sequence[Any] = ()) -> None:
         """`_require`, for a call that may come only between steps; with training's weights."""
-        self._require(Readiness.require_closed)
-        self._require(*checks, states=states)
         if (zenflow := self._parts.zenflow) is not None:
+            zenflow.readiness.require_closed()
+            self._require(*checks, states=states)
             zenflow.state.evaluation.end()
 
     # -- states on the host ------------------------------------------------------------------------
@@ -367,8 +374,7 @@ class Engine(EngineSettings):
             )
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model as DeepSpeed does. With ZenFlow it holds p, rounded; see
-        ``zenflow.save_predicted_weights``.
+        """Save the model as DeepSpeed does. With ZenFlow it holds p, rounded.
 
         Raises:
             StateError: weights are offloaded, or a step, a backward pass or a load was interrupted.
@@ -383,10 +389,8 @@ class Engine(EngineSettings):
 
     def exporting(self) -> AbstractContextManager[None]:
         """Context for saving the model alone: with ZenFlow, its weights are p rounded to their
-        dtype, unless ``zenflow.save_predicted_weights`` is set. A collective; do not step inside.
-        May be nested."""
-        zenflow, section = self._parts.zenflow, self._zenflow
-        if zenflow is None or (section is not None and section.save_predicted_weights):
+        dtype. A collective; do not step inside. May be nested."""
+        if (zenflow := self._parts.zenflow) is None:
             return nullcontext()
         self._between_steps(Readiness.require_states_here, states=[OffloadStateTypeEnum.lp_params])
         return zenflow.state.exact_weights()

@@ -39,11 +39,6 @@ from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, together, with
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import (
-    require_section,
-    require_shared_folder,
-    require_spreadable,
-)
 
 __all__ = ["Parts", "Saver", "destroy_parts"]
 
@@ -223,26 +218,6 @@ class Parts:
         return ranks_of_model(self._mpu, keeps_scratch=True)
 
     # -- while the engine is built -----------------------------------------------------------------
-
-    @staticmethod
-    def require_supported(
-        settings: ZeroConfig | None, zenflow: ZenFlowConfig | None, node_local: bool, **spread: Any
-    ) -> None:
-        """Check the config of an engine.
-
-        Args:
-            settings: the ``zero_optimization`` section; None: without our fields.
-            zenflow: its ``zenflow`` section; None: unused.
-            node_local: whether each node saves to its own storage.
-            spread: how the model is spread over ranks; see `require_spreadable`.
-
-        Raises:
-            ConfigError: ``zenflow`` is combined with an unsupported setting.
-        """
-        if zenflow is not None:
-            require_section(settings)
-            require_shared_folder(settings, node_local)
-            require_spreadable(zenflow, **spread)
 
     @staticmethod
     def switches(settings: ZeroConfig | None, zenflow: ZenFlowConfig | None) -> dict[str, bool]:
@@ -457,8 +432,8 @@ class Parts:
             StateError: this is a forked process; the engine belongs to its parent.
         """
         host = None if self.zenflow is None else self.zenflow.host
-        if host is not None:
-            host.link.home.require()
+        if self.zenflow is not None:
+            self.zenflow.begin_call()
         kept = self.saver.finished_alone(host)
         afterwards = ExitStack()
         afterwards.callback(kept.raise_here)

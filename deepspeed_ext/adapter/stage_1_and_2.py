@@ -137,10 +137,6 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         self.flatten_plans.append(plan)
         return flat
 
-    def _update_model_bit16_weights(self, group_index: int) -> None:
-        with self.startup.phase("point parameters at views"):
-            super()._update_model_bit16_weights(group_index)
-
     def get_data_parallel_partitions(
         self, tensor: torch.Tensor, group_id: int
     ) -> list[torch.Tensor]:
@@ -149,18 +145,6 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
             rank = dist.get_rank(group=self.real_dp_process_group[group_id])
             self._direct_buffers.expect_master_of(partitions[rank])
         return partitions
-
-    def initialize_optimizer_states(self) -> None:
-        with self.startup.phase("gradient partitions"):
-            super().initialize_optimizer_states()
-
-    def initialize_gradient_partitioning_data_structures(self) -> None:
-        with self.startup.phase("gradient bookkeeping"):
-            super().initialize_gradient_partitioning_data_structures()
-
-    def create_gradient_handling_hooks(self) -> None:
-        with self.startup.phase("gradient hooks"):
-            super().create_gradient_handling_hooks()
 
     def _link_all_hp_params(self) -> None:
         """Link in the order of the partitions. DeepSpeed links in the order of the groups, so with

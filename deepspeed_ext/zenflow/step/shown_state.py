@@ -44,7 +44,7 @@ _MOST_UPDATES = 1 << 62
 _USES_NO_VALUES = {
     *("__hash__", "__len__", "data_ptr", "detach", "dim", "element_size", "is_contiguous"),
     *("is_floating_point", "is_pinned", "narrow", "nelement", "numel", "size", "stride"),
-    *("untyped_storage", "view"),
+    *("untyped_storage", "view", "full_like"),
 }
 """Methods that describe a tensor, or return views. DeepSpeed calls them at any time, also after a
 worker has failed."""
@@ -97,7 +97,7 @@ class ShownTensor(torch.Tensor):
         if name not in ("__get__", "__set__", "__delete__") and name not in _USES_NO_VALUES:
             for owner in {each.shown_by for each in shown}:
                 if (state := owner()) is not None:
-                    state.used()
+                    state.used(writes=_writes(name, args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__reduce_ex__":
                 return func(plain(args[0]), *args[1:], **kwargs)
@@ -108,6 +108,14 @@ class ShownTensor(torch.Tensor):
             if type(result) in (tuple, list):
                 return type(result)(_shown_again(each, memory) for each in result)
             return _shown_again(result, memory)
+
+
+def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function may write to a shown tensor: ``p.add_``, ``p += 1``, ``out=p``."""
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    is_in_place = is_in_place or name.startswith("__i") or name == "__setitem__"
+    written = (args[:1] if is_in_place else (), kwargs.get("out"))
+    return any(isinstance(each, ShownTensor) for each in tree_leaves(written))
 
 
 def _shown_again(result: Any, memory: Mapping[int, weakref.ref[ShownState]]) -> Any:
@@ -201,6 +209,7 @@ class ShownState:
     Attributes:
         masters: the handles on p, in order of the partitions; each a leaf that requires a gradient,
             1-D fp32 [n].
+        writes: how often users have written in place.
     """
 
     def __init__(
@@ -214,6 +223,7 @@ class ShownState:
         self._optimizer = optimizer
         self._step_value = step_value
         self._use: Callable[[], None] | None = use
+        self.writes = 0
         self._is_quiet = False
         self._group_count = len(optimizer.param_groups)
         self._handles = [_Handles(state, owner) for state in states]
@@ -230,10 +240,11 @@ class ShownState:
         handles = self._handles[partition]
         return handles.master if moment is None else handles.moments[moment]
 
-    def used(self) -> None:
+    def used(self, *, writes: bool) -> None:
         """Report that a handle's values are accessed."""
         if self._use is not None and not self._is_quiet:
             self._use()
+            self.writes += writes
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -19,7 +19,6 @@ __all__ = [
     "Refusal",
     "require_compilable",
     "require_group_timeout",
-    "require_publishable",
     "require_section",
     "require_shared_folder",
     "require_spreadable",
@@ -118,13 +117,6 @@ def require_section(section: Any) -> None:
     )
 
 
-def _ratio(section: Any) -> str:
-    """The ratio and its value, as a refusal names them."""
-    share = section.host_share
-    value = '"auto" (or "fit")' if share is None else f"{share:g}"
-    return f"offload_optimizer.ratio = {value}"
-
-
 def _field(section: Any, name: str) -> Any:
     """The value of a field that some releases of DeepSpeed lack; None: this one does."""
     return section.model_dump(include={name}).get(name)
@@ -211,19 +203,6 @@ def require_compilable(is_deepcompile: bool, is_autograd_compiled: bool) -> None
         )
 
 
-def require_publishable(zenflow: ZenFlowConfig, weights_dtype: str) -> None:
-    """Check ``publish_dtype`` once the dtype of the weights is known.
-
-    Raises:
-        ConfigError: it is neither the weights' dtype nor float32.
-    """
-    if zenflow.publish_dtype not in (None, "float32", weights_dtype):
-        raise ConfigError(
-            f'zero_optimization.zenflow.publish_dtype = "{zenflow.publish_dtype}" with a '
-            f'{weights_dtype} model: set it to "{weights_dtype}" or "float32", or leave it out'
-        )
-
-
 def require_group_timeout(timeout_seconds: float, group_timeout_seconds: float) -> None:
     """Check the longest wait for the worker, during which the other ranks wait in a collective.
 
@@ -247,7 +226,8 @@ def _of_gradients(section: Any) -> list[Refusal]:
     """What contradicts ``gradients_on_host: true``, which has no effect with ``offload_param``."""
     name, zenflow, offload = "gradients_on_host = true", section.zenflow, section.offload_optimizer
     given = bool(zenflow.gradients_on_host) and section.offload_param is None
-    on_accelerator = offload is not None and section.host_share != 1.0
+    share = section.host_share
+    ratio = '"auto" (or "fit")' if share is None else f"{share:g}"
     return [
         Refusal(
             f"{name} at stage 1",
@@ -256,13 +236,8 @@ def _of_gradients(section: Any) -> list[Refusal]:
             "accelerator until it is reduced: use stage 2",
         ),
         Refusal(
-            f"{name} with hide_transfers = true",
-            given and bool(zenflow.hide_transfers),
-            "copies beside the next step start from gradients on the accelerator",
-        ),
-        Refusal(
-            f"{name} with {_ratio(section)}",
-            given and on_accelerator,
+            f"{name} with offload_optimizer.ratio = {ratio}",
+            given and offload is not None and share != 1.0,
             "what steps on the accelerator needs its gradients there",
         ),
     ]
