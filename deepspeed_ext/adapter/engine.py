@@ -363,8 +363,7 @@ class Engine(EngineSettings):
             )
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model as DeepSpeed does. With ZenFlow it holds p, rounded; see
-        ``zenflow.save_predicted_weights``.
+        """Save the model as DeepSpeed does. With ZenFlow it holds p, rounded.
 
         Raises:
             StateError: weights are offloaded, or a step, a backward pass or a load was interrupted.
@@ -379,10 +378,8 @@ class Engine(EngineSettings):
 
     def exporting(self) -> AbstractContextManager[None]:
         """Context for saving the model alone: with ZenFlow, its weights are p rounded to their
-        dtype, unless ``zenflow.save_predicted_weights`` is set. A collective; do not step inside.
-        May be nested."""
-        zenflow, section = self._parts.zenflow, self._zenflow
-        if zenflow is None or (section is not None and section.save_predicted_weights):
+        dtype. A collective; do not step inside. May be nested."""
+        if (zenflow := self._parts.zenflow) is None:
             return nullcontext()
         zenflow.readiness.require_states_here(OffloadStateTypeEnum.lp_params)
         return zenflow.state.exact_weights()

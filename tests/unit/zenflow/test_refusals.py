@@ -15,7 +15,6 @@ NVME = {"device": "nvme", "nvme_path": "/tmp"}
 
 SECTION: dict[str, tuple[int, dict[str, Any]]] = {
     "stage = 0": (0, {}),
-    "publish_dtype": (2, {"zenflow": {"publish_dtype": "float16"}}),
     "overlap_lag": (
         2,
         {
