@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -124,8 +125,8 @@ class Faulty(verify_rank.Rank):
 
     def end(self) -> None:
         super().end()
-        if "leaves a process" in self.faults and not os.fork():
-            time.sleep(60)
+        if "leaves a process" in self.faults:
+            subprocess.Popen(["sleep", "60"], start_new_session=True)
         if "ends badly" in self.faults:
             os._exit(7)
 
