@@ -95,9 +95,8 @@ class Faulty(verify_rank.Rank):
                 time.sleep(0.1)
             if "step twice" in self.faults:
                 super().step(number)
-        stale = "stale weight" in self.faults
-        stale = stale or ("stale weight on a rank" in self.faults and self.number == 1)
-        if not stale or self.engines > 1 or number < STEP:
+        fault = "stale weight on a rank" if self.number == 1 else "stale weight"
+        if not {fault, "stale weight"} & self.faults or self.engines > 1 or number < STEP:
             return super().step(number)
         parameter = dict(self.engine.module.named_parameters())[PARAMETER]
         before = parameter.detach().clone()
