@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.runtime.procfs import host_id, read_text
+from deepspeed_ext.runtime.proc import host_id, read_text
 
 __all__ = ["Owner"]
 

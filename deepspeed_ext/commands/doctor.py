@@ -14,16 +14,19 @@ from typing import Literal
 import psutil
 
 from deepspeed_ext.adapter import shared_buffers
-from deepspeed_ext.cores.placement import usable_cores
+from deepspeed_ext.cores.plan import usable_cores
 from deepspeed_ext.cores.threads import can_set_memory_policy
 from deepspeed_ext.cores.topology import find_allowed, omp_binding, read_topology
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
 from deepspeed_ext.runtime import builds
-from deepspeed_ext.runtime.cgroup import read_cpu_quota_cores
-from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.device_queues import single_queue
-from deepspeed_ext.runtime.host_memory import available_host_bytes, total_host_bytes
 from deepspeed_ext.runtime.launcher_variables import plan_launch
+from deepspeed_ext.runtime.proc import (
+    available_host_bytes,
+    format_cpulist,
+    read_cpu_quota_cores,
+    total_host_bytes,
+)
 from deepspeed_ext.runtime.words import counted
 
 __all__ = ["Check", "as_json", "as_text", "examine"]

@@ -15,8 +15,11 @@ from deepspeed_ext.cores.plan import HostPlan, PlanRequest, plan_host
 from deepspeed_ext.cores.report import HostFacts, plan_svg, plan_text, read_host
 from deepspeed_ext.cores.topology import Core, read_accelerator_node, read_cache_bytes
 from deepspeed_ext.errors import DeepSpeedExtError
-from deepspeed_ext.runtime.cgroup import read_memory_limit_bytes, read_throttled_count
-from deepspeed_ext.runtime.host_memory import available_host_bytes
+from deepspeed_ext.runtime.proc import (
+    available_host_bytes,
+    read_memory_limit_bytes,
+    read_throttled_count,
+)
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.fuzz import values
 from tests.fuzz.target import Parts, Target, require

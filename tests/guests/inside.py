@@ -28,7 +28,7 @@ from deepspeed_ext.commands import main as cli
 from deepspeed_ext.cores.plan import plan_host
 from deepspeed_ext.cores.report import read_host
 from deepspeed_ext.cores.threads import WorkerPlacement, confine
-from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist
 from tests.guests.hosts import GUESTS, Guest
 
 THREADS = 3

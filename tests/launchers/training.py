@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from deepspeed_ext.runtime.cpulist import parse_cpulist
+from deepspeed_ext.runtime.proc import parse_cpulist
 from tests.support.paths import ROOT
 
 RANKS = 2

@@ -43,10 +43,10 @@ MODULES = tuple(
         "checkpoint/reshard": "ends layout load",
         "commands/memory": "config_file deepspeed fit plan report setup ways",
         "config": "core_binding section zenflow zero",
-        "cores": "accelerators exchange placement plan report topology",
+        "cores": "plan report topology",
         "flatten": "exchange layout plan staging tiers",
         "gather": "launch plan",
-        "runtime": "cgroup cpulist host_memory memory ranks stopwatch",
+        "runtime": "memory proc ranks stopwatch",
         "zenflow/kernels": "definition lion",
         "zenflow/optimizers": "adam adam_estimator lion",
         "zenflow/plan": "advice arrays chunks decide facts held lanes partitions phases places "

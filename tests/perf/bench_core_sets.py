@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist
 from tests.perf import report
 
 TIMEOUT_SECONDS = 120.0

@@ -28,7 +28,7 @@ from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.rollback import restore_parameters
 from deepspeed_ext.gather.plan import ParameterFacts, plan_gather
-from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup, _Told, raise_together, require_same_plan
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all
 from deepspeed_ext.zenflow.plan.facts import Caller

@@ -17,7 +17,7 @@ from deepspeed_ext.cores.exchange import Agreement
 from deepspeed_ext.cores.plan import PlanRequest, RankPlan
 from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.cores.topology import flat_topology
-from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.scenarios import run_scenario, run_with_torch
 

@@ -25,13 +25,15 @@ from deepspeed_ext.cores.topology import (
     read_topology,
 )
 from deepspeed_ext.errors import ConfigError, UnsupportedError
-from deepspeed_ext.runtime.cgroup import (
+from deepspeed_ext.runtime.proc import (
+    format_cpulist,
+    parse_cpulist,
+    parse_cpumask,
     read_cpu_quota_cores,
     read_cpu_quotas,
     read_cpuset,
     read_throttled_count,
 )
-from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist, parse_cpumask
 from tests.support.sysfs import cpumask, write, write_host
 from tests.support.topologies import adjacent, cores
 

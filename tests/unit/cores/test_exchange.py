@@ -18,7 +18,7 @@ from deepspeed_ext.cores.exchange import Agreement, RankReport, agree, report_ra
 from deepspeed_ext.cores.plan import PlanRequest
 from deepspeed_ext.cores.topology import ALLOWED_VARIABLE, Core, Topology
 from deepspeed_ext.errors import ConfigError, PlanMismatchError, RankError
-from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.models import this_device
 from tests.support.ranks import run_ranks

@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.zenflow import zenflow_utils
 
 from deepspeed_ext.commands import main as cli
-from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
+from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist
 from tests.guests import run
 from tests.guests.hosts import GUESTS, Guest
 from tests.guests.inside import upstream_split

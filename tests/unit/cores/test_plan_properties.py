@@ -15,7 +15,7 @@ from deepspeed_ext.cores.placement import CoreDivision, divide_cores, usable_cor
 from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, plan_host
 from deepspeed_ext.cores.report import plan_text
 from deepspeed_ext.cores.topology import Core, Topology
-from deepspeed_ext.runtime.cgroup import CpuQuota
+from deepspeed_ext.runtime.proc import CpuQuota
 
 planned = settings(max_examples=250, deadline=None, derandomize=True, database=None)
 

@@ -13,10 +13,18 @@ from deepspeed_ext.cores import binding
 from deepspeed_ext.cores.plan import plan_host
 from deepspeed_ext.cores.report import read_host
 from deepspeed_ext.cores.topology import read_cache_bytes, read_topology
-from deepspeed_ext.runtime import host_memory as memory
-from deepspeed_ext.runtime.cgroup import own_groups, read_cpu_quota_cores
-from deepspeed_ext.runtime.cpulist import MAX_CPU_ID, parse_cpulist, parse_cpumask
-from deepspeed_ext.runtime.procfs import LIMIT_BYTES, numbered, read_int, read_text
+from deepspeed_ext.runtime import proc as memory
+from deepspeed_ext.runtime.proc import (
+    LIMIT_BYTES,
+    MAX_CPU_ID,
+    numbered,
+    own_groups,
+    parse_cpulist,
+    parse_cpumask,
+    read_cpu_quota_cores,
+    read_int,
+    read_text,
+)
 from tests.support.sysfs import cpumask, write, write_host
 from tests.support.topologies import cores
 
