@@ -332,10 +332,10 @@ def check_cores() -> Check:
     topology = read_topology()
     found = find_allowed(topology)
     cores = usable_cores(topology, found.cpus)
-    nodes, kinds = {core.node for core in cores}, {core.kind for core in cores}
+    nodes = {core.node for core in cores}
     detail = (
         f"{len(cores)} of {len(topology.cores)} cores allowed (CPUs {format_cpulist(found.cpus)}), "
-        f"{counted(len(nodes), 'NUMA node')}, {counted(len(kinds), 'kind')} of core"
+        f"{counted(len(nodes), 'NUMA node')}"
     )
     if found.warnings:
         return _warning("cores", f"{detail}; {found.warnings[0]}", "see the message")

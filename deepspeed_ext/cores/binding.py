@@ -121,7 +121,8 @@ def report_rank(
     Raises:
         ConfigError: the settings contradict each other or the host.
     """
-    facts, topology, warnings = RankFacts(local_rank, frozenset()), None, ()
+    facts, topology = RankFacts(local_rank, frozenset()), None
+    warnings: tuple[str, ...] = ()
     try:
         if disabled is None:
             topology = read_topology(root)

@@ -225,7 +225,7 @@ class _HostPlanner:
         held = [[core for core in cores if core.node in place] for place in places]
         homes = [self._nearest(rank.accelerator_node, nodes) for rank in ranks]
         for index, members in enumerate(_seated(self.topology, homes, places, held)):
-            home = homes[members[0]]
+            home = homes[members[0]] if members else None
             if home is None or home not in places[index]:
                 most = Counter(core.node for core in held[index])
                 home = max(most, key=lambda node: (most[node], -node))

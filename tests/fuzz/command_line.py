@@ -41,7 +41,6 @@ OPTIONS = {
         "--pt-reserved-cores",
         "--optimizer-cores",
         "--json",
-        "--svg",
     ),
     "doctor": ("--json",),
     "verify": ("--config", "--ranks", "--steps", "--upstream", "--timeout", "--json"),
@@ -50,7 +49,6 @@ OPTIONS = {
 FLAGS = ("--json", "--quick", "--upstream", "nothing.py", "fifo", "folder", "loop", "--")
 LISTS = ("0", "0-3", "0,2", "1-2", *trees.CPU_LISTS)
 FILES = (
-    "a.svg",
     "a.png",
     "a.json",
     "a.jsonl",
@@ -80,7 +78,7 @@ def make(rng: random.Random) -> Parts:
 
 
 def _value(rng: random.Random, name: str) -> str:
-    if name in ("--svg", "--output", "--plot", "--config"):
+    if name in ("--output", "--config"):
         return rng.choice(FILES)
     if name == "--root":
         return rng.choice(["host", "host", "host", "folder", "fifo", "nothing", "loop", "x" * 300])

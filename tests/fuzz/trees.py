@@ -10,15 +10,14 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.cores.exchange import agree, report_rank
+from deepspeed_ext.cores.binding import agree, report_rank
 from deepspeed_ext.cores.plan import HostPlan, PlanRequest, plan_host
-from deepspeed_ext.cores.report import HostFacts, plan_svg, plan_text, read_host
-from deepspeed_ext.cores.topology import Core, read_accelerator_node, read_cache_bytes
+from deepspeed_ext.cores.report import HostFacts, plan_text, read_host
+from deepspeed_ext.cores.topology import Core, read_accelerator_node
 from deepspeed_ext.errors import DeepSpeedExtError
 from deepspeed_ext.runtime.proc import (
     available_host_bytes,
     read_memory_limit_bytes,
-    read_throttled_count,
 )
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.fuzz import values
@@ -188,13 +187,13 @@ def run(parts: Parts, folder: Path) -> None:
     root = folder / "host"
     build(parts, root)
     for read in (
-        *(read_cache_bytes, read_memory_limit_bytes, read_throttled_count),
+        read_memory_limit_bytes,
         available_host_bytes,
     ):
         read(root)
     try:
-        report, topology = report_rank(0, 0, PlanRequest(), pci_address=PCI, root=root)
-        agree(report, topology, RankGroup.alone())
+        report, topology, _ = report_rank(0, 0, pci_address=PCI, root=root)
+        agree(report, topology, RankGroup.alone(), PlanRequest())
     except DeepSpeedExtError as error:
         require(str(error))
     try:
@@ -218,7 +217,6 @@ def check(host: HostFacts, plan: HostPlan, request: PlanRequest) -> None:
         assert {*rank.pytorch, *rank.optimizer} <= facts.allowed <= host.topology.cpus
     if len(host.topology.cores) <= LARGE_CORES:
         assert plan_text(host.topology, plan)
-        assert plan_svg(host.topology, plan)
 
 
 TARGET = Target("trees", make, run)

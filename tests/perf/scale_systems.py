@@ -20,15 +20,14 @@ from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, typical_largest
 from deepspeed_ext.commands.memory.ways import ways
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.cores.exchange import RankReport, agree
-from deepspeed_ext.cores.plan import PlanRequest
+from deepspeed_ext.cores.binding import RankReport, agree
+from deepspeed_ext.cores.plan import PlanRequest, RankFacts
 from deepspeed_ext.cores.topology import Topology
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError
 from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.rollback import restore_parameters
 from deepspeed_ext.gather.plan import ParameterFacts, plan_gather
-from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup, _Told, raise_together, require_same_plan
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all
 from deepspeed_ext.zenflow.plan.facts import Caller
@@ -150,10 +149,10 @@ def gather(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
 def core_plans(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     """A host of two sockets and 128 cores with two threads each, no mask from a launcher."""
     topology = Topology(tuple(cores(128, 128, 64)))
-    cpus = format_cpulist(topology.cpus)
-    report = RankReport(ranks.rank, HOST, ranks.rank, cpus, topology.digest(), PlanRequest())
+    facts = RankFacts(ranks.rank, topology.cpus)
+    report = RankReport(ranks.rank, HOST, facts, topology.digest())
     rehearsal.others = on_hosts
-    return lambda: agree(report, topology, ranks)
+    return lambda: agree(report, topology, ranks, PlanRequest())
 
 
 def zenflow_start(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:

@@ -26,8 +26,8 @@ from deepspeed_ext.commands.verify.refusal import (
     require_section_readable,
 )
 from deepspeed_ext.config.file import read_json
-from deepspeed_ext.cores import accelerators
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.progress import Progress
 from deepspeed_ext.runtime.words import counted
@@ -58,7 +58,7 @@ def run_from_cli(arguments: Any) -> tuple[str, bool]:
         ConfigError: the config cannot be read, or DeepSpeed refuses it.
     """
     config = read_json(arguments.config)
-    count = accelerators.count()
+    count = 0 if get_accelerator().device_name() == "cpu" else get_accelerator().device_count()
     if arguments.ranks is not None and count and arguments.ranks > count:
         raise ConfigError(
             f"--ranks {arguments.ranks}: this machine has {counted(count, 'accelerator')}, and "
