@@ -36,7 +36,6 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.memory import is_out_of_memory
 from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, together, within
-from deepspeed_ext.zenflow.plan.decide import WEIGHTS_IN_STEP
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
@@ -318,7 +317,7 @@ class Parts:
                 world,
                 local_rank=local,
                 separate=zenflow is not None,
-                pt_reserved_cores=None if zenflow is None else zenflow.reserved_cores,
+                pt_reserved_cores=None if zenflow is None else zenflow.pt_reserved_cores,
                 undo=self._undo,
             )
 
@@ -390,11 +389,8 @@ class Parts:
                     f"zero_optimization.zenflow.{field} has no effect: "
                     f"this run uses the {zenflow.rule} update rule"
                 )
-            parts, field = zenflow_of(optimizer), "weights_arrive_in_forward"
-            asks = zenflow.rule != "selective" and zenflow.weights_arrive_in_forward
-            for reason in parts.host.decided.reasons if asks and parts is not None else ():
-                if reason.decision == WEIGHTS_IN_STEP:
-                    logger.warning(f"zero_optimization.zenflow.{field} has no effect: {reason.why}")
+            for field, meaning in zenflow.retired.items():
+                logger.warning(f"zero_optimization.zenflow.{field} is retired: {meaning}")
         offload = settings.offload_optimizer
         if (
             zenflow is not None
@@ -457,11 +453,6 @@ class Parts:
                 first()
             if not host.link.failed:  # otherwise all ranks get its error
                 host.shown.changes()
-
-    def before_forward(self) -> None:
-        """Prepare the weights for the engine's forward."""
-        if self.zenflow is not None:
-            self.zenflow.state.before_forward()
 
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's

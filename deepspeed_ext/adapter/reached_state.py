@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -21,7 +20,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.adapter.saved_checkpoint import groups_of
-from deepspeed_ext.adapter.saved_fields import require_optimizer_fields
 from deepspeed_ext.adapter.step import AutocastScale
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
@@ -177,7 +175,6 @@ class ReachedState:
         self._scale = scale
         self._require_groups = require_groups
         self._copies = True
-        self._attached: tuple[weakref.ref[torch.nn.Module], bool] | None = None
         drain = partial(self.drain_together, shows_moments=False)
         self.exact_weights = ExactWeights(host, partitions.weights, drain, partitions.spread)
 
@@ -196,35 +193,8 @@ class ReachedState:
         self.complete_weights()
 
     def complete_weights(self) -> None:
-        """Let all weights be those of the last step. A collective where ranks gather them after a
-        step."""
-        if self._partitions.late is None:
-            self._host.complete_weights()
-        else:
-            self._partitions.late.complete()
-
-    def attach(self, model: torch.nn.Module, *, is_hybrid: bool) -> None:
-        """Let `model` wait for its weights, if or once they arrive after a step at stages 1 and 2.
-
-        Args:
-            is_hybrid: whether modules of DeepSpeed's hybrid engine refer to the weights, too.
-        """
-        self._attached = weakref.ref(model), is_hybrid
-        self.attach_late()
-
-    def attach_late(self) -> None:
-        """Let the model wait for weights that arrive after a step, if both are known."""
-        late = self._partitions.late
-        if late is None or self._attached is None:
-            return
-        model, is_hybrid = self._attached
-        if (attached := model()) is not None:
-            late.attach(attached, waits_in_step=is_hybrid)
-
-    def before_forward(self) -> None:
-        """Called before the engine runs its module."""
-        if self._partitions.late is not None:
-            self._partitions.late.before_forward()
+        """Let all weights be those of the last step."""
+        self._host.complete_weights()
 
     def drain_together(self, *, shows_moments: bool = True) -> None:
         """Call `HostOptimizer.drain` on all ranks; raise on all if any rank's worker has failed. A
@@ -332,7 +302,6 @@ class ReachedState:
         if not isinstance(state, Mapping):
             told = f"the optimizer's state is a {type(state).__name__}, expected a dict"
             raise CheckpointError(f"{told}: {LOAD_ANOTHER}")
-        require_optimizer_fields(state, _STATE)
         if loads_optimizer:
             self._require_groups(groups_of(state), _STATE)
         return self.require_fitting(state)
@@ -364,7 +333,7 @@ def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:
     ranks would diverge."""
     position: Any = None
     if saved is not None:
-        counts = saved.updates, saved.position, dict(saved.schedule)
+        counts = saved.updates, saved.position, saved.schedule
         position = (saved.rule, saved.block_size, *counts)
     try:
         require_same_plan("continuing from the checkpoint", position, ranks)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
-from deepspeed_ext.adapter.late_groups import LateGroups
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizer,
     OffloadDeviceEnum,
@@ -19,8 +18,6 @@ from deepspeed_ext.adapter.upstream import (
     Swap,
     TensorFragment,
     accelerator_branch_only,
-    all_gather_of_partitions,
-    exchange_instead,
     keep_masters_on_host,
     norm_shows_overflow,
     pins_offload_buffers,
@@ -41,7 +38,6 @@ from deepspeed_ext.runtime.parked import Parked
 from deepspeed_ext.runtime.ranks import RankGroup, together, within
 from deepspeed_ext.runtime.start_profile import StartupProfile
 from deepspeed_ext.zenflow.plan.places import Arrival, Place
-from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 from deepspeed_ext.zenflow.start import ZenFlowStart
 
 __all__ = ["ZenFlowZeroOptimizer", "ZeroOptimizer"]
@@ -234,13 +230,10 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
 
     Attributes:
         host_optimizer, exact_weights: see `ZenFlowParts` and `ReachedState`.
-        hot_exchange: exchanges weights at the end of a step under the selective rule; otherwise
-            None.
     """
 
     single_partition_of_fp32_groups: list[Any]
     zenflow_parts: ZenFlowParts
-    hot_exchange: HotExchange | None = None
     _sums: Parked | None = None
     _makes_masters = False  # the arena's p comes from the weights
 
@@ -269,10 +262,6 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             self.zenflow_parts = parts = ZenFlowParts.start(self, self._partitions, self._start)
         self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
         self._backward_hook_state = parts.backward_pass
-        if self._start.run.config.rule == "selective":
-            self.hot_exchange = HotExchange(parts.host, all_gather_of_partitions)
-            exchange_instead(self)
-        self._let_weights_follow(parts)
         self.single_partition_of_fp32_groups = parts.host.shown.masters
         for group, master in zip(
             self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True
@@ -285,14 +274,6 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             self.check_grad_overflow = True
         if self.cpu_offload:
             self._take_gradients_to_host(parts)
-
-    def _let_weights_follow(self, parts: ZenFlowParts) -> None:
-        """If weights are completed after their step, let the model wait for them from now on."""
-        if self._partitions.late is not None or not parts.host.decided.weights_follow:
-            return
-        self._partitions.late = LateGroups(self, parts.host)
-        exchange_instead(self)
-        parts.state.attach_late()
 
     def _link_all_hp_params(self) -> None:
         with swapped(Swap(self, "cpu_offload", False)):  # on, it would link the masters' gradients
@@ -407,14 +388,8 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         # DeepSpeed's CPU offload copies weights through these buffers; ours are in place already
         receivers = parts.driver.current.receivers
         buffers = Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", receivers)
-        self._let_weights_follow(parts)  # the rule may have been chosen since the start
-        late = self._partitions.late
         with parts.readiness.stepping(), swapped(buffers):
-            if late is not None:
-                late.agree()
             parts.driver.run(super_call, lambda: self.overflow)
-            if late is not None and not self.overflow:
-                late.expect()
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
         """DeepSpeed's norm, computed from each gradient's norm without fp64 copies."""
@@ -424,16 +399,6 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
 
     def _optimizer_step(self, index: int) -> None:
         self.zenflow_parts.driver.take(index)
-
-    def exchange_partitions(self, *args: Any, **kwargs: Any) -> None:
-        """Replaces DeepSpeed's all-gather of weights under the selective rule, and if weights
-        arrive after a step. Inside a step it may exchange changed blocks only, or nothing; outside,
-        all weights."""
-        is_inside = self.zenflow_parts.driver.current.takes_gradients
-        if is_inside and self._partitions.late is not None:
-            return
-        exchange = self.hot_exchange if is_inside else None
-        (exchange or all_gather_of_partitions)(*args, **kwargs)
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Skip DeepSpeed's check: the norm, computed next, is not finite if any gradient is not,
@@ -549,11 +514,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         return {**super().measurements(), **self.host_optimizer.measurements()}
 
     def destroy(self) -> None:
-        """Destroy it. Gathers of other ranks' weights that have not begun are left to whoever uses
-        them: this may be called on one rank alone."""
         try:
             super().destroy()
         finally:
             self.host_optimizer.close()
-            if self._partitions.late is not None:
-                self._partitions.late.detach()

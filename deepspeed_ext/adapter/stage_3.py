@@ -28,7 +28,7 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.direct_buffers import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
-from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival
 from deepspeed_ext.zenflow.start import ZenFlowStart
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
@@ -115,7 +115,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     @property
     def _sums_apart(self) -> bool:
         """Whether gradients are summed in another dtype than the slots'."""
-        return self.gradient_accumulation_dtype is not self.host_optimizer.coming_slot(0).dtype
+        return self.gradient_accumulation_dtype is not self.host_optimizer.partitions[0].grad_dtype
 
     def partition_grads(
         self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
@@ -247,7 +247,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def step(self, closure: Any = None) -> None:
         parts, super_call = self.zenflow_parts, partial(super().step, closure)
         kept: list[Swap] = []
-        if self.host_optimizer.decided.weights_follow:
+        if self.host_optimizer.decided.weights_arrive is WeightsArrival.IN_FORWARD:
             if self._late_weights is None:
                 places, prefetches = self._partitions.places(), Prefetches(self)
                 self._late_weights = LateWeights(self.host_optimizer, places, prefetches)

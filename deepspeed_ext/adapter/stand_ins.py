@@ -212,11 +212,5 @@ STAND_INS = (
         ("self.__inflight_param_registry.pop(*)", "handle"),
         frozenset({"wait"}),
     ),
-    StandIn(
-        "deepspeed_ext.zenflow.rules.selective.hot_exchange:HotExchange",
-        (f"{_STAGE_1_AND_2}step",),
-        ("all_gather_dp_groups",),
-        frozenset({"()"}),
-    ),
 )
 """Our objects that DeepSpeed uses as if they were its own."""

@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -92,7 +91,6 @@ __all__ = [
     "accelerator_branch_only",
     "adam_module",
     "lion_module",
-    "all_gather_of_partitions",
     "announced_builds",
     "before_gathers",
     "check",
@@ -115,7 +113,6 @@ __all__ = [
     "norm_dtype",
     "norm_shows_overflow",
     "optimizer_class",
-    "exchange_instead",
     "pins_offload_buffers",
     "later_groups",
     "model_groups",
@@ -387,32 +384,6 @@ def accelerator_branch_only() -> Swap:
     """
     return Swap(
         stage_1_and_2_module, "get_accelerator", lambda: _RoomyAccelerator(get_accelerator())
-    )
-
-
-all_gather_of_partitions: Callable[..., None] = stage_1_and_2_module.all_gather_dp_groups
-"""The function by which the stage 1/2 optimizer gathers 16-bit partitions at the end of a step."""
-_exchanging: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def exchange_instead(optimizer: Any) -> None:
-    """Call ``optimizer.exchange_partitions`` in place of `all_gather_of_partitions` for this
-    optimizer.
-
-    DeepSpeed looks that function up in its module and passes the optimizer's own list of flat
-    buffers. So once any optimizer needs this, one function replaces it permanently and finds the
-    optimizer by that list. A swap per step would not be thread-safe.
-    """
-    _exchanging.add(optimizer)
-    stage_1_and_2_module.all_gather_dp_groups = _gather_or_exchange
-
-
-def _gather_or_exchange(groups_flat: Any, *args: Any, **kwargs: Any) -> None:
-    mine = [
-        optimizer for optimizer in list(_exchanging) if optimizer.bit16_groups_flat is groups_flat
-    ]
-    (mine[0].exchange_partitions if mine else all_gather_of_partitions)(
-        groups_flat, *args, **kwargs
     )
 
 

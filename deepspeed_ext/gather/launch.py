@@ -1,5 +1,4 @@
-"""Launches the collectives of one fetch, which gather parameters into their own storage, and those
-of `begin_copies`, whose storage is there.
+"""Launches the collectives of one fetch, which gather parameters into their own storage.
 
 A *partition* is this rank's shard of a parameter: 1-D, equally long on every rank; the last one
 ends with padding. *Storage* is the gathered parameter's memory: 1-D, on the accelerator, in the
@@ -8,7 +7,7 @@ dtype of the communication.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,8 +19,6 @@ from deepspeed_ext.runtime.ranks import RankGroup, all_gather_single
 __all__ = [
     "PendingParameter",
     "Work",
-    "begin_copies",
-    "can_exchange",
     "can_group",
     "gather_singles",
     "gather_together",
@@ -130,30 +127,3 @@ def gather_together(pending: Sequence[PendingParameter], ranks: RankGroup) -> Wo
             part = each.partition if valid == part_numel else each.partition.narrow(0, 0, valid)
             typed[each.dtype].narrow(0, first + start, valid).copy_(part)
     return dist.all_reduce(bucket.view(torch.int64), group=ranks.group, async_op=True)
-
-
-def can_exchange(ranks: RankGroup) -> bool:
-    """Whether `ranks` are two that can send to each other at once."""
-    return ranks.size == 2 and can_group(ranks)
-
-
-def begin_copies(tensors: Mapping[int, torch.Tensor], ranks: RankGroup) -> Sequence[Work]:
-    """Start to replace each of `tensors`, contiguous, by that of the rank that is its key; do not
-    wait. Two tensors of two ranks are exchanged in one launch, if `can_exchange`, so that both ways
-    of their link are busy.
-
-    Returns:
-        What to wait for, once or more; nothing if there is one rank.
-    """
-    if ranks.size == 1:
-        return []
-    if len(tensors) == 2 and can_exchange(ranks):
-        other = ranks.global_rank(1 - ranks.rank)
-        sent, received = tensors[ranks.rank], tensors[1 - ranks.rank]
-        ways = ((torch.distributed.isend, sent), (torch.distributed.irecv, received))
-        both = [torch.distributed.P2POp(way, each, other, ranks.group) for way, each in ways]
-        return torch.distributed.batch_isend_irecv(both)
-    return [
-        dist.broadcast(tensor, src=ranks.global_rank(owner), group=ranks.group, async_op=True)
-        for owner, tensor in tensors.items()
-    ]

@@ -92,8 +92,6 @@ def _settings(rng: random.Random, system: str | None, stage: int | None) -> Sett
     if rng.random() < 0.3:
         zero["reduce_bucket_size"] = 500
     ours: dict[str, Any] = {}
-    if system == "offload" and rng.random() < 0.6:
-        ours["weights_arrive_in_forward"] = True
     if system == "offload":
         ours |= {name: value for name, value in OURS.items() if rng.random() < 0.15}
         if stage > 1 and rng.random() < 0.2:

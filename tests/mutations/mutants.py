@@ -40,7 +40,6 @@ MODULES = tuple(
     for folder, names in {
         "adapter": "gradients zero_config",
         "checkpoint": "folder skeleton",
-        "checkpoint/reshard": "ends layout load",
         "commands/memory": "config_file deepspeed fit plan report setup ways",
         "config": "core_binding section zenflow zero",
         "cores": "plan report topology",
@@ -50,11 +49,11 @@ MODULES = tuple(
         "zenflow/kernels": "definition lion",
         "zenflow/optimizers": "adam adam_estimator lion",
         "zenflow/plan": "advice arrays chunks decide facts held lanes partitions phases places "
-        "plan predictive rule_bytes rule_choice search selective share",
+        "plan predictive rule_bytes search selective share",
         "zenflow/rules": "blocks",
         "zenflow/rules/predictive": "guard probe schedule",
-        "zenflow/rules/selective": "hot_exchange schedule selection",
-        "zenflow/step": "arrivals metrics partition schedule",
+        "zenflow/rules/selective": "schedule selection",
+        "zenflow/step": "metrics stream partition schedule",
         "zenflow/transfers": "beside_step inside_step",
         "zenflow/worker": "arena messages",
     }.items()

@@ -33,15 +33,10 @@ TESTS = (
     "tests/unit/zenflow/transfers/test_weight_upload.py",
     "tests/unit/zenflow/test_offload_states.py",
     "tests/unit/zenflow/test_exact_rule.py::test_training_has_the_bits_of_steps_that_wait",
-    "tests/unit/zenflow/test_late_readers.py::"
-    "test_weights_that_one_stream_has_brought_may_be_read_on_another",
     "tests/unit/zenflow/test_late_arrivals.py::"
     "test_weights_arrive_when_forward_uses_them_and_before_backward",
-    "tests/unit/zenflow/test_late_readers.py::test_a_destroyed_engine_leaves_complete_weights",
-    "tests/unit/zenflow/test_late_readers.py::test_every_reader_sees_the_weights_of_the_last_step",
     "tests/unit/zenflow/test_late_arrivals.py::"
     "test_weights_that_a_dead_worker_leaves_behind_do_not_look_right",
-    "tests/unit/adapter/test_late_groups.py",
     "tests/unit/faults/test_worker.py::test_a_worker_dies_in_any_phase_of_an_exact_step",
     "tests/unit/adapter/test_gradients_on_host.py",
     "tests/unit/adapter/test_throughput_timer.py",
@@ -53,13 +48,6 @@ TESTS = (
 """Those in the folder of a site's package run before the others."""
 COPIED = ("deepspeed_ext", "tests", "tools", "pyproject.toml", "examples", "configs")
 REDUNDANT = {
-    "adapter/late_groups.py:LateGroups.expect: self._is_told.synchronize()": (
-        "for what the host reads of a copy that begins before the step; in every test the step "
-        "takes longer"
-    ),
-    "adapter/late_groups.py:LateGroups._failure_of: self._wait([part])": (
-        "for work that is queued behind `destroy`; no test reads weights so soon"
-    ),
     "adapter/stage_3.py:ZenFlowZeroOptimizerStage3.partition_grads: param.grad.record_stream": (
         "for gradients made on another stream, as DeepSpeed does; "
         "no test gives their memory to others so soon"

@@ -206,10 +206,6 @@ OURS_14_BF16 = _given(
 )
 OURS_INT8 = _ours("ours, 8-bit moments", {"state_dtype": "int8"})
 OURS_EXACT = _ours("ours, exact", {"update_rule": "exact"})
-OURS_EXACT_IN_FORWARD = _ours(
-    "ours, exact, weights in forward", {"update_rule": "exact", "weights_arrive_in_forward": True}
-)
-OURS_AUTO = _ours("ours, rule auto", {"update_rule": "auto", "weights_arrive_in_forward": True})
 ZERO_OFFLOAD = Way("ZeRO-Offload", _engine, zero={"offload_optimizer": OFFLOAD})
 SHARES = (0.9, 0.75, 0.5)
 OURS_SHARED = tuple(
@@ -281,8 +277,6 @@ WAYS: dict[str, Way] = {
         OURS_14_BF16,
         OURS_INT8,
         OURS_EXACT,
-        OURS_EXACT_IN_FORWARD,
-        OURS_AUTO,
         *OURS_SHARED,
         ZERO_OFFLOAD,
         *(way.at(3) for way in (OURS, OURS_14, OURS_14_BF16, OURS_EXACT, ZERO_OFFLOAD)),

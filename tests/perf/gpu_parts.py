@@ -38,7 +38,7 @@ def parts() -> list[Part]:
         _core_sets(),
         _link(),
         *(_beside_zero(batch) for batch in (USUAL, SHORT, LONGER)),
-        _exact(USUAL, ways.OURS_EXACT, ways.OURS_AUTO),
+        _exact(USUAL, ways.OURS_EXACT),
         _decoder(
             "step/1.5b/zero",
             "1.5b",
@@ -123,7 +123,7 @@ def _exact(batch: str, *more: Way) -> Part:
     return _decoder(
         f"step/1.5b/exact/{batch}",
         "1.5b",
-        (ways.OURS, ways.OURS_EXACT_IN_FORWARD, ways.ZERO_OFFLOAD, *more),
+        (ways.OURS, ways.OURS_EXACT, ways.ZERO_OFFLOAD, *more),
         (batch,),
         "the exact rule beside the predictive one and ZeRO-Offload",
     )

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.saved_checkpoint import Keys, SavedCheckpoint, holds_partitions
-from deepspeed_ext.checkpoint.reshard.layout import Layout, plan_copies
+from deepspeed_ext.adapter.saved_checkpoint import Keys, SavedCheckpoint
+from deepspeed_ext.checkpoint.layout import Layout, plan_copies
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, typical_largest
 from deepspeed_ext.commands.memory.ways import ways
@@ -32,9 +31,7 @@ from deepspeed_ext.runtime.ranks import RankGroup, _Told, raise_together, requir
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
-from deepspeed_ext.zenflow.rules.blocks import BlockSet
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
-from deepspeed_ext.zenflow.rules.selective.hot_exchange import HotExchange
 from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveSchedule
 from deepspeed_ext.zenflow.rules.selective.selection import select
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
@@ -187,22 +184,6 @@ def selection(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     return lambda: select(mine, RATIO, ranks)
 
 
-def hot_exchange(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
-    """The exchange of hot weights at the end of a step, of a model of 2^24 parameters."""
-    numel = EXCHANGED_NUMEL // ranks.size
-    flat = torch.zeros(EXCHANGED_NUMEL, dtype=torch.bfloat16)
-    count = numel // BLOCK
-    blocks = BlockSet(torch.arange(0, count, 10), numel, BLOCK)
-    rule = SimpleNamespace(changed_blocks=lambda plan, partition: blocks)
-    host: Any = SimpleNamespace(
-        partitions=[SimpleNamespace(ranks=ranks)], share=None, plan=object(), rule=rule
-    )
-    exchange = HotExchange(host, lambda *args, **kwargs: None)
-    partitions = list(flat.view(ranks.size, -1))
-    exchange([flat], [partitions], [None])  # exchanges the numbers, once per selection
-    return lambda: exchange([flat], [partitions], [None])
-
-
 def memory(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     model = Model(SELECTED_NUMEL, typical_largest(SELECTED_NUMEL), "bfloat16")
     return lambda: [
@@ -239,8 +220,8 @@ def resume_files(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     made_checkpoint(folder, ranks.size)
 
     def run() -> None:
-        assert holds_partitions(str(folder))
-        saved = SavedCheckpoint(str(folder))
+        saved = SavedCheckpoint.of(str(folder))
+        assert saved is not None
         assert saved.layout.ranks == ranks.size
 
     return run
@@ -251,7 +232,8 @@ def resume_from_every_file(ranks: RankGroup, rehearsal: Rehearsal, folder: Path)
     made_checkpoint(folder, ranks.size)
 
     def run() -> None:
-        saved = SavedCheckpoint(str(folder))
+        saved = SavedCheckpoint.of(str(folder))
+        assert saved is not None
         for rank in range(ranks.size):
             saved.partitions(rank)
 
@@ -312,7 +294,6 @@ SYSTEMS = (
     System("ZenFlow start: layout, room", "start", zenflow_start),
     System("ZenFlow schedules, 64 steps", "each step", schedules),
     System("hot selection, 7e9 parameters", "each selection", selection),
-    System("exchange of hot blocks, 2^24 parameters", "each step", hot_exchange),
     System("resume map, stage 1 to 1, half the ranks", "load", resume_map(1, 1, 2)),
     System("resume map, stage 1 to 3", "load", resume_map(1, 3, 1)),
     System("resume map, stage 3 to 1", "load", resume_map(3, 1, 1)),

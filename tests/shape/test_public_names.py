@@ -45,10 +45,10 @@ FIELDS = {
     "ZenFlowConfig": "async_save auto_ratio autotune block_size full_warm_up_rounds "
     "gradients_on_host hide_transfers offload offload_reserve_fraction overlap_lag "
     "overlap_step prediction_error_factor pt_reserved_cores "
-    "pt_reserved_cores_perc publish_dtype save_predicted_weights "
+    "publish_dtype save_predicted_weights "
     "select_block_size select_interval select_strategy state_dtype "
     "topk_ratio update_interval update_rule "
-    "weights_arrive_in_forward worker_timeout_seconds",
+    "worker_timeout_seconds",
 }
 COMMANDS = {
     "": "--help --version",

@@ -29,12 +29,9 @@ PASSES, LINKS = (0.1, 0.2, 0.4, 0.8, 2.0), (0.05, 0.3, 1.0)
 """Shares of a step that the pass and the copies each way take."""
 LINK_OF_PASS = 0.15
 """Copies each way over the pass, as on the H200: 54 and 348 ms."""
-BETWEEN = {2: 1, 3: 2}
-"""Operators of the accelerator after the gradients have left, before the forward, by stage."""
-EXACT = {
-    2: (("update_rule", "exact"), ("weights_arrive_in_forward", True)),
-    3: (("update_rule", "exact"),),
-}
+BETWEEN = 2
+"""Operators of the accelerator after the gradients have left, before the forward."""
+EXACT = (("update_rule", "exact"),)
 FORWARD = 0.25
 """Of a step in the picture, with recomputed activations."""
 CLIPPED = (0.0, 0.0012, 0.1, 1.0)
@@ -42,9 +39,9 @@ CLIPPED = (0.0, 0.0012, 0.1, 1.0)
 KEPT = 0.25
 
 
-def exact_way(stage: int, chunks: int, ranks: int = 1, layers: int = LAYERS) -> Way:
-    """A run under the exact rule whose weights arrive in the forward."""
-    return Way(stage, ranks, 1, True, layers, chunks, section=EXACT[stage], steps=STEPS)
+def exact_way(chunks: int, ranks: int = 1, layers: int = LAYERS) -> Way:
+    """A run under the exact rule at stage 3, whose weights arrive in the forward."""
+    return Way(3, ranks, 1, True, layers, chunks, section=EXACT, steps=STEPS)
 
 
 def machine_of(way: Way, load: tuple[float, float], step_us: float) -> Machine:
@@ -52,7 +49,7 @@ def machine_of(way: Way, load: tuple[float, float], step_us: float) -> Machine:
     is counted in operators. A chunk's copy to the weights belongs to the forward."""
     operator, (link, worker) = OPERATOR_US / step_us, load
     forward = (way.layers + way.chunks) * operator
-    between = BETWEEN[way.stage] * operator
+    between = BETWEEN * operator
     backward = 1.0 - forward - between
     return Machine(forward, backward, link, worker, way.chunks, way.slots, between)
 
@@ -68,11 +65,9 @@ def waits(way: Way, loads: Sequence[tuple[float, float]]) -> Iterator[tuple[floa
 def grid() -> Iterator[dict[str, Any]]:
     """A row for each run, link and pass."""
     loads = list(itertools.product(LINKS, PASSES))
-    ways = [exact_way(*each) for each in itertools.product((2, 3), CHUNKS)]
-    for way in (*ways, exact_way(3, CHUNKS[-1], ranks=2)):
+    for way in (*map(exact_way, CHUNKS), exact_way(CHUNKS[-1], ranks=2)):
         for (link, worker), (found, said) in zip(loads, waits(way, loads), strict=True):
             yield {
-                "stage": way.stage,
                 "ranks": way.ranks,
                 "chunks": way.chunks,
                 "link": link,
@@ -87,7 +82,7 @@ def rules() -> Iterator[dict[str, Any]]:
     """A row for each pass: what steps wait at stage 3. The first four are engines on the simulated
     accelerator, the others schedules."""
     loads = [(LINK_OF_PASS * worker, worker) for worker in PASSES]
-    way = exact_way(3, CHUNKS[-1])
+    way = exact_way(CHUNKS[-1])
     exact = list(waits(way, loads))
     predictive = figures(replace(way, section=()), loads)
     waiting = figures(replace(way, section=(("overlap_step", False),)), loads)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -30,22 +29,14 @@ class WithFrozen(OddModel):
 
 
 def exact_config(stage: int, *args: Any, **section: Any) -> dict[str, Any]:
-    """The exact rule, with weights that arrive in the forward."""
-    section = {"update_rule": "exact", "weights_arrive_in_forward": True} | section
-    return zenflow_config(stage, *args, **section)
-
-
-predictive_config = partial(exact_config, update_rule="predictive")
-"""The predictive rule, whose weights are gathered in the forward."""
+    """The exact rule, whose weights arrive in the forward at stage 3."""
+    return zenflow_config(stage, *args, **{"update_rule": "exact"} | section)
 
 
 def waiting(config: dict[str, Any]) -> dict[str, Any]:
     """The same run, whose steps wait for their weights."""
     config = copy.deepcopy(config)
-    section = config["zero_optimization"]["zenflow"]
-    if section["update_rule"] == "exact":
-        section |= {"update_rule": "predictive", "overlap_step": False}
-    del section["weights_arrive_in_forward"]
+    config["zero_optimization"]["zenflow"] |= {"update_rule": "predictive", "overlap_step": False}
     return config
 
 

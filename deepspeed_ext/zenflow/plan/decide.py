@@ -15,10 +15,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.config.zenflow import MEASURED
 from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.arrays import ArraySpec, Dtypes, bytes_at_start, slot_arrays
+from deepspeed_ext.zenflow.plan.arrays import (
+    ArraySpec,
+    Dtypes,
+    bytes_at_start,
+    slot_arrays,
+    weight_slots,
+)
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.partitions import (
@@ -39,16 +44,12 @@ from deepspeed_ext.zenflow.plan.places import (
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
-from deepspeed_ext.zenflow.plan.rule_choice import arrival_reason, rule_reason
 from deepspeed_ext.zenflow.plan.search import Option, expected_times, search
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["MOST_FOR_GRADIENTS", "WEIGHTS_IN_STEP", "decide"]
-
-WEIGHTS_IN_STEP = arrival_reason(WeightsArrival.IN_STEP, "").decision
-"""The decision that leaves ``weights_arrive_in_forward`` without effect."""
+__all__ = ["MOST_FOR_GRADIENTS", "decide"]
 
 MOST_FOR_GRADIENTS = 0.5
 """Fraction of the accelerator's free memory that gradients may take."""
@@ -117,8 +118,6 @@ class _Choice:
         """Make all decisions, in order, and take the fastest plan that fits."""
         wanted_share, why = self.known_share(wanted_share, is_asked=is_asked)
         measures = self.measures_share(wanted_share)
-        if measures and self.settles_late():
-            return self.opened_exact().made(wanted_share, is_asked=is_asked)
         plans = []
         for places, of_gradients in self.gradients(1.0 if measures else wanted_share):
             stays = measures and places.gradient is Place.HOST
@@ -165,8 +164,8 @@ class _Choice:
                 f"the optimizer's state needs {shortage}: {instead}use more hosts, a smaller "
                 "zenflow.update_interval or more memory"
             )
-        rule, of_rule = self.opened()
-        weights_arrive, of_weights = self.weights(rule)
+        rule = self.rule
+        weights_arrive, of_weights = self.weights()
         if (
             measures
             and is_asked  # so the warm-up may be prolonged until enough steps are measured
@@ -181,55 +180,16 @@ class _Choice:
             host_share,
             found,
             shortage,
-            (*of_rule, *reasons, of_weights, of_chunks),
+            (*reasons, of_weights, of_chunks),
             self.facts.caller,
             measures,
             self.facts.mine.cpus,
             self.config.async_save,
             weights_arrive,
+            self.peeks,
         )
 
     # -- the rule ----------------------------------------------------------------------------------
-
-    def opened(self) -> tuple[PredictiveSettings | SelectiveSettings, tuple[Reason, ...]]:
-        """The rule, and why, if the config leaves it to be measured (`plan.rule_choice`). Both
-        answers need eight synchronous steps, whose weights are the same under both."""
-        rule, why = self.rule, None
-        if isinstance(rule, PredictiveSettings) and rule.awaits_share:
-            why = f"the config says so; every step waits until {MEASURED_STEPS} are measured"
-            return rule, (rule_reason("exact", why),)
-        if self.config.rule != MEASURED or not isinstance(rule, PredictiveSettings):
-            return rule, ()
-        if not rule.overlapped:
-            return rule, (rule_reason("exact", "zenflow.overlap_step is off"),)
-        if rule.update_interval != 1:
-            why = "the exact rule has no update_interval"
-        elif self.facts.is_on_cpu:
-            why = "the CPU is the accelerator, so a pass and the forward share its cores"
-        elif not self.config.autotune:
-            why = "zenflow.autotune is off, so no step is measured"
-        if why is not None:
-            return replace(rule, is_open=False), (rule_reason("predictive", why),)
-        why = f"every step waits until {MEASURED_STEPS} are measured"
-        return rule, (rule_reason(MEASURED, why),)
-
-    def settles_late(self) -> bool:
-        """Whether the exact rule begins once its share is measured: in steps that are complete;
-        weights may arrive later only from then on."""
-        late = self.facts.caller.partitions_weights or self.config.weights_arrive_in_forward
-        rule = self.rule
-        return (
-            self.config.rule == "exact"
-            and not rule.is_open
-            and self.config.arrives_late
-            and bool(late)
-        )
-
-    def opened_exact(self) -> _Choice:
-        """The same choice with a rule that is open, as if it were measured, until it is exact."""
-        assert isinstance(self.rule, PredictiveSettings)
-        laid_out = replace(self.rule, overlapped=True, exchanges_per_block=True)
-        return replace(self, rule=replace(laid_out, is_open=True, awaits_share=True))
 
     def stays(self) -> tuple[Reason, ...]:
         """Why the run keeps this plan, if its rule leaves nothing to move."""
@@ -243,38 +203,22 @@ class _Choice:
 
     # -- when weights arrive -----------------------------------------------------------------------
 
-    def weights(
-        self, rule: PredictiveSettings | SelectiveSettings
-    ) -> tuple[WeightsArrival, Reason]:
-        """When weights are complete; while `rule` is open, once it is exact. At stages 1 and 2 they
-        can be read between step and forward without any call that could wait, so the config must
-        ask for it; at stage 3 they are gathered first."""
-        why = None
-        asks = self.config.weights_arrive_in_forward
+    def weights(self) -> tuple[WeightsArrival, Reason]:
+        """When exact weights are complete. At stages 1 and 2 a parameter may be read between step
+        and forward without any call that could wait; at stage 3 it is gathered first."""
         if not self.config.arrives_late:
-            why = "the config does not ask for another time, or lets steps wait"
-        elif rule.overlapped and not rule.is_open:
-            if asks:
-                return self._gathered()
-            why = "the predictive rule is in use"
-        elif not self.facts.caller.partitions_weights and not asks:
+            return _arriving(WeightsArrival.IN_STEP, "steps predict their weights, or wait")
+        if not self.facts.caller.partitions_weights:
             why = "at stages 1 and 2 a parameter may be read without a call that could wait"
-        if why is not None:
             return _arriving(WeightsArrival.IN_STEP, why)
-        why = (
-            "the config says so" if asks else "at stage 3 weights are gathered before they are read"
-        )
+        why = "at stage 3 weights are gathered before they are read"
         return _arriving(WeightsArrival.IN_FORWARD, why)
 
-    def _gathered(self) -> tuple[WeightsArrival, Reason]:
-        """When predicted weights are complete, if the config asks for them in the forward."""
-        if self.facts.caller.partitions_weights:
-            why = "at stage 3 the forward gathers predicted weights anyway"
-        elif self.facts.caller.ranks == 1:
-            why = "a single rank predicts all weights and gathers none"
-        else:
-            return _arriving(WeightsArrival.GATHERED_IN_FORWARD, "the config says so")
-        return _arriving(WeightsArrival.IN_STEP, why)
+    @property
+    def peeks(self) -> bool:
+        """Whether the worker computes exact weights before it steps: not where it shares its cores
+        with the forward that would hide the steps."""
+        return self.config.arrives_late and not self.facts.is_on_cpu
 
     # -- where gradients wait ----------------------------------------------------------------------
 
@@ -378,11 +322,12 @@ class _Choice:
         return self.share_that_fits()
 
     def measures_share(self, wanted: float | None) -> bool:
-        """Whether the share on the accelerator is chosen by measuring steps: the rule must begin
-        with synchronous ones, and hosts need room for the whole optimizer until then."""
+        """Whether the share on the accelerator is chosen by measuring steps: the first must be
+        complete when they return, and hosts need room for the whole optimizer until then."""
         if wanted is not None or self.facts.is_on_cpu or not self.config.autotune:
             return False
-        if isinstance(self.rule, SelectiveSettings):
+        arrives, _ = self.weights()
+        if isinstance(self.rule, SelectiveSettings) or arrives is WeightsArrival.IN_FORWARD:
             return False
         return self._host_shortage(_ON_ACCELERATOR, 1.0) is None
 
@@ -464,6 +409,8 @@ class _Choice:
             return [
                 (places, Reason("no copies of gradients and y", "the host computes the weights"))
             ]
+        if self.peeks:
+            return [(places, Reason(inside, "exact weights are copied to where they are used"))]
         beside = replace(places, published=Place.ACCELERATOR)
         if wanted is not None:
             name = _BESIDE if wanted else inside
@@ -559,6 +506,10 @@ class _Choice:
             places = replace(places, handed_over=Place.IN_TRANSIT)
         kinds = kinds_of(self.rule, self.dtypes, places)
         runs = self._on_host(partitions, host_share)
+        if self.peeks:
+            most = max((run.numel for run in runs), default=0)
+            numel = min(chunk_numel(_total(runs), self.rule.block_size), most)
+            slots = weight_slots(numel, self.dtypes)
         arrays = sum(bytes_at_start(kinds.of(0, run.numel)) * run.times for run in runs)
         return arrays + bytes_at_start(slots) + sums * _total(partitions)
 
@@ -572,4 +523,4 @@ def _total(partitions: Sequence[Run]) -> int:
 
 
 def _arriving(arrives: WeightsArrival, why: str) -> tuple[WeightsArrival, Reason]:
-    return arrives, arrival_reason(arrives, why)
+    return arrives, Reason(f"weights arrive {arrives.value}", why)

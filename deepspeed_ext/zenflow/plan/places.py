@@ -34,10 +34,7 @@ class WeightsArrival(enum.Enum):
     IN_STEP = "in the step"
     """All of them before the step returns."""
     IN_FORWARD = "in the next forward"
-    """Each chunk comes from the worker when it is first used after an exact step."""
-    GATHERED_IN_FORWARD = "from other ranks in the next forward"
-    """This rank's partitions before the step returns, those of other ranks when they are first
-    used."""
+    """Each chunk comes from the worker when stage 3 first gathers it after an exact step."""
 
 
 class Copies(enum.Enum):

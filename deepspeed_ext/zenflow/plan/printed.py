@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed_ext.zenflow.plan.places import Copies, Place, WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 
@@ -18,9 +18,6 @@ def as_config(plan: ZenFlowPlan) -> dict[str, Any]:
     section: dict[str, Any] = {"autotune": False}
     if isinstance(rule, PredictiveSettings):
         section["update_rule"] = "predictive" if rule.overlapped else "exact"
-        arrives = plan.weights_arrive is not WeightsArrival.IN_STEP
-        if arrives or not rule.overlapped:
-            section["weights_arrive_in_forward"] = arrives
         if rule.warm_up_steps is not None:
             section["full_warm_up_rounds"] = rule.warm_up_steps
     if rule.update_interval is not None:

@@ -15,7 +15,7 @@ import torch
 from deepspeed_ext.zenflow import kernels
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 
-__all__ = ["AdamBlocks", "BlockSet", "BlocksOfRanks", "step_blocks"]
+__all__ = ["AdamBlocks", "BlockSet", "step_blocks"]
 
 _CHUNK_BLOCKS = 1 << 14
 
@@ -73,45 +73,6 @@ class BlockSet:
         `flat`'s device."""
         ids = self.ids[:-1] if self._has_tail else self.ids
         return flat[: self._whole * self.block_size].view(-1, self.block_size), ids.to(flat.device)
-
-
-class BlocksOfRanks:
-    """The same number of blocks for each rank, applicable to all ranks' partitions of n elements
-    each.
-
-    Args:
-        ids: block numbers, [ranks, k] int64, ascending in each row, on the device where the blocks
-            are used. A number may occur several times, except that of a short last block.
-        numel: n.
-    """
-
-    def __init__(self, ids: torch.Tensor, numel: int, block_size: int) -> None:
-        self.block_size = block_size
-        self._shape = numel // block_size, block_size
-        rows = torch.arange(len(ids), dtype=torch.int64, device=ids.device)[:, None].expand_as(ids)
-        is_whole = ids < self._shape[0]
-        self._tails = (~is_whole).any(1).nonzero().view(-1)
-        self._which = None if not len(self._tails) else is_whole
-        self._rows, self._ids = (
-            (rows, ids) if self._which is None else (rows[is_whole], ids[is_whole])
-        )
-
-    def put(self, flats: torch.Tensor, values: torch.Tensor) -> None:
-        """Scatter blocks into the partitions, in place; the number of operations does not depend on
-        the number of ranks.
-
-        Args:
-            flats: [ranks, n], any dtype, on the device of the numbers.
-            values: [ranks, k, block_size], the same dtype and device. Values of a block that occurs
-                several times are equal.
-        """
-        whole = self._shape[0] * self.block_size
-        if whole:
-            flats[:, :whole].unflatten(1, self._shape)[self._rows, self._ids] = (
-                values if self._which is None else values[self._which]
-            )
-        if len(self._tails):  # the short block is the last one of its row
-            flats[self._tails, whole:] = values[self._tails, -1, : flats.shape[1] - whole]
 
 
 @dataclass

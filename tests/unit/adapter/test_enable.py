@@ -17,6 +17,7 @@ from deepspeed_ext.adapter.engine import Engine, HybridEngine, PipeEngine
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.config.zenflow import RETIRED
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.backend import group_timeout_seconds
@@ -178,8 +179,7 @@ def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> li
             3,
             {"zenflow": {"weights_arrive_in_forward": True}},
             {},
-            "zenflow.weights_arrive_in_forward has no effect: "
-            "at stage 3 the forward gathers predicted weights anyway",
+            f"zenflow.weights_arrive_in_forward is retired: {RETIRED['weights_arrive_in_forward']}",
         ),
     ],
 )

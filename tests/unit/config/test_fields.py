@@ -30,6 +30,7 @@ from deepspeed_ext.config import (
     given_of_the_other_rule,
 )
 from deepspeed_ext.config.file import read_json
+from deepspeed_ext.config.zenflow import RETIRED
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.step.supported import require_section
 from tests.support.config_models import models
@@ -406,16 +407,28 @@ def test_fields_of_one_rule_say_so_and_are_noticed_under_the_other() -> None:
     assert given_of_the_other_rule(ZenFlowConfig(update_rule="exact", update_interval=1)) == []
 
 
-def test_weights_arrive_late_under_the_exact_rule_unless_told_not_to_else_if_told_to() -> None:
+def test_weights_arrive_late_under_the_exact_rule_unless_steps_wait() -> None:
     exact = ZenFlowConfig(update_rule="exact")
     assert (exact.interval, exact.overlapped, exact.arrives_late) == (1, False, True)
     assert not ZenFlowConfig(update_rule="exact", overlap_step=False).arrives_late
-    assert not ZenFlowConfig(update_rule="exact", weights_arrive_in_forward=False).arrives_late
-    assert ZenFlowConfig(update_rule="exact", weights_arrive_in_forward=True).arrives_late
     assert not ZenFlowConfig().arrives_late
-    assert ZenFlowConfig(weights_arrive_in_forward=True).arrives_late
-    assert not ZenFlowConfig(weights_arrive_in_forward=True, overlap_step=False).arrives_late
-    assert not ZenFlowConfig(weights_arrive_in_forward=True, topk_ratio=0.1).arrives_late
+    assert not ZenFlowConfig(topk_ratio=0.1).arrives_late
+
+
+OLD_VALUES = {"update_rule": ("measured",), "weights_arrive_in_forward": (True, False)}
+"""Values of retired fields that earlier releases took."""
+
+
+def test_a_retired_field_is_read_and_says_what_it_means_now() -> None:
+    assert OLD_VALUES.keys() == RETIRED.keys()
+    for name, values in OLD_VALUES.items():
+        for value in values:
+            found = ZenFlowConfig.model_validate({name: value, "block_size": 64})
+            assert found.retired == {name: RETIRED[name]}
+            assert found.model_dump() == ZenFlowConfig(block_size=64).model_dump()
+            assert found.model_fields_set == {"block_size"}
+        for absent in ("auto", None):
+            assert ZenFlowConfig.model_validate({name: absent}).retired == {}
 
 
 # -- tools that only read configs ------------------------------------------------------------------
@@ -497,4 +510,4 @@ def test_numbers_that_are_not_finite_are_refused(value: float) -> None:
 def test_reserved_cores_are_a_number_or_a_fraction_between_none_and_all(
     fields: dict[str, Any], reserved: float | None
 ) -> None:
-    assert ZenFlowConfig(**fields).reserved_cores == reserved
+    assert ZenFlowConfig.model_validate(fields).pt_reserved_cores == reserved

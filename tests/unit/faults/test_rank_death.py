@@ -17,24 +17,21 @@ from unittest.mock import patch
 
 import psutil
 import pytest
-import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.gradients import HostGradients
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.late_groups import LateGroups
 from deepspeed_ext.adapter.late_weights import LateWeights
 from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
-from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.stream import Stream
 from deepspeed_ext.zenflow.tuner import Tuner
-from tests.support.measured_rule import choosing
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.same import first_difference
@@ -50,12 +47,12 @@ PEER_IS_GONE = re.compile("closed by peer|reset by peer", re.IGNORECASE)
 IS_NOT_SAVED = re.compile("checkpoint 'lost' was not saved: ranks .* have ended before they had .*")
 WAYS: dict[str, dict[str, Any]] = {
     "default": {"update_interval": 1},
-    "predictive": {"update_rule": "predictive", "weights_arrive_in_forward": True},
-    "exact": {"update_rule": "exact", "weights_arrive_in_forward": True},
-    "measured": {"update_rule": "measured", "weights_arrive_in_forward": True},
+    "predictive": {"update_rule": "predictive"},
+    "exact": {"update_rule": "exact"},
+    "share": {"full_warm_up_rounds": MEASURED_STEPS + 1},
 }
 """Fields of the ``zenflow`` section."""
-LATE = ("exact", "predictive")
+NAMED = ("exact", "predictive")
 
 
 def die() -> NoReturn:
@@ -78,7 +75,7 @@ class Phase:
     owner: type | None
     method: str = ""
     is_behind: bool = False
-    ways: tuple[str, ...] = LATE
+    ways: tuple[str, ...] = NAMED
     stages: tuple[int, ...] = (1, 2, 3)
     devices: tuple[str, ...] = ("cpu",)
     saves: str = ""
@@ -113,15 +110,7 @@ PHASES = {
     "the norm is known": Phase(StepDriver, "find_factor", True),
     "gradients are handed over": Phase(HostOptimizer, "step_partition", True),
     "the worker steps": Phase(WorkerLink, "depart", True, devices=BOTH),
-    "late broadcasts begin": Phase(
-        LateGroups, "_begin", False, LATE, (1, 2), BOTH, when=lambda late: bool(late._coming)
-    ),
-    "late broadcasts run": Phase(
-        LateGroups, "_wait", False, LATE, (1, 2), BOTH, when=lambda late: bool(late._gathers)
-    ),
-    "a chunk of several has arrived": Phase(
-        WeightArrivals, "_arrived", True, ("exact",), devices=BOTH
-    ),
+    "a chunk of several has arrived": Phase(Stream, "_receive", True, ("exact",), (3,), BOTH),
     "a gather of stage 3 waits": Phase(
         LateWeights,
         "complete",
@@ -139,8 +128,7 @@ PHASES = {
     "a save beside training goes on": Phase(AsyncCheckpointEngine, "commit", True, saves="beside"),
     "a step goes on beside a save": Phase(HostOptimizer, "step_partition", saves="beside"),
     "a save beside training is named": Phase(AsyncCheckpointEngine, "_complete", saves="beside"),
-    "a rule is agreed on": Phase(Tuner, "_of_all", False, ("measured",), devices=SIM),
-    "a rule is chosen": Phase(HostOptimizer, "settle_rule", True, ("measured",), devices=SIM),
+    "a share is agreed on": Phase(Tuner, "_of_all", False, ("share",), devices=SIM),
     "between steps": Phase(HostOptimizer, "end_step", True, ("default",), (2,)),
 }
 
@@ -150,33 +138,24 @@ def config_of(phase: Phase, way: str, stage: int) -> dict[str, Any]:
     if phase.owner is HostGradients:
         section["gradients_on_host"] = True
     config = zenflow_config(stage, async_save=phase.saves == "beside", **section)
-    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 1.0}
+    if way != "share":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 1.0}
     return config
 
 
 def data_of(config: dict[str, Any]) -> Any:
-    is_measured = config["zero_optimization"]["zenflow"].get("update_rule") == "measured"
-    return batches(GOOD + MORE + MEASURED_STEPS * is_measured, dist.get_rank())
+    is_measured = "full_warm_up_rounds" in config["zero_optimization"]["zenflow"]
+    return batches(GOOD + MORE + 2 * MEASURED_STEPS * is_measured, dist.get_rank())
 
 
 @contextmanager
 def small_chunks() -> Iterator[None]:
-    with patch.object(chunks, "CHUNK_NUMEL", 512), choosing(is_exact=True):
+    with patch.object(chunks, "CHUNK_NUMEL", 512):
         yield
 
 
-def looks_complete(module: torch.nn.Module) -> bool:
-    """Whether a script that saves the module now would save numbers."""
-    try:
-        state = module.state_dict()
-    except RuntimeError:
-        return False
-    return not any(value.isnan().any().item() for value in state.values())
-
-
 def dies_in(config: dict[str, Any], name: str, victim: int, folder: str) -> None:
-    """Train, save, and go on until rank `victim` dies; the others tell their errors, and whether
-    weights that have not come look right."""
+    """Train, save, and go on until rank `victim` dies; the others tell their errors."""
     rank, data, phase = dist.get_rank(), data_of(config), PHASES[name]
     with small_chunks(), ExitStack() as stack:
         engine = make_engine(config)
@@ -202,8 +181,7 @@ def dies_in(config: dict[str, Any], name: str, victim: int, folder: str) -> None
                 engine.destroy()
             except (CheckpointError, RuntimeError) as failure:
                 told.append(str(failure))
-            looks_right = phase.owner is LateGroups and looks_complete(engine.module)
-            Path(folder, f"told{rank}").write_text(json.dumps([told, looks_right]))
+            Path(folder, f"told{rank}").write_text(json.dumps(told))
             # as a script does: a rank that lived on would
             # keep its connections, and the others would wait
             os._exit(FAILED)
@@ -267,13 +245,11 @@ def test_the_others_end_with_one_error_and_leave_nothing(
         if device == "accelerator" and outcome.exit_code == -signal.SIGABRT:
             continue  # by NCCL's watchdog
         assert outcome.exit_code == FAILED
-        (error, *of_destroy), looks_right = json.loads((tmp_path / f"told{rank}").read_text())
+        error, *of_destroy = json.loads((tmp_path / f"told{rank}").read_text())
         assert PEER_IS_GONE.search(error) or device == "accelerator", error
         if device == "cpu":  # elsewhere DeepSpeed then waits for all work, of which more has failed
             assert all(map(IS_NOT_SAVED.fullmatch, of_destroy)), of_destroy
             assert len(of_destroy) <= (phase.saves == "beside")
-        is_one_missing = name == "late broadcasts begin" and device == "cpu"
-        assert not (is_one_missing and looks_right)
     pids = [int(word) for file in tmp_path.glob("pids*") for word in file.read_text().split()]
     assert len(pids) == 2 * ranks
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), "the end of all processes")

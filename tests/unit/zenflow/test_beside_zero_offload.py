@@ -119,9 +119,7 @@ def differs(config: dict[str, Any]) -> list[Any]:
 
 
 def config_of(stage: int, dtype: torch.dtype, accumulation: int, clipping: float) -> dict[str, Any]:
-    config = zenflow_config(
-        stage, dtype, accumulation, update_rule="exact", weights_arrive_in_forward=True
-    )
+    config = zenflow_config(stage, dtype, accumulation, update_rule="exact")
     config["gradient_clipping"] = clipping
     config["fp16"] |= {"initial_scale_power": 12, "hysteresis": 1}
     if accumulation > 1:

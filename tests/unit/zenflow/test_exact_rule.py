@@ -1,6 +1,5 @@
 """The exact rule: the bits of steps that wait for their own update, although weights arrive during
-the next forward. The predictive rule: the bits of steps that wait for the gather of their weights.
-"""
+the next forward at stage 3."""
 
 from __future__ import annotations
 
@@ -10,11 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.late_weights import (
-    differs,
-    exact_config,
-    predictive_config,
-)
+from tests.support.late_weights import differs, exact_config
 from tests.support.models import Branches
 from tests.support.ranks import run_ranks
 
@@ -65,32 +60,16 @@ def test_and_with_other_settings_of_stage_3(zero: dict[str, Any]) -> None:
     same(2, config, "sim")
 
 
-PREDICTIVE = {"update_rule": "predictive"}
 GROUPS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "copies inside the step": (2, 2, {"hide_transfers": False}, {}),
     "gradients on the host": (2, 2, {"gradients_on_host": True}, {"round_robin_gradients": True}),
     "int8 moments": (1, 1, {"state_dtype": "int8"}, {}),
     "a share on the accelerator": (
         2,
-        2,
-        {"publish_dtype": "float32"},
-        {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "round_robin_gradients": True},
-    ),
-    "three ranks": (2, 3, {}, {"overlap_comm": True}),
-    "predicted": (1, 2, PREDICTIVE, {}),
-    "predicted, interval 2, three ranks": (
-        2,
         3,
-        PREDICTIVE | {"update_interval": 2, "full_warm_up_rounds": 2},
-        {"overlap_comm": True},
+        {"publish_dtype": "float32"},
+        {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "overlap_comm": True},
     ),
-    "predicted, a share on the accelerator": (
-        1,
-        2,
-        PREDICTIVE,
-        {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "round_robin_gradients": True},
-    ),
-    "predicted, gradients on the host": (2, 2, PREDICTIVE | {"gradients_on_host": True}, {}),
 }
 """Stage, ranks, fields of the ``zenflow`` section and of ``zero_optimization``."""
 
@@ -114,15 +93,6 @@ def test_and_with_accumulation_overflows_and_branches(stage: int, device: str) -
     half["gradient_clipping"] = 0.05
     same(1, half, device)
     same(stage - 1, exact_config(stage), device, Branches)
-
-
-@pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_and_so_with_gathers_of_predicted_weights(device: str) -> None:
-    half = predictive_config(2, torch.float16, 3)
-    half["fp16"] |= {"initial_scale_power": 18, "hysteresis": 1}  # the first steps overflow
-    half["gradient_clipping"] = 0.05
-    same(2, half, device)
-    same(2, predictive_config(1), device, Branches)
 
 
 def test_and_with_lion() -> None:

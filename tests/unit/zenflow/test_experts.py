@@ -66,7 +66,7 @@ def trained(
 
 WAITING: dict[str, dict[str, Any]] = {
     **{rule: {"overlap_step": False, **fields} for rule, fields in RULES.items()},
-    "exact": {"update_rule": "exact", "weights_arrive_in_forward": True},
+    "exact": {"update_rule": "exact"},
 }
 """Ways to step exactly."""
 

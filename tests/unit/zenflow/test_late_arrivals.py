@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -13,14 +12,9 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.errors import WorkerError
-from deepspeed_ext.gather.launch import can_exchange
 from deepspeed_ext.zenflow.plan.places import WeightsArrival
-from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
-from tests.support.late_weights import (
-    exact_config,
-    predictive_config,
-    small_chunks,
-)
+from deepspeed_ext.zenflow.step.stream import Stream
+from tests.support.late_weights import exact_config, small_chunks
 from tests.support.models import Branches, batches, on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, train
@@ -53,12 +47,10 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_weights_arrive_when_forward_uses_them_and_before_backward(stage: int) -> None:
-    config = exact_config(stage)
-    if stage == 3:
-        config["zero_optimization"] |= {"sub_group_size": 250}
-    ((*found, left),) = run_ranks(1, arrivals, config, pool=f"exact {stage == 3}")
+def test_weights_arrive_when_forward_uses_them_and_before_backward() -> None:
+    config = exact_config(3)
+    config["zero_optimization"] |= {"sub_group_size": 250}
+    ((*found, left),) = run_ranks(1, arrivals, config, pool="exact True")
     assert left == 0
     total = found[1][0]
     assert total > 2
@@ -71,13 +63,12 @@ def test_weights_arrive_when_forward_uses_them_and_before_backward(stage: int) -
 @pytest.mark.parametrize(
     ("stage", "section"),
     [
-        (1, {"weights_arrive_in_forward": None}),
-        (2, {"weights_arrive_in_forward": None}),
-        (3, {"weights_arrive_in_forward": False}),
+        (1, {}),
+        (2, {}),
         (3, {"overlap_step": False}),
     ],
 )
-def test_they_arrive_in_the_step_unless_the_config_or_the_stage_says_otherwise(
+def test_they_arrive_in_the_step_at_other_stages_and_if_the_config_says_so(
     stage: int, section: dict[str, Any]
 ) -> None:
     config = exact_config(stage, **section)
@@ -95,15 +86,14 @@ def left_behind(config: dict[str, Any]) -> int:
 def departures(config: dict[str, Any]) -> list[list[tuple[int, int]]]:
     """The chunks of each step, in the order in which they depart."""
     found: list[list[tuple[int, int]]] = []
-    expect = WeightArrivals.expect
+    expect = Stream.expect
 
-    def noting(self: WeightArrivals, transfers: Any, indices: Any) -> None:
+    def noting(self: Stream, indices: Any) -> None:
         indices = list(indices)
-        found.append([(index, span.begin) for index, span in transfers.in_order(indices)])
-        expect(self, transfers, indices)
+        found.append([(index, span.begin) for index, span in self.in_order(indices)])
+        expect(self, indices)
 
-    in_chunks = nullcontext() if config["zero_optimization"]["stage"] == 3 else small_chunks()
-    with patch.object(WeightArrivals, "expect", noting), in_chunks:
+    with patch.object(Stream, "expect", noting):
         engine = make_engine(config, model=Backwards)
         train(engine, batches(3, dist.get_rank()))
         engine.destroy()
@@ -122,56 +112,20 @@ class Backwards(torch.nn.Module):
         return self.third(self.second(self.first(tokens))).float().square().mean()
 
 
-@pytest.mark.parametrize(("stage", "device"), [(2, "sim"), (3, "cpu"), (3, "sim")])
-def test_chunks_depart_in_the_order_in_which_the_last_forward_used_them(
-    stage: int, device: str
-) -> None:
-    config = exact_config(stage)
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_chunks_depart_in_the_order_in_which_the_last_forward_used_them(device: str) -> None:
+    config = exact_config(3)
     config["zero_optimization"] |= {
         "stage3_prefetch_bucket_size": 0,
         "sub_group_size": 250,
         "stage3_param_persistence_threshold": 0,
     }
-    (found,) = run_ranks(1, departures, config, device=device, pool=f"exact {stage == 3}")
+    (found,) = run_ranks(1, departures, config, device=device, pool="exact True")
     natural, *later = found
     assert natural == sorted(natural)
     assert len(natural) > 2
     # after the first forward that waits; the embedding is registered last and used first
-    begin = len(natural) - 1 if stage == 3 else 1  # of its chunks
-    assert later == [[*natural[begin:], *natural[:begin]]] * 2
-
-
-def gathers(config: dict[str, Any]) -> list[Any]:
-    """For each step: whether the ranks have begun to exchange all their parts when it returns, the
-    n-th of one for the n-th of the other in one launch, and whether those are the first that hold
-    the embedding, which forward uses first."""
-    found = []
-    with small_chunks():
-        engine = make_engine(config, model=Backwards)
-        late = engine.optimizer._partitions.late
-        (embed,) = (
-            late._parts_of_parameters()[id(param)]
-            for name, param in engine.module.named_parameters()
-            if "first" in name
-        )
-        for batch in batches(3, dist.get_rank()):
-            train(engine, [batch])
-            mine, others = ([p for p in late._parts if p.owner == rank] for rank in (0, 1))
-            pairs = [{*pair} for pair in zip(mine, others, strict=True)]
-            if not can_exchange(late._ranks):  # torch before 2.7
-                pairs = [{part} for part in late._parts]
-            launched: dict[int, set[Any]] = {}
-            for part, (work,) in late._gathers.items():
-                launched.setdefault(id(work), set()).add(part)
-            found.append((list(launched.values()) == pairs, pairs[0] <= set(embed)))
-            assert late._coming == []
-        engine.destroy()
-    return found
-
-
-def test_predicted_weights_are_exchanged_from_the_step_on_in_the_order_of_use() -> None:
-    found = run_ranks(2, gathers, predictive_config(2), device="sim", pool="exact False")
-    assert found == [[(True, False), (True, True), (True, True)]] * 2
+    assert later == [[natural[-1], *natural[:-1]]] * 2
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -180,13 +134,10 @@ def test_predicted_weights_are_exchanged_from_the_step_on_in_the_order_of_use() 
 def after_a_death(config: dict[str, Any]) -> list[Any]:
     """One rank's worker dies while weights are on their way."""
     engine = make_engine(config)
-    predicts = config["zero_optimization"]["zenflow"]["update_rule"] == "predictive"
-    train(engine, batches(2 if predicts else 0, dist.get_rank()))
     data = [on_device(batch) for batch in batches(2, dist.get_rank())]
     worker, dies = engine.optimizer.host_optimizer.link.process, dist.get_rank() == 1
     engine.backward(engine(data[0]))
     if dies:
-        engine.optimizer.host_optimizer.link.wait()  # for the update that a predictive step needs
         os.kill(worker.pid, signal.SIGSTOP)
     engine.step()  # waits for nothing of this step
     if dies:
@@ -202,13 +153,9 @@ def after_a_death(config: dict[str, Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("stage", "rule"), [(2, "exact"), (3, "exact"), (2, "predictive")])
-def test_if_a_worker_dies_missing_weights_are_nan_and_every_rank_gets_the_error(
-    stage: int, rule: str
-) -> None:
-    config = exact_config(stage, update_rule=rule)
-    found = run_ranks(2, after_a_death, config, pool=f"exact {stage == 3}")
-    assert found == [[rule == "exact", True]] * 2  # predicted weights have left their rank
+def test_if_a_worker_dies_missing_weights_are_nan_and_every_rank_gets_the_error() -> None:
+    found = run_ranks(2, after_a_death, exact_config(3), pool="exact True")
+    assert found == [[True, True]] * 2
 
 
 def waited_for_after_a_death(config: dict[str, Any]) -> bool:
@@ -228,4 +175,4 @@ def waited_for_after_a_death(config: dict[str, Any]) -> bool:
 
 
 def test_weights_that_a_dead_worker_leaves_behind_do_not_look_right() -> None:
-    assert run_ranks(1, waited_for_after_a_death, exact_config(2), pool="exact False") == [True]
+    assert run_ranks(1, waited_for_after_a_death, exact_config(3), pool="exact True") == [True]

@@ -166,11 +166,6 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
             )
         return interval
 
-    def changed_blocks(self, plan: SelectivePlan, partition: Partition) -> BlockSet | None:
-        """The blocks whose weights a step changes; None: all may change."""
-        hot = self.states[partition.index].hot
-        return None if hot is None or plan.applies or plan.waits else hot.blocks
-
     # -- selection ---------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -2,49 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from deepspeed_ext.zenflow.rules.blocks import step_blocks
-from deepspeed_ext.zenflow.rules.saved_values import (
-    AdamState,
-    Count,
-    PartitionValues,
-    SavedSchedule,
-    misfit,
-)
+from deepspeed_ext.zenflow.rules.saved_values import AdamState, PartitionValues, Shape
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
-__all__ = ["SelectivePartitionValues", "SelectiveSavedSchedule"]
+__all__ = ["SelectivePartitionValues"]
 
 
-class SelectiveSavedSchedule(SavedSchedule):
-    """The state of a `SelectiveSchedule`."""
-
-    steps_in_flight: Count | None
-    since_selection: Count
-
-
+@dataclass(frozen=True, kw_only=True)
 class SelectivePartitionValues(PartitionValues):
-    """State of one partition."""
+    """State of one partition.
+
+    Attributes:
+        block_updates: updates of each block, int32 [blocks].
+        hot_blocks: numbers of the hot blocks, int64; None: there are none yet.
+    """
 
     block_updates: torch.Tensor
-    hot_blocks: torch.Tensor | None
+    hot_blocks: torch.Tensor | None = None
 
-    def mistakes(self, blocks: int, steps: int) -> list[str]:
-        found = [misfit(self.block_updates, blocks, (torch.int32,), "block_updates")]
-        if not found[0] and bool((self.block_updates < 0).any()):
-            found.append("block_updates has negative counts")
+    def shapes(self, layout: StateLayout, block_size: int) -> Iterator[Shape]:
+        yield from super().shapes(layout, block_size)
+        blocks = -(-self.on_host // block_size)
+        yield Shape("block_updates", self.block_updates, blocks, (torch.int32,))
         if (hot := self.hot_blocks) is not None:
-            found.append(misfit(hot, hot.numel(), (torch.int64,), "hot_blocks"))
-            if not found[-1] and not _are_block_numbers(hot, blocks):
-                found.append(f"hot_blocks has numbers that repeat or are not in 0 to {blocks - 1}")
-        return super().mistakes(blocks, steps) + found
+            yield Shape("hot_blocks", hot, min(hot.numel(), blocks), (torch.int64,))
 
     def apply_collected(
         self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
     ) -> None:
-        if not (steps := self.steps):
+        if not (steps := self.collected):
             return
         end, first = begin + state[0].numel(), begin // block_size
         counts = self.block_updates[first : -(-end // block_size)]
@@ -58,9 +50,3 @@ class SelectivePartitionValues(PartitionValues):
         ]
         last = replace(steps[-1], grad_scale=1.0)
         step_blocks(state, block_size, counts, hot, torch.stack(scaled).sum(0), last)
-
-
-def _are_block_numbers(ids: torch.Tensor, count: int) -> bool:
-    return ids.numel() == 0 or bool(
-        (ids.unique().numel() == ids.numel()) and int(ids.min()) >= 0 and int(ids.max()) < count
-    )

@@ -84,7 +84,7 @@ def test_hidden_transfers_expose_nothing_and_copies_in_the_step_expose_the_longe
         "beside": {"hide_transfers": True},
         "inside": {"hide_transfers": False},
         "not overlapped": {"overlap_step": False},
-        "exact": {"update_rule": "exact", "weights_arrive_in_forward": True},
+        "exact": {"update_rule": "exact"},
     }
     found = {
         name: step_time(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.plan.selective import hot_blocks, most_hot_blocks
-from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet, BlocksOfRanks, step_blocks
+from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet, step_blocks
 from deepspeed_ext.zenflow.rules.selective.selection import scores, select
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.thread_ranks import run_together
@@ -141,20 +141,6 @@ def test_of_equal_scores_the_first_are_selected() -> None:
     found = run_together(3, lambda group: select(everyones[group.rank], 0.4, group))
     assert sum(map(len, found)) == 5
     assert [ids.tolist() for ids in found][1:] == [[2], [1]]
-
-
-@pytest.mark.parametrize(("numel", "block_size"), [(40, 8), (42, 8), (6, 8)])
-def test_blocks_of_all_ranks_are_put_as_those_of_each(numel: int, block_size: int) -> None:
-    last = (numel - 1) // block_size
-    ids = torch.tensor([[0, last], [0, min(3, last)], [min(2, last), min(3, last)]])[
-        :, : 1 + (last > 0)
-    ]
-    values = torch.randn(*ids.shape, block_size)
-    found, expected = torch.zeros(3, numel), torch.zeros(3, numel)
-    BlocksOfRanks(ids, numel, block_size).put(found, values)
-    for flat, mine, rows in zip(expected, ids, values, strict=True):
-        BlockSet(mine, numel, block_size).put(flat, rows)
-    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

@@ -171,7 +171,7 @@ def test_it_equals_zero_offload_if_nothing_is_deferred(
             torch.testing.assert_close(actual.weights[name], weight, rtol=1e-3, atol=2e-5)
 
 
-def weights_and_traffic(config: dict, steps: int) -> dict[str, Any]:
+def weights_and_changes(config: dict, steps: int) -> dict[str, Any]:
     engine = make_engine(config, groups=two_groups)
     optimizer = engine.optimizer
     data, trace = batches(steps, dist.get_rank()), []
@@ -180,8 +180,7 @@ def weights_and_traffic(config: dict, steps: int) -> dict[str, Any]:
         train(engine, [batch])
         after = weights_of(engine)
         changed = sum(int((after[name] != value).sum()) for name, value in before.items())
-        exchange = getattr(optimizer, "hot_exchange", None)
-        trace.append((changed, exchange.bytes_received if exchange else 0))
+        trace.append(changed)
         before = after
     hot = [len(state.hot.blocks) for state in optimizer.host_optimizer.rule.states]
     blocks = [partition.per_block.numel() for partition in optimizer.host_optimizer.partitions]
@@ -192,27 +191,20 @@ def weights_and_traffic(config: dict, steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("stage", STAGES)
-def test_between_results_only_hot_blocks_change_and_travel(stage: int, lag: int) -> None:
+def test_between_results_only_hot_blocks_change(stage: int, lag: int) -> None:
     """Step 1 is exact; then intervals of 4: results are taken over at steps 5, 9, 13 or, with a lag
     of 1, one later unless blocks are selected (9, 17)."""
     config = selective_config(stage, update_interval=4, select_interval=8, overlap_step=lag > 0)
-    first, second = run_ranks(2, weights_and_traffic, config, 16)
+    first, second = run_ranks(2, weights_and_changes, config, 16)
     assert_same(first["weights"], second["weights"], "weights of rank 1")
     everything = {1, 5, 9, 13} if lag == 0 else {1, 6, 9, 14}
     total = sum(weight.numel() for weight in first["weights"].values())
     limit = 32 * sum(first["hot"] + second["hot"])
-    for step, (changed, received) in enumerate(first["trace"], start=1):
+    for step, changed in enumerate(first["trace"], start=1):
         if step in everything:
             assert changed > 0.8 * total
         else:
             assert 0 < changed <= limit
-            if stage != 3:
-                # in fp32
-                assert (
-                    32 * 4 * sum(second["hot"])
-                    <= received
-                    <= 2 * 32 * 4 * sum(first["hot"] + second["hot"])
-                )
     for hot, others, blocks in zip(first["hot"], second["hot"], first["blocks"], strict=True):
         assert hot + others == -(-2 * blocks // 10)  # a tenth in all
         assert max(hot, others) <= 2 * -(-blocks // 10)
