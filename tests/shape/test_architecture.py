@@ -182,7 +182,6 @@ WIDE_RECORDS = {
         "commands.verify.figures.Found",
     ),
     "checkpoint.zenflow_state.SavedState",
-    *("cores.binding.RankReport", "cores.plan.RankPlan"),
     *("zenflow.kernels.definition.HotConstants", "zenflow.plan.arrays.ArraySpec"),
     *(
         "zenflow.plan.lanes.Lanes",
