@@ -182,6 +182,7 @@ WIDE_RECORDS = {
         "commands.verify.figures.Found",
     ),
     "checkpoint.zenflow_state.SavedState",
+    "cores.plan.RankPlan",
     *("zenflow.kernels.definition.HotConstants", "zenflow.plan.arrays.ArraySpec"),
     *(
         "zenflow.plan.lanes.Lanes",
