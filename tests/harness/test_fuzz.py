@@ -17,10 +17,6 @@ SEED = 20261122
 CASES = {
     "config": 50,
     "files": 100,
-    "command-line": 30,
-    "trees": 20,
-    "launch": 300,
-    "training": 4,
 }
 
 

@@ -20,7 +20,7 @@ def as_config(plan: ZenFlowPlan) -> dict[str, Any]:
         section["update_rule"] = "predictive" if rule.overlapped else "exact"
         if rule.warm_up_steps is not None:
             section["full_warm_up_rounds"] = rule.warm_up_steps
-    if rule.update_interval is not None:
+    elif rule.update_interval is not None:
         section["update_interval"] = rule.update_interval
     if places.weights is Place.ACCELERATOR:
         leaves = places.gradient is Place.HOST

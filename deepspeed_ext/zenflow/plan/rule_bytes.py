@@ -95,18 +95,16 @@ def share_step_bytes(
 def _predictive(
     rule: PredictiveSettings, numel: int, weights_bytes: int, arrived_bytes: int, in_place: bool
 ) -> RuleBytes:
-    """Kept: 1 / d_b of each block, and D. With Lion, the signs and means of m.
+    """Kept: 1 / d_b of each block. With Lion, the signs and means of m.
 
     Temporaries by torch operations are fp32 arrays of one chunk: for 16-bit weights three of
-    `Estimator.predict`, to which y comes in parts, and four of `Estimator.move`; for others one, or
-    two with D, and two. With Lion two, and a byte for each sign. A kernel needs none, but whether
-    it can run is not known before the run.
+    `Estimator.predict`, to which y comes in parts, for others one. With Lion two, and a byte for
+    each sign. A kernel needs none, but whether it can run is not known before the run.
     """
     if not rule.overlapped:
         return RuleBytes()
-    drift = {"drift": numel * weights_bytes} if rule.drifts else {}
     remembered = "signs and means" if rule.layout.with_signs else "derived denominators"
-    kept = {remembered: FLOAT_BYTES * -(-numel // rule.block_size) * rule.per_block_width, **drift}
+    kept = {remembered: FLOAT_BYTES * -(-numel // rule.block_size) * rule.per_block_width}
     chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, rule.block_size))
     arrived = 0 if in_place else chunk * arrived_bytes
     factor = FLOAT_BYTES * -(-chunk // rule.block_size)
@@ -114,9 +112,7 @@ def _predictive(
         step = chunk * (2 * FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else arrived_bytes))
         return RuleBytes(kept, saved=tuple(kept.values()), step=step)
     narrow = weights_bytes < FLOAT_BYTES
-    predicting = (3 if narrow else 2 if rule.drifts else 1) * FLOAT_BYTES * chunk
-    moving = (4 if narrow else 2) * FLOAT_BYTES * chunk if rule.drifts else 0
-    step = max(predicting + max(arrived, factor), moving + factor)
+    step = (3 if narrow else 1) * FLOAT_BYTES * chunk + max(arrived, factor)
     return RuleBytes(kept, saved=tuple(kept.values()), step=step)
 
 

@@ -26,8 +26,8 @@ MIB = 1 << 20
 
 def calls(numel: int, device: torch.device) -> dict[str, Callable[[], object]]:
     """Each part of a step on bf16 arrays of `numel` elements, whole blocks."""
-    weights, published, drift, grad = (
-        torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(4)
+    weights, published, grad = (
+        torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(3)
     )
     estimator = Estimator.remembering(torch.ones(numel // BLOCK, device=device), BLOCK)
     blocks = BlockSet(torch.arange(numel // BLOCK, device=device), numel, BLOCK)
@@ -35,14 +35,12 @@ def calls(numel: int, device: torch.device) -> dict[str, Callable[[], object]]:
     p, m, v = state.unbind()
     hot = AdamBlocks(blocks, p, m, v, torch.ones(numel // BLOCK, dtype=torch.int32, device=device))
     return {
-        "predict": lambda: estimator.predict(weights, published, None, grad, 0.5, 1e-3),
-        "predict with D": lambda: estimator.predict(weights, published, drift, grad, 0.5, 1e-3),
-        "move": lambda: estimator.move(weights, drift, grad, 0.5, 1e-3, 1e-3),
+        "predict": lambda: estimator.predict(weights, published, grad, 0.5, 1e-3),
         "hot step": lambda: hot.step(grad.view(-1, BLOCK), STEP),
     }
 
 
-ARRAYS = {"predict": 3, "predict with D": 3, "move": 4, "hot step": 2}
+ARRAYS = {"predict": 3, "hot step": 2}
 """Temporaries in fp32, in chunks."""
 
 
