@@ -44,6 +44,7 @@ from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
 from deepspeed_ext.runtime.log import log_once
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
+from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import require_compilable
 
@@ -144,6 +145,12 @@ class Engine(EngineSettings):
     def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
         with swapped(*(held_optimizers() if self._zenflow is not None else ())):
             return super()._configure_basic_optimizer(model_parameters)
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        """Refuse what ZenFlow cannot run before DeepSpeed advises to allow it."""
+        if self._zenflow is not None:
+            kind_of(basic_optimizer, self._zenflow)
+        return super()._do_optimizer_sanity_check(basic_optimizer)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
@@ -356,8 +363,7 @@ class Engine(EngineSettings):
             )
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model as DeepSpeed does. With ZenFlow it holds p, rounded; see
-        ``zenflow.save_predicted_weights``.
+        """Save the model as DeepSpeed does. With ZenFlow it holds p, rounded.
 
         Raises:
             StateError: weights are offloaded, or a step, a backward pass or a load was interrupted.
@@ -372,10 +378,8 @@ class Engine(EngineSettings):
 
     def exporting(self) -> AbstractContextManager[None]:
         """Context for saving the model alone: with ZenFlow, its weights are p rounded to their
-        dtype, unless ``zenflow.save_predicted_weights`` is set. A collective; do not step inside.
-        May be nested."""
-        zenflow, section = self._parts.zenflow, self._zenflow
-        if zenflow is None or (section is not None and section.save_predicted_weights):
+        dtype. A collective; do not step inside. May be nested."""
+        if (zenflow := self._parts.zenflow) is None:
             return nullcontext()
         zenflow.readiness.require_states_here(OffloadStateTypeEnum.lp_params)
         return zenflow.state.exact_weights()

@@ -20,7 +20,6 @@ from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
 from deepspeed_ext.zenflow.step.copies import largest_block_apart, mixed
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.supported import require_publishable
 
 __all__ = ["ZenFlowParts", "zenflow_of"]
 
@@ -52,7 +51,6 @@ class ZenFlowParts:
         """
         ranks = RankGroup.of(zero.dp_process_group, keeps_scratch=True)
         caller, groups = partitions.caller(ranks.size), partitions.groups
-        require_publishable(start.run.config, caller.weights_dtype)
         holders = [partitions.holders(index, ranks) for index in range(len(groups))]
         others = [RankGroup.of(group) for group in later_groups(zero)]
         open_communicators([start.ranks, ranks, *holders, *others])

@@ -43,9 +43,8 @@ FIELDS = {
     " stage3_single_param_min_numel zenflow",
     "CoreBindingConfig": "dry_run enabled optimizer_cores",
     "ZenFlowConfig": "async_save auto_ratio autotune block_size full_warm_up_rounds "
-    "gradients_on_host hide_transfers offload offload_reserve_fraction overlap_lag "
+    "gradients_on_host offload offload_reserve_fraction overlap_lag "
     "overlap_step prediction_error_factor pt_reserved_cores "
-    "publish_dtype save_predicted_weights "
     "select_block_size select_interval select_strategy state_dtype "
     "topk_ratio update_interval update_rule "
     "worker_timeout_seconds",
@@ -59,10 +58,10 @@ COMMANDS = {
     "--link-gbps --memory --model --on-cpu --optimizer-cores --params "
     "--pt-reserved-cores --root --tflops --tokens --write",
     "run": "--help arguments script",
-    "verify": "--config --help --json --ranks --steps --timeout --upstream",
+    "verify": "--config --help --json --ranks --steps --timeout",
 }
 VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
-VARIABLES += " DSEXT_VERIFY_MARK DSEXT_VERIFY_PARENT"
+VARIABLES += " DSEXT_VERIFY"
 
 
 @pytest.mark.parametrize("name", MODULES)

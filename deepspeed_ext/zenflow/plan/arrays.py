@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
+from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS, chunk_numel
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
@@ -148,15 +148,13 @@ class Dtypes:
     published: str
 
     @classmethod
-    def of(cls, weights: str, summed: str, published: str | None) -> Dtypes:
-        """The dtypes of a run, with ``publish_dtype`` as given.
+    def of(cls, weights: str, summed: str) -> Dtypes:
+        """The dtypes of a run. y has the weights' dtype.
 
         Gradients are handed over in the weights' dtype, or for fp16 weights in that of their sums:
         fp16 cannot represent gradients that were added up in fp32; bf16 has the range of fp32.
         """
-        return cls(
-            weights, summed, summed if weights == "float16" else weights, published or weights
-        )
+        return cls(weights, summed, summed if weights == "float16" else weights, weights)
 
     @property
     def sums_apart(self) -> bool:
@@ -259,8 +257,10 @@ def slot_arrays(slots: int, numel: int, dtypes: Dtypes) -> list[ArraySpec]:
     return [replace(gradient, slot=slot) for slot in range(slots)]
 
 
-def weight_slots(numel: int, dtypes: Dtypes) -> list[ArraySpec]:
-    """Slots of `numel` elements for weights that the worker has peeked at, on their way up."""
+def weight_slots(sizes: Sequence[int], block_size: int, dtypes: Dtypes) -> list[ArraySpec]:
+    """Slots for weights that the worker has peeked at, on their way up: each for a chunk of
+    partitions of these sizes."""
+    numel = min(chunk_numel(sum(sizes), block_size), max(sizes, default=0))
     of_weights = ArraySpec("y", dtypes.published, numel, OF_CHUNKS, exchanged=True)
     return [replace(of_weights, slot=slot) for slot in range(SLOTS_OF_CHUNKS)]
 

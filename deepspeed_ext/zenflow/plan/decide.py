@@ -46,7 +46,7 @@ from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
 from deepspeed_ext.zenflow.plan.search import Option, expected_times, search
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
-from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS
+from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS, share_reason
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = ["MOST_FOR_GRADIENTS", "decide"]
@@ -55,8 +55,7 @@ MOST_FOR_GRADIENTS = 0.5
 """Fraction of the accelerator's free memory that gradients may take."""
 
 LEAST_FREE = 0.1
-"""Fraction of the accelerator's memory that must stay free beside landing buffers, unless the user
-asks for them."""
+"""Fraction of the accelerator's memory that must stay free beside landing buffers."""
 
 Partitions = tuple[Run, ...]
 _BESIDE = "copies beside the next step"
@@ -90,8 +89,12 @@ def decide(
         ConfigError: the section contradicts itself.
     """
     caller = facts.caller
-    dtypes = Dtypes.of(caller.weights_dtype, caller.summed_dtype, config.publish_dtype)
+    dtypes = Dtypes.of(caller.weights_dtype, caller.summed_dtype)
     choice = _Choice(facts, config, _settings_of(config, facts, steps_per_epoch), dtypes)
+    if choice.wants_stream:
+        streamed = choice.streamed().made(host_share, is_asked=is_asked)
+        if streamed.places.gradient is Place.HOST:
+            return streamed
     return choice.made(host_share, is_asked=is_asked)
 
 
@@ -173,19 +176,19 @@ class _Choice:
         ):
             rule = replace(rule, warm_up_steps=max(rule.warm_up_steps, MEASURED_STEPS + 2))
         return ZenFlowPlan(
-            rule,
-            self.dtypes,
-            partitions,
-            host_share,
-            found,
-            shortage,
-            (*reasons, of_weights, of_chunks),
-            self.facts.caller,
-            measures,
-            self.facts.mine.cpus,
-            self.config.async_save,
-            weights_arrive,
-            self.peeks,
+            rule=rule,
+            dtypes=self.dtypes,
+            partitions=partitions,
+            host_share=host_share,
+            chunks=found,
+            shortage=shortage,
+            reasons=(*reasons, of_weights, of_chunks),
+            caller=self.facts.caller,
+            measures_share=measures,
+            cpus=self.facts.mine.cpus,
+            saves_beside=self.config.async_save,
+            weights_arrive=weights_arrive,
+            peeks=self.peeks,
         )
 
     # -- the rule ----------------------------------------------------------------------------------
@@ -212,6 +215,31 @@ class _Choice:
             return _arriving(WeightsArrival.IN_STEP, why)
         why = "at stage 3 weights are gathered before they are read"
         return _arriving(WeightsArrival.IN_FORWARD, why)
+
+    @property
+    def wants_stream(self) -> bool:
+        """Whether the exact rule takes the place of a rule that is not given: where gradients leave
+        in backward and weights are gathered before they are used. There a predicted step would send
+        all weights up before it returns, and needs a second slot for every gradient; exact weights
+        arrive during the forward."""
+        config, caller = self.config, self.facts.caller
+        is_open = config.rule == "predictive" and config.update_rule is None
+        asked = config.gradients_on_host
+        leaves = bool(self.tight) if asked is None else asked
+        return (
+            is_open
+            and config.overlapped
+            and leaves
+            and not self.facts.is_on_cpu
+            and caller.partitions_weights
+            and caller.takes_gradients
+            and caller.weights is Place.ACCELERATOR
+        )
+
+    def streamed(self) -> _Choice:
+        """The same choice under the exact rule."""
+        exact = self.config.model_copy(update={"update_rule": "exact"})
+        return replace(self, config=exact, rule=_settings_of(exact, self.facts))
 
     @property
     def peeks(self) -> bool:
@@ -243,24 +271,25 @@ class _Choice:
             return [(False, "at this stage a rank keeps gradients of other partitions")]
         if wanted is not None:
             return [(wanted, "the config says so")]
-        if self.config.hide_transfers:
-            return [(False, "hide_transfers needs gradients on the accelerator")]
         if host_share != 1.0:
             return [(False, "what steps on the accelerator needs its gradients there")]
         return self._gradients_by_memory()
 
-    def _gradients_by_memory(self) -> list[tuple[bool, str]]:
-        """Whether accelerators have room for gradients; if not, the host takes them if it has.
-
-        Landing buffers would not fit beside gradients that take too much of an accelerator.
-        """
+    @property
+    def tight(self) -> list[RankFacts]:
+        """The ranks whose accelerators have no room for gradients. Landing buffers would not fit
+        beside gradients that take too much of an accelerator."""
         needs = self._by_shape(self._gradient_bytes)
-        tight = [
+        return [
             rank
             for rank in self.facts.ranks
             if rank.accelerator_free is not None
             and needs[rank.partitions] > MOST_FOR_GRADIENTS * rank.accelerator_free
         ]
+
+    def _gradients_by_memory(self) -> list[tuple[bool, str]]:
+        """Whether accelerators have room for gradients; if not, the host takes them if it has."""
+        needs, tight = self._by_shape(self._gradient_bytes), self.tight
         rank = (tight or self.facts.ranks)[0]
         free = "unknown" if rank.accelerator_free is None else f"{rank.accelerator_free:,}"
         why = (
@@ -274,8 +303,7 @@ class _Choice:
             return [(False, f"{why}; but a host is short: {short}" if tight else why)]
         if tight:
             return [(True, why)]
-        is_open = self.config.hide_transfers is None
-        return [(False, why), *([(True, why)] if is_open else [])]
+        return [(False, why), (True, why)]
 
     def _gradient_bytes(self, partitions: Partitions) -> int:
         """Bytes of accelerator memory that gradients take if they stay there until their step: all
@@ -312,12 +340,12 @@ class _Choice:
         """The fraction of each partition that steps on the host; `wanted`, if it is known, because
         of `why`."""
         if wanted is not None:
-            return wanted, Reason(f"offload_optimizer.ratio = {wanted:.4g}", why)
+            return wanted, share_reason(wanted, why)
         if self.facts.is_on_cpu:
-            return 1.0, Reason("offload_optimizer.ratio = 1", "the CPU is the accelerator")
+            return 1.0, share_reason(1.0, "the CPU is the accelerator")
         if self.measures_share(wanted):
             why = f"until {MEASURED_STEPS} steps have been measured, the host steps all of it"
-            return 1.0, Reason("offload_optimizer.ratio = 1", why, is_open=True)
+            return 1.0, share_reason(1.0, why, is_open=True)
         return self.share_that_fits()
 
     def measures_share(self, wanted: float | None) -> bool:
@@ -359,7 +387,7 @@ class _Choice:
             f"{self._later(rank.partitions):,}, and {self.config.offload_reserve_fraction:.0%} "
             "stay free for activations (zenflow.offload_reserve_fraction)"
         )
-        return share, Reason(f"offload_optimizer.ratio = {share:.4g}", why, is_open=True)
+        return share, share_reason(share, why, is_open=True)
 
     def _units(self, rank: RankFacts) -> int:
         """The largest share of a rank's optimizer that fits on its accelerator, of `UNITS`; 0 if
@@ -383,9 +411,7 @@ class _Choice:
         for run in self._on_host(partitions, host_share):
             of_rule = bytes_of(self.rule, run.numel, DTYPE_BYTES[self.dtypes.weights])
             nbytes += (sum(of_rule.kept.values()) + of_rule.waiting) * run.times
-        if self.config.hide_transfers is not False:
-            nbytes += self._landing_bytes(partitions, _ON_ACCELERATOR, host_share)
-        return nbytes
+        return nbytes + self._landing_bytes(partitions, _ON_ACCELERATOR, host_share)
 
     def _share_bytes(self, partitions: Partitions, host_share: float) -> int:
         return sum(
@@ -403,20 +429,19 @@ class _Choice:
 
     def landing(self, places: Places, host_share: float) -> list[tuple[Places, Reason]]:
         """Whether y may land on the accelerator beside the next step: one answer, or both."""
-        wanted, inside = self.config.hide_transfers, "copies inside the step"
+        inside = "copies inside the step"
         if places.copies is not Copies.INSIDE_STEP:
             return [
-                (places, Reason("no copies of gradients and y", "the host computes the weights"))
+                (
+                    places,
+                    _of_copies("no copies of gradients and y", "the host computes the weights"),
+                )
             ]
         if self.peeks:
-            return [(places, Reason(inside, "exact weights are copied to where they are used"))]
+            return [(places, _of_copies(inside, "exact weights are copied to where they are used"))]
         beside = replace(places, published=Place.ACCELERATOR)
-        if wanted is not None:
-            name = _BESIDE if wanted else inside
-            why = f"zenflow.hide_transfers is {str(wanted).lower()}"
-            return [(beside if wanted else places, Reason(name, why))]
         if self.facts.refuses_landing:
-            return [(places, Reason(inside, "a rank could not allocate the landing buffers"))]
+            return [(places, _of_copies(inside, "a rank could not allocate the landing buffers"))]
         needs = self._by_shape(partial(self._landing_bytes, places=places, host_share=host_share))
         missing = {
             needs[rank.partitions] - self._left(rank, host_share)
@@ -428,8 +453,8 @@ class _Choice:
             f"{LEAST_FREE:.0%} must stay free on any rank"
         )
         if (most := max(missing, default=0)) > 0:
-            return [(places, Reason(inside, f"{why}: {most:,} bytes are missing"))]
-        return [(beside, Reason(_BESIDE, why)), (places, Reason(inside, why))]
+            return [(places, _of_copies(inside, f"{why}: {most:,} bytes are missing"))]
+        return [(beside, _of_copies(_BESIDE, why)), (places, _of_copies(inside, why))]
 
     def _landing_bytes(self, partitions: Partitions, places: Places, host_share: float) -> int:
         kinds = kinds_of(self.rule, self.dtypes, places)
@@ -506,9 +531,8 @@ class _Choice:
         kinds = kinds_of(self.rule, self.dtypes, places)
         runs = self._on_host(partitions, host_share)
         if self.peeks:
-            most = max((run.numel for run in runs), default=0)
-            numel = min(chunk_numel(_total(runs), self.rule.block_size), most)
-            slots = weight_slots(numel, self.dtypes)
+            sizes = [run.numel for run in runs for _ in range(run.times)]
+            slots = weight_slots(sizes, self.rule.block_size, self.dtypes)
         arrays = sum(bytes_at_start(kinds.of(0, run.numel)) * run.times for run in runs)
         return arrays + bytes_at_start(slots) + sums * _total(partitions)
 
@@ -519,6 +543,10 @@ class _Choice:
 
 def _total(partitions: Sequence[Run]) -> int:
     return sum(run.numel * run.times for run in partitions)
+
+
+def _of_copies(decision: str, why: str) -> Reason:
+    return Reason(decision, why, about="copies")
 
 
 def _arriving(arrives: WeightsArrival, why: str) -> tuple[WeightsArrival, Reason]:

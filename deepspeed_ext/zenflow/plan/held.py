@@ -241,7 +241,7 @@ class Held:
         if self.computes_there:
             return found
         found += _parts(self._kept(), Memory.PAGEABLE)
-        uploads = self.copies is Copies.WEIGHTS and isinstance(self.rule, PredictiveSettings)
+        uploads = self.copies is Copies.WEIGHTS and self.rule.estimates
         numel = min(self._most, chunk_of(UPLOAD_NUMEL, self.rule.block_size)) if uploads else 0
         return [*found, Part("weights on their way", 2 * self._item * numel, Memory.PAGE_LOCKED)]
 

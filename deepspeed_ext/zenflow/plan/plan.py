@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from deepspeed_ext.zenflow.plan.arrays import (
     ArenaKinds,
@@ -16,7 +17,7 @@ from deepspeed_ext.zenflow.plan.arrays import (
     slot_arrays,
     weight_slots,
 )
-from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK, Chunks, chunk_numel
+from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK, Chunks
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus
 from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.partitions import PartitionPlan, kinds_of
@@ -26,7 +27,7 @@ from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["Kernel", "Reason", "ZenFlowPlan"]
+__all__ = ["Kernel", "Reason", "Subject", "ZenFlowPlan"]
 
 
 class Kernel(enum.Enum):
@@ -37,6 +38,10 @@ class Kernel(enum.Enum):
     ESTIMATE = "estimate of an update in flight"
 
 
+Subject = Literal["share", "copies"]
+"""What a later plan may decide anew: the share on the accelerator, copies of gradients and y."""
+
+
 @dataclass(frozen=True)
 class Reason:
     """A decision and why it was made.
@@ -45,11 +50,13 @@ class Reason:
         decision: name and value, as a config would give them.
         why: the reason, in a sentence.
         is_open: whether the config left it to be decided.
+        about: what it decides; None: nothing that changes later.
     """
 
     decision: str
     why: str
     is_open: bool = False
+    about: Subject | None = None
 
     def __str__(self) -> str:
         return f"{self.decision}: {self.why}"
@@ -142,8 +149,7 @@ class ZenFlowPlan:
             yield from slot_arrays(self.chunks.slots, self.chunks.slot_numel, self.dtypes)
         if self.peeks:
             sizes = [each.on_host for each in self.partitions for _ in range(each.times)]
-            numel = min(chunk_numel(sum(sizes), self.rule.block_size), max(sizes, default=0))
-            yield from weight_slots(numel, self.dtypes)
+            yield from weight_slots(sizes, self.rule.block_size, self.dtypes)
 
     @cached_property
     def layout(self) -> ArenaLayout:

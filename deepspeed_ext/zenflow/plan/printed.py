@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 
@@ -23,10 +23,7 @@ def as_config(plan: ZenFlowPlan) -> dict[str, Any]:
     elif rule.update_interval is not None:
         section["update_interval"] = rule.update_interval
     if places.weights is Place.ACCELERATOR:
-        leaves = places.gradient is Place.HOST
-        section["gradients_on_host"] = leaves
-        if not leaves:
-            section["hide_transfers"] = plan.copies is Copies.BESIDE_STEP
+        section["gradients_on_host"] = places.gradient is Place.HOST
     found: dict[str, Any] = {"zenflow": section}
     if places.weights is Place.ACCELERATOR:
         found["offload_optimizer"] = {"device": "cpu", "ratio": plan.host_share}

@@ -12,7 +12,6 @@ from deepspeed_ext.zenflow.plan.places import Arrival, Places
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 
 __all__ = [
-    "LONGEST_CHOSEN",
     "SelectiveSettings",
     "hot_blocks",
     "most_hot_blocks",
@@ -21,7 +20,7 @@ __all__ = [
 ]
 
 _AUTO_SELECT_STEPS = 16
-LONGEST_CHOSEN = 8
+_LONGEST_CHOSEN = 8
 """Longest interval that the rule chooses by itself."""
 _BALANCE = 2
 _STATE_BYTES = 3 * 4
@@ -113,7 +112,7 @@ class SelectiveSettings(RuleSettings):
     def longest_interval(self) -> int:
         """If the first selection chooses it: at least the lag, and at most the number of steps
         until the next one."""
-        longest = min(LONGEST_CHOSEN, self.select_every_steps or LONGEST_CHOSEN)
+        longest = min(_LONGEST_CHOSEN, self.select_every_steps or _LONGEST_CHOSEN)
         return self.update_interval or max(longest, self.lag or 0)
 
     def ring_at(self, interval: int | None, arrival: Arrival) -> int:

@@ -47,11 +47,13 @@ SMALL = 96
 
 
 def placed(config: dict[str, Any], on_host: bool | None, **zero: Any) -> dict[str, Any]:
-    """The same run with that value of ``gradients_on_host``, and other settings of
-    ``zero_optimization``."""
+    """The same run, under the same rule, with that value of ``gradients_on_host``, and other
+    settings of ``zero_optimization``."""
     config = copy.deepcopy(config)
     config["zero_optimization"] |= zero
-    config["zero_optimization"]["zenflow"]["gradients_on_host"] = on_host
+    section = config["zero_optimization"]["zenflow"]
+    section["gradients_on_host"] = on_host
+    section.setdefault("update_rule", "selective" if "topk_ratio" in section else "predictive")
     return config
 
 
@@ -106,7 +108,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "interval 1": {},
     "interval 2": RULES["predictive"],
     "without overlap": {"overlap_step": False},
-    "y in fp32": {"publish_dtype": "float32"},
     "measured": {},
     "selective": RULES["selective"],
     "selective, lag 2, state on the host": RULES["selective"] | {"overlap_lag": 2, "offload": True},
@@ -467,7 +468,6 @@ def refusal(config: dict[str, Any]) -> str:
     ("stage", "zenflow", "zero", "named"),
     [
         (1, {}, {}, "gradients_on_host = true at stage 1"),
-        (2, {"hide_transfers": True}, {}, "hide_transfers = true"),
         (3, {}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio"),
         (
             2,
