@@ -15,16 +15,19 @@ from typing import Any
 import psutil
 
 from deepspeed_ext.adapter import shared_buffers
-from deepspeed_ext.cores.placement import usable_cores
+from deepspeed_ext.cores.plan import usable_cores
 from deepspeed_ext.cores.threads import can_set_memory_policy
 from deepspeed_ext.cores.topology import find_allowed, omp_binding, read_topology
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
 from deepspeed_ext.runtime import builds
-from deepspeed_ext.runtime.cgroup import read_cpu_quota_cores
-from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.device_queues import single_queue
-from deepspeed_ext.runtime.host_memory import available_host_bytes, total_host_bytes
 from deepspeed_ext.runtime.launcher_variables import plan_launch
+from deepspeed_ext.runtime.proc import (
+    available_host_bytes,
+    format_cpulist,
+    read_cpu_quota_cores,
+    total_host_bytes,
+)
 from deepspeed_ext.runtime.words import counted, one_line
 
 __all__ = ["Check", "as_json", "as_text", "examine"]
@@ -265,10 +268,10 @@ def check_cores() -> Check:
     topology = read_topology()
     found = find_allowed(topology)
     cores = usable_cores(topology, found.cpus)
-    nodes, kinds = {core.node for core in cores}, {core.kind for core in cores}
+    nodes = {core.node for core in cores}
     detail = (
         f"{len(cores)} of {len(topology.cores)} cores allowed (CPUs {format_cpulist(found.cpus)}), "
-        f"{counted(len(nodes), 'NUMA node')}, {counted(len(kinds), 'kind')} of core"
+        f"{counted(len(nodes), 'NUMA node')}"
     )
     if found.warnings:
         return _warning(f"{detail}; {found.warnings[0]}", "see the message")
