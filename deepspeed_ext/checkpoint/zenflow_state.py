@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from deepspeed_ext.config.zenflow import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.procfs import host_id
+from deepspeed_ext.runtime.proc import host_id
 from deepspeed_ext.runtime.ranks import raise_together
 from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
 from deepspeed_ext.zenflow.plan.places import Copies, Place
