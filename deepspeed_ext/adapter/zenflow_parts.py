@@ -3,10 +3,12 @@ DeepSpeed's optimizers forward."""
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+import torch
 
 from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.readiness import BackwardPass, Readiness, Work
@@ -21,7 +23,44 @@ from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
 from deepspeed_ext.zenflow.step.copies import largest_block_apart, mixed
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
-__all__ = ["ZenFlowParts", "zenflow_of"]
+__all__ = ["GOES_ON", "HAS_ENDED", "OpenStream", "ZenFlowParts", "zenflow_of"]
+
+
+HAS_ENDED, CALLS_ANOTHER, GOES_ON = range(3)
+"""What a rank does while weights are streamed: `CALLS_ANOTHER` method of the engine."""
+
+
+# Note: [a rank that stops reading]
+# A consumer of streamed weights may raise on one rank. Its iterator then lives on in the traceback,
+# while a `finally:` of the script calls the engine, and the other ranks wait for the next bucket.
+# So every rank says what it does, in one collective: before each bucket, at the beginning of each
+# call of the engine until the stream has ended, and when an iterator is freed.
+
+
+class OpenStream:
+    """Weights that are being streamed.
+
+    Args:
+        ranks: for host tensors.
+        is_current: whether the weights have not changed since it began.
+
+    Attributes:
+        is_open: whether buckets are left, on all ranks.
+    """
+
+    def __init__(self, ranks: RankGroup, is_current: Callable[[], bool]) -> None:
+        self._ranks = ranks
+        self._is_current = is_current
+        self.is_open = True
+
+    def agree(self, reading: int) -> bool:
+        """Whether all ranks do the same, and the stream has not ended. A collective, if it is
+        open."""
+        if self.is_open:
+            reading = reading if self._is_current() else HAS_ENDED
+            least, most = self._ranks.minimum(reading, -reading)
+            self.is_open = least == -most and reading is not HAS_ENDED
+        return self.is_open
 
 
 @dataclass(frozen=True)
@@ -30,17 +69,21 @@ class ZenFlowParts:
 
     Attributes:
         host: owns the optimizer process, the arena and the partitions in it.
+        partitions: this rank's partitions.
         driver: drives a step.
         state: saves, loads and exports state.
         readiness: decides which calls may run.
         backward_pass: DeepSpeed's state of a backward pass.
+        streams: weights that are being streamed.
     """
 
     host: HostOptimizer
+    partitions: ZeroPartitions
     driver: StepDriver
     state: ReachedState
     readiness: Readiness
     backward_pass: BackwardPass
+    streams: list[OpenStream] = field(default_factory=list)
 
     @classmethod
     def start(cls, zero: Any, partitions: ZeroPartitions, start: ZenFlowStart) -> ZenFlowParts:
@@ -61,7 +104,7 @@ class ZenFlowParts:
         scaler = zero.torch_autocast_gradscaler
         scale = None if scaler is None else AutocastScale(scaler)
         driver = StepDriver(host, partitions, scale)
-        backward_pass = BackwardPass(partial(_begin_backward, zero), partitions.trained)
+        backward_pass = BackwardPass(partial(_begin_backward, zero))
         readiness = Readiness(
             host,
             start.run.config,
@@ -70,12 +113,38 @@ class ZenFlowParts:
             has_gradients=lambda: driver.gradients is not None or partitions.has_gradients,
         )
         state = ReachedState(host, partitions, ranks, scale, readiness.require_groups)
-        return cls(host, driver, state, readiness, backward_pass)
+        return cls(host, partitions, driver, state, readiness, backward_pass)
+
+    def warn_of_untrained(self, module: torch.nn.Module) -> None:
+        """Warn of parameters with gradients that no step uses, once for each set of them: what is
+        trained was decided at ``deepspeed.initialize``."""
+        trained = {id(param) for param in self.partitions.trained()}
+        names = [
+            name
+            for name, param in module.named_parameters()
+            if param.grad is not None and param.requires_grad and id(param) not in trained
+        ]
+        if names:
+            warn_once(
+                f"{counted(len(names), 'parameter')} of the model, such as {names[0]}, got a "
+                "gradient but will not change: what is trained was decided when the engine was "
+                "built. Change the model before deepspeed.initialize; what is frozen only later, "
+                "or for some steps, must require gradients there"
+            )
 
     @property
     def moments(self) -> list[str]:
         """Names of the moments in the optimizer's state."""
         return [name for _, name in self.host.kind.layout.moments]
+
+    def begin_call(self) -> None:
+        """Begin a call of the engine. A collective while weights are streamed.
+
+        Raises:
+            StateError: this is a forked process; the engine belongs to its parent.
+        """
+        self.host.link.home.require()
+        self.streams[:] = [each for each in self.streams if each.agree(CALLS_ANOTHER)]
 
     def settle_masters(self) -> None:
         """Wait on all ranks until p is final, also while states are offloaded. A collective.
@@ -84,7 +153,7 @@ class ZenFlowParts:
             StateError: an exception has interrupted a step or a load.
             WorkerError: on every rank, if any rank's optimizer process has failed.
         """
-        self.host.link.home.require()
+        self.begin_call()
         self.readiness.require_whole(Work.BACKWARD)
         self.state.drain_together(shows_moments=False)
 

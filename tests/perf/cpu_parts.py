@@ -91,23 +91,12 @@ def _of_the_optimizer() -> list[Part]:
             50,
             "cpu_adam",
         ),
-        _part(
-            "save",
-            "tests.perf.bench_save",
-            "--millions 32 --turns 3 --steps 4",
-            "--millions 1 --turns 1 --steps 2 --device-ms 10",
-            150,
-            "save",
-        ),
     ]
 
 
 def _trainings_and_plans() -> list[Part]:
     rows = "--rows adamw upstream predictive --rates 0.001"
-    runs = (
-        "ZeRO ZeRO-Offload 'predictive, interval 1' "
-        "'predictive, interval 2' 'selective, interval 2'"
-    )
+    runs = "ZeRO ZeRO-Offload predictive 'selective, interval 2'"
     return [
         _part(
             "convergence",

@@ -128,6 +128,7 @@ class HostOptimizer:
         self._metrics = link.metrics
         self.plan: StepPlan | None = None
         self.is_offloaded = False
+        self._changes = 0
         self.mover: Mover | None = None
         self._parked: Parked | None = None
         used = weakref.WeakMethod(self._used)
@@ -145,6 +146,11 @@ class HostOptimizer:
         self.share, self.coded = state.share, state.coded
         self.link.arrivals.partitions = state.partitions
 
+    @property
+    def version(self) -> int:
+        """Changes whenever p does, by a step, a load or a user's write."""
+        return self._changes + self.shown.writes
+
     # -- one optimizer step ------------------------------------------------------------------------
 
     def begin_step(self) -> None:
@@ -161,6 +167,7 @@ class HostOptimizer:
                 self.link.raise_deferred()
             with self.link.deferring_errors():
                 self._take_over()
+            self._changes += 1
             self.plan = self.rule.schedule.plan()  # from here on, an interrupted step is noticed
             with self.link.deferring_errors():
                 self._metrics.begin_step()
@@ -324,19 +331,21 @@ class HostOptimizer:
 
     # -- state -------------------------------------------------------------------------------------
 
-    def drain(self, *, shows_moments: bool = True) -> None:
+    def drain(self, *, shows_moments: bool = True, takes_over: bool = True) -> None:
         """Wait until p, m, v and their step count include every gradient that was handed over.
         Later steps are bitwise unaffected.
 
         Args:
             shows_moments: whether to show coded moments in fp32; otherwise whatever writes them to
                 a file decodes them (see `CodedMoments`).
+            takes_over: whether to take over what a user has changed; otherwise the next step does.
 
         Raises:
             WorkerError: this rank's worker has failed.
         """
         self._settle(shows_moments)
-        self._take_over()
+        if takes_over:
+            self._take_over()
 
     def _settle(self, shows_moments: bool) -> None:
         """`drain`, without taking over what a user has changed."""
@@ -358,6 +367,7 @@ class HostOptimizer:
             WorkerError: this rank's worker has failed.
         """
         if changes := self.shown.changes():
+            self._changes += 1
             self._settle(shows_moments=True)
             write(changes)
             for change in changes:
@@ -470,6 +480,7 @@ class HostOptimizer:
             counts: for each partition, number of updates that the new values have had; None: as
                 many as the old ones.
         """
+        self._changes += 1
         self.counts = self.counts if counts is None else list(counts)
         self.rule.schedule.restart()
         for partition in self.partitions:

@@ -6,8 +6,8 @@ from typing import Any
 
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.runtime.backend import local_world_size
-from deepspeed_ext.runtime.host_memory import available_host_bytes
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.proc import available_host_bytes
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.step.link import WorkerLink
