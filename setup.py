@@ -122,6 +122,7 @@ setup(
         "deepspeed_ext": [
             "py.typed",
             "adapter/contract.json",
+            "commands/memory/known.json",
             "zenflow/worker/kernel/*.cpp",
             "zenflow/worker/kernel/*.h",
         ]
