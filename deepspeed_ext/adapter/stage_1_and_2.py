@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
+from deepspeed_ext.adapter.readiness import Work
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizer,
     OffloadDeviceEnum,
@@ -353,9 +354,13 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
                     total.add_(part)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients, including those that a pass at the boundary has completed."""
+        """Zero the gradients, including those of earlier micro-steps, and those that a pass at the
+        boundary has completed."""
         super().zero_grad(set_to_none)
         if not self.zenflow_parts.driver.current.takes_gradients:
+            self.all_grad_tensors.clear()
+            if self._host_gradients is not None:
+                self.reset_cpu_buffers()
             for completed in self.averaged_gradients.values():
                 for part in completed or ():
                     part.zero_()
@@ -367,8 +372,9 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         # DeepSpeed's CPU offload copies weights through these buffers; ours are in place already
         receivers = parts.driver.current.receivers
         buffers = Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", receivers)
-        with parts.readiness.stepping(), swapped(buffers):
+        with parts.readiness.recording(Work.STEP), swapped(buffers):
             parts.driver.run(super_call, lambda: self.overflow)
+            parts.readiness.took_gradients()
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
         """DeepSpeed's norm, computed from each gradient's norm without fp64 copies."""

@@ -78,12 +78,10 @@ def as_json(checks: list[Check]) -> dict[str, object]:
 
 def as_text(checks: list[Check]) -> str:
     """Describe the report for people, with a remedy for each problem."""
-    width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
-        lines.append(f"{check.status:<8} {check.name:<{width}}  {check.detail}")
-        if check.remedy:
-            lines.append(f"{'':<8} {'':<{width}}  -> {check.remedy}")
+        lines.append(f"{check.status:<8} {check.name:<15}  {check.detail}")
+        lines += [f"{'':<26}-> {check.remedy}"] if check.remedy else []
     return "\n".join(lines)
 
 
@@ -162,8 +160,7 @@ def check_backends() -> Check:
     import torch.distributed as dist
 
     if not dist.is_available():
-        remedy = "install a torch that has it"
-        return _problem("torch was built without torch.distributed", remedy)
+        return _problem("torch was built without torch.distributed", "install one that has it")
     on_cpu = _accelerator().device_name() == "cpu"
     wanted = "gloo" if on_cpu else _accelerator().communication_backend_name()
     # Accelerators with their own build of torch, such as NPU
@@ -253,13 +250,6 @@ def check_shared_buffers() -> Check:
         "a container may share /dev/shm with the host and other containers (--ipc), whose "
         f"processes are not visible: if no run uses it there, rm {shlex.join(map(str, paths))}",
     )
-
-
-def check_file_descriptors() -> Check:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 1024:
-        return _warning(f"limited to {soft}", f"ulimit -n {min(hard, 65536)}")
-    return _ok(f"up to {soft}")
 
 
 def check_cpu_quota() -> Check:

@@ -281,7 +281,7 @@ def _end(folder: Path, processes: list[Any]) -> str:
     while have_ended and _alive(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = _alive(folder)
-    for process in left:
+    for process in (*left, *processes):
         with suppress(psutil.Error):
             process.kill()
     for rank in processes:
