@@ -123,6 +123,7 @@ setup(
             "py.typed",
             "adapter/contract.json",
             "commands/memory/known.json",
+            "adapter/*.json",
             "zenflow/worker/kernel/*.cpp",
             "zenflow/worker/kernel/*.h",
         ]
