@@ -261,7 +261,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         if self.host_optimizer.decided.weights_arrive is WeightsArrival.IN_FORWARD:
             if self._late_weights is None:
                 places, prefetches = self._partitions.places(), Prefetches(self)
-                self._late_weights = LateWeights(self.host_optimizer, places, prefetches)
+                self._late_weights = LateWeights(
+                    self.host_optimizer, places, prefetches, self.persistent_parameters
+                )
             # gathered below, when they are on their way
             kept = [Swap(self, "persistent_parameters", [])]
         with parts.readiness.recording(Work.STEP), swapped(*kept):

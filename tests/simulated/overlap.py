@@ -33,8 +33,8 @@ WIDTH = 64
 LONGEST_SECONDS = 900.0
 """Of one call of `figures`, on a busy machine."""
 PREFETCHES = 32
-"""A bucket of prefetches, and of gradients, at stage 3 is such a part of the model: 50 million elements, DeepSpeed's
-default, are a 30th of 1.5 billion."""
+"""A bucket of prefetches, and here of gradients, at stage 3 is such a part of the model: 50 million
+elements, DeepSpeed's default, are a 30th of 1.5 billion."""
 OPERATOR_US = 10.0
 
 

@@ -320,14 +320,21 @@ class HostOptimizer:
         Args:
             parts: ZeRO's partitions, and spans of their elements; None: everything.
         """
-        if parts is None:
-            self.link.complete()
-            return
+        self.link.complete(None if parts is None else self._on_host(parts))
+
+    def put_first(self, parts: Iterable[tuple[int, Span]]) -> None:
+        """Let these weights arrive before all others, in every step whose weights arrive in the
+        forward; arguments as for `complete_weights`."""
+        self.link.arrivals.put_first(self._on_host(parts))
+
+    def _on_host(self, parts: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
+        """Parts of ZeRO's partitions as those of what steps on the host."""
         heads = [0] * len(self.partitions) if self.share is None else self.share.numels
-        self.link.complete(
+        return [
             (index, Span(max(0, span.begin - heads[index]), span.end - heads[index]))
             for index, span in parts
-        )
+            if span.end > heads[index]
+        ]
 
     # -- state -------------------------------------------------------------------------------------
 
