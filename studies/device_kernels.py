@@ -37,7 +37,7 @@ def variants(block: int, dtype: str) -> list[tuple[str, str, Variant]]:
         ("predict", "predict", estimate),
         ("predict with D", "predict", estimate | {"drift": dtype}),
         ("move", "move", moved),
-        ("hot step", "hot_step", {"grad": dtype}),
+        ("share step", "share_step", {"grad": dtype, "weights": dtype}),
     ]
     found = [
         (name, "16 bytes" if aligned else "none", Variant.of(kernel, dtypes, block, aligned))

@@ -49,10 +49,7 @@ def gathered(setup: Setup, params: int, ranks: int) -> float:
     whole = 2 * params * (ranks - 1) / ranks
     if setup.partitions_weights:
         return 2 * whole  # before the forward and before the backward
-    if setup.zenflow is None or setup.zenflow.rule != "selective":
-        return whole
-    # hot blocks alone, but for one step of an interval
-    return whole * (1 + (INTERVAL - 1) * RATIO) / INTERVAL
+    return whole
 
 
 def row(setup: Setup, model: Model, ranks: Ranks) -> list[str]:

@@ -21,6 +21,7 @@ from deepspeed_ext.adapter.upstream import (
 )
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.config.file import is_deeper, read_json, require_fields, shown
+from deepspeed_ext.config.zenflow import OF_ONE_RULE
 from deepspeed_ext.errors import ConfigError
 
 __all__ = ["Config", "ZeroConfig"]
@@ -113,7 +114,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             or "state_dtype" in section.model_fields_set
         ):
             return section
-        if section.rule == "selective":
+        if "state_dtype" not in OF_ONE_RULE[section.rule]:
             return section
         return section.model_copy(update={"state_dtype": "bfloat16"})
 

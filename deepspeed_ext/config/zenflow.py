@@ -72,8 +72,8 @@ class ZenFlowConfig(ConfigSection):
     "auto": the smallest interval, at most 2, at which the worker keeps up, measured at the start,
     or a shorter one if host memory is short. Larger intervals need less memory bandwidth on the
     host, but room for ``2 x interval - 1`` gradients. ``selective``: optimizer steps whose mean
-    gradient makes one step of the cold blocks. Not given, ``measured`` or "auto": chosen at the
-    first selection (see ``auto_ratio``). ``exact``: always 1. Never changes
+    gradient makes one step of the cold blocks; not given or "auto": 4. ``exact``: always 1. Never
+    changes
     ``gradient_accumulation_steps``."""
 
     overlap_step: bool | None = None
@@ -86,9 +86,9 @@ class ZenFlowConfig(ConfigSection):
     at interval 1 and 40 at others; 1 with ``selective``."""
 
     block_size: BlockSize = 32
-    """``predictive`` and ``exact``: elements per block. ``predictive`` averages the second moment
-    over each block, for 4/block_size bytes per parameter; ``int8`` moments have one scale per
-    block."""
+    """Elements per block, a run of contiguous elements. ``predictive`` averages the second moment
+    over each block, for 4/block_size bytes per parameter; ``selective`` selects whole blocks;
+    ``int8`` moments have one scale per block."""
 
     prediction_error_factor: ErrorFactor = 3.0
     """``predictive``: allowed error of predicted weights, as a multiple of the error of rounding
@@ -165,9 +165,9 @@ class ZenFlowConfig(ConfigSection):
 
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every
-    step: those with the largest sum of absolute gradients over all ranks, but on no rank more than
-    twice its share. Costs about 12 bytes of accelerator memory per hot parameter (see
-    ``offload``)."""
+    step: in each partition those with the largest sum of absolute gradients. Costs about 12 bytes
+    of accelerator memory per hot parameter (see ``offload``), and with ``update_interval`` above 1
+    the mean gradient of the partition, where its gradients are (see ``gradients_on_host``)."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
     """``selective``: unit of ``select_interval``: optimizer steps or epochs. ``auto`` counts steps.
@@ -181,23 +181,9 @@ class ZenFlowConfig(ConfigSection):
     the step waits for the worker. Not given: 16 steps, but at least four update intervals
     (``auto``), or one epoch (``epoch``)."""
 
-    select_block_size: BlockSize = 256
-    """``selective``: elements per block. A block is a run of contiguous elements that are selected
-    together."""
-
-    overlap_lag: Interval = 1
-    """``selective`` with ``overlap_step``: optimizer steps between handing gradients over and
-    applying the result; at most the update interval. A larger lag gives the worker more time, but
-    increases the loss."""
-
     offload: bool = False
     """``selective``: keep the state of hot blocks on the host between steps. Costs one transfer
     each way per step."""
-
-    auto_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.99
-    """``selective`` without ``update_interval``: update cold blocks as soon as their collected
-    gradients reach this share of a hot block's gradient of one step. Computed from mean gradients
-    at the first selection; gives an interval of 1 to 8 steps."""
 
     _retired: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -222,7 +208,7 @@ class ZenFlowConfig(ConfigSection):
         if self.rule == "exact":
             return 1
         if self.update_interval is None:
-            return None if self.rule == "selective" else 1
+            return 1
         return None if isinstance(self.update_interval, str) else self.update_interval
 
     @property
@@ -238,6 +224,11 @@ class ZenFlowConfig(ConfigSection):
         if self.rule == "exact":
             return False
         return self.rule != "selective" if self.overlap_step is None else self.overlap_step
+
+    @property
+    def predicts(self) -> bool:
+        """Whether weights on the accelerator may include an estimate."""
+        return self.overlapped and "prediction_error_factor" in OF_ONE_RULE[self.rule]
 
     @property
     def arrives_late(self) -> bool:
@@ -265,6 +256,9 @@ class ZenFlowConfig(ConfigSection):
 
 
 RETIRED = {
+    "select_block_size": "blocks have zenflow.block_size elements",
+    "overlap_lag": "results are applied in the next step",
+    "auto_ratio": "update_interval is 4, unless it is given",
     "weights_arrive_in_forward": (
         "with the exact rule at stage 3 weights arrive in the forward, otherwise in the step"
     ),
@@ -278,13 +272,13 @@ CHOOSES_SELECTIVE = frozenset(
 )
 """Fields that select the selective rule if ``update_rule`` is not given."""
 
-_EXACT = frozenset({"block_size", "state_dtype"})
+_EXACT = frozenset({"state_dtype"})
 
 _PREDICTIVE = _EXACT | {"prediction_error_factor"}
 
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
     "predictive": _PREDICTIVE,
-    "selective": CHOOSES_SELECTIVE | {"overlap_lag", "offload", "auto_ratio"},
+    "selective": CHOOSES_SELECTIVE | {"offload"},
     "exact": _EXACT,
     "measured": _PREDICTIVE,
 }

@@ -55,11 +55,7 @@ def prepare_kernels(
     if Kernel.NORM in plan.kernels:
         calls.append(prepare.norms(device, {of_weights, gradient}))
     if Kernel.STEP in plan.kernels:
-        if plan.has_share:
-            names_of_step = gradient, of_weights, alignments
-            calls.append(kind.step_kernels(device, block_size, *names_of_step))
-        if plan.rule.steps_beside_worker:
-            calls.append(prepare.hot_steps(device, block_size, gradient, {True}))
+        calls.append(kind.step_kernels(device, block_size, gradient, of_weights, alignments))
     if Kernel.ESTIMATE in plan.kernels and isinstance(plan.rule, PredictiveSettings):
         estimated = of_weights, published, gradient
         calls.append(

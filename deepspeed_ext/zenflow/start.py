@@ -21,6 +21,7 @@ from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, to
 from deepspeed_ext.runtime.stopwatch import stopwatch
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all, without_landing
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
+from deepspeed_ext.zenflow.choose_rule import rule_of
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.advice import Cores, remedies_of
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, ZenFlowFacts
@@ -28,9 +29,6 @@ from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.probe import thread_counts
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
-from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
-from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.adviser import Adviser
 from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
@@ -121,7 +119,7 @@ def start_optimizer(
     ]
     for partition, part, decided in zip(partitions, parts, plan.partitions, strict=True):
         _copy_to_host(part[decided.head :], partition.master)
-    rule = _rule(plan)(plan, partitions, link, ranks, kind, metrics)
+    rule = rule_of(plan)(plan, partitions, link, ranks, kind, metrics)
     coded = (
         CodedMoments(link.arena, len(partitions), layout, plan.rule.block_size)
         if layout.is_coded
@@ -143,8 +141,8 @@ def _mover(
 ) -> Tuner | None:
     """The tuner that measures steps and moves to a better plan; None: the plan stays.
 
-    No tuner under the selective rule (`plan.decide` says why); on the CPU as accelerator,
-    where the pass and forward share cores; and with weights that arrive in forward, where no step
+    No tuner under a rule with limits (`RuleSettings.limits`); on the CPU as accelerator, where
+    the pass and forward share cores; and with weights that arrive in forward, where no step
     is synchronous. Threads stay if the interval is measured, and if they are pinned near their
     memory.
     """
@@ -171,10 +169,6 @@ def _plan_with_buffers(
     if plan.shortage is not None:
         raise agreed(OutOfMemoryError(plan.shortage), ranks)
     return plan, buffers
-
-
-def _rule(plan: ZenFlowPlan) -> type[SelectiveRule] | type[PredictiveRule]:
-    return SelectiveRule if isinstance(plan.rule, SelectiveSettings) else PredictiveRule
 
 
 def _threads(start: ZenFlowStart) -> WorkerThreads:

@@ -47,7 +47,11 @@ def valid(rule: str) -> dict[str, Any]:
         "kernel": "native",
         "block_size": BLOCK_SIZE,
         "schedule": {"steps": 5, "interval": 2}
-        | ({"steps_in_flight": None, "since_selection": 1} if rule == "selective" else of_guard),
+        | (
+            {"collected": 1, "is_in_flight": False, "since_selection": 1}
+            if rule == "selective"
+            else of_guard
+        ),
         "updates": 5,
         "plan": {
             "host_share": 0.75,
@@ -81,8 +85,12 @@ def _partition(rule: str, whole: int, on_accelerator: int) -> dict[str, Any]:
         }
     if rule == "selective":
         return common | {
-            "block_updates": torch.full((blocks,), 4, dtype=torch.int32),
+            "collected": [],
+            "gradients": [],
             "hot_blocks": torch.tensor([0]),
+            "mean": torch.zeros(numel, dtype=torch.bfloat16),
+            "last": asdict(step),
+            "cold_updates": 4,
         }
     return common | {
         "last": asdict(replace(step, step=4)),

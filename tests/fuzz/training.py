@@ -129,7 +129,7 @@ ZENFLOW: dict[str, dict[Keys, tuple[Any, ...]]] = {
         (Z, Y, "topk_ratio"): (0.01, 0.3, 0.99),
         (Z, Y, "select_interval"): (4, 100),
         (Z, Y, "select_strategy"): ("auto", "step"),
-        (Z, Y, "select_block_size"): (16, 256, 10_000),
+        (Z, Y, "block_size"): (16, 256, 10_000),
         (Z, Y, "full_warm_up_rounds"): (1, 3),
         (Z, Y, "overlap_step"): (True, False),
         (Z, Y, "offload"): (True,),

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.ranks import MOST_TOLD, _Told, raise_together
-from tests.perf import scale, scale_systems
+from tests.perf import scale
 from tests.perf.scale_systems import SYSTEMS
 from tests.support.instructions import instructions
 from tests.support.rehearsed_ranks import rehearsed_ranks, that_differ
@@ -89,26 +89,6 @@ def test_other_hosts_cost_little(
     assert many.collectives == few.collectives
     assert many.received - few.received <= per_rank * (MANY - FEW)
     assert many.instructions - few.instructions <= most_instructions * (MANY - FEW)
-
-
-def test_the_selection_exchanges_no_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four rounds of 256 counts, and one number of each rank, for any number of parameters."""
-    for numel in (1 << 20, 1 << 24):
-        monkeypatch.setattr(scale_systems, "SELECTED_NUMEL", numel)
-        for size in (FEW, MANY):
-            with rehearsed_ranks(size) as (ranks, rehearsal):
-                BY_NAME["hot selection, 7e9 parameters"].prepare(ranks, rehearsal, tmp_path)()
-                assert rehearsal.received == 2 * 4 * 256 * 8 + 8 * size
-                assert rehearsal.collectives == 5
-
-
-def test_an_exchange_of_hot_blocks_is_as_many_operations_among_many_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scale_systems, "EXCHANGED_NUMEL", 1 << 22)
-    few, many = few_and_many("exchange of hot blocks, 2^24 parameters", tmp_path)
-    assert (many.collectives, few.collectives) == (1, 1)
-    assert many.instructions == few.instructions
 
 
 def test_restoring_looks_at_each_parameter_once(tmp_path: Path) -> None:

@@ -51,10 +51,9 @@ MODULES = tuple(
         "zenflow/kernels": "definition lion",
         "zenflow/optimizers": "adam adam_estimator lion",
         "zenflow/plan": "advice arrays chunks decide facts held lanes partitions phases places "
-        "plan predictive rule_bytes rule_choice search selective share",
-        "zenflow/rules": "blocks",
+        "plan predictive rule_bytes rule_choice rules search selective share",
         "zenflow/rules/predictive": "guard probe schedule",
-        "zenflow/rules/selective": "schedule selection",
+        "zenflow/rules/selective": "schedule",
         "zenflow/step": "arrivals metrics partition schedule",
         "zenflow/transfers": "beside_step inside_step",
         "zenflow/worker": "arena messages",

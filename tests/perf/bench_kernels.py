@@ -28,7 +28,7 @@ from tests.support.ranks import run_ranks
 
 BLOCK = 32
 CODES = (torch.int8, torch.uint8)
-HOT_CONSTANTS = definition.HotConstants(
+ADAM_CONSTANTS = definition.AdamConstants(
     0.5, 1e-3, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 0.999, 0.9, 0.95
 )
 
@@ -62,7 +62,6 @@ def works(numel: int, first: int) -> list[Work]:
     hot = numel // 8 // BLOCK
     p, m, v = torch.rand(3, hot, BLOCK, device=device)
     hot_grad = g[: hot * BLOCK].view(hot, BLOCK)
-    updates = torch.arange(1, hot + 1, dtype=torch.int32, device=device)
     of_share = torch.empty_like(hot_grad)
     of_16_bits = [p.clone(), m.bfloat16(), v.bfloat16()]
     of_8_bits = [p.clone(), *(torch.zeros_like(p, dtype=each) for each in CODES)]
@@ -88,26 +87,20 @@ def works(numel: int, first: int) -> list[Work]:
             10 * numel + blocks,
         ),
         Work(
-            "hot step, an eighth of the elements",
-            lambda: launch.hot_step(p, m, v, hot_grad, updates, HOT_CONSTANTS),
-            [p, m, v],
-            26 * hot * BLOCK + 12 * hot,
-        ),
-        Work(
             "share step, an eighth of the elements",
-            lambda: launch.share_step(p, m, v, hot_grad, of_share, 9, HOT_CONSTANTS),
+            lambda: launch.share_step(p, m, v, hot_grad, of_share, 9, ADAM_CONSTANTS),
             [p, m, v, of_share],
             28 * hot * BLOCK,
         ),
         Work(
             "share step, 16-bit moments, an eighth of the elements",
-            lambda: rounded.rounded_step(of_16_bits, hot_grad, of_share, 9, HOT_CONSTANTS),
+            lambda: rounded.rounded_step(of_16_bits, hot_grad, of_share, 9, ADAM_CONSTANTS),
             [*of_16_bits, of_share],
             20 * hot * BLOCK,
         ),
         Work(
             "share step, 8-bit moments, an eighth of the elements",
-            lambda: rounded.rounded_step(of_8_bits, hot_grad, of_share, 9, HOT_CONSTANTS),
+            lambda: rounded.rounded_step(of_8_bits, hot_grad, of_share, 9, ADAM_CONSTANTS),
             [*of_8_bits, of_share],
             16 * hot * BLOCK + 4 * hot,
         ),

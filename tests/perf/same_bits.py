@@ -36,7 +36,6 @@ PREDICTIVE = {"update_rule": "predictive", "update_interval": 1, "full_warm_up_r
 SELECTIVE = {
     "update_rule": "selective",
     "topk_ratio": 0.1,
-    "select_block_size": 32,
     "select_interval": 8,
     "update_interval": 2,
     "overlap_step": True,

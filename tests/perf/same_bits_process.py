@@ -68,10 +68,6 @@ def join(order: dict[str, Any], rank: int) -> None:
         root: Any = torch.sqrt
         definition: Any = kernels.definition
         kernels.root = definition.root = root
-        # taken on the device, as the earlier commit did
-        definition._bias_correction_root = lambda *of: root(definition._bias_correction(*of))
-        # the library's own root is the nearest, so torch operations take the step
-        kernels.launch.host.serves_step = lambda *arrays: False
 
 
 def make(run: dict[str, Any], rank: int) -> dict[str, Any]:

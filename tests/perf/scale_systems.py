@@ -34,7 +34,6 @@ from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
 from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveSchedule
-from deepspeed_ext.zenflow.rules.selective.selection import select
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from tests.support.rehearsed_ranks import RANKS_PER_HOST, Rehearsal, on_hosts, that_differ
@@ -44,7 +43,7 @@ PARAMETERS = 1000
 """Parameters of a made-up model."""
 SELECTED_NUMEL = 7_000_000_000
 EXCHANGED_NUMEL = 1 << 24
-BLOCK, RATIO = 256, 0.1
+BLOCK = 256
 SCHEDULED_STEPS = 64
 HOST = "00000000-host"
 
@@ -178,13 +177,6 @@ def schedules(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     return run
 
 
-def selection(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
-    """The choice of hot blocks of a model of 7e9 parameters, from this rank's scores on."""
-    count = -(-SELECTED_NUMEL // BLOCK // ranks.size)
-    mine = torch.rand(count, generator=torch.Generator().manual_seed(0))
-    return lambda: select(mine, RATIO, ranks)
-
-
 def memory(ranks: RankGroup, rehearsal: Rehearsal, folder: Path) -> Run:
     model = Model(SELECTED_NUMEL, typical_largest(SELECTED_NUMEL), "bfloat16")
     return lambda: [
@@ -293,7 +285,6 @@ SYSTEMS = (
     System("core plans", "start", core_plans),
     System("ZenFlow start: layout, room", "start", zenflow_start),
     System("ZenFlow schedules, 64 steps", "each step", schedules),
-    System("hot selection, 7e9 parameters", "each selection", selection),
     System("resume map, stage 1 to 1, half the ranks", "load", resume_map(1, 1, 2)),
     System("resume map, stage 1 to 3", "load", resume_map(1, 3, 1)),
     System("resume map, stage 3 to 1", "load", resume_map(3, 1, 1)),

@@ -29,7 +29,7 @@ from deepspeed_ext.flatten.layout import GroupLayout
 from tests.support.models import Branches, batches
 from tests.support.simulated_accelerator import device as sim
 from tests.support.simulated_accelerator import simulation
-from tests.support.zenflow import RULES, make_engine, offload_config, run, train, zenflow_config
+from tests.support.zenflow import make_engine, offload_config, train, zenflow_config
 
 __all__ = ["ROWS", "Row", "Seen"]
 
@@ -67,25 +67,6 @@ def on_device(count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     device = get_accelerator().current_device_name()
     return [torch.randn(4, WIDTH, generator=generator).bfloat16().to(device) for _ in range(count)]
-
-
-# -- A1 --------------------------------------------------------------------------------------------
-
-
-def hot_weights_from_the_host() -> Seen:
-    """Selective rule with ``offload``: new weights of hot blocks were read from a copy that was
-    still on its way."""
-    config = zenflow_config(2, lr=1e-2, **RULES["selective"], offload=True)
-    orders: tuple[simulation.Order, ...] = ("eager", "held")
-    found = {}
-    for order in orders:
-        simulation.configure(order)
-        found[order] = torch.cat([w.flatten() for w in run(config, 6, rank=0).weights.values()])
-    wrong = int((found["held"] != found["eager"]).sum())  # NaN differs from everything
-    assert found["eager"].isfinite().all()
-    return Seen(
-        wrong > 0, f"{wrong} of {found['held'].numel():,} weights differ from those of eager order"
-    )
 
 
 # -- A2 --------------------------------------------------------------------------------------------
@@ -384,7 +365,6 @@ def device_memory_of_a_step() -> Seen:
 
 
 ROWS: dict[str, Row] = {
-    "A1": hot_weights_from_the_host,
     "A2": streamed_before_overflow,
     "A4": forgotten_engine,
     "A5": refused_page_locking,

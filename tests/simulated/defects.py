@@ -1,6 +1,6 @@
 """Show defects of device code on the simulated accelerator, with this package or with an older one.
 
-    python -m tests.simulated.defects [A1 A2 ...] [--package ../older]
+    python -m tests.simulated.defects [A2 A4 ...] [--package ../older]
 
 Prints what each rank of each row of docs/lab/archive/simulated_defects.md has seen.
 Ends with 1 if a defect shows. Of an older checkout only
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.support.paths import ROOT
 
-RANKS = {"A1": 1, "A2": 1, "A4": 1, "A5": 2, "A6": 2, "A9": 1}
+RANKS = {"A2": 1, "A4": 1, "A5": 2, "A6": 2, "A9": 1}
 """The rows, and how many ranks each has."""
 OF_THE_PAST = ("A2",)
 """Rows about what the package no longer has; they need an older one."""

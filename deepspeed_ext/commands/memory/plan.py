@@ -162,11 +162,6 @@ def _notes(setup: Setup, plan: ZenFlowPlan | None, *, is_known: bool) -> Iterato
         if zenflow.gradients_on_host is None and setup.stage != 1 and not is_known:
             share = f"{MOST_FOR_GRADIENTS:.0%}"
             yield f"gradients go to the host if they would take more than {share} of what is free"
-    if zenflow is not None and zenflow.rule == "selective":
-        yield (
-            "hot blocks are counted as if all ranks had as many; "
-            "a rank may have up to twice as many"
-        )
     if setup.stage == 1 and setup.accumulates_fp32 and zenflow is None:
         yield (
             "DeepSpeed may use its BF16_Optimizer for stage 1 "
@@ -191,8 +186,6 @@ def _with_zenflow(setup: Setup, interval: int) -> Setup:
     otherwise with a default one."""
     section = setup.zenflow or ZenFlowConfig()
     given = section.model_dump(exclude_unset=True) | {"update_interval": interval}
-    if "overlap_lag" in given:
-        given["overlap_lag"] = min(given["overlap_lag"], interval)
     if given.get("select_interval") is not None and section.select_strategy != "epoch":
         given["select_interval"] = max(given["select_interval"], interval)
     return replace(setup, offload=False, zenflow=ZenFlowConfig(**given))

@@ -13,7 +13,7 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.config.file import section_of
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.predictive import LONGEST_MEASURED
-from deepspeed_ext.zenflow.plan.selective import LONGEST_CHOSEN
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.predictive.schedule import default_warm_up_steps
 from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS
 
@@ -117,7 +117,7 @@ class Plan:
     @property
     def longest_interval(self) -> int:
         """`interval`, or the longest that may be chosen."""
-        return self.interval or (LONGEST_MEASURED if self.rule == "predicted" else LONGEST_CHOSEN)
+        return self.interval or LONGEST_MEASURED
 
     @property
     def has_coded_moments(self) -> bool:
@@ -257,7 +257,7 @@ def _zenflow(zero: Mapping[str, Any], upstream: bool) -> tuple[Rule, int | None,
     zenflow = ZenFlowConfig(**section)
     warm_up = zenflow.warm_up_steps
     if zenflow.rule == "selective":
-        return "deferred", zenflow.interval, True, warm_up or 1
+        return "deferred", SelectiveSettings.of(zenflow).interval, True, warm_up or 1
     if not zenflow.overlapped:
         return "exact", 1, True, 0
     if warm_up is None:

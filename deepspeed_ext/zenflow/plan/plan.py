@@ -21,8 +21,7 @@ from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.partitions import PartitionPlan, kinds_of
 from deepspeed_ext.zenflow.plan.phases import Part, Phase, nbytes_of, parts_within
 from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, Places, WeightsArrival
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = ["Kernel", "Reason", "ZenFlowPlan"]
@@ -73,7 +72,7 @@ class ZenFlowPlan:
         weights_arrive: when the weights of a step are complete.
     """
 
-    rule: PredictiveSettings | SelectiveSettings
+    rule: RuleSettings
     dtypes: Dtypes
     partitions: tuple[PartitionPlan, ...]
     host_share: float

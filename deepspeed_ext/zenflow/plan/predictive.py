@@ -8,13 +8,16 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.config.zenflow import MEASURED
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
+from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.plan.places import Arrival, Place, Places
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
+from deepspeed_ext.zenflow.plan.rule_bytes import FLOAT_BYTES, RuleBytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = ["LONGEST_MEASURED", "PredictiveSettings", "ring_of"]
 
+_SIGN_BYTES = 1
 LONGEST_MEASURED = 2
 """Longest interval chosen by measurement. Interval 4 raises the loss by 7 % with larger batches
 (docs/results.md), so it must be configured."""
@@ -39,9 +42,6 @@ def ring_of(interval: int, arrival: Arrival) -> int:
 class PredictiveSettings(RuleSettings):
     """Settings of the predictive rule."""
 
-    overlapped: bool
-    warm_up_steps: int | None
-    """None: the schedule chooses."""
     prediction_error_factor: float
     """0: no guard."""
     exchanges_per_block: bool = True
@@ -89,10 +89,6 @@ class PredictiveSettings(RuleSettings):
         return ring_of(interval or 1, arrival) if self.overlapped else 1
 
     @property
-    def steps_each_gradient(self) -> bool:
-        return True
-
-    @property
     def estimates(self) -> bool:
         return self.overlapped
 
@@ -104,6 +100,39 @@ class PredictiveSettings(RuleSettings):
         """What the estimate is made from, copied to the accelerator if estimates run there."""
         goes_there = self.exchanges_per_block and places.gradient is Place.ACCELERATOR
         return PerBlock(*self.layout.per_block, exchanged=goes_there)
+
+    def nbytes(
+        self,
+        numel: int,
+        weights_bytes: int = 0,
+        *,
+        arrived_bytes: int = 0,
+        in_place: bool = False,
+    ) -> RuleBytes:
+        """Kept: 1 / d_b of each block, and D. With Lion, the signs and means of m.
+
+        Temporaries by torch operations are fp32 arrays of one chunk: for 16-bit weights three of
+        `Estimator.predict`, to which y comes in parts, and four of `Estimator.move`; for others
+        one, or two with D, and two. With Lion two, and a byte for each sign. A kernel needs none,
+        but whether it can run is not known before the run.
+        """
+        if not self.overlapped:
+            return RuleBytes()
+        drift = {"drift": numel * weights_bytes} if self.drifts else {}
+        remembered = "signs and means" if self.layout.with_signs else "derived denominators"
+        entries = -(-numel // self.block_size) * self.per_block_width
+        kept = {remembered: FLOAT_BYTES * entries, **drift}
+        chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, self.block_size))
+        arrived = 0 if in_place else chunk * arrived_bytes
+        factor = FLOAT_BYTES * -(-chunk // self.block_size)
+        if self.layout.with_signs:
+            step = chunk * (2 * FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else arrived_bytes))
+            return RuleBytes(kept, saved=tuple(kept.values()), step=step)
+        narrow = weights_bytes < FLOAT_BYTES
+        predicting = (3 if narrow else 2 if self.drifts else 1) * FLOAT_BYTES * chunk
+        moving = (4 if narrow else 2) * FLOAT_BYTES * chunk if self.drifts else 0
+        step = max(predicting + max(arrived, factor), moving + factor)
+        return RuleBytes(kept, saved=tuple(kept.values()), step=step)
 
     @property
     def drifts(self) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
 from deepspeed_ext.zenflow.plan.places import Arrival, Places
+from deepspeed_ext.zenflow.plan.rule_bytes import RuleBytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
@@ -15,10 +17,21 @@ __all__ = ["RuleSettings"]
 
 @dataclass(frozen=True)
 class RuleSettings(ABC):
-    """Settings of a rule, as plain values; see the fields of the same names in `ZenFlowConfig`."""
+    """Settings of a rule, as plain values; see the fields of the same names in `ZenFlowConfig`.
+
+    Attributes:
+        limits: why the rule runs only Adam with fp32 moments, on data-parallel ranks, and with no
+            share on the accelerator; empty: it has none of these limits.
+    """
+
+    limits: ClassVar[str] = ""
 
     update_interval: int | None
     """Optimizer steps handed over together; None: chosen by measurement."""
+    overlapped: bool
+    """Whether steps after the warm-up are overlapped."""
+    warm_up_steps: int | None
+    """Synchronous steps at the start; None: the schedule chooses."""
     block_size: int = field(kw_only=True)
     """Elements per block; the worker splits its work at block boundaries."""
     layout: StateLayout = field(default=ADAM_STATE, kw_only=True)
@@ -26,6 +39,9 @@ class RuleSettings(ABC):
     is_open: bool = field(default=False, kw_only=True)
     """Whether the predictive and the exact rule are still to be chosen from (`plan.rule_choice`).
     Until then steps wait, and sizes are those of overlapped steps, which `overlapped` then says."""
+
+    warning: str | None = field(default=None, kw_only=True)
+    """What the user should know of the settings; None: nothing."""
 
     @property
     @abstractmethod
@@ -45,12 +61,6 @@ class RuleSettings(ABC):
 
     @property
     @abstractmethod
-    def steps_each_gradient(self) -> bool:
-        """Whether the worker takes one step per gradient, so gradients may come in chunks.
-        Otherwise it reads all gradients of an interval at once."""
-
-    @property
-    @abstractmethod
     def estimates(self) -> bool:
         """Whether a step may compute weights from y and an estimate."""
 
@@ -62,6 +72,24 @@ class RuleSettings(ABC):
     @abstractmethod
     def per_block(self, places: Places) -> PerBlock:
         """The rule's per-block array."""
+
+    @abstractmethod
+    def nbytes(
+        self,
+        numel: int,
+        weights_bytes: int = 0,
+        *,
+        arrived_bytes: int = 0,
+        in_place: bool = False,
+    ) -> RuleBytes:
+        """The bytes that the rule takes for a partition.
+
+        Args:
+            weights_bytes: bytes of an element of the weights.
+            arrived_bytes: bytes of an element of y.
+            in_place: whether y is in a landing buffer, so it is not copied to the accelerator in
+                parts.
+        """
 
     @property
     def per_block_width(self) -> int:

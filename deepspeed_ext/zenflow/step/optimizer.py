@@ -201,11 +201,13 @@ class HostOptimizer:
                 grad = self._step_share(self.share, index, grad, step)
             if grad.dtype != partition.grad_dtype:
                 grad = grad.to(partition.grad_dtype)
-            ready = transfers.ready()
             partition.collected.append(step)
+            handed_over = self.rule.to_hand_over(plan, partition, grad)
+            ready = transfers.ready()
             self.rule.step_partition(plan, partition, grad)
-            transfers.take(index, grad, slot, ready)
-            self._metrics.bytes_down += grad.nbytes
+            if handed_over is not None:
+                transfers.take(index, handed_over, slot, ready)
+                self._metrics.bytes_down += handed_over.nbytes
             # the worker steps this partition while the next gradient is prepared
             if plan.waits_last:
                 task = self.rule.task(plan, partition)

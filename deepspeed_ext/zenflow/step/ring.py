@@ -56,10 +56,9 @@ class GradientRing:
             if longest == 0:
                 needed = self._plan.further_bytes(None, shortest)
                 raise OutOfMemoryError(
-                    f"the gradients of {shortest} steps, the shortest interval that "
-                    f"zenflow.overlap_lag = {shortest} allows, need {needed:,} more bytes of host "
-                    f"memory, but {room:,} are available to each rank of the host: lower "
-                    "zenflow.overlap_lag, or use more hosts or more memory"
+                    f"the gradients of {shortest} steps need {needed:,} more bytes of host memory, "
+                    f"but {room:,} are available to each rank of the host: use more hosts or more "
+                    "memory"
                 )
         interval = min(wanted, self._ranks.minimum(longest)[0])
         if interval < shortest:

@@ -68,6 +68,13 @@ class UpdateRule(ABC, Generic[PlanT]):
         the step is planned. Called if the coming step waits first. A collective if the schedule
         asks for it, on every rank or on none."""
 
+    def to_hand_over(
+        self, plan: PlanT, partition: Partition, grad: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What the worker steps with, 1-D [n]; None if the plan hands nothing over. Called first;
+        arguments as for `step_partition`."""
+        return grad
+
     @abstractmethod
     def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor) -> None:
         """Use the collected gradient of one partition. If the plan waits first, the update in

@@ -204,7 +204,6 @@ def test_there_are_numbers_to_try() -> None:
     assert {
         "worker_timeout_seconds",
         "block_size",
-        "select_block_size",
         "pt_reserved_cores",
         "optimizer_cores",
     } <= tried
@@ -215,7 +214,6 @@ def test_there_are_numbers_to_try() -> None:
     ("name", "largest"),
     [
         ("block_size", 2**16),
-        ("select_block_size", 2**16),
         ("update_interval", 1024),
         ("worker_timeout_seconds", 604800),
     ],
@@ -271,7 +269,7 @@ def test_auto_means_not_given() -> None:
         ({"update_interval": 3}, 3),
         ({"update_interval": "measured"}, None),
         ({"update_interval": "auto"}, None),
-        ({"topk_ratio": 0.1}, None),
+        ({"topk_ratio": 0.1}, 1),
         ({"topk_ratio": 0.1, "update_interval": "auto"}, None),
         ({"topk_ratio": 0.1, "update_interval": "measured"}, None),
         ({"topk_ratio": 0.1, "update_interval": 3}, 3),
@@ -367,7 +365,6 @@ SELECTING: dict[str, Any] = {
     "topk_ratio": 0.2,
     "select_strategy": "step",
     "select_interval": 8,
-    "select_block_size": 64,
 }
 
 
@@ -398,7 +395,9 @@ def test_fields_of_one_rule_say_so_and_are_noticed_under_the_other() -> None:
         *SELECTING,
         "offload",
     ]
-    assert given_of_the_other_rule(ZenFlowConfig(topk_ratio=0.1, block_size=64)) == ["block_size"]
+    assert given_of_the_other_rule(ZenFlowConfig(topk_ratio=0.1, state_dtype="int8")) == [
+        "state_dtype"
+    ]
     every = ZenFlowConfig(**given, update_rule="exact", block_size=64, prediction_error_factor=2.0)
     idle = given_of_the_other_rule(every)
     wanted = [*SELECTING, "offload", "prediction_error_factor", "update_interval"]
@@ -415,7 +414,12 @@ def test_weights_arrive_late_under_the_exact_rule_unless_steps_wait() -> None:
     assert not ZenFlowConfig(topk_ratio=0.1).arrives_late
 
 
-OLD_VALUES = {"weights_arrive_in_forward": (True, False)}
+OLD_VALUES = {
+    "weights_arrive_in_forward": (True, False),
+    "select_block_size": (256,),
+    "overlap_lag": (1, 2),
+    "auto_ratio": (0.99,),
+}
 """Values of retired fields that earlier releases took."""
 
 

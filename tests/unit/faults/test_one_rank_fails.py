@@ -109,11 +109,8 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/rules/predictive/rule.py:PredictiveRule.arrived",
         "zenflow/rules/predictive/rule.py:PredictiveRule._judge",
         "zenflow/rules/predictive/rule.py:PredictiveRule.measured_interval",
-        "zenflow/rules/selective/rule.py:SelectiveRule.measured_interval",
         "zenflow/step/rule.py:UpdateRule.write_weights",
         "zenflow/rules/selective/rule.py:SelectiveRule.write_weights",
-        "zenflow/rules/selective/selection.py:select",
-        "zenflow/rules/blocks.py:BlockSet.__len__",  # of what `select` returns
         "adapter/zero_partitions.py:GroupsTarget.write_weights",
         "adapter/zero_partitions.py:GroupPartitions.exchange_loaded",
         "adapter/zero_partitions.py:SubGroupPartitions.exchange_loaded",
@@ -203,7 +200,7 @@ HARMLESS = {
         "zenflow/kernels/launch.py:_found",
         *(
             f"zenflow/kernels/prepare.py:{name}"
-            for name in ("norms", "estimates", "hot_steps", "share_steps", "first_elements")
+            for name in ("norms", "estimates", "share_steps", "first_elements")
         ),
     ),
     "called once after a step, so not in every save": (

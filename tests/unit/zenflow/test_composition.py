@@ -29,7 +29,7 @@ STEPS = 8
 OVERFLOWS = (2, 5)
 """Optimizer steps that overflow, with fp16."""
 
-SELECTIVE = {"select_block_size": 32, "update_interval": 2, "select_interval": 4}
+SELECTIVE = {"update_interval": 2, "select_interval": 4}
 MODES: dict[str, dict[str, Any]] = {
     "predictive, waiting": {"update_interval": 1, "overlap_step": False},
     "predictive": {"update_interval": 1},

@@ -109,7 +109,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "y in fp32": {"update_interval": 2, "publish_dtype": "float32"},
     "measured": {},
     "selective": RULES["selective"],
-    "selective, lag 2, state on the host": RULES["selective"] | {"overlap_lag": 2, "offload": True},
+    "selective, state on the host": RULES["selective"] | {"offload": True},
 }
 MATRIX = list(
     itertools.product(STAGES, WAYS, (1, 3), (0.0, 0.5), (1, 2), (torch.bfloat16, torch.float32))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep
 from deepspeed_ext.zenflow.rules.predictive import rule
 from deepspeed_ext.zenflow.rules.predictive.schedule import default_warm_up_steps
@@ -93,45 +92,6 @@ def test_an_interval_that_host_memory_has_no_room_for_is_not_chosen(
         2, follow, zenflow_config(2, torch.bfloat16, update_interval="auto"), 2, slots
     )
     assert [each["interval"] for each in found] == [interval, interval]
-
-
-LAG = 3
-LAGGING = {
-    "topk_ratio": 0.1,
-    "select_block_size": 32,
-    "overlap_step": True,
-    "overlap_lag": LAG,
-    "auto_ratio": 1.0,
-    "full_warm_up_rounds": 1,
-}
-
-
-@pytest.mark.parametrize(("slots", "interval"), [(5, 3), (7, 5), (100, 8)])
-def test_gradients_that_stay_in_flight_need_room_too(slots: int, interval: int) -> None:
-    """S + lag - 1 slots."""
-    found = run_ranks(2, follow, zenflow_config(2, torch.bfloat16, **LAGGING), 8, slots)
-    assert [each["interval"] for each in found] == [interval, interval]
-
-
-def refused(config: dict[str, Any], slots: int) -> tuple[str, str]:
-    """What the step that chooses the interval says, and what the next one says."""
-    engine = make_engine(config)
-    with measuring(engine, 8, slots):
-        with pytest.raises(OutOfMemoryError) as first:
-            train(engine, batches(1, 0))
-        with pytest.raises(OutOfMemoryError) as second:
-            train(engine, batches(1, 0))
-    engine.destroy()
-    return str(first.value), str(second.value)
-
-
-def test_no_room_for_the_shortest_interval_is_an_error_on_every_rank() -> None:
-    found = run_ranks(2, refused, zenflow_config(2, torch.bfloat16, **LAGGING), LAG - 1)
-    assert found[0] == found[1]
-    first, second = found[0]
-    assert f"rank 0: the gradients of {LAG} steps" in first
-    assert "lower zenflow.overlap_lag" in first
-    assert second == first
 
 
 def save_and_load(config: dict[str, Any], folder: str, missing: int) -> dict[str, Any]:

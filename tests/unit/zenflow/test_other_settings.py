@@ -15,7 +15,7 @@ from tests.support.zenflow import make_engine, masters_of, offload_config, train
 
 pytestmark = pytest.mark.sampled(2)
 
-SELECTIVE = {"topk_ratio": 0.1, "select_block_size": 32, "full_warm_up_rounds": 2}
+SELECTIVE = {"topk_ratio": 0.1, "full_warm_up_rounds": 2}
 
 
 def masters_and_hot(engine: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -57,7 +57,7 @@ RULES = {
         **SELECTIVE,
         "update_interval": 2,
         "select_interval": 4,
-        "select_block_size": 64,
+        "block_size": 64,
     },
 }
 

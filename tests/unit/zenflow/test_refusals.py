@@ -16,23 +16,16 @@ NVME = {"device": "nvme", "nvme_path": "/tmp"}
 SECTION: dict[str, tuple[int, dict[str, Any]]] = {
     "stage = 0": (0, {}),
     "publish_dtype": (2, {"zenflow": {"publish_dtype": "float16"}}),
-    "overlap_lag": (
-        2,
-        {
-            "zenflow": {
-                "topk_ratio": 0.1,
-                "update_interval": 1,
-                "overlap_step": True,
-                "overlap_lag": 2,
-            }
-        },
-    ),
     "select_interval": (2, {"zenflow": {"select_interval": 2, "update_interval": 4}}),
     'offload_optimizer.device = "nvme"': (3, {"offload_optimizer": NVME}),
     'offload_param.device = "nvme"': (3, {"offload_param": NVME}),
     'state_dtype = "bfloat16" with update_rule = "selective"': (
         2,
         {"zenflow": {"topk_ratio": 0.1, "state_dtype": "bfloat16"}},
+    ),
+    'ratio = 0.5 with update_rule = "selective"': (
+        2,
+        {"zenflow": {"topk_ratio": 0.1}, "offload_optimizer": {**CPU, "ratio": 0.5}},
     ),
     'state_dtype = "int8" with update_rule = "selective"': (
         2,

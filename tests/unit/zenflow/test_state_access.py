@@ -31,13 +31,11 @@ RULES = {
     "predictive, interval 3": {"update_interval": 3, "full_warm_up_rounds": 3},
     "selective": {
         "topk_ratio": 0.2,
-        "select_block_size": 32,
         "update_interval": 3,
         "select_interval": 6,
     },
     "selective, overlapped": {
         "topk_ratio": 0.2,
-        "select_block_size": 32,
         "update_interval": 3,
         "select_interval": 6,
         "overlap_step": True,
@@ -47,7 +45,6 @@ EXACT = {
     "predictive": {"overlap_step": False},
     "selective": {
         "topk_ratio": 0.999,
-        "select_block_size": 32,
         "update_interval": 3,
         "select_interval": 6,
     },

@@ -233,16 +233,6 @@ def refused(config: dict[str, Any]) -> str:
     [
         ({"select_strategy": "step", "select_interval": "auto"}, "select_interval"),
         ({"select_strategy": "step", "select_interval": 2}, "update_interval = 4"),
-        (
-            {
-                "select_strategy": "step",
-                "select_interval": 2,
-                "update_interval": "auto",
-                "overlap_step": True,
-                "overlap_lag": 4,
-            },
-            "overlap_lag = 4",
-        ),
         ({"select_interval": "often"}, "select_interval"),
         ({"update_interval": 0}, "update_interval"),
         ({"select_strategy": "layer"}, "select_strategy"),

@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ext.zenflow.plan.places import Arrival
 from deepspeed_ext.zenflow.plan.predictive import LONGEST_MEASURED, PredictiveSettings
-from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of, share_step_bytes
+from deepspeed_ext.zenflow.plan.rule_bytes import share_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
@@ -24,18 +24,12 @@ def settings(interval: int | None, overlapped: bool = True) -> PredictiveSetting
 
 
 def test_a_denominator_for_each_block_is_kept_and_the_drift_of_longer_intervals() -> None:
-    assert bytes_of(settings(1), NUMEL, 2).kept == {"derived denominators": 4 * BLOCKS}
+    assert settings(1).nbytes(NUMEL, 2).kept == {"derived denominators": 4 * BLOCKS}
     for interval in (None, 2):
-        kept = bytes_of(settings(interval), NUMEL, 2).kept
+        kept = settings(interval).nbytes(NUMEL, 2).kept
         assert kept == {"derived denominators": 4 * BLOCKS, "drift": 2 * NUMEL}
-    assert bytes_of(settings(2, overlapped=False), NUMEL, 2).kept == {}
-    assert bytes_of(settings(2), NUMEL, 2).saved == (4 * BLOCKS, 2 * NUMEL)
-
-
-def test_nothing_else_is_kept_moves_waits_or_is_exchanged() -> None:
-    rule = settings(2)
-    taken = bytes_of(rule, NUMEL, 2, ranks=4)
-    assert taken.kept_on_host == taken.moved == taken.waiting == taken.exchange == 0
+    assert settings(2, overlapped=False).nbytes(NUMEL, 2).kept == {}
+    assert settings(2).nbytes(NUMEL, 2).saved == (4 * BLOCKS, 2 * NUMEL)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +57,7 @@ def test_the_ring_holds_nearly_two_intervals(
 def test_a_step_has_temporaries_of_fp32(
     interval: int, weights_bytes: int, in_place: bool, floats: int, others: int
 ) -> None:
-    taken = bytes_of(settings(interval), NUMEL, weights_bytes, arrived_bytes=2, in_place=in_place)
+    taken = settings(interval).nbytes(NUMEL, weights_bytes, arrived_bytes=2, in_place=in_place)
     assert taken.step == floats * 4 * NUMEL + others
 
 
