@@ -39,7 +39,7 @@ TORCH_TESTS := $(addprefix tests/unit/,adapter/test_contract.py adapter/test_ena
 	checkpoint/reshard/test_layout.py zenflow/test_training.py checkpoint/test_resume.py)
 # Of `make test-deepspeed`: the DeepSpeed that it installs, and the tests that it runs: the contract, and
 # training, start-up, gathers, resuming, sleep with exact weights, and invalid gradients at stages 1 to 3.
-VERSION ?= 0.19.0
+VERSION ?= 0.19.6
 DEEPSPEED_TESTS := $(addprefix tests/unit/,adapter/test_contract.py adapter/test_enable.py \
 	flatten/test_parity.py gather/test_parity.py zenflow/test_training.py checkpoint/test_resume.py \
 	zenflow/test_rl_loop.py faults/test_gradients.py)
@@ -51,7 +51,7 @@ PYTHON_TESTS := tests/manual/test_config_reference.py tests/harness/test_support
 	checkpoint/test_skeleton.py checkpoint/test_tools.py checkpoint/reshard/test_hf.py checkpoint/reshard/test_layout.py \
 	commands/test_doctor.py commands/test_run.py config \
 	$(addprefix cores/test_,discovery.py exchange.py offload_binding.py plan_command.py plan_properties.py topologies.py) \
-	cores/tune gather/test_failure.py gather/test_hf.py gather/test_plan.py integrations runtime \
+	gather/test_failure.py gather/test_hf.py gather/test_plan.py integrations runtime \
 	zenflow/rules/predictive zenflow/rules/selective/test_schedule.py zenflow/test_accelerate.py zenflow/test_hf.py \
 	zenflow/test_training.py zenflow/transfers/test_courier.py zenflow/worker)
 # Of `make test`: how many pytest processes share the files.
@@ -108,7 +108,7 @@ test-this-torch: $(VENV)/.stamp-operators
 	$(PYTEST) $(TORCH_TESTS) $(ARGS)
 	python -m tests.simulated.run --seeds $(SEEDS)
 
-test-deepspeed:  ## run some of the tests with another DeepSpeed (VERSION=0.19.0)
+test-deepspeed:  ## run some of the tests with another DeepSpeed (VERSION=0.19.6)
 	@$(MAKE) --no-print-directory test-this-deepspeed VENV=.venv-deepspeed-$(VERSION)
 
 test-this-deepspeed: $(VENV)/.stamp-torch

@@ -119,13 +119,18 @@ setup(
     python_requires=">=3.10,<3.15",
     packages=find_packages(include=["deepspeed_ext", "deepspeed_ext.*"]),
     package_data={
-        "deepspeed_ext": ["py.typed", "zenflow/worker/kernel/*.cpp", "zenflow/worker/kernel/*.h"]
+        "deepspeed_ext": [
+            "py.typed",
+            "adapter/contract.json",
+            "zenflow/worker/kernel/*.cpp",
+            "zenflow/worker/kernel/*.h",
+        ]
     },
     ext_modules=[NATIVE_KERNEL],
     cmdclass={"build_ext": BuildKernel, "build_py": WithConfigs, "bdist_wheel": PlatformWheel},
     install_requires=[
         "torch>=2.6",
-        "deepspeed>=0.19,<0.20",
+        "deepspeed>=0.19.6,<0.20",
         "hjson",
         "psutil>=5.9",
         "pydantic>=2.5",

@@ -21,14 +21,20 @@ class RunFolder:
         self.path = path
         self._settings = settings
 
-    def require_unused(self) -> None:
-        """Exit if there is a checkpoint: a new run would mix with the old one's."""
+    def require_unused(self, steps: int) -> None:
+        """Exit if there is a checkpoint: a new run would mix with the old one's.
+
+        Args:
+            steps: those of the whole run; the proposal to continue has more than are saved.
+        """
         latest = self.path / "latest"
         if latest.is_file():
+            tag = latest.read_text().strip()
+            saved = int(tag.removeprefix("step"))
+            proposal = command("--resume", steps=saved + 100 if steps <= saved else None)
             raise SystemExit(
-                f"{shown(self.path)} holds a run, saved as {latest.read_text().strip()}. Continue "
-                f"it:\n"
-                f"    {command('--resume')}\nor remove it to start anew:\n    rm -r "
+                f"{shown(self.path)} holds a run, saved as {tag}. Continue it:\n"
+                f"    {proposal}\nor remove it to start anew:\n    rm -r "
                 f"{shlex.quote(shown(self.path))}"
             )
 
@@ -72,8 +78,12 @@ def shown(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def command(flag: str) -> str:
-    """The command that was given, with `flag` in place of flags that hold for one start only."""
+def command(flag: str, steps: int | None = None) -> str:
+    """The command that was given, with `flag` in place of flags that hold for one start only.
+
+    Args:
+        steps: value of ``--steps``; None: as it was given.
+    """
     flags = [
         each
         for each in sys.argv[1:]
@@ -82,6 +92,8 @@ def command(flag: str) -> str:
     if "--stop-after" in flags:
         at = flags.index("--stop-after")
         del flags[at : at + 2]
+    if steps is not None:  # of two values, argparse takes the last
+        flags += ["--steps", str(steps)]
     if made := os.environ.get("MADE_BY"):  # such as "make train MODE=zero3", from the Makefile
         return f"{made} ARGS={shlex.quote(' '.join([*_without_mode(flags), flag]))}"
     launcher = f"deepspeed --num_accelerators {os.environ.get('WORLD_SIZE', '1')}"

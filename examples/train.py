@@ -267,6 +267,7 @@ def train(
             has.
     """
     lines: list[dict[str, float]] = []
+    interrupted = 0.0  # ranks with a signal, as a fraction
     progress = Progress(first, args, engine.train_batch_size() * args.seq_len)
     with Interrupts() as interrupts, metrics:
         for step in range(first, last):
@@ -358,22 +359,28 @@ def report_overlap(lines: list[dict[str, float]]) -> None:
     if probed := [line for line in overlapped if "prediction_error" in line]:
         error = statistics.median(line["prediction_error"] for line in probed)
         rounding = statistics.median(line["rounding_error"] for line in probed)
-        say(f"predicted weights are off by {error:.2f} of an update, {verdict(error, rounding)}")
+        say(verdict(error, rounding))
 
 
 def verdict(error: float, rounding: float) -> str:
-    """Judge the error of predicted weights. It is normal near that of rounding weights to their
-    dtype or near a third of an update, whichever is larger; ZenFlow's guard stops at three times
-    that."""
+    """Say how far predicted weights are from the exact ones, in updates, and what to do about it.
+    Near the error of rounding weights to their dtype, or near a third of an update, nothing;
+    ZenFlow's guard acts at three times the larger."""
     excess = error / max(rounding, 1 / 3)
-    found = (
-        "which is normal"
-        if excess <= 1.5
-        else "which is high"
-        if excess <= 3
-        else "which is too much"
+    exact = '"update_rule": "exact" in the zenflow section'
+    if excess <= 1.5:
+        advice = "That is normal: nothing to do"
+    elif excess <= 3:
+        advice = f"That is high: if the loss suffers, set {exact}"
+    else:
+        advice = (
+            "That is too much: ZenFlow's guard lets steps wait for their updates until it falls. "
+            f"If it stays, lower the learning rate or set {exact}"
+        )
+    return (
+        f"predicted weights are {error:.2f} updates from the exact ones; rounding them to their "
+        f"dtype alone makes {rounding:.2f}. {advice}"
     )
-    return f"{found}: rounding them to their dtype alone makes {rounding:.2f}"
 
 
 def report(engine: deepspeed.DeepSpeedEngine, lines: list[dict[str, float]]) -> None:
@@ -397,7 +404,7 @@ def run(args: argparse.Namespace) -> float | None:
         dim=args.dim, num_layers=args.layers, num_heads=args.heads, max_seq_len=args.seq_len
     )
     folder = RunFolder(args.output, {**asdict(shape), "seed": args.seed})
-    folder.require_same() if args.resume else folder.require_unused()
+    folder.require_same() if args.resume else folder.require_unused(args.steps)
     text = standard_library_text()
     engine = build_engine(args, shape, load_config(args))
     # ZeRO-3 leaves 0 elements here
@@ -412,7 +419,10 @@ def run(args: argparse.Namespace) -> float | None:
         say(f"resuming {shown(args.output)} from checkpoint step{first}, after {first} steps")
     last = min(args.steps, args.stop_after or args.steps)
     if first >= last:
-        say(f"already trained {first} steps; use --steps {first + 100} to continue")
+        say(
+            f"already trained {first} steps. Continue with:\n    "
+            f"{command('--resume', steps=first + 100)}"
+        )
     metrics = folder.open_metrics(first) if dist.get_rank() == 0 else open(os.devnull, "w")  # noqa: SIM115 (train closes it)
     lines, stopped_by = train(engine, text, first, last, args, metrics)
     loss = None

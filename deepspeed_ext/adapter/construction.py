@@ -24,7 +24,6 @@ from deepspeed_ext.adapter.upstream import model_groups, pipeline_topology
 from deepspeed_ext.adapter.zenflow_parts import zenflow_of
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.config.zenflow import MEASURED
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.errors import ConfigError, StateError
 from deepspeed_ext.flatten.plan import TIERS, FlattenPlan
@@ -44,7 +43,6 @@ from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan.phases import Phase, nbytes_of
 from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
 __all__ = ["built_together", "joint", "log_start", "ranks_of_model"]
@@ -212,14 +210,9 @@ def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
         if layout.moment_dtype == "float32"
         else f", moments in {layout.moment_dtype} (not exact)"
     )
-    is_waiting, late = host.decided.rule.is_open, host.decided.weights_arrive
-    is_unknown = is_waiting and settings.rule == MEASURED
-    rule = "rule measured in the first steps" if is_unknown else f"{_rule(settings, host)} rule"
-    how = f"update_interval {interval}, {rule}{rounded}"
+    how = f"update_interval {interval}, {settings.rule} rule{rounded}"
     yield f"{layout.name.capitalize()} runs in a process of its own, one per rank; {how}"
-    if is_waiting:
-        yield f"every step waits for its own update until {MEASURED_STEPS} steps are measured"
-    elif host.decided.rule.overlapped:
+    if host.decided.rule.overlapped:
         first = schedule.warm_up_steps
         steps = (
             "the first step waits for its"
@@ -230,20 +223,13 @@ def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
     else:
         why = "overlap_step is off" if settings.rule == "predictive" else "in the step, exactly"
         waits = f"every step waits for its own update ({why})"
-        follows = late is WeightsArrival.IN_FORWARD
+        follows = host.decided.weights_arrive is WeightsArrival.IN_FORWARD
         yield "exact weights arrive during the next forward" if follows else waits
     if host.decided.arrival is Arrival.IN_BACKWARD:
         yield "gradients go to the host during backward, and the host computes the weights"
     elif host.decided.copies is not Copies.NONE:
         yield f"gradients and results are copied {host.decided.copies.value}"
     yield _memory(host.decided)
-
-
-def _rule(settings: ZenFlowConfig, host: HostOptimizer) -> str:
-    """The name of the rule in use."""
-    if settings.rule != MEASURED:
-        return settings.rule
-    return "predictive" if host.decided.rule.overlapped else "exact"
 
 
 def _memory(plan: ZenFlowPlan) -> str:

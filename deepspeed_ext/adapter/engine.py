@@ -20,7 +20,6 @@ from deepspeed_ext.adapter.late_weights import complete_weights_of
 from deepspeed_ext.adapter.parts import Parts, destroy_parts
 from deepspeed_ext.adapter.reached_state import EVALUATES_PREDICTED, wrap_accelerate
 from deepspeed_ext.adapter.readiness import Readiness, Work
-from deepspeed_ext.adapter.releases import manages_accumulation
 from deepspeed_ext.adapter.resharding import LoadingRun, RunLayout, only_weights
 from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
 from deepspeed_ext.adapter.stand_ins import StreamThroughputTimer, WeakEngine, held_optimizers
@@ -243,7 +242,7 @@ class Engine(EngineSettings):
             StateError: as `backward`, or there was no backward pass since the last step.
         """
         self._require(Readiness.require_states_here)
-        managed = manages_accumulation(self)
+        managed = self.managed_gradient_accumulation()
         ends_step = not managed or self.is_gradient_accumulation_boundary()
         if ends_step and (zenflow := self._parts.zenflow) is not None:
             self._parts.require_known_state(partial(zenflow.readiness.require_steppable, managed))
@@ -276,7 +275,7 @@ class Engine(EngineSettings):
         """Evaluate as DeepSpeed does, with training's weights; log if ZenFlow predicts them."""
         super().eval()
         rule = None if self._parts.zenflow is None else self._parts.zenflow.host.decided.rule
-        if rule and rule.overlapped and not rule.is_open and self.global_rank == 0:
+        if rule and rule.overlapped and self.global_rank == 0:
             log_once(logging.INFO, EVALUATES_PREDICTED)
 
     # -- states on the host ------------------------------------------------------------------------

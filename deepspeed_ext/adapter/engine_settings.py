@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed_ext.adapter.releases import makes_experts
 from deepspeed_ext.adapter.upstream import DeepSpeedEngine, tensor_ranks
 from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig
@@ -74,7 +73,7 @@ class EngineSettings(DeepSpeedEngine):
         return {
             "tensor_ranks": max(self.autotp_size(), tensor_ranks(self.mpu)),
             "ties_stages": self._ties_stages,
-            "makes_experts": makes_experts(self._config),
+            "makes_experts": self._config.expert_parallel_config.enabled,
         }
 
     @property

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.late_weights import complete_weights_of
-from deepspeed_ext.adapter.releases import partition_world_size
 from deepspeed_ext.adapter.upstream import (
     ParameterStatus,
     PartitionedParameter,
@@ -305,7 +304,7 @@ def _facts(param: PartitionedParameter, settings: ZeroFields) -> ParameterFacts:
     return ParameterFacts(
         parameter_id=param.ds_id,
         numel=param.ds_numel,
-        num_ranks=partition_world_size(param),
+        num_ranks=param.ds_zero_partition_world_size,
         dtype=str(param.ds_tensor.dtype),
         is_quantized=is_quantized(param, settings),
         is_on_nvme=is_on_nvme(param),

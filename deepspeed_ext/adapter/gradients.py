@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch.utils._foreach_utils import _device_has_foreach_support
 
-from deepspeed_ext.adapter.releases import norm_dtype
-from deepspeed_ext.adapter.upstream import counted_alike
+from deepspeed_ext.adapter.upstream import counted_alike, norm_dtype
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow import kernels
 

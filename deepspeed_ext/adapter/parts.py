@@ -317,7 +317,7 @@ class Parts:
                 world,
                 local_rank=local,
                 separate=zenflow is not None,
-                pt_reserved_cores=None if zenflow is None else zenflow.reserved_cores,
+                pt_reserved_cores=None if zenflow is None else zenflow.pt_reserved_cores,
                 undo=self._undo,
             )
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from deepspeed_ext.adapter.releases import group_paddings
 from deepspeed_ext.adapter.saved_checkpoint import (
     ZERO_STAGE_WEIGHTS,
     Keys,
@@ -41,6 +40,7 @@ from deepspeed_ext.adapter.saved_fields import (
 from deepspeed_ext.adapter.upstream import (
     Swap,
     TorchCheckpointEngine,
+    group_paddings,
     swapped,
 )
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
-from deepspeed_ext.adapter.releases import is_at_boundary, norm_shows_overflow
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizer,
     OffloadDeviceEnum,
@@ -20,6 +19,7 @@ from deepspeed_ext.adapter.upstream import (
     TensorFragment,
     accelerator_branch_only,
     keep_masters_on_host,
+    norm_shows_overflow,
     pins_offload_buffers,
     swapped,
 )
@@ -320,7 +320,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         if gradient is None:
             _, begin, _, numel = self.grad_position[number]
             gradient = self.get_gradient_for_reduction(param).view(-1)[begin : begin + numel]
-        adds, completes = self.micro_step_id > 0, is_at_boundary(self)
+        adds, completes = self.micro_step_id > 0, self.is_gradient_accumulation_boundary()
         with self.host_optimizer.link.deferring_errors():
             self._host_gradients.take(number, gradient, adds=adds, completes=completes)
         if not get_accelerator().is_synchronized_device():

@@ -12,7 +12,6 @@ import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
 from deepspeed_ext.adapter.late_weights import LateWeights
-from deepspeed_ext.adapter.releases import is_at_boundary, norm_shows_overflow
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
@@ -20,6 +19,7 @@ from deepspeed_ext.adapter.upstream import (
     Prefetches,
     Swap,
     keep_masters_on_host,
+    norm_shows_overflow,
     swapped,
 )
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
@@ -28,7 +28,7 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.flatten.direct_buffers import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
-from deepspeed_ext.zenflow.plan.places import Arrival
+from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival
 from deepspeed_ext.zenflow.start import ZenFlowStart
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
@@ -124,7 +124,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         there to the accelerator and then to the masters' gradients."""
         if self._host_gradients is None:
             return super().partition_grads(params_to_release, grad_partitions)
-        adds, completes = self.micro_step_id > 0, is_at_boundary(self)
+        adds, completes = self.micro_step_id > 0, self.is_gradient_accumulation_boundary()
         for param, gradient in zip(params_to_release, grad_partitions, strict=True):
             with self.host_optimizer.link.deferring_errors():
                 if self._partitions.held_numel(param):
@@ -247,7 +247,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def step(self, closure: Any = None) -> None:
         parts, super_call = self.zenflow_parts, partial(super().step, closure)
         kept: list[Swap] = []
-        if self.host_optimizer.decided.weights_follow:
+        if self.host_optimizer.decided.weights_arrive is WeightsArrival.IN_FORWARD:
             if self._late_weights is None:
                 places, prefetches = self._partitions.places(), Prefetches(self)
                 self._late_weights = LateWeights(self.host_optimizer, places, prefetches)

@@ -51,7 +51,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, known_norm_tensors, norm_tensors
-from deepspeed_ext.adapter.releases import norm_dtype
+from deepspeed_ext.adapter.upstream import norm_dtype
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer

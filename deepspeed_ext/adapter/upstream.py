@@ -100,6 +100,7 @@ __all__ = [
     "entry_swaps",
     "fp16_on_any_cpu",
     "gather_stream",
+    "group_paddings",
     "is_model_parallel_parameter",
     "keep_masters_on_host",
     "is_on_nvme",
@@ -109,6 +110,8 @@ __all__ = [
     "loss_scaler",
     "master_of",
     "no_shared_buffers",
+    "norm_dtype",
+    "norm_shows_overflow",
     "optimizer_class",
     "pins_offload_buffers",
     "later_groups",
@@ -130,7 +133,7 @@ comm_module = importlib.import_module("deepspeed.comm.comm")
 # as an attribute, it is torch itself
 torch_backend_module = importlib.import_module("deepspeed.comm.torch")
 
-SUPPORTED_FROM = (0, 19, 0)
+SUPPORTED_FROM = (0, 19, 6)
 SUPPORTED_BELOW = (0, 20, 0)
 
 
@@ -444,6 +447,25 @@ def is_quantized(param: PartitionedParameter, zero_config: DeepSpeedZeroConfig) 
     """Whether `param` is communicated quantized: it is stored so, or the config quantizes every
     all-gather."""
     return is_stored_quantized(param) or zero_config.zero_quantized_weights
+
+
+def group_paddings(optimizer: Any) -> list[Sequence[int]]:
+    """Elements of padding after each parameter of each group, at stages 1 and 2; 0 before
+    0.19.7."""
+    if hasattr(optimizer, "round_robin_bit16_padding"):
+        return optimizer.round_robin_bit16_padding
+    return [[0] * len(group) for group in optimizer.round_robin_bit16_groups]
+
+
+def norm_dtype() -> torch.dtype:
+    """The dtype in which DeepSpeed computes gradient norms: fp64, where the accelerator has it."""
+    return torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
+
+
+def norm_shows_overflow() -> bool:
+    """Whether a non-finite gradient norm skips the step as an overflow. Before 0.19.8 only
+    ``check_overflow`` does, which runs before the norm, at stage 3 only with fp16."""
+    return release() >= (0, 19, 8)
 
 
 def schedule_class(name: str) -> Any:

@@ -121,8 +121,6 @@ def _begin_backward(zero: Any) -> None:
     go to slots in which their y may still be."""
     zero.clear_backward_seen_flag()
     parts: ZenFlowParts = zero.zenflow_parts
-    with parts.host.link.deferring_errors():
-        parts.host.link.metrics.begin_backward()
     parts.state.complete_weights()
 
 

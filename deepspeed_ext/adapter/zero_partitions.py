@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_ext.adapter.gradients import Extent
-from deepspeed_ext.adapter.releases import group_paddings, partition_rank
 from deepspeed_ext.adapter.saved_checkpoint import Keys
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     Swap,
     deepspeed,
     gather_stream,
+    group_paddings,
     is_model_parallel_parameter,
     is_stored_quantized,
     swapped,
@@ -255,7 +255,7 @@ class SubGroupPartitions:
     def held_numel(self, param: Any) -> int:
         """Elements of this rank's partition of `param` without padding."""
         size = param.partition_numel()
-        begin = partition_rank(self._zero, param) * size
+        begin = self._zero._get_param_partition_rank(param) * size
         return min(max(param.ds_numel - begin, 0), size)
 
     def places(self) -> dict[int, Extent]:

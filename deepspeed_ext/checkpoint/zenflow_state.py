@@ -395,7 +395,6 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
             threads,
             seconds,
             is_elsewhere=elsewhere,
-            is_exact=was_exact(saved),
             measured=measured,
         )
     if host.ranks.rank == 0 and (told := rule_told(host, was_exact(saved))) is not None:
@@ -444,17 +443,11 @@ def rule_told(host: HostOptimizer, was: bool | None) -> str | None:
         was: whether that was the exact one; None: not known.
     """
     rule = host.decided.rule
-    if was is None or not isinstance(rule, PredictiveSettings) or (was and rule.awaits_share):
+    if was is None or not isinstance(rule, PredictiveSettings):
         return None
-    before = f"the checkpoint's run followed the {_RULES[was]} rule"
-    if rule.is_open:
-        return (
-            f"{before}. On other ranks or another stage it is measured again, and may be the "
-            f"{_RULES[not was]} rule from then on: to keep it, set zenflow.update_rule to "
-            f'"{_RULES[was]}"'
-        )
     if rule.overlapped is not was:
         return None
+    before = f"the checkpoint's run followed the {_RULES[was]} rule"
     return f"{before}, this one follows the {_RULES[not was]} rule"
 
 

@@ -1,7 +1,6 @@
 """Argument types of the command line, and their limits."""
 
 import argparse
-import math
 import re
 from collections.abc import Callable
 
@@ -9,15 +8,12 @@ from deepspeed_ext.runtime.words import quoted
 
 __all__ = [
     "MAX_CORES",
-    "MAX_ELEMENTS",
     "MAX_JOB_RANKS",
     "MAX_RANKS",
     "MAX_SECONDS",
-    "MAX_STEPS",
     "MAX_TOKENS",
     "MAX_VERIFY_STEPS",
     "gib",
-    "milliseconds",
     "node",
     "numel",
     "reserved_cores",
@@ -28,9 +24,6 @@ __all__ = [
 # Larger than any real value, but far too small to exhaust memory or overflow to infinity.
 MAX_RANKS = 1024
 MAX_CORES = 1 << 16
-MAX_ELEMENTS = 1 << 48
-MAX_STEPS = 1 << 20
-MAX_MILLISECONDS = 1e9
 
 MAX_JOB_RANKS = 1 << 20
 MAX_TOKENS = 1 << 40
@@ -105,16 +98,3 @@ def reserved_cores(text: str) -> int | float:
 def node(text: str) -> int | None:
     """The number of a NUMA node; -1 or ``none``: None."""
     return None if text in ("-1", "none") else whole(0, MAX_CORES)(text)
-
-
-def milliseconds(text: str) -> float:
-    """A time above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value <= MAX_MILLISECONDS:  # also rejects NaN
-        raise argparse.ArgumentTypeError(
-            f"expected milliseconds above 0 and at most {MAX_MILLISECONDS:g}, got {quoted(text)}"
-        )
-    return value

@@ -1,4 +1,4 @@
-"""The command line: ``deepspeed-ext doctor, config, plan, tune, verify, report, run, completion``.
+"""The command line: ``deepspeed-ext doctor, config, plan, verify, run``.
 
 Each command imports what it needs when it runs, so ``plan`` does not import torch.
 """
@@ -12,28 +12,23 @@ import select
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 from deepspeed_ext import __version__
 from deepspeed_ext.commands.argument_types import (
     MAX_CORES,
-    MAX_ELEMENTS,
     MAX_JOB_RANKS,
     MAX_RANKS,
     MAX_SECONDS,
-    MAX_STEPS,
     MAX_TOKENS,
     MAX_VERIFY_STEPS,
     gib,
-    milliseconds,
     node,
     numel,
     reserved_cores,
     speed,
     whole,
 )
-from deepspeed_ext.commands.completion import SHELLS, script
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
 
 __all__ = ["main"]
@@ -44,11 +39,8 @@ EXAMPLES = {
     "config": "deepspeed-ext config trainer_zenflow > ds.json",
     "plan": "deepspeed-ext plan --memory --params 7e9 "
     "--gpus 1 --gpu-gb 24 --host-gb 128 --write ds.json",
-    "tune": "deepspeed-ext tune --quick",
     "verify": "deepspeed-ext verify --config ds.json",
-    "report": "deepspeed-ext report outputs/hf --svg report.svg",
     "run": "deepspeed-ext run train.py --lr 1e-4",
-    "completion": "deepspeed-ext completion zsh > ~/.deepspeed-ext.zsh",
 }
 """A command line for the end of each command's --help."""
 
@@ -120,11 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_config(commands)
     _add_plan(commands)
-    _add_tune(commands)
     _add_verify(commands)
-    _add_report(commands)
     _add_run(commands)
-    _add_completion(commands, parser)
     for name, command in commands.choices.items():
         command.epilog = f"example: {EXAMPLES[name]}"
         # this formatter does not break the lines of the example
@@ -309,47 +298,6 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_tune(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    tune = commands.add_parser(
-        "tune", help="measure how many cores the optimizer needs", allow_abbrev=False
-    )
-    tune.add_argument(
-        "--ranks",
-        metavar="R",
-        type=whole(1, MAX_RANKS),
-        help="local ranks [number of accelerators, at least 1]",
-    )
-    _add_ranks(tune)
-    tune.add_argument(
-        "--quick", action="store_true", help="fewer steps on smaller buffers: under 20 seconds"
-    )
-    tune.add_argument(
-        "--elements",
-        metavar="M",
-        type=whole(1, MAX_ELEMENTS),
-        help="parameters per rank to update [from the cache size]",
-    )
-    tune.add_argument(
-        "--gpu-step-ms",
-        metavar="MS",
-        type=milliseconds,
-        help="accelerator time per training step, in ms; an update that fits in it is hidden",
-    )
-    tune.add_argument(
-        "--update-interval",
-        metavar="S",
-        type=whole(1, MAX_STEPS),
-        default=1,
-        help="steps per host update [1]",
-    )
-    tune.add_argument("--plot", metavar="FILE", help="draw bandwidth against cores (PNG, PDF, SVG)")
-    tune.add_argument(
-        "--output", metavar="FILE", help="also write the result, and its measurements beside it"
-    )
-    tune.add_argument("--json", action="store_true", help="print the result as JSON")
-    tune.set_defaults(command=_tune)
-
-
 def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
     verify = commands.add_parser(
         "verify",
@@ -380,17 +328,6 @@ def _add_verify(commands: "argparse._SubParsersAction[_Parser]") -> None:
     verify.set_defaults(command=_verify)
 
 
-def _add_report(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    report = commands.add_parser(
-        "report", help="draw from its logs what limited a ZenFlow run", allow_abbrev=False
-    )
-    report.add_argument(
-        "run", metavar="RUN", help="trainer_state.json, metrics.jsonl, or a folder with one"
-    )
-    report.add_argument("--svg", metavar="FILE", default="report.svg", help="picture [report.svg]")
-    report.set_defaults(command=_report)
-
-
 def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     run = commands.add_parser(
         "run",
@@ -401,21 +338,6 @@ def _add_run(commands: "argparse._SubParsersAction[_Parser]") -> None:
     arguments = run.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     arguments.required = False  # as it is; argparse of Python 3.10 and 3.11 has True
     run.set_defaults(command=_prepare_run)
-
-
-def _add_completion(commands: "argparse._SubParsersAction[_Parser]", parser: _Parser) -> None:
-    completion = commands.add_parser(
-        "completion",
-        help="print the completion script of a shell",
-        allow_abbrev=False,
-    )
-    completion.add_argument("shell", choices=SHELLS)
-
-    def run(arguments: argparse.Namespace) -> int:
-        print(script(parser, commands.choices, arguments.shell), end="")
-        return 0
-
-    completion.set_defaults(command=run)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -478,27 +400,6 @@ def _plan_cores(arguments: argparse.Namespace) -> int:
     print(json.dumps(plan.as_json()) if arguments.json else plan_text(host.topology, plan))
     if picture is not None:
         picture.write(plan_svg(host.topology, plan).encode())
-    return 0
-
-
-def _tune(arguments: argparse.Namespace) -> int:
-    out = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # as for `_doctor`
-        from deepspeed_ext.cores.tune.tuner import run_from_cli
-
-        for text in run_from_cli(arguments):
-            print(text, file=out)
-    return 0
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from deepspeed_ext.commands import report
-    from deepspeed_ext.runtime.output_file import OutputFile
-
-    picture = OutputFile.check(arguments.svg, "--svg")
-    lanes = report.lanes_of(report.read_records(Path(arguments.run)))
-    picture.write(report.picture(lanes).encode())
-    print(f"{lanes.verdict}\n{lanes.remedy}\nDrawn to {arguments.svg}.")
     return 0
 
 

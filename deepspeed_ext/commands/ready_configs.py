@@ -8,7 +8,7 @@ from pathlib import Path
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.words import quoted
 
-__all__ = ["config_names", "config_text", "listing"]
+__all__ = ["config_text", "listing"]
 
 PACKAGE = Path(__file__).resolve().parent.parent
 FOLDER = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
@@ -17,12 +17,7 @@ FOLDER = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.pare
 
 def listing() -> str:
     """The folder's path, and the names that `config_text` accepts, one per line."""
-    return "\n".join([f"in {FOLDER}:", *(f"  {name}" for name in config_names())])
-
-
-def config_names() -> list[str]:
-    """The names that `config_text` accepts."""
-    return [path.stem for path in _files()]
+    return "\n".join([f"in {FOLDER}:", *(f"  {name}" for name in _files())])
 
 
 def config_text(name: str) -> str:
@@ -31,12 +26,12 @@ def config_text(name: str) -> str:
     Raises:
         ConfigError: there is no config of this name.
     """
-    found = {path.stem: path for path in _files()}
-    path = found.get(name.removesuffix(".json"))
+    files = _files()
+    path = files.get(name.removesuffix(".json"))
     if path is None:
-        raise ConfigError(f"expected one of {', '.join(found)}, got {quoted(name)}")
+        raise ConfigError(f"expected one of {', '.join(files)}, got {quoted(name)}")
     return path.read_text()
 
 
-def _files() -> list[Path]:
-    return sorted(FOLDER.glob("*.json"))
+def _files() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(FOLDER.glob("*.json"))}

@@ -6,10 +6,8 @@ from pydantic import AfterValidator, Field, PrivateAttr
 
 from deepspeed_ext.config.core_binding import ReservedCores
 from deepspeed_ext.config.section import ConfigSection
-from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION
 
 __all__ = [
-    "MEASURED",
     "OF_ONE_RULE",
     "RuleName",
     "StateDtype",
@@ -19,7 +17,7 @@ __all__ = [
 
 DAY_SECONDS = 24 * 3600
 
-RuleName = Literal["predictive", "selective", "exact", "measured"]
+RuleName = Literal["predictive", "selective", "exact"]
 
 Steps = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """A number of optimizer steps or epochs. Large values cost nothing, but ranks exchange it as an
@@ -37,10 +35,6 @@ ErrorFactor = Annotated[float, Field(ge=0.0, le=1e6), AfterValidator(_factor_or_
 
 Interval = Annotated[int, Field(ge=1, le=1024)]
 """Optimizer steps per hand-over. The predictive rule keeps a gradient for each of them."""
-
-MEASURED = "measured"
-"""Value of ``update_rule`` and ``update_interval``. Accelerate refuses an "auto" that it does not
-fill in itself."""
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
@@ -61,10 +55,8 @@ class ZenFlowConfig(ConfigSection):
     accelerator include an estimate of the update in flight. ``selective``: ZenFlow as published.
     ``exact``: the steps of ``predictive`` without an estimate, so weights are those of Adam, AdamW
     or Lion to the bit; at stage 3 they arrive during the next forward, which waits for what has not
-    arrived. ``measured``, or "auto": after eight synchronous steps, ``exact`` if it is predicted to
-    make a step at most 5 % longer than ``predictive``, and that otherwise; without measuring,
-    ``predictive`` on CPU ranks, at an interval other than 1 and without ``autotune``. Not given:
-    ``selective`` if ``topk_ratio`` or a ``select_*`` field is given, otherwise ``predictive``."""
+    arrived. Not given: ``selective`` if ``topk_ratio`` or a ``select_*`` field is given,
+    otherwise ``predictive``."""
 
     update_interval: Interval | Literal["measured"] | None = None
     """``predictive``: optimizer steps whose gradients the worker processes in one pass. Not given:
@@ -155,13 +147,9 @@ class ZenFlowConfig(ConfigSection):
 
     pt_reserved_cores: ReservedCores | None = None
     """Cores kept for PyTorch; the worker gets the rest. A count of at least 1 (int), or a fraction
-    of this rank's cores strictly between 0 and 1 (float). Not given: an eighth, at least 2
-    and at most 4, or half if the accelerator is the CPU. ``deepspeed-ext tune`` measures a
-    value."""
-
-    pt_reserved_cores_perc: Annotated[float, Field(ge=0.0, le=1.0)] = DEFAULT_RESERVED_FRACTION
-    """DeepSpeed's name for ``pt_reserved_cores`` as a fraction. Ignored if it is 0 or 1, or if
-    ``pt_reserved_cores`` is given."""
+    of this rank's cores strictly between 0 and 1 (float), for which DeepSpeed's name
+    ``pt_reserved_cores_perc`` is read, too (0 and 1: not given). Not given: an eighth, at least 2
+    and at most 4, or half if the accelerator is the CPU."""
 
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every
@@ -185,22 +173,26 @@ class ZenFlowConfig(ConfigSection):
     """``selective``: keep the state of hot blocks on the host between steps. Costs one transfer
     each way per step."""
 
-    _retired: dict[str, str] = PrivateAttr(default_factory=dict)
+    _retired = PrivateAttr()
 
     def __init__(self, **data: Any) -> None:
-        """Read the rule and the interval "auto" as "measured"; any other "auto" means not given.
-        Leave out what is `RETIRED`."""
-        for name in ("update_rule", "update_interval"):
-            if data.get(name) == "auto":
-                data[name] = MEASURED
-        given = {name for name in RETIRED if data.pop(name, "auto") != "auto"}
-        super().__init__(**data)
-        self._retired = {name: RETIRED[name] for name in RETIRED if name in given}
+        """Read the fields; leave out what is `RETIRED`. The interval "auto" is "measured", any
+        other "auto" means not given."""
+        if data.get("update_interval") == "auto":
+            data["update_interval"] = "measured"
+        perc = data.pop("pt_reserved_cores_perc", 0)  # DeepSpeed's name for a fraction
+        if data.get("pt_reserved_cores") in (None, "auto") and perc not in (0, 1, None, "auto"):
+            data["pt_reserved_cores"] = perc
+        gone = RETIRED.keys() - type(self).model_fields.keys()
+        old = {name for name in gone & data.keys() if data.pop(name) not in (None, "auto")}
+        old |= {name for name in RETIRED if data.get(name) == "measured"}
+        super().__init__(**{name: value for name, value in data.items() if name not in old})
+        self._retired = old
 
     @property
     def retired(self) -> dict[str, str]:
         """The retired fields that are given, and what each means now."""
-        return self._retired
+        return {name: meaning for name, meaning in RETIRED.items() if name in self._retired}
 
     @property
     def interval(self) -> int | None:
@@ -213,7 +205,7 @@ class ZenFlowConfig(ConfigSection):
 
     @property
     def rule(self) -> RuleName:
-        """The update rule in use; ``measured``: not chosen yet."""
+        """The update rule in use."""
         return self.update_rule or (
             "selective" if CHOOSES_SELECTIVE & self.model_fields_set else "predictive"
         )
@@ -232,38 +224,26 @@ class ZenFlowConfig(ConfigSection):
 
     @property
     def arrives_late(self) -> bool:
-        """Whether weights may be completed after the step, under the rule in use or once one is
-        chosen."""
-        return self.rule in ("exact", MEASURED) and self.overlap_step is not False
+        """Whether weights may be completed after the step."""
+        return self.rule == "exact" and self.overlap_step is not False
 
     @property
     def warm_up_steps(self) -> int | None:
         """`full_warm_up_rounds`; None: not given."""
         return self.full_warm_up_rounds if "full_warm_up_rounds" in self.model_fields_set else None
 
-    @property
-    def reserved_cores(self) -> int | float | None:
-        """Cores that the user reserves for PyTorch, under our field name or DeepSpeed's; None: not
-        given."""
-        if self.pt_reserved_cores is not None:
-            return self.pt_reserved_cores
-        fraction = self.pt_reserved_cores_perc
-        return (
-            fraction
-            if "pt_reserved_cores_perc" in self.model_fields_set and 0.0 < fraction < 1.0
-            else None
-        )
-
 
 RETIRED = {
     "select_block_size": "blocks have zenflow.block_size elements",
     "overlap_lag": "results are applied in the next step",
     "auto_ratio": "update_interval is 4, unless it is given",
+    "update_rule": '"measured" means not given',
     "weights_arrive_in_forward": (
         "with the exact rule at stage 3 weights arrive in the forward, otherwise in the step"
     ),
 }
-"""Fields of earlier releases that are still read, and what they mean now."""
+"""Fields of earlier releases that are still read, and what they mean now. Of a field that this
+release has only "measured" is retired."""
 
 CHOOSES_SELECTIVE = frozenset(
     name
@@ -280,7 +260,6 @@ OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
     "predictive": _PREDICTIVE,
     "selective": CHOOSES_SELECTIVE | {"offload"},
     "exact": _EXACT,
-    "measured": _PREDICTIVE,
 }
 """Fields that not every rule reads, by the rules that do."""
 

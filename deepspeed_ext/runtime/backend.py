@@ -21,9 +21,7 @@ __all__ = [
     "group_timeout_seconds",
     "local_rank",
     "local_world_size",
-    "page_lock",
     "page_lock_alignment",
-    "page_unlock",
     "pinned_empty",
     "shares_host_memory",
 ]
@@ -55,13 +53,8 @@ def group_timeout_seconds(group: Any) -> float:
 
 def can_register_host_memory() -> bool:
     """Whether the accelerator's class can page-lock memory that its runtime did not allocate."""
-    base = getattr(DeepSpeedAccelerator, "register_host_memory", None)
-    if base is None:
-        return _device_runtime(get_accelerator()) is not None
+    base = DeepSpeedAccelerator.register_host_memory
     return type(get_accelerator()).register_host_memory is not base
-
-
-# -- what older releases of DeepSpeed leave to torch ---------------------------------------------
 
 
 def pinned_empty(accelerator: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -73,48 +66,10 @@ def pinned_empty(accelerator: Any, numel: int, dtype: torch.dtype) -> torch.Tens
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pins)
 
 
-def page_lock(accelerator: Any, address: int, nbytes: int) -> bool:
-    """Page-lock host memory that torch did not allocate; return False if the accelerator cannot.
-    DeepSpeed's accelerators have this since 0.19.6.
-
-    Raises:
-        RuntimeError: the device's runtime returned an error.
-    """
-    if hasattr(accelerator, "register_host_memory"):
-        return bool(accelerator.register_host_memory(address, nbytes))
-    if (runtime := _device_runtime(accelerator)) is None:
-        return False
-    _check(runtime.cudaHostRegister(address, nbytes, 0))
-    return True
-
-
-def page_unlock(accelerator: Any, address: int) -> None:
-    """Undo `page_lock`.
-
-    Raises:
-        RuntimeError: the device's runtime returned an error.
-    """
-    if hasattr(accelerator, "unregister_host_memory"):
-        accelerator.unregister_host_memory(address)
-    elif (runtime := _device_runtime(accelerator)) is not None:
-        _check(runtime.cudaHostUnregister(address))
-
-
 def page_lock_alignment(accelerator: Any) -> int:
-    """Alignment in bytes that `page_lock` needs; accelerators report it since 0.19.8."""
+    """Alignment in bytes that page-locking needs; accelerators report it since 0.19.8."""
     alignment = getattr(accelerator, "pin_memory_alignment", None)
     return 1 if alignment is None else alignment()
-
-
-def _device_runtime(accelerator: Any) -> Any:
-    """torch's binding of the device's runtime, such as cudart; None: it has none."""
-    module = torch.get_device_module(accelerator.device_name())
-    return module.cudart() if hasattr(module, "cudart") else None
-
-
-def _check(result: Any) -> None:
-    if int(result):
-        raise RuntimeError(f"the device's runtime returned error {int(result)}")
 
 
 def shares_host_memory() -> bool:

@@ -64,7 +64,7 @@ def agreed_plan(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFl
         ConfigError: the section contradicts itself.
         PlanMismatchError: the ranks have different settings.
     """
-    fields = run.config.model_dump(exclude={"pt_reserved_cores", "pt_reserved_cores_perc"})
+    fields = run.config.model_dump(exclude={"pt_reserved_cores"})
     by_epoch = run.config.select_strategy == "epoch"  # otherwise ranks may load different data
     share = run.host_share, run.asks_for_share
     settings = fields, run.steps_per_epoch if by_epoch else None, share

@@ -18,7 +18,6 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
 from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
-from deepspeed_ext.runtime.stopwatch import stopwatch
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all, without_landing
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
 from deepspeed_ext.zenflow.choose_rule import rule_of
@@ -103,8 +102,7 @@ def start_optimizer(
         require_same_plan("ZenFlow's partitions", list(groups), sharers)
     plan, buffers = _plan_with_buffers(facts, start.run, ranks)
     prepare_kernels(plan, kind, parts, warns=ranks.rank == 0)
-    forward = stopwatch() if plan.rule.is_open else None
-    metrics = Metrics(forward=forward, adviser=_adviser(start, plan, threads))
+    metrics = Metrics(adviser=_adviser(start, plan, threads))
     link = WorkerLink(plan, buffers, threads, ranks, metrics)
     start.undo.callback(link.abandon)
     share = None
@@ -146,7 +144,7 @@ def _mover(
     is synchronous. Threads stay if the interval is measured, and if they are pinned near their
     memory.
     """
-    if plan.weights_arrive is WeightsArrival.IN_FORWARD and not plan.rule.is_open:
+    if plan.weights_arrive is WeightsArrival.IN_FORWARD:
         return None
     if not config.autotune or is_on_cpu or not isinstance(plan.rule, PredictiveSettings):
         return None
@@ -173,7 +171,7 @@ def _plan_with_buffers(
 
 def _threads(start: ZenFlowStart) -> WorkerThreads:
     """The worker's threads."""
-    placement, reserved = start.placement, start.run.config.reserved_cores
+    placement, reserved = start.placement, start.run.config.pt_reserved_cores
     if placement is None:
         on_cpu = get_accelerator().is_synchronized_device()
         count = unbound_threads(reserved, local_world_size(), on_cpu=on_cpu)

@@ -6,9 +6,6 @@ The first overlapped steps show how much the two delay each other (`Overlapping`
 how much the host should step (`plan.share`); `moving` moves the rest. Thread counts do not change
 results.
 
-If the rule is open (`plan.rule_choice`), it is chosen once, before the first overlapped step. Under
-the exact rule the share is chosen then, too, and nothing is measured again.
-
 A run that has had no such synchronous steps on this machine makes its own: `PROBED_STEPS` of its
 overlapped steps end only when their pass has ended. The order of updates, and so every bit, stays.
 
@@ -34,12 +31,10 @@ from deepspeed_ext.zenflow import moving
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep, remedies_of
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
 from deepspeed_ext.zenflow.plan.partitions import share_bytes
-from deepspeed_ext.zenflow.plan.places import Copies, WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.printed import as_config
 from deepspeed_ext.zenflow.plan.probe import PROBED_STEPS, ThreadProbe
-from deepspeed_ext.zenflow.plan.rule_choice import RuleChoice, choose_rule, with_rule
 from deepspeed_ext.zenflow.plan.search import Measured, search_measured
 from deepspeed_ext.zenflow.plan.share import (
     MEASURED_STEPS,
@@ -140,7 +135,6 @@ class Tuner:
         """What is being measured; None: nothing, until the run changes."""
         self._is_open = True
         """Whether the first choice is still to come."""
-        self._is_done = False
         self._known = ChainTimes(0.0, 0.0)
         """What the last choice was made from."""
         self._knows_delay = False
@@ -155,8 +149,6 @@ class Tuner:
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
         """Count a step that has ended; choose if enough have been measured."""
-        if self._is_done:
-            return
         self._since += 1
         phase = self._phase
         is_between = plan.waits_last and host.rule.schedule.plan().waits_last
@@ -236,8 +228,6 @@ class Tuner:
         times = ChainTimes(0.0, 0.0)
         with host.link.deferring_errors():
             times = self._times(host.decided, probe, is_alone)
-        if host.decided.rule.is_open:
-            self._choose_rule(host, times)
         overlaps = host.decided.rule.overlapped and schedule.interval == 1
         if is_alone and overlaps and self._chooses_share:
             self._phase = Overlapping(times)
@@ -272,7 +262,7 @@ class Tuner:
 
     def adopt(self, host: HostOptimizer, heads: Sequence[int]) -> None:
         """See `Mover.adopt`. A run whose share has moved keeps it."""
-        if not self._chooses_share or self._is_done:
+        if not self._chooses_share:
             return
         sizes = [state.master.numel() for state in host.states]
         blocks = host.rule.block_size
@@ -299,17 +289,11 @@ class Tuner:
         device_seconds: float,
         *,
         is_elsewhere: bool,
-        is_exact: bool | None,
         measured: Mapping[str, Any] | None,
     ) -> None:
-        """See `Mover.resumed`. On another machine, everything but the rule is chosen anew, and so
-        it is if the run had not chosen and its measurements do not fit."""
+        """See `Mover.resumed`. On another machine, everything is chosen anew, and so it is if the
+        run had not chosen and its measurements do not fit."""
         self._break_off(host)
-        if _awaits_share(host):
-            if host.decided.has_share:
-                self._settle_rule(host, RuleChoice(True, "the config says so"))
-        elif is_exact is not None and host.decided.rule.is_open:
-            self._settle_rule(host, RuleChoice(is_exact, "the checkpoint's"))
         fits = measured is not None and sorted(measured["threads"]) == sorted(self._counts)
         here = not is_elsewhere and (device_seconds > 0.0 or fits)
         is_here, goes_on = host.ranks.minimum(int(here), int(fits))
@@ -333,7 +317,7 @@ class Tuner:
         probed = list(phase.probe.noted) if isinstance(phase, Probing) else None
         overlapping = phase if isinstance(phase, Overlapping) else None
         is_known = all(map(math.isfinite, probed or ()))
-        if not (self._is_open and is_known) or self._is_done or self.device_seconds > 0.0:
+        if not (self._is_open and is_known) or self.device_seconds > 0.0:
             return None
         return {
             "threads": list(self._counts),
@@ -363,28 +347,6 @@ class Tuner:
         else:
             self._phase = Counting(measured["steps"])
         self._limit(host, threads)
-
-    # -- the rule ----------------------------------------------------------------------------------
-
-    def _choose_rule(self, host: HostOptimizer, times: ChainTimes) -> None:
-        """Choose the rule with all ranks, from synchronous steps, unless only its share is open. A
-        collective."""
-        if _awaits_share(host):
-            self._settle_rule(host, RuleChoice(True, "the config says so"))
-            return
-        of_all = self._of_all(host, times, changes_threads=False)
-        if not self._chooses_share:
-            of_all = [replace(each, least=(UNITS,) * len(each.least)) for each in of_all]
-        self._settle_rule(host, choose_rule(host.decided, self._may_expose, of_all))
-
-    def _settle_rule(self, host: HostOptimizer, choice: RuleChoice) -> None:
-        host.settle_rule(with_rule(host.decided, is_exact=choice.is_exact, why=choice.why))
-        self._metrics.forward = None
-        self._is_done = host.decided.weights_arrive is WeightsArrival.IN_FORWARD
-        if choice.is_exact:
-            self._metrics.adviser = None
-        if host.ranks.rank == 0:
-            logger.info(str(host.decided.reasons[0]))
 
     # -- choosing ----------------------------------------------------------------------------------
 
@@ -462,7 +424,7 @@ class Tuner:
             known = self._known
             device = step.device - known.contention * min(step.worker, step.device)
             worker = scale * gain * step.worker
-            return replace(known, device=device, worker=worker, link=scale * link, window=0.0)
+            return replace(known, device=device, worker=worker, link=scale * link)
         worker, device = self._metrics.typical()
         if len(self._counts) > 1:
             worker = probe.seconds(probe.best)
@@ -475,18 +437,12 @@ class Tuner:
         fixed = max(0.0, copies) / chunks if chunks and math.isfinite(copies) else 0.0
         both = self._metrics.link_seconds
         link = _slower_way(plan, both) if math.isfinite(both) else 0.0
-        window = self._metrics.typical_window()
-        return ChainTimes(device, scale * worker, scale * link, fixed, window=window)
+        return ChainTimes(device, scale * worker, scale * link, fixed)
 
 
 def _counted(phase: Counting | Probing | Overlapping | None) -> int:
     """Synchronous steps before the probed ones that have ended."""
     return phase.steps if isinstance(phase, Counting) else COUNTED_STEPS
-
-
-def _awaits_share(host: HostOptimizer) -> bool:
-    rule = host.decided.rule
-    return isinstance(rule, PredictiveSettings) and rule.is_open and rule.awaits_share
 
 
 def _first(counts: Sequence[int], count: int) -> tuple[int, ...]:

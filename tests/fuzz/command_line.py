@@ -18,8 +18,6 @@ from deepspeed_ext.commands.verify import checks as verdicts
 from deepspeed_ext.commands.verify import command as verify_command
 from deepspeed_ext.commands.verify.command import Outcome
 from deepspeed_ext.commands.verify.config import plan_check
-from deepspeed_ext.cores.tune.plot import plot_result
-from deepspeed_ext.cores.tune.tuner import Tuner
 from tests.fuzz import trees, values
 from tests.fuzz.target import Parts, Target
 
@@ -28,8 +26,6 @@ COMMANDS = (
     "plan",
     "plan",
     "plan",
-    "tune",
-    "tune",
     "doctor",
     "verify",
     "run",
@@ -46,18 +42,6 @@ OPTIONS = {
         "--optimizer-cores",
         "--json",
         "--svg",
-    ),
-    "tune": (
-        *(
-            "--ranks",
-            "--allowed",
-            "--gpu-node",
-            "--quick",
-            "--elements",
-            "--gpu-step-ms",
-            "--update-interval",
-        ),
-        *("--plot", "--output", "--json"),
     ),
     "doctor": ("--json",),
     "verify": ("--config", "--ranks", "--steps", "--upstream", "--timeout", "--json"),
@@ -78,21 +62,6 @@ FILES = (
     "a.banana",
     "x" * 300,
 )
-RESULT: dict[str, Any] = {
-    "ranks": 1,
-    "elements": 9,
-    "opt_cores_per_rank": 1,
-    "pt_cores_per_rank": 1,
-    "saturated": True,
-    "noisy": False,
-    "points": [{"cores": 1, "step_seconds": 0.1, "gb_per_s": 9.0, "spread": 0.1, "noise": ""}],
-    "training": {
-        "alone_seconds": 0.1,
-        "splits": [
-            {"pytorch_cores": 1, "optimizer_cores": 1, "step_seconds": 0.1, "slowdown": 0.0}
-        ],
-    },
-}
 
 
 def make(rng: random.Random) -> Parts:
@@ -144,7 +113,7 @@ def run(parts: Parts, folder: Path) -> None:
         assert len(err) < 20_000, "an error of many pages"
     elif (
         "--json" in options
-        and command in ("plan", "tune", "doctor", "verify")
+        and command in ("plan", "doctor", "verify")
         and not {"-h", "--help"} & set(options)
     ):
         json.loads(out)
@@ -157,7 +126,6 @@ def call(argv: list[str]) -> tuple[Any, str, str]:
     plan = plan_check({"train_batch_size": 2}, 2, None, False, "scratch")
     verified = Outcome(plan, [verdicts.Check("a check", "PASS", "fine")], "")
     with (
-        mock.patch.object(Tuner, "run", return_value=RESULT),
         mock.patch.object(doctor, "examine", return_value=checks),
         mock.patch.object(verify_command, "verify", return_value=verified),
         contextlib.redirect_stdout(out),
@@ -170,10 +138,4 @@ def call(argv: list[str]) -> tuple[Any, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
-def prepare() -> None:
-    """Let matplotlib write its caches now."""
-    with contextlib.suppress(ImportError):
-        plot_result(RESULT, "png")
-
-
-TARGET = Target("command-line", make, run, prepare)
+TARGET = Target("command-line", make, run)

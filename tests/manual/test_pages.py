@@ -129,7 +129,7 @@ def test_rows_of_not_run_are_needed() -> None:
         ("bash", "make test PROCESES=3", "does not read PROCESES"),
         ("bash", "make train ARGS='--stpes 3'", "--stpes"),
         ("bash", "python -m tests.perf.bench_gather --ranks two", "--ranks"),
-        ("bash", "python -m tests.perf.bench_binding --round 2 --onyl", "--onyl"),
+        ("bash", "python -m tests.perf.bench_core_sets --turn 2 --onyl", "--onyl"),
         ("bash", "python -m studies.scale_step --fast", "takes no arguments"),
         ("bash", "python -m tests.perf.none", "there is no tests/perf/none.py"),
         (

@@ -113,12 +113,17 @@ def test_zenflow_resumes_and_reports_overlap(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("error", "rounding", "says"),
-    [(3.6, 3.6, "normal"), (0.4, 0.001, "normal"), (0.9, 0.1, "high"), (1.2, 0.1, "too much")],
+    [
+        (3.6, 3.6, "normal: nothing to do"),
+        (0.4, 0.001, "normal: nothing to do"),
+        (0.9, 0.1, "high: if the loss suffers, set"),
+        (1.2, 0.1, "too much: ZenFlow's guard"),
+    ],
 )
 def test_the_error_of_the_prediction_has_a_verdict(
     error: float, rounding: float, says: str
 ) -> None:
-    assert f"which is {says}: rounding them" in example().verdict(error, rounding)
+    assert says in example().verdict(error, rounding)
 
 
 def interrupted(folder: str, *flags: str) -> tuple[float | None, str]:
@@ -206,6 +211,27 @@ def test_a_folder_never_holds_two_runs(tmp_path: Path) -> None:
     assert f"rm -r {tmp_path}" in message
     assert "--resume" in message
     assert [step for step, _ in losses(tmp_path)] == [0]
+
+
+def resumed(folder: str, *flags: str) -> str:
+    """What a run prints that continues the one in `folder`."""
+    printed = io.StringIO()
+    argv = ["examples/train.py", *flags]
+    with redirect_stdout(printed), patch.object(sys, "argv", argv):
+        train(folder, *flags)
+    return printed.getvalue()
+
+
+def test_a_run_that_has_more_steps_than_asked_for_ends_well(tmp_path: Path) -> None:
+    """It once raised UnboundLocalError."""
+    run_ranks(1, train, str(tmp_path), "--mode", "zero2", "--steps", "2")
+    proposed = run_ranks(1, refused, str(tmp_path), "--mode", "zero2", "--steps", "1")[0]
+    assert "--steps 102 --resume" in proposed
+    (said,) = run_ranks(1, resumed, str(tmp_path), "--mode", "zero2", "--steps", "1", "--resume")
+    assert "already trained 2 steps. Continue with:" in said
+    assert "--steps 102 --resume" in said
+    assert "held-out loss" in said
+    assert [step for step, _ in losses(tmp_path)] == [0, 1]
 
 
 def test_without_a_launcher_it_is_one_rank(tmp_path: Path) -> None:

@@ -69,7 +69,6 @@ REDUNDANT = {
         "no test gives that memory to others so soon"
     ),
     "runtime/start_profile.py:StartupProfile.phase": "for the times of the table of start-up",
-    "cores/tune/measuring_process.py:training_step.step": "for the time of a step",
 }
 """Sites that no number depends on, and why they are there."""
 NOT_NOTICED = "not noticed"

@@ -12,19 +12,60 @@ parameter that the pass reads and writes. The device is not used.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
-from deepspeed_ext.cores.tune.measuring_process import BYTES_PER_ELEMENT, adam_pass_step
 from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
 from tests.perf import report
 
 TIMEOUT_SECONDS = 120.0
+BYTES_PER_ELEMENT = 28
+BLOCK_SIZE = 32
+
+
+def adam_pass_step(elements: int) -> Callable[[int], None]:
+    """Return ZenFlow's Adam pass over ``elements`` fp32 parameters at one step per pass: bf16
+    gradients in, bf16 weights out; native if it is built. Its argument is the number of threads."""
+    import torch
+
+    from deepspeed_ext.zenflow.worker.kernel import (
+        AdamPass,
+        AdamStep,
+        Array,
+        Publish,
+        library_path,
+        load_kernel,
+    )
+    from deepspeed_ext.zenflow.worker.kernel.adam_pass import dtype_name
+
+    library = library_path()
+    state = [torch.zeros(elements) for _ in range(3)]
+    gradient, published = (torch.full((elements,), 1e-3, dtype=torch.bfloat16) for _ in range(2))
+    means = torch.zeros(-(-elements // BLOCK_SIZE))
+    p, m, v, g, y, block_means = (
+        Array(tensor.data_ptr(), dtype_name(tensor.dtype), tensor.numel())
+        for tensor in (*state, gradient, published, means)
+    )
+    adam = AdamStep(1e-4, 0.9, 0.95, 1e-8, 0.1, decoupled=True, step=10, grad_scale=1.0)
+    exact = Publish.exact(adam.bias_correction2_sqrt, adam.eps)
+    work = AdamPass(p, m, v, (g,), (adam,), y, block_means, BLOCK_SIZE, exact)
+    owners = (*state, gradient, published, means)
+    # Load one kernel per thread count, as the optimizer process
+    # does: the reference kernel starts a pool of threads.
+    kernel_of = functools.lru_cache(maxsize=1)(functools.partial(load_kernel, library))
+
+    def step(threads: int) -> None:
+        assert owners, "the arrays hold addresses: the tensors must live as long as the step"
+        kernel_of(threads).run(work)
+
+    return step
 
 
 def sets_of(cores: list[int]) -> dict[str, list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from tests.perf import report
-from tests.perf.part import OUT, Part
+from tests.perf.part import Part
 
 KEPT = report.ROOT / "benchmarks" / "cpu.json"
 """What they have measured, from which docs/lab/archive/benchmarks.md is made."""
@@ -28,7 +28,6 @@ def parts() -> list[Part]:
         *_gathers(),
         *_steps(),
         *_of_the_optimizer(),
-        *_of_the_host(),
         *_trainings_and_plans(),
     ]
 
@@ -128,29 +127,6 @@ def _of_the_optimizer() -> list[Part]:
             20,
             "estimate",
         ),
-    ]
-
-
-def _of_the_host() -> list[Part]:
-    tune = f"tune --quick --output {OUT}/tune.json"
-    ways = (
-        "unbound",
-        "taskset, OMP_NUM_THREADS",
-        "upstream, in code",
-        "main thread (upstream's call)",
-        "ours, all threads",
-    )
-    common = f"--anew --ways {shlex.join(ways)}"
-    return [
-        _part(
-            "binding",
-            "tests.perf.bench_binding",
-            f"{common} --rounds 3 --only beside offload --ranks 2",
-            f"{common} --rounds 1 --only beside --seconds 0.1 --elements 65536",
-            135,
-            "binding",
-        ),
-        _part("tune", "deepspeed_ext.commands.main", tune, f"{tune} --elements 65536", 10, "tune"),
     ]
 
 

@@ -47,15 +47,6 @@ def _rows(result: dict[str, Any]) -> Rows:
     return result["rows"]
 
 
-def _points(result: dict[str, Any]) -> Rows:
-    names = {"cores": "cores", "gb_per_s": "GB/s a rank", "spread": "spread", "noise": "noise"}
-    found = [{text: point.get(name) for name, text in names.items()} for point in result["points"]]
-    return [
-        row | {"chosen": "yes" if row["cores"] == result["opt_cores_per_rank"] else ""}
-        for row in found
-    ]
-
-
 def _bandwidth(result: dict[str, Any]) -> Rows:
     names = ("elements", "size", "contender", "ms per step", "GB/s", "cores")
     return [{name: row[name] for name in names} for row in result["rows"]]
@@ -127,15 +118,6 @@ SECTIONS: dict[str, Section] = {
         "Elementwise arithmetic",
         "How long does it take where the CPU computes it?",
         "zenflow_estimate.md",
-    ),
-    "binding": Section(
-        "Core binding", "What does binding change, beside other ways to bind?", "core_binding.md"
-    ),
-    "tune": Section(
-        "`deepspeed-ext tune --quick`",
-        "How many cores does the optimizer need? On two cores there is one split to choose from.",
-        "core_binding.md#tuner",
-        _points,
     ),
     "convergence_losses": Section(
         "Convergence", "Does a short training reach AdamW's loss?", "zenflow_convergence.md", _rows
@@ -247,8 +229,6 @@ def _details(section: Section, result: dict[str, Any]) -> Iterator[str]:
             f"{made['load_at_start']:.1f}."
         )
         yield f"```bash\n{made['command']}\n```"
-    else:
-        yield "```bash\ndeepspeed-ext tune --quick\n```"
     if comparisons:
         yield report.comparison_table(comparisons)
     if section.details is not None:

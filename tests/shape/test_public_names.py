@@ -45,7 +45,7 @@ FIELDS = {
     "ZenFlowConfig": "async_save autotune block_size full_warm_up_rounds "
     "gradients_on_host hide_transfers offload offload_reserve_fraction "
     "overlap_step prediction_error_factor pt_reserved_cores "
-    "pt_reserved_cores_perc publish_dtype save_predicted_weights "
+    "publish_dtype save_predicted_weights "
     "select_interval select_strategy state_dtype "
     "topk_ratio update_interval update_rule "
     "worker_timeout_seconds",
@@ -59,11 +59,7 @@ COMMANDS = {
     "--link-gbps --memory --model --on-cpu --optimizer-cores --params "
     "--pt-reserved-cores --root --svg --tflops --tokens --write",
     "run": "--help arguments script",
-    "completion": "--help shell",
-    "report": "--help --svg run",
     "verify": "--config --help --json --ranks --steps --timeout --upstream",
-    "tune": "--allowed --elements --gpu-node --gpu-step-ms --help --json --output --plot --quick "
-    "--ranks --update-interval",
 }
 VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
 VARIABLES += " DSEXT_VERIFY_MARK DSEXT_VERIFY_PARENT"

@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
-from tests.support.measured_rule import choosing
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
@@ -36,7 +34,6 @@ from tests.support.zenflow import (
 __all__ = ["CASES", "Case", "check", "expected"]
 
 EXACT = {"update_rule": "exact"}
-MEASURED = {"update_rule": "measured", "full_warm_up_rounds": MEASURED_STEPS + 1}
 STEPS = 6
 CHUNK_NUMEL = 512
 """Many chunks of a partition, the last of them shorter."""
@@ -65,8 +62,6 @@ class Case:
         config["timers"] = {"throughput": {"enabled": False}}
         if self.on_host:
             config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
-        if self.chooses is not None:  # no share, whose last bits would be the accelerator's
-            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 1.0}
         if self.way == "flatten, gather":
             config = offload_config(config)
             if self.stage == 3:
@@ -94,8 +89,6 @@ class Case:
             "exact": EXACT,
             "exact, chunks": EXACT,
             "exact, accumulation, copies inside": EXACT | {"hide_transfers": False},
-            "measured, exact": MEASURED,
-            "measured, predictive": MEASURED,
             "predictive, offload_param": RULES["predictive"],
             "accumulation, offload_param": {"update_interval": 1},
             "selective, offload_param": RULES["selective"],
@@ -103,16 +96,6 @@ class Case:
             "accumulation, gradients_on_host": {"update_interval": 1, "gradients_on_host": True},
             "selective, gradients_on_host": RULES["selective"] | {"gradients_on_host": True},
         }.get(self.way) or RULES.get(self.way, {})
-
-    @property
-    def chooses(self) -> str | None:
-        """The rule that it comes to, if it is measured."""
-        return self.way.removeprefix("measured, ") if self.way.startswith("measured") else None
-
-    @property
-    def steps(self) -> int:
-        """Some of them under the rule that is chosen, if any is."""
-        return STEPS if self.chooses is None else MEASURED_STEPS + 4
 
     @property
     def accumulation(self) -> int:
@@ -123,29 +106,18 @@ class Case:
         """Whether the weights are on the host, which only stage 3 has."""
         return "offload_param" in self.way
 
-    @property
-    def named(self) -> dict[str, Any]:
-        """The config, with the rule by name in place of one that is measured."""
-        config = self.config()
-        if self.chooses is not None:
-            config["zero_optimization"]["zenflow"]["update_rule"] = self.chooses
-        return config
-
-    def run(self, order: str | None, seed: int, device: str, *, names: bool) -> list[Outcome]:
+    def run(self, order: str | None, seed: int, device: str) -> list[Outcome]:
         """Train it.
 
         Args:
             order, seed: of the simulated accelerator's tasks; None: on the CPU.
-            names: whether the config names the rule.
         """
         # DeepSpeed's stage 3 replaces torch's linear function for the rest of the process, and its
         # rounding with it. So each has its own processes, which no other test has used.
         pool = "simulated, stage 3" if self.stage == 3 else "simulated"
-        config, count = self.named if names else self.config(), self.steps * self.accumulation
-        how = {"in_chunks": "chunks" in self.way, "is_exact": self.chooses == "exact"}
-        return run_ranks(
-            self.ranks, train_in, order, seed, config, count, device=device, pool=pool, **how
-        )
+        count, in_chunks = STEPS * self.accumulation, "chunks" in self.way
+        how = {"device": device, "pool": pool, "in_chunks": in_chunks}
+        return run_ranks(self.ranks, train_in, order, seed, self.config(), count, **how)
 
     def __str__(self) -> str:
         return f"stage {self.stage}, {self.way}, {self.ranks} ranks, clip {self.clip:g}"
@@ -173,7 +145,6 @@ EARLY = (
     "accumulation, gradients_on_host",
     "selective, gradients_on_host",
 )
-RULES_MEASURED = ("measured, exact", "measured, predictive")
 CASES = [
     Case(stage, way, ranks, clip)
     for way, stage, ranks, clip in product(WAYS, (1, 2, 3), (1, 2), (0.0, 1.0))
@@ -182,10 +153,6 @@ CASES += [Case(3, way, ranks, clip) for way, ranks, clip in product(ON_HOST, (1,
 CASES += [
     Case(stage, way, ranks, clip)
     for way, stage, ranks, clip in product(EARLY, (2, 3), (1, 2), (0.0, 1.0))
-]
-CASES += [
-    Case(stage, way, ranks, clip)
-    for way, stage, ranks, clip in product(RULES_MEASURED, (1, 2, 3), (1, 2), (0.0, 1.0))
 ]
 STRIDE = 37
 assert math.gcd(STRIDE, len(CASES)) == 1, "else some cases never have a turn"
@@ -198,13 +165,11 @@ def train_in(
     count: int,
     *,
     in_chunks: bool,
-    is_exact: bool,
 ) -> Outcome:
     """One run on this rank; `order` is one of the simulated accelerator's, None on the CPU.
 
     Args:
         in_chunks: whether gradients pass through the host in chunks.
-        is_exact: whether a rule that is measured becomes the exact one.
     """
     if order is None:
         return trained(config, count)
@@ -213,7 +178,7 @@ def train_in(
     simulation.configure(order, seed)  # type: ignore[arg-type]
     small = patch.object(chunks, "CHUNK_NUMEL", CHUNK_NUMEL) if in_chunks else nullcontext()
     try:
-        with small, choosing(is_exact=is_exact):
+        with small:
             return trained(config, count, in_chunks=in_chunks)
     finally:
         simulation.configure("held")
@@ -250,7 +215,7 @@ def expected(case: Case) -> list[Outcome]:
     """
     if case not in _expected:
         order, device = ("eager", "sim") if case.clip else (None, "cpu")
-        _expected[case] = case.run(order, 0, device, names=True)
+        _expected[case] = case.run(order, 0, device)
     return _expected[case]
 
 
@@ -260,7 +225,7 @@ def check(case: Case, order: str, seed: int = 0) -> None:
     Raises:
         AssertionError: the first difference, a race, or what the run raised.
     """
-    found = case.run(order, seed, "sim", names=False)
+    found = case.run(order, seed, "sim")
     assert_same(expected(case), found, f"{case}, {order} order {seed}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import importlib
 import inspect
 from collections.abc import Iterator
 from types import CodeType
@@ -16,13 +15,9 @@ from deepspeed_ext.adapter.contract import ASSIGNED, undecorated
 def unassigned() -> list[str]:
     """One line for each member of the contract that DeepSpeed should assign and does not."""
     found = []
-    for owner_name in contract.CONTRACT:
-        members = contract.expected_members(owner_name)
-        wanted = {name for name, expected in members.items() if expected == ASSIGNED}
-        module_name, _, class_name = owner_name.partition(":")
-        owner = importlib.import_module(module_name) if wanted else None
-        owner = getattr(owner, class_name) if wanted and class_name else owner
-        missing = wanted - assigned_by(owner, wanted) if wanted else set()
+    for owner_name, members in contract.expected().items():
+        wanted = {name for name, form in members.items() if form == ASSIGNED}
+        missing = wanted - assigned_by(contract.found_at(owner_name), wanted) if wanted else set()
         found += [f"{owner_name}.{name} is not assigned anywhere" for name in sorted(missing)]
     return found
 

@@ -21,7 +21,6 @@ from deepspeed_ext.zenflow import moving, tuner
 from deepspeed_ext.zenflow.plan.advice import MeasuredStep
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, RankFacts, Run, ZenFlowFacts
-from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.probe import thread_counts
 from deepspeed_ext.zenflow.plan.search import Measured
@@ -44,7 +43,6 @@ class Machine:
         slower: how many times as long the passes of the other ranks take.
         contention: by how much a second of a pass delays forward and backward.
         there: seconds of a step of all elements on the accelerator.
-        forward: seconds from a step to the next backward pass.
     """
 
     device: float = 1.0
@@ -53,7 +51,6 @@ class Machine:
     slower: tuple[float, ...] = ()
     contention: float = 0.0
     there: float = 0.0
-    forward: float = 0.3
 
     def passed(self, threads: int, share: float) -> float:
         """Seconds of a pass on equal parts, of which each core takes one after the other."""
@@ -137,10 +134,7 @@ class VirtualRun:
         config = ZenFlowConfig(**section)
         decided = decide(facts, config, host_share=None, is_asked=False)
         assert decided.measures_share
-        overlap = None if decided.rule.is_open else True
-        self._schedule = PredictiveSchedule(
-            1, overlap, WARM_UP, weights_arrive=decided.weights_arrive
-        )
+        self._schedule = PredictiveSchedule(1, True, WARM_UP)
         link = SimpleNamespace(
             deferring_errors=contextlib.nullcontext,
             limit_threads=self._limit,
@@ -153,11 +147,9 @@ class VirtualRun:
             rule=SimpleNamespace(schedule=self._schedule, block_size=decided.rule.block_size),
             states=[SimpleNamespace(master=SimpleNamespace(numel=lambda: NUMEL))],
             expose=lambda **_: True,
-            settle_rule=self._settle_rule,
         )
         metrics: Any = SimpleNamespace(
             typical=lambda: (self._newest, statistics.median(self._devices)),
-            typical_window=lambda: self.machine.forward,
             typical_step=self._typical_step,
             adviser=None,
             link_seconds=0.1,
@@ -167,10 +159,6 @@ class VirtualRun:
         self._metrics = metrics
         counts = thread_counts(THREADS)
         self._tuner = tuner.Tuner(metrics, config, chooses_share=True, threads=counts)
-
-    def _settle_rule(self, plan: ZenFlowPlan) -> None:
-        self._host.decided = plan
-        self._schedule.choose_rule(is_exact=not plan.rule.overlapped)
 
     def _limit(self, threads: int) -> None:
         self._threads = threads
@@ -190,20 +178,6 @@ class VirtualRun:
         estimate = self.machine.there * self.share / over
         inside = wait + there + estimate
         return MeasuredStep(device, inside, wait, worker, 0.1, estimate=estimate)
-
-    @property
-    def rule(self) -> str:
-        """The rule in use, or ``open``; ``waits``: the exact one, with weights in the step."""
-        decided: ZenFlowPlan = self._host.decided
-        if decided.rule.is_open:
-            return "open"
-        arrives = decided.weights_arrive is WeightsArrival.IN_FORWARD
-        return "predictive" if decided.rule.overlapped else "exact" if arrives else "waits"
-
-    @property
-    def why(self) -> str:
-        """The reason of the rule."""
-        return str(self._host.decided.reasons[0])
 
     @property
     def share(self) -> float:
@@ -254,7 +228,6 @@ class VirtualRun:
         device_seconds: float,
         *,
         is_elsewhere: bool,
-        is_exact: bool | None = None,
         measured: Mapping[str, Any] | None = None,
     ) -> None:
         """Go on from a checkpoint."""
@@ -263,7 +236,6 @@ class VirtualRun:
             threads,
             device_seconds,
             is_elsewhere=is_elsewhere,
-            is_exact=is_exact,
             measured=measured,
         )
 
@@ -295,7 +267,6 @@ class VirtualRun:
             saved.threads,
             saved.device_seconds,
             is_elsewhere=is_elsewhere,
-            is_exact=saved.schedule.is_exact,
             measured=None if is_elsewhere else saved.measured,
         )
         self._schedule.state = saved.schedule

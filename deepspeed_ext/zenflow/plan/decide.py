@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.config.zenflow import MEASURED
 from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.arrays import ArraySpec, Dtypes, bytes_at_start, slot_arrays
@@ -39,7 +38,6 @@ from deepspeed_ext.zenflow.plan.places import (
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
-from deepspeed_ext.zenflow.plan.rule_choice import arrival_reason, rule_reason
 from deepspeed_ext.zenflow.plan.rules import settings_of
 from deepspeed_ext.zenflow.plan.search import Option, expected_times, search
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS
@@ -105,8 +103,6 @@ class _Choice:
         """Make all decisions, in order, and take the fastest plan that fits."""
         wanted_share, why = self.known_share(wanted_share, is_asked=is_asked)
         measures = self.measures_share(wanted_share)
-        if measures and self.settles_late():
-            return self.opened_exact().made(wanted_share, is_asked=is_asked)
         plans = []
         for places, of_gradients in self.gradients(1.0 if measures else wanted_share):
             stays = measures and places.gradient is Place.HOST
@@ -153,8 +149,8 @@ class _Choice:
                 f"the optimizer's state needs {shortage}: {instead}use more hosts, a smaller "
                 "zenflow.update_interval or more memory"
             )
-        rule, of_rule = self.opened()
-        weights_arrive, of_weights = self.weights(rule)
+        rule = self.rule
+        weights_arrive, of_weights = self.weights()
         if (
             measures
             and is_asked  # so the warm-up may be prolonged until enough steps are measured
@@ -169,7 +165,7 @@ class _Choice:
             host_share,
             found,
             shortage,
-            (*of_rule, *reasons, of_weights, of_chunks),
+            (*reasons, of_weights, of_chunks),
             self.facts.caller,
             measures,
             self.facts.mine.cpus,
@@ -179,59 +175,17 @@ class _Choice:
 
     # -- the rule ----------------------------------------------------------------------------------
 
-    def opened(self) -> tuple[RuleSettings, tuple[Reason, ...]]:
-        """The rule, and why, if the config leaves it to be measured (`plan.rule_choice`). Both
-        answers need eight synchronous steps, whose weights are the same under both."""
-        rule, why = self.rule, None
-        if isinstance(rule, PredictiveSettings) and rule.awaits_share:
-            why = f"the config says so; every step waits until {MEASURED_STEPS} are measured"
-            return rule, (rule_reason("exact", why),)
-        if self.config.rule != MEASURED or not isinstance(rule, PredictiveSettings):
-            return rule, ()
-        if not rule.overlapped:
-            return rule, (rule_reason("exact", "zenflow.overlap_step is off"),)
-        if rule.update_interval != 1:
-            why = "the exact rule has no update_interval"
-        elif self.facts.is_on_cpu:
-            why = "the CPU is the accelerator, so a pass and the forward share its cores"
-        elif not self.config.autotune:
-            why = "zenflow.autotune is off, so no step is measured"
-        if why is not None:
-            return replace(rule, is_open=False), (rule_reason("predictive", why),)
-        why = f"every step waits until {MEASURED_STEPS} are measured"
-        return rule, (rule_reason(MEASURED, why),)
-
-    def settles_late(self) -> bool:
-        """Whether the exact rule begins once its share is measured: in steps that are complete;
-        weights may arrive later only from then on."""
-        rule = self.rule
-        return (
-            self.config.rule == "exact"
-            and not rule.is_open
-            and self.config.arrives_late
-            and self.facts.caller.partitions_weights
-        )
-
-    def opened_exact(self) -> _Choice:
-        """The same choice with a rule that is open, as if it were measured, until it is exact."""
-        assert isinstance(self.rule, PredictiveSettings)
-        laid_out = replace(self.rule, overlapped=True, exchanges_per_block=True)
-        return replace(self, rule=replace(laid_out, is_open=True, awaits_share=True))
-
     def stays(self) -> tuple[Reason, ...]:
         """Why the run keeps this plan, if its rule leaves nothing to move."""
         return (Reason("the plan stays", self.rule.limits),) if self.rule.limits else ()
 
     # -- when weights arrive -----------------------------------------------------------------------
 
-    def weights(self, rule: RuleSettings) -> tuple[WeightsArrival, Reason]:
-        """When weights are complete; while `rule` is open, once it is exact. At stages 1 and 2 a
-        parameter may be read between step and forward without any call that could wait; at stage 3
-        it is gathered first."""
+    def weights(self) -> tuple[WeightsArrival, Reason]:
+        """When exact weights are complete. At stages 1 and 2 a parameter may be read between step
+        and forward without any call that could wait; at stage 3 it is gathered first."""
         if not self.config.arrives_late:
-            return _arriving(WeightsArrival.IN_STEP, "the config lets steps wait, or they predict")
-        if rule.overlapped and not rule.is_open:
-            return _arriving(WeightsArrival.IN_STEP, "the predictive rule is in use")
+            return _arriving(WeightsArrival.IN_STEP, "steps predict their weights, or wait")
         if not self.facts.caller.partitions_weights:
             why = "at stages 1 and 2 a parameter may be read without a call that could wait"
             return _arriving(WeightsArrival.IN_STEP, why)
@@ -340,11 +294,12 @@ class _Choice:
         return self.share_that_fits()
 
     def measures_share(self, wanted: float | None) -> bool:
-        """Whether the share on the accelerator is chosen by measuring steps: the rule must begin
-        with synchronous ones, and hosts need room for the whole optimizer until then."""
+        """Whether the share on the accelerator is chosen by measuring steps: the first must be
+        complete when they return, and hosts need room for the whole optimizer until then."""
         if wanted is not None or self.facts.is_on_cpu or not self.config.autotune:
             return False
-        if self.rule.limits:
+        arrives, _ = self.weights()
+        if self.rule.limits or arrives is WeightsArrival.IN_FORWARD:
             return False
         return self._host_shortage(_ON_ACCELERATOR, 1.0) is None
 
@@ -534,4 +489,4 @@ def _total(partitions: Sequence[Run]) -> int:
 
 
 def _arriving(arrives: WeightsArrival, why: str) -> tuple[WeightsArrival, Reason]:
-    return arrives, arrival_reason(arrives, why)
+    return arrives, Reason(f"weights arrive {arrives.value}", why)

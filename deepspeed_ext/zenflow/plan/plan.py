@@ -93,11 +93,6 @@ class ZenFlowPlan:
         return self.partitions[0].places
 
     @property
-    def weights_follow(self) -> bool:
-        """Whether weights are completed after their step; False while the rule is open."""
-        return self.weights_arrive is not WeightsArrival.IN_STEP and not self.rule.is_open
-
-    @property
     def copies(self) -> Copies:
         """What crosses the link."""
         return self.places.copies

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.config.zenflow import MEASURED
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
 from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, chunk_of
@@ -44,10 +43,6 @@ class PredictiveSettings(RuleSettings):
 
     prediction_error_factor: float
     """0: no guard."""
-    exchanges_per_block: bool = True
-    """Whether arrays are laid out for estimates, also if the exact rule has been chosen since."""
-    awaits_share: bool = False
-    """Whether a rule that is open becomes the exact one in any case, once its share is chosen."""
 
     @classmethod
     def of(cls, config: ZenFlowConfig, *, layout: StateLayout = ADAM_STATE) -> PredictiveSettings:
@@ -73,8 +68,6 @@ class PredictiveSettings(RuleSettings):
             block_size=config.block_size,
             prediction_error_factor=config.prediction_error_factor,
             layout=layout,
-            is_open=config.rule == MEASURED and config.overlapped,
-            exchanges_per_block=config.overlapped,
         )
 
     @property
@@ -98,7 +91,7 @@ class PredictiveSettings(RuleSettings):
 
     def per_block(self, places: Places) -> PerBlock:
         """What the estimate is made from, copied to the accelerator if estimates run there."""
-        goes_there = self.exchanges_per_block and places.gradient is Place.ACCELERATOR
+        goes_there = self.overlapped and places.gradient is Place.ACCELERATOR
         return PerBlock(*self.layout.per_block, exchanged=goes_there)
 
     def nbytes(

@@ -36,9 +36,6 @@ class RuleSettings(ABC):
     """Elements per block; the worker splits its work at block boundaries."""
     layout: StateLayout = field(default=ADAM_STATE, kw_only=True)
     """The optimizer's state."""
-    is_open: bool = field(default=False, kw_only=True)
-    """Whether the predictive and the exact rule are still to be chosen from (`plan.rule_choice`).
-    Until then steps wait, and sizes are those of overlapped steps, which `overlapped` then says."""
 
     warning: str | None = field(default=None, kw_only=True)
     """What the user should know of the settings; None: nothing."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, PlacedArray
 from deepspeed_ext.zenflow.plan.partitions import head_of
-from deepspeed_ext.zenflow.plan.places import Copies, Place, WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
@@ -68,7 +68,6 @@ class ChainTimes:
         contention: seconds by which a second of the pass delays the accelerator, because both need
             the host's cores and memory; at least 0, below 1.
         there: an exact step of all elements on the accelerator.
-        window: from the end of a step to the next backward pass, in which exact weights may arrive.
     """
 
     device: float
@@ -77,7 +76,6 @@ class ChainTimes:
     fixed: float = 0.0
     contention: float = 0.0
     there: float = 0.0
-    window: float = 0.0
 
     def beside(self, host_share: float) -> float:
         """`device` while the host passes over `host_share` of the elements."""
@@ -88,14 +86,12 @@ class ChainTimes:
 def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
     """How much may step on the host, of `UNITS`, without making the accelerator wait; 0 if it
     always waits."""
-    hides = plan.rule.overlapped or plan.weights_arrive is WeightsArrival.IN_FORWARD
-    if not hides or plan.copies is not Copies.BESIDE_STEP:
+    if not plan.rule.overlapped or plan.copies is not Copies.BESIDE_STEP:
         return 0
-    before = times.device if plan.rule.overlapped else times.window
     slowest = max(times.worker, times.link) - HIDDEN * times.contention * times.worker
     if slowest == 0.0:
         return UNITS
-    share = (HIDDEN * before - times.fixed) / slowest
+    share = (HIDDEN * times.device - times.fixed) / slowest
     return max(0, min(UNITS, math.floor(share * UNITS)))
 
 
@@ -135,10 +131,9 @@ def step_seconds(plan: ZenFlowPlan, host_share: float, times: ChainTimes) -> flo
     worker, link = times.worker * host_share, times.link * host_share
     device, there = times.beside(host_share), times.there * (1.0 - host_share)
     if not plan.rule.overlapped:
-        window = times.window if plan.weights_arrive is WeightsArrival.IN_FORWARD else 0.0
         if plan.copies is Copies.BESIDE_STEP:
-            return device + max(0.0, max(worker, link) + times.fixed - window) + there
-        return device + link + max(0.0, worker - window) + there
+            return device + max(worker, link) + times.fixed + there
+        return device + link + worker + there
     if plan.copies is Copies.BESIDE_STEP:
         return max(device, max(worker, link) + times.fixed) + there
     return device + link + max(0.0, worker - device) + there

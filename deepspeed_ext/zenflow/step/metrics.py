@@ -76,9 +76,6 @@ class Metrics:
     estimating: Stopwatch | None = None
     """Runs while weights are estimated, without waits for what the estimate needs, while a share is
     chosen by that time; None: nobody asks for it."""
-    forward: Stopwatch | None = None
-    """Runs from the end of a step to the next backward pass, until a rule is chosen by that time;
-    None: nobody asks for it."""
     adviser: Adviser | None = None
     """Judges overlapped steps; None: no judgement."""
     _total_wait: float = field(default=0.0, init=False)
@@ -86,7 +83,6 @@ class Metrics:
     _hideable: float = field(default=0.0, init=False)
     _worker: list[float] = field(default_factory=list, init=False)
     _device: list[float] = field(default_factory=list, init=False)
-    _forward: list[float] = field(default_factory=list, init=False)
     _overlapped: _Overlapped = field(default_factory=_Overlapped, init=False)
     _is_resumed: bool = field(default=False, init=False)
     _left_out: list[deque[bool]] = field(
@@ -103,19 +99,12 @@ class Metrics:
         self._inside.start()
         self.bytes_down, self.bytes_up = 0, 0
         between = self._between.lap()
-        forward = [] if self.forward is None else self.forward.lap()
         if self._is_resumed:  # no step before it in this process
             self._is_resumed = False
             return
         if self._device:  # the first step has no previous one
             self.device_seconds = _newest(between, self.device_seconds)
         self._device = [*self._device[-_REMEMBERED:], *between]
-        self._forward = [*self._forward[-_REMEMBERED:], *forward]
-
-    def begin_backward(self) -> None:
-        """Note that a backward pass begins."""
-        if self.forward is not None:
-            self.forward.stop()
 
     def timing_estimate(self) -> AbstractContextManager[None]:
         """Time an estimate of weights, if anybody asks for it."""
@@ -126,8 +115,6 @@ class Metrics:
         pass over its gradient, and hides nothing."""
         self._inside.stop()
         self._between.start()
-        if self.forward is not None:
-            self.forward.start()
         waits, gathers, insides = self.waiting.lap(), self.gathering.lap(), self._inside.lap()
         estimates = [] if self.estimating is None else self.estimating.lap()
         self.wait_seconds = _newest(waits, self.wait_seconds)
@@ -194,11 +181,6 @@ class Metrics:
         worker, device = self._worker[_SETTLING_STEPS:], self._device[_SETTLING_STEPS:]
         return _median(worker), _median(device)
 
-    def typical_window(self) -> float:
-        """Median seconds from the end of a step to the next backward pass, without the first few;
-        0 if not measured."""
-        return _median(self._forward[_SETTLING_STEPS:])
-
     def typical_step(self) -> MeasuredStep | None:
         """Medians over the latest successive overlapped steps; None: there is none, or the
         accelerator took no time."""
@@ -213,7 +195,7 @@ class Metrics:
     def samples(self) -> dict[str, list[float]]:
         """What medians are taken of, by name, for a checkpoint."""
         past = {name: list(values) for name, values in vars(self._overlapped).items()}
-        alone = {"alone": self._worker, "device": self._device, "forward": self._forward}
+        alone = {"alone": self._worker, "device": self._device}
         return {**past, **{name: list(values) for name, values in alone.items()}}
 
     def resume(self, samples: Mapping[str, list[float]]) -> None:
@@ -221,9 +203,7 @@ class Metrics:
         self._begin_anew()
         past = {name: deque(samples.get(name, ()), _REMEMBERED) for name in vars(_Overlapped())}
         self._overlapped, self._is_resumed = _Overlapped(**past), True
-        self._worker, self._device, self._forward = (
-            list(samples.get(name, ())) for name in ("alone", "device", "forward")
-        )
+        self._worker, self._device = (list(samples.get(name, ())) for name in ("alone", "device"))
 
     def as_dict(self, interval: int) -> dict[str, float]:
         """The measured metrics by name, for logs; times in milliseconds, sizes in bytes."""

@@ -72,7 +72,6 @@ class Mover(Protocol):
         device_seconds: float,
         *,
         is_elsewhere: bool,
-        is_exact: bool | None,
         measured: Mapping[str, Any] | None,
     ) -> None:
         """Continue with a checkpoint's plan, or with its measurements. A collective.
@@ -81,7 +80,6 @@ class Mover(Protocol):
             threads: threads of the optimizer process; None: not known.
             device_seconds: see `Mover`.
             is_elsewhere: whether it was saved on another machine, so that steps are measured again.
-            is_exact: whether it followed the exact rule; None: not known.
             measured: see `measured`.
         """
 
@@ -487,13 +485,6 @@ class HostOptimizer:
         """The metrics of the last step that have been measured, by name; units are in the names."""
         values = self._metrics.as_dict(self.rule.schedule.interval or 1) | self.rule.measurements()
         return {f"zenflow_{name}": value for name, value in values.items()}
-
-    def settle_rule(self, plan: ZenFlowPlan) -> None:
-        """Continue with `plan`, in which the rule has been chosen (`plan.rule_choice`). Call it
-        between two steps; the last one was synchronous, if there was any."""
-        self.decided = plan
-        self.rule.settle(plan)
-        self.ring = GradientRing(plan, self.rule.schedule, self.link, self.ranks)
 
     def move_to(
         self, plan: ZenFlowPlan, partitions: Sequence[Partition], share: AcceleratorShare

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
@@ -55,11 +54,6 @@ class UpdateRule(ABC, Generic[PlanT]):
         self._partitions = partitions
         self._link = link
         self._metrics = metrics
-
-    def settle(self, plan: ZenFlowPlan) -> None:
-        """Continue with `plan`, in which a rule has been chosen that was open. Call it after a
-        synchronous step."""
-        raise AssertionError(f"the {self.name} rule has no other name")
 
     # -- one optimizer step, in this order ---------------------------------------------------------
 

@@ -17,9 +17,7 @@ from deepspeed_ext.runtime.backend import (
     SHARED_MEMORY,
     can_register_host_memory,
     get_accelerator,
-    page_lock,
     page_lock_alignment,
-    page_unlock,
     shares_host_memory,
 )
 from deepspeed_ext.runtime.log import warn_once
@@ -83,7 +81,7 @@ class PageLocks:
         chosen = None if tensors is None else {tensor.data_ptr() for tensor in tensors}
         for begin, tensor in list(self._locked.items()):
             if chosen is None or tensor.data_ptr() in chosen:
-                unlock = partial(page_unlock, get_accelerator(), begin)
+                unlock = partial(get_accelerator().unregister_host_memory, begin)
                 if _error_of(unlock) is not None:
                     _left.append(tensor)
                 del self._locked[begin]
@@ -131,7 +129,9 @@ def remedy_for_refused(
 def _refusal(address: int, nbytes: int) -> str | None:
     """Page-lock memory; return the error, or None."""
     registered: list[Any] = []
-    error = _error_of(lambda: registered.append(page_lock(get_accelerator(), address, nbytes)))
+    error = _error_of(
+        lambda: registered.append(bool(get_accelerator().register_host_memory(address, nbytes)))
+    )
     return error if error is not None or any(registered) else "it was not registered"
 
 

@@ -27,7 +27,6 @@ sys.modules["{module}"] = Late("{module}")
 sys.exit(cli.main({arguments}))
 """
 ANSWERS = {
-    "cores.tune.tuner": (["tune", "--json"], ["{}"]),
     "commands.verify.command": (["verify", "--config", "a"], ("{}", True)),
 }
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig as DeepSpeedZenFlowConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ def unbound_threads(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "_count_cores", lambda: number)
         patch.setattr(threads, "read_cpu_quota_cores", lambda: quota)
-        reserved = ZenFlowConfig(**config).reserved_cores
+        reserved = ZenFlowConfig.model_validate(config).pt_reserved_cores
         return threads.unbound_threads(reserved, ranks, on_cpu=on_cpu)
 
 
@@ -109,7 +110,7 @@ def test_a_split_uses_no_more_than_there_is(
 
 
 def test_the_default_is_one() -> None:
-    assert ZenFlowConfig().pt_reserved_cores_perc == DEFAULT_RESERVED_FRACTION
+    assert DeepSpeedZenFlowConfig().pt_reserved_cores_perc == DEFAULT_RESERVED_FRACTION
 
 
 def test_a_worker_without_a_plan_counts_cores_and_not_their_hardware_threads(

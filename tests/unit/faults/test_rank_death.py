@@ -32,7 +32,6 @@ from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.tuner import Tuner
-from tests.support.measured_rule import choosing
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.same import first_difference
@@ -50,7 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "default": {"update_interval": 1},
     "predictive": {"update_rule": "predictive"},
     "exact": {"update_rule": "exact"},
-    "measured": {"update_rule": "measured"},
+    "share": {"full_warm_up_rounds": MEASURED_STEPS + 1},
 }
 """Fields of the ``zenflow`` section."""
 NAMED = ("exact", "predictive")
@@ -131,8 +130,7 @@ PHASES = {
     "a save beside training goes on": Phase(AsyncCheckpointEngine, "commit", True, saves="beside"),
     "a step goes on beside a save": Phase(HostOptimizer, "step_partition", saves="beside"),
     "a save beside training is named": Phase(AsyncCheckpointEngine, "_complete", saves="beside"),
-    "a rule is agreed on": Phase(Tuner, "_of_all", False, ("measured",), devices=SIM),
-    "a rule is chosen": Phase(HostOptimizer, "settle_rule", True, ("measured",), devices=SIM),
+    "a share is agreed on": Phase(Tuner, "_of_all", False, ("share",), devices=SIM),
     "between steps": Phase(HostOptimizer, "end_step", True, ("default",), (2,)),
 }
 
@@ -142,18 +140,19 @@ def config_of(phase: Phase, way: str, stage: int) -> dict[str, Any]:
     if phase.owner is HostGradients:
         section["gradients_on_host"] = True
     config = zenflow_config(stage, async_save=phase.saves == "beside", **section)
-    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 1.0}
+    if way != "share":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 1.0}
     return config
 
 
 def data_of(config: dict[str, Any]) -> Any:
-    is_measured = config["zero_optimization"]["zenflow"].get("update_rule") == "measured"
-    return batches(GOOD + MORE + MEASURED_STEPS * is_measured, dist.get_rank())
+    is_measured = "full_warm_up_rounds" in config["zero_optimization"]["zenflow"]
+    return batches(GOOD + MORE + 2 * MEASURED_STEPS * is_measured, dist.get_rank())
 
 
 @contextmanager
 def small_chunks() -> Iterator[None]:
-    with patch.object(chunks, "CHUNK_NUMEL", 512), choosing(is_exact=True):
+    with patch.object(chunks, "CHUNK_NUMEL", 512):
         yield
 
 

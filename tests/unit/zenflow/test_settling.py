@@ -75,36 +75,24 @@ def test_a_load_on_another_machine_measures_again_and_one_on_the_same_does_not(
 
 
 @pytest.mark.parametrize("machine", [Machine(worker=1.9, contention=0.33, there=0.1), Machine()])
-@pytest.mark.parametrize("rule", ["predictive", "auto"])
 @pytest.mark.parametrize("at", range(1, CHOSEN_AT + 2))
-def test_a_resume_before_the_choice_makes_it_at_the_same_step(
-    machine: Machine, rule: str, at: int
-) -> None:
-    straight = VirtualRun(machine, update_rule=rule)
+def test_a_resume_before_the_choice_makes_it_at_the_same_step(machine: Machine, at: int) -> None:
+    straight = VirtualRun(machine)
     straight.run(2 * CHOSEN_AT)
-    first = VirtualRun(machine, update_rule=rule)
+    first = VirtualRun(machine)
     first.run(at)
     again = first.saved(is_elsewhere=False)
     again.run(2 * CHOSEN_AT - at)
     assert again.plans == straight.plans
-    assert again.rule == straight.rule
     assert again.has_chosen
 
 
-@pytest.mark.parametrize(
-    ("rule", "at"),
-    [
-        *(("predictive", at) for at in range(3, CHOSEN_AT)),
-        *(("auto", at) for at in range(3, 8)),  # it is chosen in step 8
-    ],
-)
-def test_a_run_that_goes_back_while_it_measures_chooses_as_one_that_does_not(
-    rule: str, at: int
-) -> None:
+@pytest.mark.parametrize("at", range(3, CHOSEN_AT))
+def test_a_run_that_goes_back_while_it_measures_chooses_as_one_that_does_not(at: int) -> None:
     """A load in the same process before the choice; nothing of the steps that are taken back is
     left."""
     machine = Machine(worker=1.9, contention=0.33, there=0.1)
-    straight, run = (VirtualRun(machine, update_rule=rule) for _ in range(2))
+    straight, run = (VirtualRun(machine) for _ in range(2))
     straight.run(2)
     run.run(2)
     saved = run.checkpoint()
@@ -114,7 +102,6 @@ def test_a_run_that_goes_back_while_it_measures_chooses_as_one_that_does_not(
         straight.run(1)
         run.run(1)
         assert run.checkpoint() == straight.checkpoint()
-    assert run.rule == straight.rule
     assert run.has_chosen
 
 
@@ -133,36 +120,3 @@ def test_on_another_machine_it_is_made_within_a_hundred_steps(
     again.run(100)
     assert again.has_chosen
     assert again.seconds <= 1.03 * now.best
-
-
-@pytest.mark.parametrize(
-    ("machine", "rule", "share"),
-    [
-        (Machine(worker=0.2, forward=0.3), "exact", 1.0),
-        (Machine(worker=0.5, forward=0.3), "exact", 0.56),  # the rest moves to the accelerator
-        (Machine(worker=0.2, slower=(3.0,), forward=0.3), "exact", 0.465),
-        (Machine(worker=0.9, forward=0.0), "predictive", 1.0),
-    ],
-)
-def test_a_rule_is_chosen_once_by_what_the_slowest_rank_hides_behind_the_forward(
-    machine: Machine, rule: str, share: float
-) -> None:
-    run = VirtualRun(machine, stage=3, room=0.5 if rule == "exact" else 0.0, update_rule="auto")
-    run.run(7)
-    assert run.rule == "open"
-    run.run(1)
-    assert run.rule == rule, run.why
-    run.machine = Machine(worker=3.0, forward=0.0)
-    run.run(600)
-    assert run.rule == rule
-    if rule == "exact":
-        assert run.plans[8:] == [(pytest.approx(share, abs=0.01), THREADS)] * 600
-
-
-def test_a_resumed_run_under_the_exact_rule_keeps_its_plan_as_an_uninterrupted_one_does() -> None:
-    run = VirtualRun(Machine(), stage=3, update_rule="auto")
-    run.resume(THREADS, 1.0, is_elsewhere=False, is_exact=True)
-    assert run.rule == "exact"
-    run.machine = Machine(worker=3.0, forward=0.0)
-    run.run(600)
-    assert set(run.plans) == {(1.0, THREADS)}

@@ -85,7 +85,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self._factor = settings.prediction_error_factor
         schedule = PredictiveSchedule(
             settings.update_interval,
-            None if settings.is_open else settings.overlapped,
+            settings.overlapped,
             settings.warm_up_steps,
             guarded=self._factor > 0.0,
             arrival=plan.arrival,
@@ -96,11 +96,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self._settings = settings
         self._ranks = ranks
         self._errors = PredictionErrors(math.nan, math.nan, math.nan)
-
-    def settle(self, plan: ZenFlowPlan) -> None:
-        assert isinstance(plan.rule, PredictiveSettings)
-        self._settings = plan.rule
-        self.schedule.choose_rule(is_exact=not plan.rule.overlapped)
 
     # -- one optimizer step ------------------------------------------------------------------------
 
@@ -280,13 +275,12 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     def measurements(self) -> dict[str, float]:
         errors, guard = self._errors, self.schedule.state.guard
-        is_exact = self.schedule.state.is_exact
         figures = {
             "prediction_error": errors.of_an_update(errors.prediction),
             "rounding_error": errors.of_an_update(errors.rounding),
             "guard_synchronous": float(guard.synchronous),
             "guard_trips": float(guard.trips),
-            "exact": math.nan if is_exact is None else float(is_exact),
+            "exact": float(self.schedule.state.is_exact),
         }
         return {name: value for name, value in figures.items() if not math.isnan(value)}
 

@@ -91,9 +91,8 @@ class PredictiveState(State):
     """Whether the worker has published the extrapolated y and the per-block array, which overlapped
     steps need."""
     guard: GuardState = field(default_factory=GuardState)
-    is_exact: bool | None = None
-    """Whether steps follow the exact rule, so none overlaps; None: to be chosen, and until then
-    steps wait for their own update."""
+    is_exact: bool = False
+    """Whether steps follow the exact rule, so none overlaps."""
 
 
 class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
@@ -102,7 +101,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
     Args:
         interval: optimizer steps handed over together; None: the caller measures during warm-up and
             then calls `choose_interval`.
-        overlap: False makes every step synchronous; None: so is each until `choose_rule`.
+        overlap: False makes every step synchronous.
         warm_up_steps: synchronous steps at the start, at least an interval; None:
             `default_warm_up_steps`.
         guarded: whether the guard judges probes.
@@ -113,17 +112,16 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
     def __init__(
         self,
         interval: int | None,
-        overlap: bool | None,
+        overlap: bool,
         warm_up_steps: int | None,
         guarded: bool = False,
         arrival: Arrival = Arrival.AFTER_Y,
         weights_arrive: WeightsArrival = WeightsArrival.IN_STEP,
     ) -> None:
-        is_exact = None if overlap is None else not overlap
-        super().__init__(PredictiveState(interval=interval, is_exact=is_exact))
+        super().__init__(PredictiveState(interval=interval, is_exact=not overlap))
         self._arrives_later = weights_arrive is WeightsArrival.IN_FORWARD
         self._arrival = arrival
-        self._overlap = overlap is not False
+        self._overlap = overlap
         self._warm_up_steps = warm_up_steps
         self._guarded = guarded and self._overlap
         self._measured_from = 0
@@ -136,20 +134,12 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         wanted = default_warm_up_steps(interval) if wanted is None else wanted
         return max(wanted, interval or MEASURED_STEPS + 1)
 
-    def choose_rule(self, *, is_exact: bool) -> None:
-        """Follow the exact or the predictive rule from the coming step on; the same on every
-        rank."""
-        assert self.state.is_exact is None
-        self._overlap = not is_exact
-        self._guarded = self._guarded and self._overlap
-        self.state = replace(self.state, is_exact=is_exact)
-
     def ring_at(self, interval: int | None) -> int:
         return ring_of(interval or 1, self._arrival) if self._overlap else 1
 
     def plan(self) -> PredictivePlan:
         state, guard = self.state, self.state.guard
-        overlaps = state.is_exact is False and not guard.synchronous
+        overlaps = not (state.is_exact or guard.synchronous)
         if (
             not overlaps
             or not state.is_ahead
@@ -166,7 +156,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
                 state.position,
                 ahead,
                 probes,
-                state.is_exact is True and self._arrives_later,
+                state.is_exact and self._arrives_later,
             )
         last = state.position == state.interval - 1
         source = WeightSource.PREDICTED if last else WeightSource.DRIFTED

@@ -106,25 +106,27 @@ def test_a_plan_says_that_it_stays_exactly_if_the_rule_is_selective(config: dict
 
 
 @pytest.mark.parametrize(
-    ("caller", "config", "expected", "why"),
+    ("partitions_weights", "config", "expected"),
     [
-        ({"ranks": 2}, {}, WeightsArrival.GATHERED_IN_FORWARD, "the config says so"),
-        ({"ranks": 1}, {}, WeightsArrival.IN_STEP, "gathers none"),
-        ({"ranks": 2, "partitions_weights": True}, {}, WeightsArrival.IN_STEP, "at stage 3"),
-        ({"ranks": 2}, {"overlap_step": False}, WeightsArrival.IN_STEP, "does not ask"),
-        ({"ranks": 2}, {"topk_ratio": 0.1}, WeightsArrival.IN_STEP, "does not ask"),
-        ({"ranks": 2}, {"update_rule": "exact"}, WeightsArrival.IN_FORWARD, "the config says so"),
+        (True, {"update_rule": "exact"}, WeightsArrival.IN_FORWARD),
+        (False, {"update_rule": "exact"}, WeightsArrival.IN_STEP),
+        (True, {"update_rule": "exact", "overlap_step": False}, WeightsArrival.IN_STEP),
+        (True, {}, WeightsArrival.IN_STEP),
+        (True, {"topk_ratio": 0.1}, WeightsArrival.IN_STEP),
     ],
 )
-def test_weights_are_gathered_in_the_forward_where_that_is_asked_for_and_there_is_a_gather(
-    caller: dict[str, Any], config: dict[str, Any], expected: WeightsArrival, why: str
+def test_exact_weights_arrive_in_the_forward_at_stage_3(
+    partitions_weights: bool, config: dict[str, Any], expected: WeightsArrival
 ) -> None:
-    facts = facts_of(one_rank(1 << 20), **caller)
-    plan = plan_of(facts, weights_arrive_in_forward=True, **config)
-    assert plan.weights_arrive is expected
-    assert [reason.why for reason in plan.reasons if why in reason.why]
-    left = plan_of(facts, **config)
-    assert left.weights_arrive is not WeightsArrival.GATHERED_IN_FORWARD
+    facts = facts_of(one_rank(1 << 20), ranks=2, partitions_weights=partitions_weights)
+    assert plan_of(facts, **config).weights_arrive is expected
+
+
+def test_a_share_is_not_measured_if_weights_arrive_in_the_forward() -> None:
+    facts = facts_of(one_rank(1 << 20, free=1 << 40, total=1 << 40), partitions_weights=True)
+    exact = plan_of(facts, host_share=None, update_rule="exact")
+    assert (exact.measures_share, exact.host_share) == (False, 0.0)
+    assert plan_of(facts, host_share=None).measures_share
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.arrays import PAGE_BYTES, ArrayKey, plan_layout
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
-from deepspeed_ext.zenflow.plan.places import Copies, WeightsArrival
+from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.search import TYPICAL, expected_times, ways_on
@@ -56,12 +55,6 @@ def test_a_new_share_replaces_its_reason_and_no_other() -> None:
     assert [each.why for each in named] == ["second"]
     kept = [each for each in plan.reasons if each.decision.partition(" =")[0] != RATIO]
     assert [each for each in moved.reasons if each not in named] == kept
-
-
-def test_nothing_hides_in_a_window_that_was_not_measured() -> None:
-    plan = replace(plan_of(GIB, update_rule="exact"), weights_arrive=WeightsArrival.IN_FORWARD)
-    assert hiding_units(plan, ChainTimes(device=1.0, worker=0.5)) == 0
-    assert hiding_units(plan, ChainTimes(device=1.0, worker=0.5, window=1.0)) == UNITS
 
 
 @pytest.mark.parametrize(

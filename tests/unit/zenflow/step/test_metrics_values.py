@@ -190,22 +190,12 @@ def test_what_only_publishes_again_counts_as_hidden_but_not_as_typical(gradients
     assert metrics._worker == [2.0] * gradients
 
 
-def test_the_window_is_measured_only_if_somebody_asks_for_it() -> None:
-    nobody, asked = Metrics(), Metrics(forward=GivenLaps(9.0, 9.0, 0.5, 0.25, 0.5))
-    for metrics in (nobody, asked):
-        metrics.begin_step()
-        metrics.end_step(synchronous=True)
-        metrics.begin_backward()
-    assert (nobody.typical_window(), nobody._forward) == (0.0, [])
-    assert asked.typical_window() == 0.5  # without the first two
-
-
 def test_a_resumed_run_goes_on_with_its_samples() -> None:
     """The time before its first step is not between two steps."""
     straight, first = (measured([0.5], [1.5], [9.0]) for _ in range(2))
     for metrics in (straight, first):
         for between in (9.0, 8.0, 2.0, 3.0):
-            metrics._between, metrics.forward = GivenLaps(between), GivenLaps(between / 4)
+            metrics._between = GivenLaps(between)
             metrics.begin_step()
             metrics.note_worker(4.0, gradients=1)
             metrics.end_step(synchronous=False)
@@ -214,5 +204,4 @@ def test_a_resumed_run_goes_on_with_its_samples() -> None:
     again.begin_step()
     assert again.samples() == straight.samples()
     assert again.typical() == straight.typical() == (4.0, 2.5)
-    assert again.typical_window() == straight.typical_window() == 0.625
     assert again.typical_step() == straight.typical_step() is not None
