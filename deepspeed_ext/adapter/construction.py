@@ -203,7 +203,7 @@ def _report(
 
 def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
     schedule = host.rule.schedule
-    interval = schedule.interval or "measured during the first steps"
+    interval = host.decided.rule.steps_per_update or "measured during the first steps"
     layout = host.kind.layout
     rounded = (
         ""

@@ -37,7 +37,6 @@ MODES: dict[str, dict[str, Any]] = {
     "predictive, bf16 moments": {"update_interval": 1, "state_dtype": "bfloat16"},
     "predictive, int8 moments": {"update_interval": 1, "state_dtype": "int8"},
     "selective, interval 1": {**SELECTIVE, "topk_ratio": 0.2, "update_interval": 1},
-    "selective, all hot": {**SELECTIVE, "topk_ratio": 0.999},
     "selective": {**SELECTIVE, "topk_ratio": 0.2},
     "selective, overlapped": {**SELECTIVE, "topk_ratio": 0.2, "overlap_step": True},
 }
