@@ -21,6 +21,7 @@ from torch.utils._foreach_utils import _device_has_foreach_support
 from deepspeed_ext.adapter.upstream import counted_alike, norm_dtype
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow import kernels
+from deepspeed_ext.zenflow.worker.messages import Span
 
 __all__ = [
     "Extent",
@@ -162,7 +163,8 @@ class HostGradients:
 
     Args:
         places: of all trained parameters, by id.
-        slot: returns the slot of a partition's next gradient, 1-D, host.
+        slot: returns the slot of a partition's next gradient, 1-D, host, of which the worker has
+            read the last gradient of a span.
         sums: buffer of sums, 1-D, host; None: gradients are summed in the slots.
         norm: computes the norm of a tensor on its device.
 
@@ -173,7 +175,7 @@ class HostGradients:
     def __init__(
         self,
         places: Mapping[int, Extent],
-        slot: Callable[[int], torch.Tensor],
+        slot: Callable[[int, Span], torch.Tensor],
         sums: torch.Tensor | None,
         norm: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
@@ -271,7 +273,8 @@ class HostGradients:
 
     def _slot_of(self, number: int) -> torch.Tensor:
         place = self._places[number]
-        return self._slot(place.partition)[place.begin : place.end]
+        span = Span(place.begin, place.end)
+        return self._slot(place.partition, span)[place.begin : place.end]
 
     def _sum_of(self, number: int) -> torch.Tensor:
         if self._sums is None:

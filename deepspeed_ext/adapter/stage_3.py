@@ -115,7 +115,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     @property
     def _sums_apart(self) -> bool:
         """Whether gradients are summed in another dtype than the slots'."""
-        return self.gradient_accumulation_dtype is not self.host_optimizer.coming_slot(0).dtype
+        return self.gradient_accumulation_dtype is not self.host_optimizer.partitions[0].grad_dtype
 
     def partition_grads(
         self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]

@@ -53,7 +53,7 @@ MODULES = tuple(
         "plan predictive rule_bytes rules search selective share",
         "zenflow/rules/predictive": "guard probe schedule",
         "zenflow/rules/selective": "schedule",
-        "zenflow/step": "arrivals metrics partition schedule",
+        "zenflow/step": "metrics stream partition schedule",
         "zenflow/transfers": "beside_step inside_step",
         "zenflow/worker": "arena messages",
     }.items()

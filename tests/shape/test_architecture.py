@@ -183,7 +183,7 @@ WIDE_RECORDS = {
     ),
     *("cores.exchange.RankReport", "cores.plan.RankPlan"),
     *("zenflow.kernels.definition.AdamConstants", "zenflow.plan.arrays.ArraySpec"),
-    "zenflow.plan.plan.ZenFlowPlan",
+    *("zenflow.plan.lanes.Lanes", "zenflow.plan.plan.ZenFlowPlan"),
     "zenflow.step.partition.Partition",
     *(f"zenflow.worker.kernel.adam_pass.{name}" for name in ("AdamPass", "AdamStep")),
     "zenflow.worker.kernel.lion_pass.LionPass",

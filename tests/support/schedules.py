@@ -67,13 +67,23 @@ def arrivals(machine: Machine) -> list[float]:
     return ups
 
 
-def exact(machine: Machine) -> float:
-    """What a step waits under the exact rule: each module's forward begins when the one before has
-    ended and its chunk has arrived."""
-    now, part = machine.between, machine.forward / machine.chunks
-    for arrived in arrivals(machine):
-        now = max(now, arrived) + part
-    return now - machine.forward - machine.between
+def exact(machine: Machine, peek: float, *, arrives_in_backward: bool = True) -> float:
+    """What a step waits under the exact rule, whose peek over everything takes `peek`: each
+    module's forward begins when the one before has ended and its chunk has arrived, and each
+    chunk's gradient reaches its slot when the pass over the last one there has ended."""
+    down, passed, up = machine.parts
+    down, part = (0.0 if arrives_in_backward else down), machine.forward / machine.chunks
+    arrived = worker = sent = 0.0
+    now = machine.between
+    for _ in range(machine.chunks):
+        arrived += down
+        worker = max(worker, arrived) + peek / machine.chunks
+        sent = max(sent, worker) + up
+        now = max(now, sent) + part
+    for _ in range(machine.chunks):
+        worker += passed
+        now = max(now + machine.backward / machine.chunks, worker)
+    return now - machine.step - machine.between
 
 
 def during_backward(machine: Machine) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
+from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
@@ -24,6 +25,7 @@ __all__ = [
     "plan_layout",
     "round_up",
     "slot_arrays",
+    "weight_slots",
 ]
 
 OF_CHUNKS = -1
@@ -255,6 +257,12 @@ def slot_arrays(slots: int, numel: int, dtypes: Dtypes) -> list[ArraySpec]:
         "g", dtypes.gradient, numel, OF_CHUNKS, exchanged=True, replaced_by=dtypes.published
     )
     return [replace(gradient, slot=slot) for slot in range(slots)]
+
+
+def weight_slots(numel: int, dtypes: Dtypes) -> list[ArraySpec]:
+    """Slots of `numel` elements for weights that the worker has peeked at, on their way up."""
+    of_weights = ArraySpec("y", dtypes.published, numel, OF_CHUNKS, exchanged=True)
+    return [replace(of_weights, slot=slot) for slot in range(SLOTS_OF_CHUNKS)]
 
 
 def bytes_at_start(specs: Iterable[ArraySpec]) -> int:

@@ -17,7 +17,13 @@ from functools import partial
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.plan.arrays import ArraySpec, Dtypes, bytes_at_start, slot_arrays
+from deepspeed_ext.zenflow.plan.arrays import (
+    ArraySpec,
+    Dtypes,
+    bytes_at_start,
+    slot_arrays,
+    weight_slots,
+)
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.partitions import (
@@ -171,6 +177,7 @@ class _Choice:
             self.facts.mine.cpus,
             self.config.async_save,
             weights_arrive,
+            self.peeks,
         )
 
     # -- the rule ----------------------------------------------------------------------------------
@@ -191,6 +198,12 @@ class _Choice:
             return _arriving(WeightsArrival.IN_STEP, why)
         why = "at stage 3 weights are gathered before they are read"
         return _arriving(WeightsArrival.IN_FORWARD, why)
+
+    @property
+    def peeks(self) -> bool:
+        """Whether the worker computes exact weights before it steps: not where it shares its cores
+        with the forward that would hide the steps."""
+        return self.config.arrives_late and not self.facts.is_on_cpu
 
     # -- where gradients wait ----------------------------------------------------------------------
 
@@ -381,6 +394,8 @@ class _Choice:
             return [
                 (places, Reason("no copies of gradients and y", "the host computes the weights"))
             ]
+        if self.peeks:
+            return [(places, Reason(inside, "exact weights are copied to where they are used"))]
         beside = replace(places, published=Place.ACCELERATOR)
         if wanted is not None:
             name = _BESIDE if wanted else inside
@@ -476,6 +491,10 @@ class _Choice:
             places = replace(places, handed_over=Place.IN_TRANSIT)
         kinds = kinds_of(self.rule, self.dtypes, places)
         runs = self._on_host(partitions, host_share)
+        if self.peeks:
+            most = max((run.numel for run in runs), default=0)
+            numel = min(chunk_numel(_total(runs), self.rule.block_size), most)
+            slots = weight_slots(numel, self.dtypes)
         arrays = sum(bytes_at_start(kinds.of(0, run.numel)) * run.times for run in runs)
         return arrays + bytes_at_start(slots) + sums * _total(partitions)
 

@@ -5,15 +5,20 @@ All three work at once, chunk by chunk, so the slowest of them decides. What run
 forward and backward is hidden if these take at least as long; the rest is exposed in every step.
 What steps on the accelerator takes no time here.
 
-Exact weights that arrive in the forward add it to the chain: a module runs when its last chunk has
-arrived, and the next chunk arrives meanwhile. With n equal chunks, whose ways down, pass and way up
-take d, w and u in all, and a forward of f, the forward ends
+Exact weights that arrive in the forward (`step.stream`) add it to the chain: a module runs when its
+last chunk has arrived, and the next chunk arrives meanwhile. With n equal chunks, whose ways down,
+peek and way up take d, k and u in all, and a forward of f, the forward ends
 
-    (d + w + u + f) / n + (n - 1) / n max(d, w, u, f)
+    (d + k + u + f) / n + (n - 1) / n max(d, k, u, f)
 
-after the gradients are complete: all four work at once, but for the first chunk. So a step waits
+after the gradients are complete: all four work at once, but for the first chunk. The passes, w in
+all, follow in reverse order and end before backward, b, needs the slots of their gradients. So a
+step waits the larger of
 
-    (d + w + u) / n + (n - 1) / n max(0, max(d, w, u) - f).
+    (d + k + u) / n + (n - 1) / n max(0, max(d, k, u) - f)   and   max(d, k) + w - f - b.
+
+Gradients that arrive in backward have no way down there; d counts beside k where they do not. At
+stages 1 and 2 the step itself waits for the peek and the way up.
 
 Not counted: the first and the last chunk of other chains, in which only one of the three works
 (1/64 of each), launches, and the waits of a link that several accelerators share; under the exact
@@ -55,11 +60,13 @@ class Traffic:
     Attributes:
         down, up: bytes over the link.
         passed: moved in host memory, by the optimizer's pass and by the transfers.
+        peeked: moved in host memory by a peek and the copy of what it gives; 0: there is none.
     """
 
     down: float = 0.0
     up: float = 0.0
     passed: float = 0.0
+    peeked: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class Lanes:
         exposed: what every step waits for, however long forward and backward take.
         beside: what is hidden if forward and backward take at least as long.
         forward, backward: how much of a second of the forward, and of backward, hides.
+        within: what has to end within the whole step, the waits included.
     """
 
     down: float
@@ -81,11 +89,13 @@ class Lanes:
     beside: float
     forward: float = 1.0
     backward: float = 1.0
+    within: float = 0.0
 
     def waits(self, forward: float, backward: float) -> float:
         """Seconds by which the optimizer makes a step longer that computes for so many seconds."""
         hidden = self.forward * forward + self.backward * backward
-        return self.exposed + max(0.0, self.beside - hidden)
+        waited = self.exposed + max(0.0, self.beside - hidden)
+        return max(waited, self.within - forward - backward)
 
 
 def traffic_of(plan: ZenFlowPlan) -> Traffic:
@@ -99,7 +109,11 @@ def traffic_of(plan: ZenFlowPlan) -> Traffic:
     gradient, published = DTYPE_BYTES[dtypes.gradient], DTYPE_BYTES[dtypes.published] + means
     lifted = published if rule.estimates else DTYPE_BYTES[dtypes.published]
     down, up = gradient, lifted / interval
-    return Traffic(down, up, gradient + (2 * state + published) / interval + down + up)
+    passed = gradient + (2 * state + published) / interval + down
+    if plan.peeks:
+        item = DTYPE_BYTES[dtypes.published]
+        return Traffic(down, up, passed, gradient + state + item + up)
+    return Traffic(down, up, passed + up)
 
 
 def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
@@ -114,9 +128,8 @@ def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
     numel = sum(each.on_host * each.times for each in plan.partitions)
     down, up = moves.down * numel / speeds.link, moves.up * numel / speeds.link
     host, transfer = moves.passed * numel / speeds.host, max(down, up)
-    if plan.weights_arrive is WeightsArrival.IN_FORWARD and not plan.rule.overlapped:
-        first = min(1.0, chunk_numel(numel, plan.rule.block_size) / max(1, numel))
-        return _in_forward(plan.copies, down, up, host, first)
+    if plan.peeks:
+        return _peeked(plan, down, moves.peeked * numel / speeds.host, host, up, numel)
     if not plan.rule.overlapped:
         return Lanes(down, up, host, max(transfer, host), 0.0)
     if plan.copies is Copies.BESIDE_STEP:
@@ -130,12 +143,14 @@ def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
     return Lanes(down, max(up, sent), host, max(estimate, sent), max(down, host))
 
 
-def _in_forward(copies: Copies, down: float, up: float, host: float, first: float) -> Lanes:
-    """The lanes of exact weights that arrive in the forward, of which `first` are the first chunk.
-    Copies that are not beside the step run inside of step and forward, so the pass alone is
-    hidden."""
-    before, beside = first * (down + host + up), max(down, host, up)
-    if copies is not Copies.BESIDE_STEP:
-        sent = down + up if copies is Copies.INSIDE_STEP else up
-        before, beside = sent + first * host, max(0.0, host - up)
-    return Lanes(down, up, host, before, (1.0 - first) * beside, 1.0 - first, 0.0)
+def _peeked(
+    plan: ZenFlowPlan, down: float, peek: float, host: float, up: float, numel: int
+) -> Lanes:
+    """The lanes of exact steps whose weights the worker peeks at."""
+    down = down if plan.copies is Copies.INSIDE_STEP else 0.0
+    up = 0.0 if plan.copies is Copies.NONE else up
+    first = min(1.0, chunk_numel(numel, plan.rule.block_size) / max(1, numel))
+    begins, rest = first * (down + peek + up), (1.0 - first) * max(down, peek, up)
+    if plan.weights_arrive is WeightsArrival.IN_STEP:
+        return Lanes(down, up, host, begins + rest, host)
+    return Lanes(down, up, host, begins, rest, 1.0 - first, 0.0, max(down, peek) + host)

@@ -14,8 +14,9 @@ from deepspeed_ext.zenflow.plan.arrays import (
     Dtypes,
     plan_layout,
     slot_arrays,
+    weight_slots,
 )
-from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK, Chunks
+from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK, Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus
 from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.partitions import PartitionPlan, kinds_of
@@ -70,6 +71,7 @@ class ZenFlowPlan:
         cpus: CPUs of this rank's two processes; None: not known.
         saves_beside: whether checkpoints are written beside training.
         weights_arrive: when the weights of a step are complete.
+        peeks: whether the worker computes exact weights before it steps (`step.stream`).
     """
 
     rule: RuleSettings
@@ -84,6 +86,7 @@ class ZenFlowPlan:
     cpus: Cpus | None = None
     saves_beside: bool = False
     weights_arrive: WeightsArrival = WeightsArrival.IN_STEP
+    peeks: bool = False
 
     # -- places ------------------------------------------------------------------------------------
 
@@ -91,6 +94,11 @@ class ZenFlowPlan:
     def places(self) -> Places:
         """Where the partitions' arrays are; the same for all partitions."""
         return self.partitions[0].places
+
+    @property
+    def streams(self) -> bool:
+        """Whether exact weights are waited for where they are used, or peeked at."""
+        return self.peeks or self.weights_arrive is WeightsArrival.IN_FORWARD
 
     @property
     def copies(self) -> Copies:
@@ -108,7 +116,8 @@ class ZenFlowPlan:
         arrays."""
         places = replace(self.places, handed_over=Place.HOST)  # in transit if partitions are large
         share = self.host_share, self.measures_share
-        return (self.rule, self.dtypes, places, share, self.shortage, self.weights_arrive)
+        of_weights = self.weights_arrive, self.peeks
+        return (self.rule, self.dtypes, places, share, self.shortage, *of_weights)
 
     # -- the arena ---------------------------------------------------------------------------------
 
@@ -130,6 +139,10 @@ class ZenFlowPlan:
     def _slot_arrays(self) -> Iterator[ArraySpec]:
         if self.chunks is not None and self.chunks.slots:
             yield from slot_arrays(self.chunks.slots, self.chunks.slot_numel, self.dtypes)
+        if self.peeks:
+            sizes = [each.on_host for each in self.partitions for _ in range(each.times)]
+            numel = min(chunk_numel(sum(sizes), self.rule.block_size), max(sizes, default=0))
+            yield from weight_slots(numel, self.dtypes)
 
     @cached_property
     def layout(self) -> ArenaLayout:

@@ -25,6 +25,7 @@ from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import relaid
 from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
 from deepspeed_ext.zenflow.step.metrics import Metrics
+from deepspeed_ext.zenflow.step.stream import Stream, WeightSlot
 from deepspeed_ext.zenflow.transfers import streams
 from deepspeed_ext.zenflow.transfers.beside_step import ChunkSlot, HiddenTransfers, LandingBuffer
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
@@ -131,6 +132,7 @@ class WorkerLink:
     arena: Arena
     process: OptimizerProcess
     transfers: Transfers
+    arrivals: WeightArrivals | Stream
 
     def __init__(
         self,
@@ -146,7 +148,6 @@ class WorkerLink:
         self.write_wait_seconds = 0.0
         self._ranks = ranks
         self.metrics = metrics
-        self.arrivals = WeightArrivals(metrics)
         self._kept = DeferredError()
         self._gradients_in_flight = 0
         self._touched = {spec.key for spec in plan.arena if spec.touched}
@@ -168,6 +169,11 @@ class WorkerLink:
     def _carry(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> None:
         """Build the transfers of `plan`, and lock their memory."""
         self.transfers = self._transfers(plan, buffers)
+        self.arrivals = (
+            self.transfers
+            if isinstance(self.transfers, Stream)
+            else WeightArrivals(self.transfers, self.metrics)
+        )
         parts = self.process, self.transfers, self.page_locks
         # Runs at `close` or at garbage collection, but not at exit, which frees everything without
         # waiting.
@@ -205,6 +211,19 @@ class WorkerLink:
 
     def _transfers(self, plan: ZenFlowPlan, buffers: Sequence[LandingBuffer]) -> Transfers:
         results, waiting = _results(self.arena, plan.rule.block_size), self.metrics.waiting
+        if plan.streams:
+            weights = [
+                WeightSlot(self.arena.tensor(*key)) for key in self.arena.keys("y", OF_CHUNKS)
+            ]
+            return Stream(
+                self.process,
+                results,
+                plan.rule.block_size,
+                self.metrics,
+                plan.copies,
+                weights,
+                self._timeout_seconds,
+            )
         if plan.chunks is None:
             return Transfers(self.process, results, plan.rule.block_size, waiting, plan.copies)
         slots, how = _slots_of_chunks(self.arena), (plan.chunks, self._timeout_seconds, waiting)
@@ -260,13 +279,29 @@ class WorkerLink:
             publishes: whether the worker's results are read before the next gradients are taken.
             arriving: partitions whose weights will be copied from what the worker publishes.
         """
-        self.arrivals.expect(self.transfers, arriving)
+        self.arrivals.expect(arriving)
         if self.failed:
             return
         with self.deferring_errors():
             if tasks:
                 self._gradients_in_flight, self.phase = gradients, UpdatePhase.IN_FLIGHT
             self.transfers.depart(tasks, publishes)
+
+    def follow(self) -> None:
+        """Send the passes of what the worker has peeked at. Does nothing if this rank has failed,
+        or has sent them."""
+        if not self.failed:
+            with self.deferring_errors():
+                self.transfers.follow()
+
+    def free(self, index: int, span: Span) -> None:
+        """Wait, on this rank alone, until the worker has read the gradient of these elements of a
+        partition, so that the next one may take its place."""
+        self.home.require()
+        if not self.failed:
+            with self.deferring_errors(), self.metrics.waiting.measured():
+                self.arrivals.free(index, span, Patience(self.longest_wait_seconds))
+        self._lose_if_failed([(index, span)])
 
     def start_copies(self) -> None:
         """Start the copies of the gradients that `transfers` has taken (see `Transfers.start`).
@@ -286,7 +321,7 @@ class WorkerLink:
             with self.deferring_errors():
                 within = Patience(self.longest_wait_seconds)
                 self.write_wait_seconds += self.process.wait_for_writes(within)
-                self.arrivals.complete(self.transfers, within)
+                self.arrivals.complete(within)
                 seconds = self.transfers.wait(within)
                 if self.phase is UpdatePhase.IN_FLIGHT:
                     self.phase = UpdatePhase.ARRIVED
@@ -311,13 +346,13 @@ class WorkerLink:
         if not self.failed:
             with self.deferring_errors(), self.metrics.waiting.measured():
                 within = Patience(self.longest_wait_seconds)
-                self.arrivals.complete(self.transfers, within, used)
+                self.arrivals.complete(within, used)
         self._lose_if_failed(used)
 
     def _lose_if_failed(self, parts: Sequence[tuple[int, Span]] | None = None) -> None:
         if self.failed:
             with self.deferring_errors():
-                self.arrivals.lose(self.transfers, parts)
+                self.arrivals.lose(parts)
 
     def wait_together(self) -> None:
         """Wait for everything in flight. A collective.
@@ -345,11 +380,19 @@ class WorkerLink:
             self.process.close()
             raise
 
-    def receive(self) -> None:
+    def receive(self, *, passes: bool = True) -> None:
         """Like `wait_together`, inside a step: adds this rank's own wait to the metrics, and does
-        not check an idle worker."""
+        not check an idle worker.
+
+        Args:
+            passes: whether to wait for everything; otherwise for this step's weights alone.
+        """
         with self.deferring_errors(), self.metrics.waiting.measured():
-            self.wait()
+            if passes:
+                self.wait()
+            elif not self.failed:
+                self.arrivals.complete(Patience(self.longest_wait_seconds))
+        self._lose_if_failed()
         self.raise_deferred()
 
     def close(self) -> None:

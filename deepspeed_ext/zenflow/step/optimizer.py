@@ -207,7 +207,7 @@ class HostOptimizer:
                 transfers.take(index, handed_over, slot, ready)
                 self._metrics.bytes_down += handed_over.nbytes
             # the worker steps this partition while the next gradient is prepared
-            if plan.waits_last:
+            if plan.waits_last and not self.decided.peeks:
                 task = self.rule.task(plan, partition)
                 arriving = [index] if plan.weights_arrive else ()
                 self.link.depart(
@@ -228,7 +228,12 @@ class HostOptimizer:
         """
         with in_profile("zenflow.finish_weights"):
             plan = self._current_plan
-            if plan.waits_last:
+            if plan.waits_last and self.decided.peeks:
+                # Not before: DeepSpeed reads a partition's weights after its `step_partition`, on
+                # the current stream, and these come up on another.
+                self._depart(plan, self._tasks(plan), publishes=True)
+                self.link.receive(passes=False)
+            elif plan.waits_last:
                 self._receive()
             self.rule.write_weights(plan)
             if starts_copies and not plan.waits_last:
@@ -244,19 +249,12 @@ class HostOptimizer:
             plan, rule = self._current_plan, self.rule
             with self.link.deferring_errors():
                 self._metrics.gathering.stop()
-            tasks: list[WorkerTask] = []
-            with self.link.deferring_errors():
-                if plan.handed_over and not plan.waits_last:
-                    tasks = [rule.task(plan, partition) for partition in self.partitions]
+            tasks = [] if plan.waits_last else self._tasks(plan)
             rule.schedule.advance(plan)
             with self.link.deferring_errors():
                 if not plan.waits_last:
-                    self.link.depart(
-                        tasks,
-                        gradients=plan.handed_over,
-                        publishes=rule.schedule.plan().waits_first,
-                        arriving=range(len(self.partitions)) if plan.weights_arrive else (),
-                    )
+                    self._depart(plan, tasks, publishes=rule.schedule.plan().waits_first)
+                self.link.follow()
                 rule.end_step(plan)
             if (wanted := rule.measured_interval(plan)) is not None:
                 self.ring.choose_interval(wanted)
@@ -276,6 +274,17 @@ class HostOptimizer:
             if self.mover is not None:
                 self.mover.after_step(self, plan)
 
+    def _tasks(self, plan: StepPlan) -> list[WorkerTask]:
+        """What the step hands over, of all partitions."""
+        with self.link.deferring_errors():
+            if plan.handed_over:
+                return [self.rule.task(plan, partition) for partition in self.partitions]
+        return []
+
+    def _depart(self, plan: StepPlan, tasks: list[WorkerTask], *, publishes: bool) -> None:
+        arriving = range(len(self.partitions)) if plan.weights_arrive else ()
+        self.link.depart(tasks, gradients=plan.handed_over, publishes=publishes, arriving=arriving)
+
     def _receive(self) -> None:
         """Wait for the worker on all ranks; then no save reads the arena any more."""
         self.link.receive()
@@ -284,12 +293,12 @@ class HostOptimizer:
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def coming_slot(self, index: int) -> torch.Tensor:
+    def coming_slot(self, index: int, span: Span | None = None) -> torch.Tensor:
         """The slot for the rule's part of a partition's gradient in the coming step; 1-D, in the
         arena. Not for gradients that pass through in chunks. It is free after `begin_step`, but on
-        an accelerator other than the CPU the step may still read y there. Completes the partition's
-        weights that are on their way, because their y may be in the slot."""
-        self.link.complete([(index, Span(0, self.partitions[index].master.numel()))])
+        an accelerator other than the CPU the step may still read y there. Waits until the worker
+        has read the last gradient of `span`, of everything by default."""
+        self.link.free(index, span or Span(0, self.partitions[index].master.numel()))
         return self.partitions[index].ring[self.rule.schedule.coming]
 
     @property

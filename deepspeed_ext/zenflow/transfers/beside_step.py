@@ -14,7 +14,7 @@ whole gradients.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -80,11 +80,6 @@ class LandingBuffer:
                 host.block_means, dtype=host.block_means.dtype, device=self._device
             )
         self.results = Results(buffer[: numel * publish_dtype.itemsize].view(publish_dtype), means)
-
-    @property
-    def fits_any_order(self) -> bool:
-        """Whether chunks may travel in any order."""
-        return self._grad_dtype.itemsize == self._host.published.dtype.itemsize
 
     def release(self) -> None:
         """Free the memory. Until `allocate`, the buffer has neither gradient nor results."""
@@ -212,8 +207,6 @@ class HiddenTransfers(Transfers):
         self._here: dict[tuple[int, int], Latch] = {}
         self._landed_chunks: defaultdict[tuple[int, int], Any] = defaultdict(accelerator.Event)
         self._buffers = buffers
-        # see Note: [y follows its gradient]
-        self._fit_any_order = all(each.fits_any_order for each in buffers)
         self._chunk_slots = slots
         self._has_y = not slots  # the host has the newest y
         # parcels with a gradient that the courier does not have yet, in order
@@ -268,10 +261,6 @@ class HiddenTransfers(Transfers):
                 assert not self._chunk_slots, "y must leave its slot"
                 parcel.bring_up = None
         self._courier.send(parcels or [Parcel(lambda: departed)], self._process, self._at_once)
-
-    def in_order(self, indices: Iterable[int]) -> list[tuple[int, Span]]:
-        chunks = super().in_order(indices)
-        return chunks if self._fit_any_order else sorted(chunks)
 
     def _send(self, parcels: Sequence[Parcel]) -> None:
         for parcel in parcels:

@@ -15,7 +15,6 @@ from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.transfers import streams
-from deepspeed_ext.zenflow.transfers.order_of_use import OrderOfUse
 from deepspeed_ext.zenflow.transfers.weight_upload import WeightUpload
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
@@ -70,7 +69,6 @@ class Transfers:
     Attributes:
         chunk_numel: elements of a chunk, whole blocks; the last chunk of a partition may be
             shorter.
-        order: the order in which chunks depart.
     """
 
     def __init__(
@@ -88,7 +86,6 @@ class Transfers:
         self._slots = [0] * len(results)  # of each partition: where its newest y is
         numel = sum(first.published.numel() for first, *_ in results)
         self.chunk_numel = chunks.chunk_numel(numel, block_size)
-        self.order = OrderOfUse()
         self._sent: dict[tuple[int, int], int] = {}  # submission of each chunk's newest task
         # by partition: parts of y, and events after their reading
         self._read: dict[int, list[tuple[Span, Any]]] = {}
@@ -101,7 +98,6 @@ class Transfers:
             most = max((first.published.numel() for first, *_ in results), default=0)
             self._upload = WeightUpload(most, block_size, waiting)
         self._newest: Any = None  # recorded after the newest copy down
-        self._older: Any = None  # the same for the copy before it
         self._reader: Any = None  # stream that has read the arena
 
     def ready(self) -> Any:
@@ -130,12 +126,15 @@ class Transfers:
                     self._down.wait_event(read)
                 slot[slice(*part)].copy_(grad[slice(*part)], non_blocking=True)
             grad.record_stream(self._down)
-            self._older, self._newest = self._newest, streams.blocking_event()
-            self._newest.record(self._down)
-        # otherwise flat gradients would pile up if the host runs ahead of the link
-        if self._older is not None:
-            self._older.synchronize()
-            self._older = None
+        self._bound_copies()
+
+    def _bound_copies(self) -> None:
+        """Wait for the copy before the newest one: otherwise flat gradients would pile up if the
+        host runs ahead of the link."""
+        older, self._newest = self._newest, streams.blocking_event()
+        self._newest.record(self._down)
+        if older is not None:
+            older.synchronize()
 
     def start(self) -> None:
         """Start the copies of all taken gradients now, so that later work on the current stream
@@ -156,6 +155,9 @@ class Transfers:
             task = replace(by_index[index], span=span)
             self._sent[index, span.begin] = self._process.submit([task])
 
+    def follow(self) -> None:
+        """Hand over the second part of tasks that departed in two."""
+
     def _note_slots(self, tasks: Sequence[WorkerTask]) -> None:
         for task in tasks:
             self._slots[task.partition] = task.y_slot
@@ -163,12 +165,12 @@ class Transfers:
 
     def in_order(self, indices: Iterable[int]) -> list[tuple[int, Span]]:
         """The chunks of partitions, in the order in which they depart."""
-        return self.order.sorted(
+        return [
             (index, Span(begin, min(begin + self.chunk_numel, numel)))
             for index in indices
             for numel in (self._results[index][0].published.numel(),)
             for begin in range(0, numel, self.chunk_numel)
-        )
+        ]
 
     def _host_results(self, index: int) -> Results:
         """The arrays of the arena with a partition's newest results."""

@@ -264,7 +264,18 @@ def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
             _per_block(work, arena, "v_scales", block_size),
         )
     return AdamPass(
-        p, m, v, tuple(grads), work.steps, published, means, block_size, work.publish, first, scales
+        p,
+        m,
+        v,
+        tuple(grads),
+        work.steps,
+        published,
+        means,
+        block_size,
+        work.publish,
+        first,
+        scales,
+        peeks=work.peek_slot is not None,
     )
 
 
@@ -272,7 +283,10 @@ def _lion_pass(work: LionPartitionPass, arena: Arena, block_size: int) -> LionPa
     p, m, published, *grads = _arrays(work, arena, LION_STATE)
     width = LION_STATE.per_block_width(block_size)
     known = _per_block(work, arena, "known", block_size, width)
-    return LionPass(p, m, tuple(grads), work.steps, published, known, block_size, work.publish)
+    peeks = work.peek_slot is not None
+    return LionPass(
+        p, m, tuple(grads), work.steps, published, known, block_size, work.publish, peeks
+    )
 
 
 def _arrays(work: WorkerTask, arena: Arena, state: StateLayout) -> list[Array]:
@@ -291,7 +305,12 @@ def _arrays(work: WorkerTask, arena: Arena, state: StateLayout) -> list[Array]:
         ]
     arrays += [arena.array("y", work.partition, work.y_slot)]
     arrays += [arena.array("g", work.partition, slot) for slot in work.slots]
-    return arrays if work.span is None else [array.part(*work.span) for array in arrays]
+    if work.span is not None:
+        arrays = [array.part(*work.span) for array in arrays]
+    if work.peek_slot is not None:
+        peeked = arena.array("y", OF_CHUNKS, work.peek_slot)
+        arrays[len(state.kinds)] = peeked.part(0, arrays[0].numel)
+    return arrays
 
 
 def _per_block(work: WorkerTask, arena: Arena, kind: str, block_size: int, width: int = 1) -> Array:

@@ -76,6 +76,10 @@ class _Pass:
     """The chunk slot that holds the part's gradient and then its y; None: the partition's own
     slots."""
 
+    peek_slot: int | None = field(default=None, kw_only=True)
+    """Only compute y, into this slot for weights of chunks, and change nothing else; None: take the
+    steps."""
+
     @property
     def y_slot(self) -> int:
         """The slot that y is written to: that of the newest gradient."""

@@ -25,7 +25,7 @@ def finished(sums_apart: bool, ends_early: bool) -> list[bool]:
         number: Extent(0, number * NUMEL, (number + 1) * NUMEL, number * NUMEL)
         for number in range(4)
     }
-    gradients = HostGradients(places, slots.__getitem__, sums, torch.linalg.vector_norm)
+    gradients = HostGradients(places, lambda index, _: slots[index], sums, torch.linalg.vector_norm)
     made = [torch.randn(NUMEL, device=device).bfloat16() for _ in range(4)]
     expected = [each.cpu() for each in made]
     late = [torch.full_like(each, float("nan")) for each in made]
@@ -69,7 +69,7 @@ def shown_and_written(sums_apart: bool) -> dict[str, tuple[float, float]]:
         number: Extent(0, number * NUMEL, (number + 1) * NUMEL, number * NUMEL)
         for number in range(3)
     }
-    gradients = HostGradients(places, slots.__getitem__, sums, torch.linalg.vector_norm)
+    gradients = HostGradients(places, lambda index, _: slots[index], sums, torch.linalg.vector_norm)
     made = [torch.randn(NUMEL, device=device) for _ in range(3)]
     made = made if sums_apart else [each.bfloat16() for each in made]
     for number, each in enumerate(made):
@@ -104,7 +104,7 @@ def read_at_once() -> bool:
     slots = [accelerator.pin_memory(torch.full((NUMEL,), float("nan"), dtype=torch.bfloat16))]
     sums = accelerator.pin_memory(torch.full((NUMEL,), float("nan")))
     gradients = HostGradients(
-        {0: Extent(0, 0, NUMEL, 0)}, slots.__getitem__, sums, torch.linalg.vector_norm
+        {0: Extent(0, 0, NUMEL, 0)}, lambda index, _: slots[index], sums, torch.linalg.vector_norm
     )
     made = torch.randn(NUMEL, device=accelerator.current_device_name())
     expected = made.cpu().bfloat16()
@@ -129,7 +129,7 @@ def weights_from_the_slot() -> bool:
     accelerator = get_accelerator()
     slots = [accelerator.pin_memory(torch.ones(NUMEL, dtype=torch.bfloat16))]
     gradients = HostGradients(
-        {0: Extent(0, 0, NUMEL, 0)}, slots.__getitem__, None, torch.linalg.vector_norm
+        {0: Extent(0, 0, NUMEL, 0)}, lambda index, _: slots[index], None, torch.linalg.vector_norm
     )
     weights = torch.zeros(NUMEL, dtype=torch.bfloat16, device=accelerator.current_device_name())
     accelerator.synchronize()

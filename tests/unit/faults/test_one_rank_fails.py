@@ -119,7 +119,7 @@ CANNOT_BE_AGREED_ON = {
         "runtime/profiling.py:in_profile",
         "runtime/own_process.py:",  # compares two numbers
         "adapter/upstream.py:swapped",
-        "zenflow/step/arrivals.py:WeightArrivals.are_",  # whether two dicts are empty
+        "zenflow/step/stream.py:Stream.are_",  # whether two dicts are empty
         "zenflow/step/optimizer.py:HostOptimizer.complete_weights",  # which keeps what fails
         "adapter/late_weights.py:",  # looks parameters up
         "adapter/zenflow_parts.py:_begin_backward",

@@ -28,9 +28,9 @@ from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
-from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.stream import Stream
 from deepspeed_ext.zenflow.tuner import Tuner
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
@@ -110,9 +110,7 @@ PHASES = {
     "the norm is known": Phase(StepDriver, "find_factor", True),
     "gradients are handed over": Phase(HostOptimizer, "step_partition", True),
     "the worker steps": Phase(WorkerLink, "depart", True, devices=BOTH),
-    "a chunk of several has arrived": Phase(
-        WeightArrivals, "_arrived", True, ("exact",), (3,), BOTH
-    ),
+    "a chunk of several has arrived": Phase(Stream, "_receive", True, ("exact",), (3,), BOTH),
     "a gather of stage 3 waits": Phase(
         LateWeights,
         "complete",

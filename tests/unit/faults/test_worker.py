@@ -20,9 +20,9 @@ from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.plan import chunks
-from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.stream import Stream
 from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import PartitionPass
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -137,7 +137,8 @@ PHASES: dict[str, tuple[type, str]] = {
     "gradients leave": (HostOptimizer, "step_partition"),
     "the norm is known": (StepDriver, "find_factor"),
     "the worker steps": (WorkerLink, "depart"),
-    "chunks arrive": (WeightArrivals, "_arrived"),
+    "the passes follow": (WorkerLink, "follow"),
+    "chunks arrive": (Stream, "_receive"),
     "a backward pass completes weights": (ReachedState, "complete_weights"),
     "a save": (HostOptimizer, "drain"),
 }
@@ -195,12 +196,13 @@ def lose_in(config: dict[str, Any], phase: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "device"), [(2, "sim"), (3, "cpu"), (3, "sim")])
 def test_a_worker_dies_in_any_phase_of_an_exact_step(
-    stage: int, phase: str, tmp_path: Path
+    stage: int, device: str, phase: str, tmp_path: Path
 ) -> None:
+    """On a device the worker peeks, and its passes follow."""
     config = zenflow_config(stage, update_rule="exact")
-    for found in run_ranks(2, lose_in, config, phase, str(tmp_path)):
+    for found in run_ranks(2, lose_in, config, phase, str(tmp_path), device=device):
         assert "rank 0" in found["message"]
         assert "SIGKILL" in found["message"]
         assert "checkpoint" in found["message"]

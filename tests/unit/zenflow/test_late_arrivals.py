@@ -13,7 +13,7 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.plan.places import WeightsArrival
-from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
+from deepspeed_ext.zenflow.step.stream import Stream
 from tests.support.late_weights import exact_config, small_chunks
 from tests.support.models import Branches, batches, on_device
 from tests.support.ranks import run_ranks
@@ -86,14 +86,14 @@ def left_behind(config: dict[str, Any]) -> int:
 def departures(config: dict[str, Any]) -> list[list[tuple[int, int]]]:
     """The chunks of each step, in the order in which they depart."""
     found: list[list[tuple[int, int]]] = []
-    expect = WeightArrivals.expect
+    expect = Stream.expect
 
-    def noting(self: WeightArrivals, transfers: Any, indices: Any) -> None:
+    def noting(self: Stream, indices: Any) -> None:
         indices = list(indices)
-        found.append([(index, span.begin) for index, span in transfers.in_order(indices)])
-        expect(self, transfers, indices)
+        found.append([(index, span.begin) for index, span in self.in_order(indices)])
+        expect(self, indices)
 
-    with patch.object(WeightArrivals, "expect", noting):
+    with patch.object(Stream, "expect", noting):
         engine = make_engine(config, model=Backwards)
         train(engine, batches(3, dist.get_rank()))
         engine.destroy()

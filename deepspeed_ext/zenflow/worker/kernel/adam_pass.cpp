@@ -1,6 +1,7 @@
 // Runs the worker's pass over memory as one loop nest with a plain C ABI (formulas: adam_pass.py).
 
 #include "adam_vectors.h"
+#include "peek.h"
 
 #include <type_traits>
 
@@ -73,19 +74,44 @@ TILES(CLONES, _of_bf, tile, kBFloat16)
 // Indexed by the dtypes of the moments (fp32, bf16), of gradients and of y.
 const Tile kTile[2][3][3] = {TABLE(), TABLE(_of_bf)};
 
+// Runs `tile` for the tile from first to last alone, on copies of all that it writes but y.
+template <class RunTile>
+INLINE void peek(const AdamPass &a, int64_t first, int64_t last, const RunTile &tile) {
+    const int64_t numel = last - first, block = first / a.block_size, blocks = (numel + a.block_size - 1) / a.block_size;
+    const int64_t moment_bytes = numel * kDtypeBytes[a.moment_dtype];
+    Copies copies(Copies::rounded(4 * numel) + 2 * Copies::rounded(moment_bytes) + 3 * Copies::rounded(4 * blocks));
+    const void *const gradient = moved(a.grads[0], first * kDtypeBytes[a.grad_dtype]);
+    AdamPass alone = a;
+    alone.p = copies.of(a.p + first, numel);
+    alone.m = copies.of(static_cast<const char *>(moved(a.m, first * kDtypeBytes[a.moment_dtype])), moment_bytes);
+    alone.v = copies.of(static_cast<const char *>(moved(a.v, first * kDtypeBytes[a.moment_dtype])), moment_bytes);
+    alone.grads = &gradient;
+    alone.published = const_cast<void *>(moved(a.published, first * kDtypeBytes[a.published_dtype]));
+    alone.block_means = copies.room<float>(blocks);
+    alone.first = a.first + static_cast<uint32_t>(first);
+    if (a.m_scales != nullptr) {
+        alone.m_scales = copies.of(a.m_scales + block, blocks);
+        alone.v_scales = copies.of(a.v_scales + block, blocks);
+    }
+    tile(alone, 0, numel);
+}
+
 }  // namespace
 
-extern "C" int32_t dsext_adam_pass_version() { return 15; }
+extern "C" int32_t dsext_adam_pass_version() { return 16; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;
     const Tile definition = a.moment_dtype == kCodes ? tile_of_codes(a.grad_dtype, a.published_dtype)
                                                      : kTile[a.moment_dtype][a.grad_dtype][a.published_dtype];
     const Tile vectors = tile_of_vectors(a);
+    const auto tile = [&](const AdamPass &of, int64_t first, int64_t last) {
+        const int64_t whole = vectors == nullptr ? first : last - last % of.block_size;
+        if (first < whole) vectors(of, first, whole);
+        if (whole < last) definition(of, whole, last);
+    };
     for_each_tile(a.numel, a.block_size, a.threads, [&](int64_t first, int64_t last) {
-        const int64_t whole = vectors == nullptr ? first : last - last % a.block_size;
-        if (first < whole) vectors(a, first, whole);
-        if (whole < last) definition(a, whole, last);
+        a.peeks ? peek(a, first, last, tile) : tile(a, first, last);
     });
 }
 

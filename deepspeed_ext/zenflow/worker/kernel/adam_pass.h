@@ -20,6 +20,7 @@ struct AdamPass {
     uint32_t first;  // number of the first element in its partition
     uint8_t *m_scales, *v_scales;  // of each block, if the moments are codes of 8 bits
     int32_t vectors;  // whether the pass may use AVX-512, with bitwise the same results
+    int32_t peeks;  // whether only y is written (peek.h); there is one step then
 };
 }
 

@@ -145,10 +145,14 @@ class AdamPass:
     scales: tuple[Array, Array] | None = None
     """Scales of the codes of m and of v, uint8 [ceil(n / block_size)] each; None: the moments are
     not coded."""
+    peeks: bool = False
+    """Whether only ``published`` is written: y as it will be after the same pass without `peeks`,
+    which has to follow. A peek has one step."""
 
     def __post_init__(self) -> None:
         n = self.p.numel
         assert len(self.grads) == len(self.steps), "one gradient per step"
+        assert not self.peeks or len(self.steps) == 1, "a peek has one step"
         assert all(a.numel == n for a in (self.m, self.v, self.published, *self.grads)), (
             "arrays of one partition"
         )

@@ -1,6 +1,6 @@
 // Runs Lion's pass over memory (formulas: lion_pass.py).
 
-#include "passes.h"
+#include "peek.h"
 
 extern "C" {
 
@@ -18,6 +18,7 @@ struct LionPass {
     int32_t steps_count, grad_dtype, published_dtype, threads;
     float p_factor;
     uint32_t zero;  // see `rounded`
+    int32_t peeks;  // whether only y is written (peek.h); there is one step then
 };
 }
 
@@ -117,10 +118,28 @@ TILE(lion_fp_fp, kFloat16, kFloat16)
 void (*const kTile[3][3])(const LionPass &, int64_t, int64_t) = {
     {lion_32_32, lion_32_bf, lion_32_fp}, {lion_bf_32, lion_bf_bf, lion_bf_fp}, {lion_fp_32, lion_fp_bf, lion_fp_fp}};
 
+// Runs `tile` for the tile from first to last alone, on copies of all that it writes but y.
+template <class RunTile>
+INLINE void peek(const LionPass &a, int64_t first, int64_t last, const RunTile &tile) {
+    const int64_t numel = last - first, blocks = (numel + a.block_size - 1) / a.block_size;
+    const int64_t known_bytes = 4 * blocks * (1 + (a.block_size + kWordBits - 1) / kWordBits);
+    Copies copies(2 * Copies::rounded(4 * numel) + Copies::rounded(known_bytes));
+    const void *const gradient = moved(a.grads[0], first * kDtypeBytes[a.grad_dtype]);
+    LionPass alone = a;
+    alone.p = copies.of(a.p + first, numel);
+    alone.m = copies.of(a.m + first, numel);
+    alone.grads = &gradient;
+    alone.published = const_cast<void *>(moved(a.published, first * kDtypeBytes[a.published_dtype]));
+    alone.known = copies.room<uint32_t>(known_bytes / 4);
+    tile(alone, 0, numel);
+}
+
 }  // namespace
 
 extern "C" void dsext_lion_pass(const LionPass *pass) {
     const LionPass &a = *pass;
-    const auto run = kTile[a.grad_dtype][a.published_dtype];
-    for_each_tile(a.numel, a.block_size, a.threads, [&](int64_t first, int64_t last) { run(a, first, last); });
+    const auto tile = kTile[a.grad_dtype][a.published_dtype];
+    for_each_tile(a.numel, a.block_size, a.threads, [&](int64_t first, int64_t last) {
+        a.peeks ? peek(a, first, last, tile) : tile(a, first, last);
+    });
 }

@@ -98,10 +98,13 @@ class LionPass:
     known: Array
     block_size: int
     publish: LionPublish
+    peeks: bool = False
+    """Whether only ``published`` is written, as for `AdamPass`."""
 
     def __post_init__(self) -> None:
         n = self.p.numel
         assert len(self.grads) == len(self.steps), "one gradient per step"
+        assert not self.peeks or len(self.steps) == 1, "a peek has one step"
         assert all(a.numel == n for a in (self.m, self.published, *self.grads)), (
             "arrays of one partition"
         )

@@ -12,7 +12,7 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
 __all__ = ["DTYPE_CODES", "NativeKernel", "open_library"]
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 
 
@@ -59,6 +59,7 @@ class _Pass(ctypes.Structure):
         ("m_scales", ctypes.c_void_p),
         ("v_scales", ctypes.c_void_p),
         ("vectors", ctypes.c_int32),
+        ("peeks", ctypes.c_int32),
     ]
 
 
@@ -93,6 +94,7 @@ class _LionPass(ctypes.Structure):
         ("threads", ctypes.c_int32),
         ("p_factor", ctypes.c_float),
         ("zero", ctypes.c_uint32),
+        ("peeks", ctypes.c_int32),
     ]
 
 
@@ -228,6 +230,7 @@ class NativeKernel:
                 m_scales=None if adam_pass.scales is None else adam_pass.scales[0].address,
                 v_scales=None if adam_pass.scales is None else adam_pass.scales[1].address,
                 vectors=self._vectors,
+                peeks=adam_pass.peeks,
             )
         )
 
@@ -260,6 +263,7 @@ class NativeKernel:
                 published_dtype=DTYPE_CODES[lion_pass.published.dtype],
                 threads=self._threads,
                 p_factor=lion_pass.publish.p_factor,
+                peeks=lion_pass.peeks,
             )
         )
 

@@ -66,11 +66,14 @@ class ReferenceKernel:
 
         def work(i: int) -> None:
             with torch.no_grad():
-                stored, newest = (m[i], v[i]), [grad[i] for grad in grads]
-                of_blocks = [each[i] for each in scales]
+                newest, new_p = [grad[i] for grad in grads], p[i]
+                stored, of_blocks, new_means = (m[i], v[i]), [each[i] for each in scales], means[i]
+                if adam_pass.peeks:
+                    new_p, new_means = new_p.clone(), new_means.clone()
+                    stored, of_blocks = (m[i].clone(), v[i].clone()), [*map(torch.clone, of_blocks)]
                 moments = loaded(stored, of_blocks, block)
                 _steps(
-                    p[i],
+                    new_p,
                     *moments,
                     newest,
                     adam_pass.steps,
@@ -79,8 +82,8 @@ class ReferenceKernel:
                     block,
                 )
                 store(moments, stored, of_blocks, block)
-                block_means_into(moments[1], block, means[i])
-                publish_into(adam_pass.publish, p[i], *moments, means[i], block, published[i])
+                block_means_into(moments[1], block, new_means)
+                publish_into(adam_pass.publish, new_p, *moments, new_means, block, published[i])
 
         list(self._pool.map(work, range(len(p))))
 
@@ -106,10 +109,12 @@ class ReferenceKernel:
 
         def work(i: int) -> None:
             with torch.no_grad():
+                kept = p[i], m[i], known[i]
+                new_p, new_m, new_known = map(torch.clone, kept) if lion_pass.peeks else kept
                 for step, grad in zip(lion_pass.steps, grads, strict=True):
-                    _step_lion(step, grad[i].float(), p[i], m[i])
-                published[i].copy_(p[i] * lion_pass.publish.p_factor)
-                known_into(m[i], block, known[i])
+                    _step_lion(step, grad[i].float(), new_p, new_m)
+                published[i].copy_(new_p * lion_pass.publish.p_factor)
+                known_into(new_m, block, new_known)
 
         list(self._pool.map(work, range(len(p))))
 

@@ -41,17 +41,29 @@ def lanes(plan: ZenFlowPlan, link: float, worker: float) -> Lanes:
     return lanes_of(plan, Speeds(moves.down * NUMEL / link, moves.passed * NUMEL / worker))
 
 
+def peek_of(plan: ZenFlowPlan, worker: float) -> float:
+    moves = traffic_of(plan)
+    return worker * moves.peeked / moves.passed
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["in backward", "after it"])
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_the_exact_rule_waits_as_long_as_a_walk_through_its_chunks_says(forward: float) -> None:
-    """Within one chunk's way down: the walk knows that the courier hands the next chunk over before
-    it starts a chunk's way up."""
-    plan = plan_of(update_rule="exact")
+def test_the_exact_rule_waits_as_long_as_a_walk_through_its_chunks_says(
+    forward: float, leaves: bool
+) -> None:
+    plan = plan_of(update_rule="exact", gradients_on_host=leaves)
     for link, worker in itertools.product(LINKS, PASSES):
-        found = lanes(plan, link, worker)
-        walked = exact(Machine(forward, 1 - forward, link, worker, MOST_CHUNKS))
-        said = found.waits(forward, 1 - forward)
-        assert said <= walked + 1e-9
-        assert walked - said <= max(0.0, link - worker) * CHUNKS + 1e-9, (link, worker)
+        found, peek = lanes(plan, link, worker), peek_of(plan, worker)
+        machine = Machine(forward, 1 - forward, link, worker, MOST_CHUNKS)
+        walked = exact(machine, peek, arrives_in_backward=leaves)
+        assert found.waits(forward, 1 - forward) == pytest.approx(walked, abs=0.03 * (1 + walked))
+
+
+def test_a_peek_moves_16_bytes_and_fewer_with_smaller_moments() -> None:
+    """And the copy up reads what it has written: 2 more."""
+    for state, moved in (("float32", 16), ("bfloat16", 12), ("int8", 10.06)):
+        plan = plan_of(update_rule="exact", state_dtype=state)
+        assert traffic_of(plan).peeked == pytest.approx(moved + 2, abs=0.01)
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -62,46 +74,18 @@ def test_without_a_norm_it_would_wait_for_what_backward_leaves(forward: float) -
         left, pace = max(0.0, worker - machine.backward), max(0.0, 1 - forward / worker)
         said = 1.3 * worker * CHUNKS + left * pace
         assert during_backward(machine) == pytest.approx(said, abs=0.02)
-        assert during_backward(machine) <= exact(machine) + 1e-9
 
 
 def test_only_estimates_need_block_means() -> None:
     ups = {rule: traffic_of(plan_of(update_rule=rule)).up for rule in ("predictive", "exact")}
     assert ups == {"predictive": 2 + 4 / 32, "exact": 2}
-    exact_plan, predictive_plan = (plan_of(update_rule=rule) for rule in ("exact", "predictive"))
-    spared = predictive_plan.held.landing_bytes - exact_plan.held.landing_bytes
-    assert spared == NUMEL * 4 / 32
 
 
 def test_without_waits_only_the_first_chunk_is_exposed() -> None:
-    found = lanes(plan_of(update_rule="exact"), 0.1, 0.2)
-    first = (found.down + found.host + found.up) * CHUNKS
+    plan = plan_of(update_rule="exact", gradients_on_host=True)
+    found = lanes(plan, 0.1, 0.2)
+    first = (peek_of(plan, 0.2) + found.up) * CHUNKS
     assert found.waits(1 / 3, 2 / 3) == pytest.approx(first) == pytest.approx(found.exposed)
-
-
-@pytest.mark.parametrize("rule", ["predictive", "exact"])
-def test_longer_backward_helps_the_predictive_rule_alone(rule: str) -> None:
-    found = lanes(plan_of(update_rule=rule), 0.2, 2.0)
-    gained = found.waits(0.3, 0.7) - found.waits(0.3, 1.7)
-    assert gained == pytest.approx(1.0 if rule == "predictive" else 0.0)
-    assert found.waits(0.3, 0.7) > found.waits(0.8, 0.7)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"update_rule": "exact", "hide_transfers": False},
-        {"update_rule": "exact", "gradients_on_host": True},
-        {"update_rule": "exact", "overlap_step": False},
-    ],
-)
-def test_no_other_way_to_step_exactly_waits_less(config: dict[str, Any]) -> None:
-    """Where the pass is the slowest lane, but for the first chunk's way down."""
-    for link, worker in itertools.product(LINKS, PASSES):
-        best = lanes(plan_of(update_rule="exact"), link, worker)
-        other = lanes(plan_of(**config), link, worker)
-        if link <= worker:
-            assert other.waits(0.3, 0.7) >= best.waits(0.3, 0.7) - best.down * CHUNKS - 1e-9
 
 
 def test_schedules_wait_as_long_as_their_slowest_lane_says() -> None:

@@ -36,7 +36,7 @@ RULES: dict[str, dict[str, Any]] = {
     "predictive": {"overlap_step": False},
     "selective": {
         "topk_ratio": 0.999,
-        "update_interval": 3,
+        "update_interval": 1,
         "select_interval": 6,
     },
 }

@@ -19,7 +19,7 @@ POOL = 32
 WAYS: dict[str, dict[str, Any]] = {
     "inside of the step": {"hide_transfers": False, "overlap_step": False},
     "beside the next step": {"hide_transfers": True},
-    "exact": {"update_rule": "exact"},
+    "exact": {"update_rule": "exact", "gradients_on_host": False},
 }
 
 

@@ -1,0 +1,144 @@
+"""Streamed weights: which chunks a use completes and which copies it waits for, in which order the
+worker visits them, and which weights are lost."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ext.zenflow.plan import chunks
+from deepspeed_ext.zenflow.plan.places import Copies
+from deepspeed_ext.zenflow.step import stream
+from deepspeed_ext.zenflow.step.stream import Stream, WeightSlot
+from deepspeed_ext.zenflow.transfers.courier import Parcel
+from deepspeed_ext.zenflow.transfers.inside_step import Results
+from deepspeed_ext.zenflow.worker.messages import PartitionPass, Span
+
+SIZE, NUMELS = 4, (8, 6)
+"""Elements of a chunk, and of each partition."""
+ANY: Any = None
+CHUNKS = [(0, Span(0, 4)), (0, Span(4, 8)), (1, Span(0, 4)), (1, Span(4, 6))]
+
+
+class Courier:
+    """Keeps what is sent; `wait_for` delivers everything up to the parcel that is waited for."""
+
+    def __init__(self, *_: Any) -> None:
+        self.sent: list[list[Parcel]] = []
+        self.waited: list[Any] = []
+
+    def send(self, parcels: list[Parcel], process: Any, at_once: int | None = None) -> None:
+        self.sent.append(list(parcels))
+
+    def wait_for(self, latch: Any, within: Any) -> None:
+        self.waited.append(latch)
+        for parcel in self.sent[0]:
+            if not parcel.here.is_open and parcel.bring_up is not None:
+                parcel.send()
+                parcel.bring_up()
+                parcel.here.open()
+            if parcel.here is latch:
+                return
+
+
+class Run:
+    """Two partitions, whose steps are handed over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+        monkeypatch.setattr(stream, "Courier", Courier)
+        monkeypatch.setattr(chunks, "CHUNK_NUMEL", SIZE)
+        self.metrics = SimpleNamespace(bytes_up=0, waiting=None)
+        self.slots = [WeightSlot(torch.full((SIZE,), float(n + 1))) for n in range(slots)]
+        self.weights = [torch.zeros(numel) for numel in NUMELS]
+        published = [[Results(torch.full((numel,), 9.0), None)] for numel in NUMELS]
+        metrics: Any = self.metrics
+        self.stream = Stream(ANY, published, 2, metrics, Copies.NONE, self.slots, 1.0)
+        self.stream.partitions = [  # type: ignore[assignment]
+            SimpleNamespace(weights=lambda weights=weights: weights) for weights in self.weights
+        ]
+        self.courier: Courier = self.stream._courier  # type: ignore[assignment]
+
+    def step(self) -> None:
+        self.courier.sent.clear()
+        self.stream.expect([0, 1])
+        tasks = [PartitionPass(index, (0,), steps=(), publish=ANY) for index in (0, 1)]
+        self.stream.depart(tasks, publishes=True)
+        self.stream.follow()
+
+    def visits(self) -> list[list[tuple[int, Span | None]]]:
+        return [[(parcel.index, parcel.span) for parcel in sent] for sent in self.courier.sent]
+
+    def lost(self) -> list[list[bool]]:
+        return [each.isnan().tolist() for each in self.weights]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(monkeypatch, slots=3)
+
+
+def test_the_worker_peeks_in_the_order_of_use_and_passes_in_reverse(run: Run) -> None:
+    run.step()
+    assert run.visits() == [CHUNKS, CHUNKS[::-1]]
+    first, second = run.courier.sent
+    assert [parcel.task.peek_slot for parcel in first if parcel.task] == [0, 1, 2, 0]
+    assert [parcel.task.peek_slot for parcel in second if parcel.task] == [None] * 4
+    run.stream.complete(ANY, [(1, Span(4, 6))])
+    run.stream.complete(ANY, [(0, Span(4, 8))])
+    run.stream.complete(ANY)
+    run.step()
+    by_use = [CHUNKS[3], CHUNKS[1], CHUNKS[0], CHUNKS[2]]
+    assert run.visits() == [by_use, by_use[::-1]]
+
+
+def test_where_a_peek_hides_nothing_the_pass_itself_gives_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(monkeypatch, slots=0)
+    run.step()
+    assert run.visits() == [CHUNKS]
+    run.stream.complete(ANY)
+    assert [weights.unique().tolist() for weights in run.weights] == [[9.0], [9.0]]
+
+
+def test_a_use_completes_the_chunks_that_it_touches(run: Run) -> None:
+    run.step()
+    assert run.stream.are_due
+    run.stream.complete(ANY, [(0, Span(1, 4))])
+    assert run.weights[0].tolist() == 4 * [1.0] + 4 * [0.0]
+    run.stream.complete(ANY, [(0, Span(3, 5)), (1, Span(5, 6))])
+    assert run.stream._awaited.keys() == {(1, 0)}
+    run.stream.complete(ANY)
+    assert not run.stream.are_awaited
+    assert run.metrics.bytes_up == 4 * sum(NUMELS)
+    assert run.weights[1].tolist() == 4 * [3.0] + 2 * [1.0]  # the fourth chunk has the first slot
+
+
+def test_a_slot_is_free_for_the_next_gradient_only_when_its_pass_has_ended(run: Run) -> None:
+    run.step()
+    passes = {(parcel.index, parcel.span): parcel.here for parcel in run.courier.sent[1]}
+    run.courier.waited.clear()
+    run.stream.free(0, Span(5, 6), ANY)
+    assert run.courier.waited[-1] is passes[0, Span(4, 8)]
+    assert passes[0, Span(0, 4)] not in run.courier.waited
+    run.courier.waited.clear()
+    run.stream.free(0, Span(5, 6), ANY)
+    assert run.courier.waited == [], "once is enough"
+
+
+def test_lost_weights_count_as_on_their_way_until_they_are_used(run: Run) -> None:
+    run.step()
+    run.stream.complete(ANY, [(0, Span(0, 4))])
+    run.stream.lose([(1, Span(4, 6))])
+    assert run.lost() == [4 * [False] + 4 * [True], 6 * [True]]
+    assert run.stream.are_awaited
+    run.stream.lose([(0, Span(4, 8)), (1, Span(0, 6))])
+    assert not run.stream.are_awaited
+    run.weights[1].zero_()
+    run.stream.expect([1])
+    run.stream.lose()
+    assert run.lost() == [4 * [False] + 4 * [True], 6 * [True]]
+    assert not run.stream.are_awaited
