@@ -64,16 +64,13 @@ def prepare_kernels(
     prepare.prepare(device, block_size, chain(*calls), warns=warns)
 
 
-def partition_of(
-    plan: ZenFlowPlan, index: int, state: WholeState, holders: RankGroup, arena: Arena
-) -> Partition:
+def partition_of(plan: ZenFlowPlan, index: int, state: WholeState, arena: Arena) -> Partition:
     """A partition as the rule sees it: without its head, which steps on the accelerator."""
     layout, decided = plan.rule.layout, plan.partitions[index]
     head = decided.head
     return Partition(
         index,
         state.group,
-        holders,
         (lambda: state.weights()[head:]) if head else state.weights,
         master=arena.tensor("p", index),
         moments=tuple(arena.tensor(kind, index) for kind, _ in layout.moments),

@@ -73,7 +73,6 @@ def start_optimizer(
     weights: Callable[[int], torch.Tensor],
     caller: Caller,
     sharers: RankGroup,
-    holders: Sequence[RankGroup],
 ) -> HostOptimizer:
     """Make this rank's plan, and build exactly that. A collective.
 
@@ -85,7 +84,6 @@ def start_optimizer(
         caller: what the caller does with weights and gradients. It must follow the result's
             ``decided``.
         sharers: the data-parallel ranks, whose partitions are in the same order.
-        holders: for each partition, the ranks that its parameters are sharded over.
 
     Raises:
         ConfigError: settings contradict each other, or ZenFlow does not run this optimizer.
@@ -112,9 +110,7 @@ def start_optimizer(
     states = [
         _state(layout, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)
     ]
-    partitions = [
-        partition_of(plan, i, state, holders[i], link.arena) for i, state in enumerate(states)
-    ]
+    partitions = [partition_of(plan, i, state, link.arena) for i, state in enumerate(states)]
     for partition, part, decided in zip(partitions, parts, plan.partitions, strict=True):
         _copy_to_host(part[decided.head :], partition.master)
     rule = rule_of(plan)(plan, partitions, link, ranks, kind, metrics)

@@ -114,7 +114,6 @@ def compare_with_simulation(
         lambda index: weights,
         Caller("float32", "float32"),
         ranks,
-        [ranks],
     )
     optimizer.param_groups[0]["params"] = adam.shown.masters
     simulated = Simulated(start, interval, overlapped=overlapped, every=every)
