@@ -27,7 +27,7 @@ from deepspeed_ext.config import FlattenTier
 from deepspeed_ext.flatten.plan import TIERS
 from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import Place
-from studies.time_model import inputs, upstream
+from tools import deepspeed_zenflow as upstream
 
 __all__ = ["PAGE", "Shape", "activation_bytes", "largest", "markdown"]
 
@@ -41,7 +41,14 @@ HOST_GIB = (64, 128, 256, 512, 1024, 2048)
 
 SIZES = (1, 3, 7, 13, 32, 70)
 """Billions of parameters in the tables of time."""
-_MACHINES = inputs.read().machines
+_HOST_SHARE, _GPU_SHARE = 0.8, 0.5
+"""Of a peak, what a bandwidth test of many threads reaches, and what training does."""
+_MACHINES = {
+    "8 x A100": Machine(25e9, 409.6e9 * _HOST_SHARE, 312e12 * _GPU_SHARE),
+    "8 x H200": Machine(52e9, 614.4e9 * _HOST_SHARE, 989e12 * _GPU_SHARE),
+    "1 x GH200": Machine(300e9, 500e9 * _HOST_SHARE, 989e12 * _GPU_SHARE),
+}
+"""Bytes per second of the link and of a host, FLOP per second of a GPU."""
 
 
 @dataclass(frozen=True)

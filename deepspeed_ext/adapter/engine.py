@@ -429,7 +429,6 @@ class Engine(EngineSettings):
         )
         layout = RunLayout(
             stage=int(self.zero_optimization_stage()),
-            bf16=bool(self.bfloat16_enabled()),
             sharers=RankGroup.of(self.seq_data_parallel_group),
             has_experts=bool(self.has_moe_layers),
             shapes=self._get_zero_param_shapes,
@@ -450,23 +449,20 @@ class Engine(EngineSettings):
             self._require(Readiness.require_states_here)
         if self.load_universal_checkpoint():  # it changes counters before `load_module_state_dict`
             self._require(Readiness.load_begins)
-        folder = os.path.join(load_dir, str(tag))
-        if (opened := self._parts.resharder.plan(folder, how, self.lr_scheduler)) is None:
+        folder, resharder = os.path.join(load_dir, str(tag)), self._parts.resharder
+        if (instead := resharder.plan(folder, how, self.lr_scheduler)) is None:
             return super()._load_checkpoint(load_dir, tag, **how)
-        # without optimizer states, stage 3 would gather a whole fp32 model
-        with_states = {**how, "load_optimizer_states": True}
-        with swapped(Swap(self, "checkpoint_engine", opened)):
-            result = super()._load_checkpoint(load_dir, tag, **with_states)
-        self.loaded_checkpoint_dp_world_size = self.seq_dp_world_size
-        return self._parts.resharder.finish(result, how)
+        resharder.swap(Swap(self, "checkpoint_engine", instead[0]))
+        result = super()._load_checkpoint(load_dir, tag, **instead[1])
+        return resharder.load_beside(result)
 
     def zero_load_from_fp32_weights(self) -> bool:
         """Also true if p cannot come from the weights; see `Resharder.loads_fp32`."""
         return self._parts.resharder.loads_fp32(bool(super().zero_load_from_fp32_weights()))
 
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: Any) -> list[str]:
-        super_call = super()._get_all_ckpt_names
-        return self._parts.resharder.model_names(lambda: super_call(checkpoints_path, tag))
+        file = self._parts.resharder.model_file
+        return super()._get_all_ckpt_names(checkpoints_path, tag) if file is None else [file]
 
     def load_module_state_dict(
         self,
@@ -477,24 +473,16 @@ class Engine(EngineSettings):
         **kwargs: Any,
     ) -> None:
         self._require(Readiness.load_begins)
-        super_call = super().load_module_state_dict
-        self._parts.resharder.load_model(
-            lambda: super_call(checkpoint, strict, custom_load_fn, *args, **kwargs),
-            checkpoint,
-            strict,
-        )
-
-    def _get_all_zero_checkpoints(self, load_dir: str, tag: Any) -> Any:
-        super_call = super()._get_all_zero_checkpoints
-        return self._parts.resharder.optimizer_states(lambda: super_call(load_dir, tag))
+        with self._parts.resharder.loading_model():
+            super().load_module_state_dict(checkpoint, strict, custom_load_fn, *args, **kwargs)
 
     def _load_zero_checkpoint(
         self, load_dir: str, tag: Any, load_optimizer_states: bool = True
     ) -> Any:
-        super_call = super()._load_zero_checkpoint
-        return self._parts.resharder.load_partitions(
-            lambda: super_call(load_dir, tag, load_optimizer_states)
-        )
+        loaded = super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
+        if loaded:
+            self._parts.resharder.write_weights()
+        return loaded
 
     # -- the end -----------------------------------------------------------------------------------
 

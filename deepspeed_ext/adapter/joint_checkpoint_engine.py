@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
 from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
-from deepspeed_ext.checkpoint.file import reading, save_id_of, with_save_id, without_save_id
+from deepspeed_ext.checkpoint.file import marked, reading, save_id_of, unmarked
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
 from deepspeed_ext.checkpoint.remedies import advised, remedy_for
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, fill_holes, write_skeleton
@@ -24,14 +24,13 @@ from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import (
-    MOST_TOLD,
     DeferredError,
     RankGroup,
     agreed,
-    rank_list,
     require_same_plan,
     together,
 )
+from deepspeed_ext.runtime.words import LOAD_ANOTHER
 from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 
 __all__ = ["JointCheckpointEngine"]
@@ -50,7 +49,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     Tensors are written from their own memory, without a copy on the host.
 
-    Every file holds the id of its save, and `load` rejects files of different saves.
+    Every file says which save and which file it is (`checkpoint.file`), and `load` rejects others.
 
     DeepSpeed also saves a model alone through this class, to a folder that the user names, without
     `begin_save`. Such a save writes that file in place; its errors are raised on all ranks, too.
@@ -148,7 +147,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         with self.kept.deferring_errors():
             aside = self._aside(path)
             if self._folder is not None and isinstance(state_dict, dict):
-                state_dict = with_save_id(state_dict, self._save_id)
+                state_dict = marked(state_dict, self._save_id, path)
             self._write(state_dict, aside)
 
     def _write(self, content: Any, path: str) -> None:
@@ -156,18 +155,18 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         try:
             holes = write_skeleton(content, path)
         except SkeletonError:
-            super().save(content if self._folder is None else self._plain(content), path)
+            super().save(content if self._folder is None else self._plain(content, path), path)
         else:
             fill_holes(path, [self._decoding(hole) for hole in holes])
         files.sync_file(path)
         files.sync_folder(os.path.dirname(path))
 
-    def _plain(self, content: Any) -> Any:
+    def _plain(self, content: Any, path: str) -> Any:
         """`content` with all tensors on the host."""
         if self._coded is not None:
             self._coded.show()
-        on_host = tree_map_only(torch.Tensor, _on_host, without_save_id(content))
-        return with_save_id(on_host, self._save_id) if isinstance(on_host, dict) else on_host
+        on_host = tree_map_only(torch.Tensor, _on_host, unmarked(content))
+        return marked(on_host, self._save_id, path) if isinstance(on_host, dict) else on_host
 
     def _decoding(self, hole: Hole) -> Hole:
         """The hole, which decodes its values if they are encoded moments."""
@@ -303,20 +302,13 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         with together(self._ranks, CheckpointError):
             with reading(path), checking(path):
                 content = self._read(path, map_location)
-            save_id, content = save_id_of(content), without_save_id(content)
-        found = self._ranks.distinct(save_id, MOST_TOLD)
-        expected = self._loaded_id or found[0][0]
-        if any(each != expected for each, _ in found):
-            listing = ", ".join(
-                f"{each} on {rank_list(members, self._ranks)}" for each, members in found
-            )
-            error = CheckpointError(
-                f"{os.path.dirname(path)} holds files of different saves: {path} and the files "
-                f"that other ranks read with it have the save ids {listing}, expected {expected}. "
-                "Load another checkpoint by its tag"
-            )
-            raise agreed(error, self._ranks)
-        self._loaded_id = expected
+            save_id, content = save_id_of(content, path), unmarked(content)
+            if save_id != (expected := self._loaded_id or save_id):
+                raise CheckpointError(
+                    f"{path} is of save {save_id}, expected {expected}: the folder holds files of "
+                    f"different saves: {LOAD_ANOTHER}"
+                )
+            self._loaded_id = expected
         return content
 
     def _read(self, path: str, map_location: Any) -> Any:

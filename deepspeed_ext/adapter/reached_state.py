@@ -20,7 +20,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.adapter.saved_checkpoint import groups_of
-from deepspeed_ext.adapter.saved_fields import require_optimizer_fields
 from deepspeed_ext.adapter.step import AutocastScale
 from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.checkpoint import zenflow_state as checkpoint
@@ -303,7 +302,6 @@ class ReachedState:
         if not isinstance(state, Mapping):
             told = f"the optimizer's state is a {type(state).__name__}, expected a dict"
             raise CheckpointError(f"{told}: {LOAD_ANOTHER}")
-        require_optimizer_fields(state, _STATE)
         if loads_optimizer:
             self._require_groups(groups_of(state), _STATE)
         return self.require_fitting(state)
@@ -335,7 +333,7 @@ def _require_same_position(saved: SavedState | None, ranks: RankGroup) -> None:
     ranks would diverge."""
     position: Any = None
     if saved is not None:
-        counts = saved.updates, saved.position, dict(saved.schedule)
+        counts = saved.updates, saved.position, saved.schedule
         position = (saved.rule, saved.block_size, *counts)
     try:
         require_same_plan("continuing from the checkpoint", position, ranks)

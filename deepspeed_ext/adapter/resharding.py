@@ -1,5 +1,5 @@
-"""Lets DeepSpeed's `load_checkpoint` read a checkpoint of another number of ranks or another ZeRO
-stage.
+"""Checks a checkpoint before DeepSpeed's `load_checkpoint` reads it, and lets DeepSpeed read one of
+another number of ranks or another ZeRO stage.
 
 If the layout of a checkpoint differs from the run's, every rank reads the elements of its own
 partitions from the checkpoint's files and passes them to DeepSpeed as if they had been saved in the
@@ -15,85 +15,46 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from deepspeed_ext.adapter.reshard import (
+    Target,
+    load_frozen,
+    load_masters,
+    require_readable,
+    require_same_groups,
+    reshard,
+)
 from deepspeed_ext.adapter.saved_checkpoint import (
     ZERO_STAGE_WEIGHTS,
     Keys,
     SavedCheckpoint,
     SavedPartitions,
     groups_of,
-    holds_partitions,
+    rank_of,
     read_fields,
 )
-from deepspeed_ext.adapter.saved_fields import (
-    require_model_fields,
-    require_optimizer_fields,
-    require_partitions,
-    require_weights,
-)
-from deepspeed_ext.adapter.upstream import (
-    Swap,
-    TorchCheckpointEngine,
-    group_paddings,
-    swapped,
-)
+from deepspeed_ext.adapter.upstream import Swap, TorchCheckpointEngine, swapped
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
-from deepspeed_ext.adapter.zero_partitions import target_of
-from deepspeed_ext.checkpoint.reshard.ends import Target
-from deepspeed_ext.checkpoint.reshard.load import (
-    load_frozen,
-    load_masters,
-    load_optimizer,
-    require_same_groups,
-    scalars_of,
-    sources_of,
-)
+from deepspeed_ext.checkpoint.file import reading, save_id_of
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, rule_told
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import log_once, logger
-from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
-from deepspeed_ext.runtime.words import counted
+from deepspeed_ext.runtime.ranks import (
+    MOST_TOLD,
+    RankGroup,
+    agreed,
+    rank_list,
+    together,
+)
+from deepspeed_ext.runtime.words import LOAD_ANOTHER, counted
 
 __all__ = ["LoadingRun", "Resharder", "RunLayout", "only_weights"]
-
-
-class _OpenedFile(TorchCheckpointEngine):
-    """Returns the `content` of the model's file, already open, whose tensors are memory-mapped."""
-
-    def __init__(self, config_params: Any, content: Mapping[str, Any]) -> None:
-        super().__init__(config_params)
-        self._content = content
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        return dict(self._content)
-
-
-class Resharding:
-    """A checkpoint and the partitions that it is loaded into.
-
-    Args:
-        partitions_weights: whether weights are sharded over the ranks, as at stage 3.
-
-    Attributes:
-        whole_weights: whether the checkpoint and this rank both have all weights, so that DeepSpeed
-            can load them.
-        model_path, files: the model's file, and the checkpoint engine that reads it.
-    """
-
-    def __init__(
-        self, saved: SavedCheckpoint, target: Target, partitions_weights: bool, config_params: Any
-    ) -> None:
-        self.saved = saved
-        self.target = target
-        self.whole_weights = saved.has_whole_weights and not partitions_weights
-        self.model_path = saved.model_file()
-        self.files = _OpenedFile(config_params, saved.sound_model())
 
 
 @dataclass(frozen=True)
@@ -102,7 +63,6 @@ class RunLayout:
 
     Attributes:
         stage: ZeRO stage.
-        bf16: whether the run trains in bf16.
         sharers: the ranks over which its parameters are sharded.
         has_experts: whether some parameters belong to fewer ranks than others.
         shapes: returns, for each flat tensor, the shape of each parameter by name, in order.
@@ -111,16 +71,10 @@ class RunLayout:
     """
 
     stage: int
-    bf16: bool
     sharers: RankGroup
     has_experts: bool
     shapes: Callable[[], Any]
     files: Callable[[str], tuple[str, list[str]]] | None
-
-    @property
-    def partitions_weights(self) -> bool:
-        """Whether weights are sharded over the ranks."""
-        return self.stage == ZERO_STAGE_WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -156,329 +110,151 @@ class LoadingRun:
             self.zenflow.host.expose()
 
 
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint of another layout, and the partitions that it is loaded into."""
+
+    saved: SavedCheckpoint
+    target: Target
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the checkpoint and this rank both have all weights, so that DeepSpeed can load
+        them."""
+        return self.saved.has_whole_weights and not self.target.is_sharded
+
+
+class _Files(TorchCheckpointEngine):
+    """Gives DeepSpeed the files that it would have found in the run's layout.
+
+    Args:
+        model: the content of the model's file.
+        rank: this rank, whose optimizer file is asked for.
+        state: returns its state dict. A collective.
+    """
+
+    def __init__(
+        self, config: Any, model: Mapping[str, Any], rank: int, state: Callable[[], Any]
+    ) -> None:
+        super().__init__(config)
+        self._model = model
+        self._rank = rank
+        self._state = state
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        if (rank := rank_of(path)) is None:
+            return dict(self._model)
+        return {Keys.OPTIMIZER_STATE_DICT: self._state() if rank == self._rank else None}
+
+
 class Resharder:
-    """Loads checkpoints for one engine. The engine's overrides of DeepSpeed's methods call its
-    methods in this order: `loading` around all, `plan`, `model_names`, `load_model`,
-    `load_partitions` around `optimizer_states` and `loads_fp32`, `finish`."""
+    """Loads checkpoints for one engine. `loading` wraps a load; in it, DeepSpeed's
+    ``_load_checkpoint`` comes between `plan` and `load_beside`, and `write_weights` comes last."""
 
     def __init__(self) -> None:
         self._run: LoadingRun | None = None
-        self._resharding: Resharding | None = None
+        self._how: Mapping[str, Any] = {}
+        self._source: _Source | None = None
         self._loads_state = False  # ZenFlow's state, in the layout of this run
+        self._swaps = ExitStack()
 
     @contextmanager
     def loading(self, run: LoadingRun) -> Iterator[None]:
         """Wrap one load."""
         self._run = run
         try:
-            yield
+            with self._swaps:
+                yield
         finally:
-            self._run, self._resharding, self._loads_state = None, None, False
+            self._run, self._source, self._loads_state, self._how = None, None, False, {}
 
     @property
     def _loading(self) -> LoadingRun:
         assert self._run is not None, "valid only inside a load"
         return self._run
 
+    @property
+    def model_file(self) -> str | None:
+        """The model's file that a load of another layout reads; None: DeepSpeed's own."""
+        return None if self._source is None else self._source.saved.model_file
+
+    def _together(self) -> AbstractContextManager[None]:
+        return together(self._loading.ranks, CheckpointError)
+
+    def loading_model(self) -> AbstractContextManager[None]:
+        """Wrap DeepSpeed's load of the weights: with ZenFlow or another layout, an error of one
+        rank is raised on all. A collective, if so."""
+        joins = self._source is not None or self._loading.zenflow is not None
+        return self._together() if joins else nullcontext()
+
     # -- before DeepSpeed reads --------------------------------------------------------------------
 
     def plan(
         self, folder: str, how: Mapping[str, Any], schedule: Any
-    ) -> TorchCheckpointEngine | None:
-        """Compare the layout of the checkpoint in `folder` with the run's. A collective.
+    ) -> tuple[TorchCheckpointEngine, dict[str, Any]] | None:
+        """Check the files that this rank reads, and compare their layout with the run's. A
+        collective.
 
         Args:
             how: the keyword arguments of DeepSpeed's ``_load_checkpoint``.
             schedule: the engine's scheduler of the learning rate; None: it has none.
 
         Returns:
-            The checkpoint engine that reads the model's file in place of DeepSpeed's; None:
-            DeepSpeed can load everything.
+            The checkpoint engine that reads files in place of DeepSpeed's, and the arguments for
+            it; None: DeepSpeed loads its own.
 
         Raises:
-            CheckpointError: on every rank, if the checkpoint needs another layout and cannot be
-                read, or has a field that DeepSpeed or the optimizer cannot use.
+            CheckpointError: on every rank, if a file cannot be read, is of another rank or save, or
+                does not fit the run.
         """
-        run, states = self._loading, dict[str, Mapping[str, Any]]()
-        with together(run.ranks, CheckpointError):
-            model, states = self._with_right_fields(folder, how, schedule)
-        self._resharding = self._planned(folder, only_weights(how), how["custom_load_fn"])
-        if run.zenflow is not None:
-            with together(run.ranks, CheckpointError):
-                self._require_fitting(run.zenflow, states, folder)
-                is_whole = self._resharding is None or self._resharding.whole_weights
-                if is_whole and run.can_reshard and how["custom_load_fn"] is None:
-                    require_weights(*model, run.module, strict=bool(how["load_module_strict"]))
-        return None if self._resharding is None else self._resharding.files
+        run, self._how = self._loading, how
+        source: _Source | None = None
+        found: Any = None
+        with self._together():
+            source = self._differing(folder, how)
+            if source is None:
+                save_id = self._check_own_files(folder, how, schedule)
+                found = (None, save_id, self._loads_state)
+            else:
+                self._require_readable(source, how)
+                saved = source.saved
+                found = ((saved.stage, saved.ranks), saved.save_id, False)
+        if len(each := run.ranks.distinct(found, MOST_TOLD)) > 1:
+            listing = ", ".join(f"{what} on {rank_list(on, run.ranks)}" for what, on in each)
+            error = CheckpointError(
+                f"{folder}: the ranks' files are of different saves or layouts (another stage and "
+                f"number of ranks, id of the save, whether ZenFlow saved it): {listing}. Give all "
+                f"ranks the same folder, or {LOAD_ANOTHER}"
+            )
+            raise agreed(error, run.ranks)
+        self._source = source
+        if source is not None or run.zenflow is not None:
+            self._load_at_once()
+        return None if source is None else self._instead(source)
 
-    def _planned(self, folder: str, without_state: bool, custom_load_fn: Any) -> Resharding | None:
-        run = self._loading
-        if run.layout.has_experts and run.zenflow is not None and not without_state:
-            with together(run.ranks, CheckpointError):
-                _require_same_ranks(folder, run.layout.sharers.size)
-        if not run.can_reshard:
-            return None
-        found = None
-        with together(run.ranks, CheckpointError):
-            found = self._differing(folder, without_state)
-        if run.ranks.all(found is None):
-            return None
-        with together(run.ranks, CheckpointError):
-            if found is None:
-                raise CheckpointError(
-                    f"{folder}: this rank sees another checkpoint than the other ranks: give all "
-                    "ranks the same folder, or copies of one checkpoint"
-                )
-            if custom_load_fn is not None and not found.whole_weights:
-                raise CheckpointError(
-                    "custom_load_fn was given, but there are no whole weights to pass to it: the "
-                    "checkpoint or this run is of ZeRO stage 3, with another number of ranks or "
-                    "another stage. Load without it"
-                )
-            with _naming(folder):
-                self._require_readable(found, without_state)
-            saved = (found.saved.stage, found.saved.ranks, found.saved.save_id)
-        require_same_plan("loading the checkpoint", saved, run.ranks)
-        assert found is not None
+    def _instead(self, source: _Source) -> tuple[TorchCheckpointEngine, dict[str, Any]]:
+        run, saved, target = self._loading, source.saved, source.target
         if run.leads:
             logger.info(
-                f"{found.saved.folder}, saved by {counted(saved[1], 'rank')} at ZeRO stage "
-                f"{saved[0]}, is loaded on {counted(found.target.ranks, 'rank')} "
+                f"{saved.folder}, saved by {counted(saved.ranks, 'rank')} at ZeRO stage "
+                f"{saved.stage}, is loaded on {counted(target.ranks, 'rank')} "
                 f"at stage {run.layout.stage}"
             )
-        return found
+        model = dict[str, Any]()
+        with self._together():
+            model |= {**saved.sound_model(saved.first), "dp_world_size": target.ranks}
+        # without optimizer states, stage 3 would gather a whole fp32 model
+        how = {**self._how, "load_optimizer_states": True}
+        if not source.has_weights:
+            model |= {"module": {}, Keys.FROZEN_PARAM_FRAGMENTS: None}
+            how["load_module_strict"] = False
+        return _Files(run.config, model, target.rank, self._resharded), how
 
-    def _require_readable(self, found: Resharding, without_state: bool) -> None:
-        """Check all that this rank will read of a checkpoint of another layout, but for the values
-        of large tensors."""
-        found.target.layout.require_same_parameters(found.saved.layout)
-        if not without_state:
-            require_same_groups(found.saved, found.target)
-        _, sources = sources_of(found.saved, found.target)
-        if not without_state and self._loading.zenflow is not None:
-            for rank in sources:
-                require_partitions(found.saved.partitions(rank), self._loading.zenflow.moments)
-            scalars_of(sources)
+    def swap(self, change: Swap) -> None:
+        """Make a change until the load ends."""
+        self._swaps.enter_context(swapped(change))
 
-    def _with_right_fields(
-        self, folder: str, how: Mapping[str, Any], schedule: Any
-    ) -> tuple[tuple[str, Mapping[str, Any] | None], dict[str, Mapping[str, Any]]]:
-        """Check the fields of the model's files and of the optimizer's files before anything
-        changes; return the model's file with its content, None: missing, and the optimizer's states
-        by file. Large tensors are not read, but on the meta device."""
-        model_files, optimizer_files, read = self._files(folder)
-        loads_counts = not how["load_module_only"]
-        if not (loads_counts and how["load_lr_scheduler_states"]):
-            schedule = None
-        model: tuple[str, Mapping[str, Any] | None] = "", None
-        for file in model_files:
-            model = file, _content(read, file)
-            if model[1] is not None:
-                require_model_fields(model[1], file, loads_counts=loads_counts, schedule=schedule)
-        states: dict[str, Mapping[str, Any]] = {}
-        for file in () if only_weights(how) else optimizer_files:
-            if (content := _content(read, file)) is not None:
-                state: Any = content.get(Keys.OPTIMIZER_STATE_DICT)
-                require_optimizer_fields(state, file)
-                states[file] = state
-        return model, states
-
-    def _require_fitting(
-        self, zenflow: ZenFlowParts, states: Mapping[str, Mapping[str, Any]], folder: str
-    ) -> None:
-        """Check what the run takes from the optimizer's states by file: the parameter groups, and
-        from this rank's ZenFlow's state, if DeepSpeed loads it."""
-        for path, state in states.items():
-            with _naming(path):
-                zenflow.readiness.require_groups(groups_of(state), path)
-        run = self._loading
-        files = run.layout.files
-        if files is None or self._resharding is not None:
-            return
-        for path in states.keys() & {*files(folder)[1]}:
-            state = tree_map_only(torch.Tensor, _any_numbers, states[path])
-            with _naming(path):
-                zenflow.state.require_fitting(state)
-            require_partitions(
-                SavedPartitions(state, path),
-                zenflow.moments,
-                [each.master.numel() for each in zenflow.host.states],
-                None if run.layout.partitions_weights else group_paddings(run.optimizer),
-            )
-
-    def _files(
-        self, folder: str
-    ) -> tuple[list[str], list[str], Callable[[str], Mapping[str, Any]]]:
-        """The model's files and the optimizer's files whose fields this rank checks, and what reads
-        them. If another layout may be loaded, they are those of the first rank and of this one."""
-        layout = self._loading.layout
-        try:
-            if self._loading.can_reshard and holds_partitions(folder):
-                saved = SavedCheckpoint(folder)
-                rank = layout.sharers.rank
-                models = dict.fromkeys((saved.model_file(), saved.model_file(rank)))
-                return list(models), saved.optimizer_files(rank), saved.fields
-        except (CheckpointError, OSError):  # whoever reads the rest reports damage
-            return [], [], read_fields
-        if layout.files is None:
-            return [], [], read_fields
-        model_file, optimizer_files = layout.files(folder)
-        return [model_file], optimizer_files, read_fields
-
-    def _differing(self, folder: str, without_state: bool) -> Resharding | None:
-        """The checkpoint and this rank's partitions; None if DeepSpeed can load it, or reports
-        better why it cannot."""
-        if not holds_partitions(folder):
-            return None
-        run = self._loading
-        target, saved = target_of(run.optimizer, run.layout.shapes()), SavedCheckpoint(folder)
-        same_kind = (
-            saved.ranks == target.ranks and saved.has_whole_weights != run.layout.partitions_weights
-        )
-        if without_state and (
-            same_kind or (saved.has_whole_weights and not run.layout.partitions_weights)
-        ):
-            return self._exact(saved, target)
-        if same_kind and saved.several:
-            self._require_newer(saved)
-        try:
-            fits = same_kind and target.layout.fits(saved.layout)
-            is_same = fits and (run.zenflow is not None or not saved.has_zenflow_state)
-        except Exception:
-            if same_kind:  # DeepSpeed loads it, and reports damage
-                return None
-            raise
-        if is_same and run.zenflow is not None and not without_state:
-            require_same_groups(saved, target)
-        return (
-            None
-            if is_same
-            else Resharding(saved, target, run.layout.partitions_weights, run.config)
-        )
-
-    def _exact(self, saved: SavedCheckpoint, target: Target) -> Resharding | None:
-        """The resharding that loads p if only weights are loaded. None: DeepSpeed sets the masters
-        to the saved weights, because these are p, or the checkpoint is of another model."""
-        run = self._loading
-        if run.layout.partitions_weights or not saved.has_zenflow_state:
-            return None
-        try:
-            target.layout.require_same_parameters(saved.layout)
-        except CheckpointError as error:
-            if run.leads:
-                logger.warning(
-                    f"{saved.folder}: the masters are set to its weights, which are ZenFlow's "
-                    f"predictions, because its p belongs to other parameters ({error})"
-                )
-            return None
-        return Resharding(saved, target, run.layout.partitions_weights, run.config)
-
-    def _require_newer(self, saved: SavedCheckpoint) -> None:
-        """Raise if the optimizer files that DeepSpeed prefers, those of the run's dtype, may be
-        older than the model's file."""
-        saved.require_newer(self._loading.layout.bf16)
-        if self._loading.leads:
-            logger.warning(
-                f"{saved.several}. Those of this run's dtype are loaded, which are the newer ones "
-                "by their file times. If copying the folder changed these, load another checkpoint "
-                "by its tag"
-            )
-
-    # -- while DeepSpeed reads ---------------------------------------------------------------------
-
-    def loads_fp32(self, wanted: bool) -> bool:
-        """Whether to load p: if `wanted`, or if the weights cannot give p, because resharding may
-        not have loaded them yet, or because they are ZenFlow's predictions."""
-        if wanted or (self._resharding is None and not self._loads_state):
-            return wanted
-        run = self._loading
-        if run.leads and not run.layout.partitions_weights:  # stage 3 ignores the field
-            why = (
-                "ZenFlow's weights are predictions"
-                if self._resharding is None
-                else "the layout has changed"
-            )
-            log_once(
-                logging.INFO,
-                "zero_optimization.load_from_fp32_weights = false has no effect on this load, "
-                f"because {why}: the optimizer's fp32 values are those of the checkpoint",
-            )
-        return True
-
-    def model_names(self, super_call: Callable[[], list[str]]) -> list[str]:
-        """The files of the model."""
-        return super_call() if self._resharding is None else [self._resharding.model_path]
-
-    def load_model(self, super_call: Callable[[], None], checkpoint: Any, strict: bool) -> None:
-        """Load all weights, or only buffers and frozen ones, which the optimizer lacks. A
-        collective."""
-        if self._resharding is None and self._loading.zenflow is None:
-            super_call()
-            return
-        with together(self._loading.ranks, CheckpointError):
-            if self._resharding is None or self._resharding.whole_weights:
-                super_call()
-                return
-            self._load_beside_trained(checkpoint["module"], strict, self._resharding)
-
-    def _load_beside_trained(
-        self, saved: dict[str, Any], strict: bool, resharding: Resharding
-    ) -> None:
-        """Load buffers and frozen parameters."""
-        module = self._loading.module
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        rest = {name: value for name, value in saved.items() if name not in parameters}
-        result = module.load_state_dict(rest, strict=False)
-        missing = [name for name in result.missing_keys if name not in parameters]
-        for name, param in module.named_parameters():
-            trained = name in resharding.target.layout.placements
-            if not trained and not load_frozen(resharding.saved, resharding.target, name, param):
-                missing.append(name)
-        if strict and (missing or result.unexpected_keys):
-            raise CheckpointError(
-                f"the model differs from the checkpoint's: missing in the checkpoint: {missing}, "
-                f"unknown to the model: {result.unexpected_keys}. "
-                "Resume with the model that was saved, or pass load_module_strict=False"
-            )
-
-    def optimizer_states(self, super_call: Callable[[], Any]) -> Any:
-        """The optimizer states of all ranks, in order; while resharding, only this rank's. A
-        collective."""
-        if self._resharding is None:
-            states = super_call()
-            self._loads_state = any(
-                isinstance(state, Mapping) and STATE_KEY in state for state in states or ()
-            )
-            return states
-        target = self._resharding.target
-        found: list[Any] = [None] * target.ranks
-        with together(self._loading.ranks, CheckpointError):
-            self._loading.open_masters()
-            found[target.rank] = load_optimizer(self._resharding.saved, target)
-        return found
-
-    def load_partitions(self, super_call: Callable[[], Any]) -> Any:
-        """Let DeepSpeed load the states into its optimizer, then write p to the weights. A
-        collective."""
-        if self._resharding is None and self._loading.zenflow is None:
-            return super_call()
-        with self._at_once():
-            loaded = super_call()
-        if loaded and self._resharding is not None:
-            self._write_weights(self._resharding.target)
-            self._tell_rule(self._resharding.saved)
-        return loaded
-
-    def _tell_rule(self, saved: SavedCheckpoint) -> None:
-        """Say what becomes of the rule that the checkpoint's run followed."""
-        run = self._loading
-        if run.leads and run.zenflow is not None:
-            told = rule_told(run.zenflow.host, saved.partitions(0).was_exact)
-            if told is not None:
-                logger.info(told)
-
-    @contextmanager
-    def _at_once(self) -> Iterator[None]:
+    def _load_at_once(self) -> None:
         """Ignore ``pipeline_loading_checkpoint``, which saves host memory: each rank would wait for
         the one before it, which waits in a collective."""
         run = self._loading
@@ -490,38 +266,201 @@ class Resharder:
                 "ranks load at once, each only its own partitions",
             )
         at_once = settings.model_copy(update={"pipeline_loading_checkpoint": False})
-        with swapped(Swap(run.config, "zero_config", at_once)):
-            yield
+        self.swap(Swap(run.config, "zero_config", at_once))
+
+    def _resharded(self) -> dict[str, Any]:
+        """This rank's state dict. A collective."""
+        assert self._source is not None
+        state = dict[str, Any]()
+        with self._together():
+            self._loading.open_masters()
+            state |= reshard(self._source.saved, self._source.target)
+        return state
+
+    def _differing(self, folder: str, how: Mapping[str, Any]) -> _Source | None:
+        """The checkpoint and this rank's partitions; None if DeepSpeed can load it."""
+        run = self._loading
+        if run.layout.has_experts and run.zenflow is not None and not only_weights(how):
+            _require_same_ranks(folder, run.layout.sharers.size)
+        if run.zenflow is None and run.config.zero_config.elastic_checkpoint:
+            return None
+        if not run.can_reshard or (saved := SavedCheckpoint.of(folder)) is None:
+            return None
+        source = _Source(saved, Target(run.optimizer, run.layout.shapes()))
+        target = source.target
+        same_kind = saved.ranks == target.ranks and saved.has_whole_weights is not target.is_sharded
+        if only_weights(how) and (same_kind or source.has_weights):
+            return self._with_p(source)
+        if not (same_kind and target.layout.fits(saved.layout)):
+            return source
+        if run.zenflow is None:
+            return source if saved.has_zenflow_state else None
+        if not only_weights(how):
+            require_same_groups(saved.partitions(saved.first), target)
+        return None
+
+    def _with_p(self, source: _Source) -> _Source | None:
+        """What loads p if only weights are loaded. None: DeepSpeed sets the masters to the saved
+        weights, because these are p, or the checkpoint is of another model."""
+        saved, target = source.saved, source.target
+        if target.is_sharded or not saved.has_zenflow_state:
+            return None
+        try:
+            target.layout.require_same_parameters(saved.layout)
+        except CheckpointError as error:
+            if self._loading.leads:
+                logger.warning(
+                    f"{saved.folder}: the masters are set to its weights, which are ZenFlow's "
+                    f"predictions, because its p belongs to other parameters ({error})"
+                )
+            return None
+        return source
+
+    def _require_readable(self, source: _Source, how: Mapping[str, Any]) -> None:
+        """Check all that this rank will read of a checkpoint of another layout, but for the values
+        of large tensors."""
+        run, saved, target = self._loading, source.saved, source.target
+        if how["custom_load_fn"] is not None and not source.has_weights:
+            raise CheckpointError(
+                "custom_load_fn was given, but there are no whole weights to pass to it: the "
+                "checkpoint or this run is of ZeRO stage 3, with another number of ranks or "
+                "another stage. Load without it"
+            )
+        with _naming(saved.folder):
+            loads = run.zenflow is not None and not only_weights(how)
+            moments = run.zenflow.moments if run.zenflow is not None and loads else ()
+            require_readable(saved, target, moments)
+            if not only_weights(how):
+                require_same_groups(saved.partitions(saved.first), target)
+        if run.zenflow is not None and not only_weights(how):
+            run.zenflow.readiness.require_groups(saved.partitions(saved.first).groups, saved.folder)
+
+    def _check_own_files(self, folder: str, how: Mapping[str, Any], schedule: Any) -> str | None:
+        """Check the files that DeepSpeed will load on this rank; return the id of their save."""
+        run, ids = self._loading, dict[str | None, str]()
+        if run.layout.files is None:
+            return None
+        model_file, optimizer_files = run.layout.files(folder)
+        if run.can_reshard or os.path.exists(model_file):
+            content = read_fields(model_file)
+            ids[save_id_of(content, model_file)] = model_file
+            _require_schedule(content, model_file, how, schedule)
+        for path in () if only_weights(how) else optimizer_files:
+            content = read_fields(path)
+            ids.setdefault(save_id_of(content, path), path)
+            self._require_fitting(content.get(Keys.OPTIMIZER_STATE_DICT), path)
+        if len(ids) > 1:
+            raise CheckpointError(f"{folder} holds files of different saves: {ids}: {LOAD_ANOTHER}")
+        return next(iter(ids), None)
+
+    def _require_fitting(self, state: Any, path: str) -> None:
+        """Check what the run takes from this rank's optimizer state: the parameter groups, the
+        sizes of p and the moments, and ZenFlow's state."""
+        zenflow = self._loading.zenflow
+        with _naming(path), reading(path):
+            self._loads_state = STATE_KEY in state
+            if zenflow is None:
+                return
+            zenflow.readiness.require_groups(groups_of(state), path)
+            zenflow.state.require_fitting(state)
+        saved = SavedPartitions(state, path)
+        numels = [each.master.numel() for each in zenflow.host.states]
+        behind = state.get(Keys.GROUP_PADDINGS) or [0] * len(numels)
+        sizes = [(numel - more, numel) for numel, more in zip(numels, behind, strict=False)]
+        saved.require(zenflow.moments, sizes)
+
+    # -- while DeepSpeed reads ---------------------------------------------------------------------
+
+    def loads_fp32(self, wanted: bool) -> bool:
+        """Whether to load p: if `wanted`, or if the weights cannot give p, because resharding may
+        not have loaded them yet, or because they are ZenFlow's predictions."""
+        if wanted or (self._source is None and not self._loads_state):
+            return wanted
+        run = self._loading
+        if run.leads and run.layout.stage != ZERO_STAGE_WEIGHTS:  # stage 3 ignores the field
+            why = (
+                "ZenFlow's weights are predictions"
+                if self._source is None
+                else "the layout has changed"
+            )
+            log_once(
+                logging.INFO,
+                "zero_optimization.load_from_fp32_weights = false has no effect on this load, "
+                f"because {why}: the optimizer's fp32 values are those of the checkpoint",
+            )
+        return True
 
     # -- after DeepSpeed has read ------------------------------------------------------------------
 
-    def finish(self, result: tuple[Any, Any], how: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Load p if DeepSpeed did not; return DeepSpeed's `result`. A collective."""
-        resharding = self._resharding
-        assert resharding is not None
-        if only_weights(how):
-            with together(self._loading.ranks, CheckpointError):
+    def load_beside(self, result: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Load what DeepSpeed's ``_load_checkpoint`` has left out, buffers and frozen weights, and
+        p if only weights are loaded; return its `result`. A collective."""
+        source, how = self._source, self._how
+        assert source is not None
+        with self._together():
+            if not source.has_weights:
+                self._load_untrained(source, strict=bool(how["load_module_strict"]))
+            if only_weights(how):
                 self._loading.open_masters()
-                load_masters(resharding.saved, resharding.target)
-            self._write_weights(resharding.target)
+                load_masters(source.saved, source.target)
+        if only_weights(how):
+            self.write_weights()
         path, client_state = result
         # copied, because the user may keep these longer than the memory-mapped files
         return path, tree_map_only(torch.Tensor, torch.Tensor.clone, client_state)
 
-    def _write_weights(self, target: Target) -> None:
-        """Write p to the weights. A collective."""
-        with together(self._loading.ranks, CheckpointError):
-            target.write_weights()
+    def _load_untrained(self, source: _Source, strict: bool) -> None:
+        """Load buffers and frozen parameters."""
+        module = self._loading.module
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        saved = source.saved.sound_model(source.saved.first)["module"]
+        rest = {name: value for name, value in saved.items() if name not in parameters}
+        result = module.load_state_dict(rest, strict=False)
+        missing = [name for name in result.missing_keys if name not in parameters]
+        for name, param in module.named_parameters():
+            trained = name in source.target.layout.placements
+            if not trained and not load_frozen(source.saved, source.target, name, param):
+                missing.append(name)
+        if strict and (missing or result.unexpected_keys):
+            raise CheckpointError(
+                f"the model differs from the checkpoint's: missing in the checkpoint: {missing}, "
+                f"unknown to the model: {result.unexpected_keys}. "
+                "Resume with the model that was saved, or pass load_module_strict=False"
+            )
+
+    def write_weights(self) -> None:
+        """After a load of another layout, write p to the weights. A collective if it is one."""
+        run, source = self._loading, self._source
+        if source is None:
+            return
+        with self._together():
+            source.target.write_weights()
+        if run.leads and run.zenflow is not None:
+            told = rule_told(run.zenflow.host, source.saved.partitions(0).was_exact)
+            if told is not None:
+                logger.info(told)
 
 
 def _require_same_ranks(folder: str, ranks: int) -> None:
     """Raise if another number of ranks saved this checkpoint of experts."""
-    if holds_partitions(folder) and (saved := SavedCheckpoint(folder).ranks) != ranks:
+    saved = SavedCheckpoint.of(folder)
+    if saved is not None and saved.ranks != ranks:
         raise CheckpointError(
-            f"{folder} was saved by {counted(saved, 'rank')}, and this run has {ranks}: "
+            f"{folder} was saved by {counted(saved.ranks, 'rank')}, and this run has {ranks}: "
             "with expert groups, resume on the same number of ranks with the same ep_size, or "
             "convert to DeepSpeed's universal checkpoint. load_module_only=True loads the weights "
             "alone"
+        )
+
+
+def _require_schedule(
+    content: Mapping[str, Any], path: str, how: Mapping[str, Any], schedule: Any
+) -> None:
+    wanted = schedule is not None and how["load_lr_scheduler_states"]
+    if wanted and not how["load_module_only"] and content.get("lr_scheduler") is None:
+        raise CheckpointError(
+            f"{path} was saved without a learning rate scheduler, and this run has one: pass "
+            "load_lr_scheduler_states=False, or resume without a scheduler"
         )
 
 
@@ -537,17 +476,3 @@ def _naming(place: str) -> Iterator[None]:
 def only_weights(how: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed's ``_load_checkpoint``, called with `how`, loads no optimizer state."""
     return bool(how["load_module_only"] or not how["load_optimizer_states"])
-
-
-def _content(read: Callable[[str], Mapping[str, Any]], path: str) -> Mapping[str, Any] | None:
-    """The content of a file; None if it is missing, which whoever reads the rest reports."""
-    return read(path) if os.path.exists(path) else None
-
-
-def _any_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or what may stand for one that was not read: numbers of blocks differ."""
-    if not tensor.is_meta:
-        return tensor
-    if tensor.dtype in (torch.int32, torch.int64):
-        return torch.arange(tensor.numel(), dtype=tensor.dtype, device="cpu").view(tensor.shape)
-    return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape)

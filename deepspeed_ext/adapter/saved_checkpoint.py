@@ -18,8 +18,7 @@ import torch
 
 from deepspeed_ext.checkpoint.file import reading, save_id_of
 from deepspeed_ext.checkpoint.folder import SavedNames
-from deepspeed_ext.checkpoint.reshard.ends import MASTER
-from deepspeed_ext.checkpoint.reshard.layout import Layout, Placement
+from deepspeed_ext.checkpoint.layout import Layout, Placement
 from deepspeed_ext.checkpoint.sums import SMALL_BYTES, require_sound
 from deepspeed_ext.checkpoint.zenflow_state import (
     STATE_KEY,
@@ -29,16 +28,17 @@ from deepspeed_ext.checkpoint.zenflow_state import (
 )
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.cpulist import format_cpulist
-from deepspeed_ext.runtime.words import counted
+from deepspeed_ext.runtime.words import LOAD_ANOTHER, counted
 
 __all__ = [
+    "MASTER",
     "SAVED_NAMES",
     "ZERO_STAGE_WEIGHTS",
     "Keys",
     "SavedCheckpoint",
     "SavedPartitions",
     "groups_of",
-    "holds_partitions",
+    "rank_of",
     "read_fields",
 ]
 
@@ -48,7 +48,6 @@ class Keys:
     ``deepspeed.checkpoint.constants``."""
 
     BASE_OPTIMIZER_STATE = "base_optimizer_state"
-    BASE_OPTIMIZER_STATE_STEP = "base_optimizer_state_step"
     CLIP_GRAD = "clip_grad"
     DS_VERSION = "ds_version"
     FP32_FLAT_GROUPS = "fp32_flat_groups"
@@ -64,6 +63,8 @@ class Keys:
     ZERO_STAGE = "zero_stage"
 
 
+MASTER = "fp32"
+"""Name of p among the tensors of a partition; the others are named as in the optimizer's state."""
 _OPTIMIZER_FILE = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _PARTITIONED_MODEL = "zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 _WHOLE_MODEL = "mp_rank_00_model_states.pt"
@@ -77,15 +78,6 @@ ZERO_STAGE_WEIGHTS = 3
 _SCALER = (Keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", Keys.CLIP_GRAD)
 
 
-def holds_partitions(folder: str) -> bool:
-    """Whether a folder has ZeRO optimizer files, all of a run without model parallelism."""
-    found = [
-        _OPTIMIZER_FILE.fullmatch(name)
-        for name in (os.listdir(folder) if os.path.isdir(folder) else ())
-    ]
-    return {int(match[3]) for match in found if match is not None} == {0}
-
-
 class SavedPartitions:
     """The partitions that one rank saved.
 
@@ -97,14 +89,11 @@ class SavedPartitions:
         tensors: for each flat tensor, p and the optimizer's state per element, by name; 1-D, mapped
             from the file. p may lack padding at its end.
         scalars: for each flat tensor, the rest of the optimizer's state, such as the step count.
-        masters: p of each flat tensor, as it was saved.
-        entries: for each flat tensor, all of the optimizer's state as it was saved; empty: none.
-        path: the file.
-        groups: the parameter groups of the optimizer; empty: not saved.
+        groups: the parameter groups of the optimizer.
         group_of_flats: index of the parameter group of each flat tensor.
     """
 
-    def __init__(self, state: Mapping[str, Any], path: str) -> None:
+    def __init__(self, state: Any, path: str) -> None:
         self.state = state
         self.path = path
         self._is_sound = False
@@ -114,8 +103,8 @@ class SavedPartitions:
             self._take(_masters(state), _base_optimizer(state))
         except Exception as error:  # the file may hold anything
             raise CheckpointError(
-                f"{path} is not a ZeRO optimizer file ({type(error).__name__}: {error}): load "
-                "another checkpoint by its tag"
+                f"{path} is not a ZeRO optimizer file ({type(error).__name__}: {error}): "
+                f"{LOAD_ANOTHER}"
             ) from None
         self._saved = self._read_saved_state()
         if self._saved is not None and self._saved.position:
@@ -124,25 +113,16 @@ class SavedPartitions:
 
     def _take(self, masters: Sequence[torch.Tensor], base: Mapping[str, Any]) -> None:
         """Assign p and the state of the wrapped optimizer to the flat tensors."""
-        self.masters = masters
-        self.groups, states = groups_of(self.state), base.get("state", {})
-        order = [each for group in self.groups for each in group["params"]] or list(
-            range(len(masters))
-        )
-        if len(order) != len(masters):
-            raise CheckpointError(f"{len(masters)} masters, but states of {len(order)}")
-        if states and not states.keys() >= set(order):
-            missing = sorted(set(order) - states.keys())
-            raise CheckpointError(f"it has no optimizer state of the parameters {missing}")
-        self.entries: list[Mapping[str, Any]] = [states.get(index, {}) for index in order]
+        self.groups, states = base["param_groups"], base["state"]
         self.group_of_flats = [
             number for number, group in enumerate(self.groups) for _ in group["params"]
-        ] or order
-        flats = [master.detach().view(-1) for master in masters]
-        for master, values in zip(flats, self.entries, strict=True):
-            each = {name for name, value in values.items() if _is_per_element(value, master)}
+        ]
+        order = [each for group in self.groups for each in group["params"]]
+        for master, index in zip(masters, order, strict=True):
+            values = states[index] if states else {}
+            each = {name for name, value in values.items() if _is_per_element(name, value)}
             self.tensors.append(
-                {MASTER: master, **{name: values[name].view(-1) for name in sorted(each)}}
+                {MASTER: master.detach(), **{name: values[name] for name in sorted(each)}}
             )
             self.scalars.append({name: value for name, value in values.items() if name not in each})
 
@@ -165,18 +145,31 @@ class SavedPartitions:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
 
-    def require(self, flat: int, end: int) -> None:
-        """Check that a flat tensor's `tensors` have `end` elements.
+    def require(self, moments: Sequence[str], sizes: Sequence[tuple[int, int]]) -> None:
+        """Check the number, shapes and dtypes of the flat tensors.
+
+        Args:
+            moments: names of the moments that the run takes, all or none.
+            sizes: elements of each flat tensor, without padding at its end and with it.
 
         Raises:
-            CheckpointError: one has fewer.
+            CheckpointError: one is missing, or does not fit.
         """
-        if (shortest := min(tensor.numel() for tensor in self.tensors[flat].values())) < end:
+        if len(self.tensors) != len(sizes):
             raise CheckpointError(
-                f"{self.path}: flat tensor {flat} has {shortest} elements, expected at least "
-                f"{end}: its parameters were partitioned in a way that ZeRO's stages 1, 2 and 3 do "
-                "not use. Load another checkpoint by its tag"
+                f"{self.path} has {counted(len(self.tensors), 'partition')}, expected "
+                f"{len(sizes)}: {LOAD_ANOTHER}"
             )
+        for index, (tensors, allowed) in enumerate(zip(self.tensors, sizes, strict=True)):
+            has_state = len(tensors) > 1 or self.scalars[index]
+            for name in {*tensors, *(moments if has_state else ())}:
+                if (found := tensors.get(name)) is None or not _is_flat(found, allowed):
+                    is_now = "missing" if found is None else f"{tuple(found.shape)} {found.dtype}"
+                    raise CheckpointError(
+                        f"{self.path}: {name} of partition {index} is {is_now}, by the shapes of "
+                        f"the parameters it has {allowed[0]} elements in floating point: "
+                        f"{LOAD_ANOTHER}"
+                    )
 
     @torch.no_grad()
     def read(self, flat: int, begin: int, end: int) -> dict[str, torch.Tensor]:
@@ -202,202 +195,153 @@ class SavedPartitions:
 
 
 class SavedCheckpoint:
-    """One checkpoint: the files of all ranks under one tag.
-
-    If plain ZeRO saves again under a tag, it overwrites files of the same names, but files of
-    another stage, of more ranks or of another dtype stay.
+    """One checkpoint: the files of all ranks under one tag. On node-local storage, those of a
+    node's ranks.
 
     Args:
-        folder: the folder of the tag; see `holds_partitions`.
+        folder: the folder of the tag.
+        files: the optimizer's file of each rank.
+
+    Attributes:
+        first: the first rank whose files are here.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, files: Mapping[int, str]) -> None:
         self.folder = folder
-        saves: dict[str | None, dict[int, str]] = {}
-        for name in os.listdir(folder):
-            if (match := _OPTIMIZER_FILE.fullmatch(name)) is not None:
-                saves.setdefault(match[1], {})[int(match[2])] = os.path.join(folder, name)
-        *self._older, self._files = sorted(
-            saves.values(), key=lambda files: os.path.getmtime(_first(files))
-        )
+        self._files = files
+        self.first = min(files)
         self._opened: dict[int, SavedPartitions] = {}
-        self._models: dict[str, Mapping[str, Any]] = {}
-        self._save_ids: dict[Any, str] = {}  # one path per id
-        self._sound: set[str] = set()  # files whose checksums have been verified
+        self._models: dict[int, Mapping[str, Any]] = {}
+        self._sound: set[int] = set()  # ranks of models whose checksums have been verified
+        self._save_ids: dict[str | None, str] = {}  # one path per id
+
+    @classmethod
+    def of(cls, folder: str) -> SavedCheckpoint | None:
+        """The checkpoint in `folder`; None: it has no ZeRO optimizer files, or they are of a run
+        with model parallelism.
+
+        Raises:
+            CheckpointError: it has files of several saves. Plain ZeRO leaves the older ones there
+                if it saves with another dtype under the same tag.
+        """
+        names = os.listdir(folder) if os.path.isdir(folder) else ()
+        found = list(filter(None, map(_OPTIMIZER_FILE.fullmatch, names)))
+        if {int(match[3]) for match in found} != {0}:
+            return None
+        if len({match[1] for match in found}) > 1:
+            raise CheckpointError(
+                f"{folder} holds the optimizer's files of several saves, such as "
+                f"{' and '.join(sorted({match[1] or '': match[0] for match in found}.values()))}: "
+                "move those of the older save elsewhere"
+            )
+        return cls(folder, {int(match[2]): os.path.join(folder, match[0]) for match in found})
 
     @cached_property
     def ranks(self) -> int:
         """The number of ranks that saved it; if no file states it, the number of optimizer
         files."""
-        try:
-            counts = self.partitions(min(self._files)).state[Keys.PARTITION_COUNT]
-        except (CheckpointError, KeyError):
-            return len(self._files)
+        counts = self.partitions(self.first).state.get(Keys.PARTITION_COUNT, len(self._files))
         return counts if isinstance(counts, int) else max(counts)
 
-    @cached_property
+    @property
     def has_whole_weights(self) -> bool:
         """Whether one file holds all weights, as at stages 1 and 2."""
-        try:
-            return self.stage != ZERO_STAGE_WEIGHTS
-        except (CheckpointError, KeyError):
-            return not os.path.exists(os.path.join(self.folder, _PARTITIONED_MODEL.format(rank=0)))
-
-    # -- several saves -----------------------------------------------------------------------------
-
-    @property
-    def several(self) -> str:
-        """A message that the optimizer files are of several saves, which differ in dtype; empty if
-        they are of one save."""
-        if not self._older:
-            return ""
-        names = sorted(os.path.basename(_first(files)) for files in (*self._older, self._files))
-        return (
-            f"{self.folder} holds the optimizer's files "
-            f"of several saves, such as {' and '.join(names)}"
-        )
-
-    def require_newer(self, bf16: bool) -> None:
-        """Check that the files that DeepSpeed would load, those of the run's dtype, are newer than
-        all others.
-
-        Args:
-            bf16: whether the run trains in bf16.
-
-        Raises:
-            CheckpointError: the model's file may then be of another save than the optimizer's.
-        """
-        own = "bf16_zero_" if bf16 else "zero_"
-        is_newer = all(
-            os.path.getmtime(_first(files)) < os.path.getmtime(_first(self._files))
-            for files in self._older
-        )
-        if self._older and not (is_newer and os.path.basename(_first(self._files)).startswith(own)):
-            raise CheckpointError(
-                f"{self.several}. DeepSpeed would load {own}* because of this run's dtype, but by "
-                "their file times these are not the newest, to which the model's file belongs: "
-                "resume with the dtype of the newer save, or load another checkpoint by its tag. "
-                "If the times are wrong, move the files of the older save elsewhere"
-            )
+        return self.stage != ZERO_STAGE_WEIGHTS
 
     # -- files -------------------------------------------------------------------------------------
 
     def partitions(self, rank: int) -> SavedPartitions:
         """The partitions that `rank` saved."""
         if rank not in self._opened:
-            if rank not in self._files:
-                raise CheckpointError(
-                    f"{self.folder} lacks the optimizer's file of rank {rank}; it has those of "
-                    f"{format_cpulist(self._files)}: load another checkpoint by its tag"
-                )
-            content = self._open(self._files[rank])
-            if not isinstance(state := content.get(Keys.OPTIMIZER_STATE_DICT), Mapping):
-                raise CheckpointError(
-                    f"{self._files[rank]} has no optimizer state: load another checkpoint"
-                )
-            self._opened[rank] = SavedPartitions(state, self._files[rank])
+            path = self._files[rank]
+            state = self._open(path).get(Keys.OPTIMIZER_STATE_DICT)
+            self._opened[rank] = SavedPartitions(state, path)
         return self._opened[rank]
 
-    def optimizer_files(self, rank: int) -> list[str]:
-        """The optimizer's file of the first rank that has one, and that of `rank` if there is
-        one."""
-        return [self._files[each] for each in sorted({min(self._files), rank} & self._files.keys())]
+    def require_complete(self) -> None:
+        """Check that the optimizer's files of all ranks are here.
 
-    def model_file(self, rank: int = 0) -> str:
-        """The file with the weights of `rank`, or with all weights."""
+        Raises:
+            CheckpointError: one is missing.
+        """
+        if not self._files.keys() >= {*range(self.ranks)}:
+            raise CheckpointError(
+                f"{self.folder} was saved by {counted(self.ranks, 'rank')} and has the "
+                f"optimizer's files of ranks {format_cpulist(self._files)}: copy the missing files "
+                f"there, or {LOAD_ANOTHER}"
+            )
+
+    @property
+    def model_file(self) -> str:
+        """The file with the weights of the first rank here, or with all weights."""
+        return self._path_of_model(self.first)
+
+    def model(self, rank: int) -> Mapping[str, Any]:
+        """The content of the file with the weights of `rank`, or with all weights. Only shapes of
+        its tensors may be used: their bytes are not verified."""
+        if rank not in self._models:
+            self._models[rank] = self._open(self._path_of_model(rank))
+        return self._models[rank]
+
+    def _path_of_model(self, rank: int) -> str:
         name = _WHOLE_MODEL if self.has_whole_weights else _PARTITIONED_MODEL.format(rank=rank)
         return os.path.join(self.folder, name)
 
-    def model(self, rank: int = 0) -> Mapping[str, Any]:
-        """The content of `model_file`, of whose tensors only shapes may be used: their bytes are
-        not verified."""
-        path = self.model_file(rank)
-        if path not in self._models:
-            self._models[path] = self._open(path)
-        return self._models[path]
-
-    def sound_model(self, rank: int = 0) -> Mapping[str, Any]:
-        """The content of `model_file`, after verifying all its checksums.
+    def sound_model(self, rank: int) -> Mapping[str, Any]:
+        """As `model`, after verifying all checksums.
 
         Raises:
             CheckpointError: the file is damaged.
         """
-        content, path = self.model(rank), self.model_file(rank)
-        if path not in self._sound:
+        content, path = self.model(rank), self._path_of_model(rank)
+        if rank not in self._sound:
             with reading(path):
                 require_sound(path)
-            self._sound.add(path)
+            self._sound.add(rank)
         return content
-
-    def fields(self, path: str) -> Mapping[str, Any]:
-        """The content of one of the files; see `read_fields`."""
-        return self._of_one_save(read_fields(path), path)
 
     def _open(self, path: str) -> Mapping[str, Any]:
-        return self._of_one_save(_read(path, "cpu"), path)
-
-    def _of_one_save(self, content: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-        save_id = save_id_of(content)
-        if not (save_id is None or isinstance(save_id, str)):
-            raise CheckpointError(
-                f"{path}: the id of its save is a {type(save_id).__name__}, expected a str: load "
-                "another checkpoint by its tag"
-            )
-        self._save_ids.setdefault(save_id, path)
+        content = _read(path, "cpu")
+        self._save_ids.setdefault(save_id_of(content, path), path)
         if len(self._save_ids) > 1:
             raise CheckpointError(
-                f"{self.folder} holds files of different saves: "
-                f"{self._save_ids}. Load another checkpoint by its tag"
+                f"{self.folder} holds files of different saves: {self._save_ids}: {LOAD_ANOTHER}"
             )
         return content
-
-    @property
-    def save_id(self) -> Any:
-        """The id of the save that all files opened so far belong to; None: plain DeepSpeed wrote
-        them."""
-        return next(iter(self._save_ids), None)
 
     # -- the layout --------------------------------------------------------------------------------
 
     @cached_property
     def stage(self) -> int:
         """The ZeRO stage that saved it."""
-        first = self.partitions(min(self._files))
-        with reading(first.path):
-            return int(first.state[Keys.ZERO_STAGE])
+        return int(self.partitions(self.first).state[Keys.ZERO_STAGE])
+
+    @property
+    def save_id(self) -> str | None:
+        """The id of the save that all files opened so far belong to; None: plain DeepSpeed wrote
+        them."""
+        return next(iter(self._save_ids), None)
 
     @property
     def has_zenflow_state(self) -> bool:
         """Whether ZenFlow saved it."""
-        return STATE_KEY in self.partitions(min(self._files)).state
+        return STATE_KEY in self.partitions(self.first).state
 
     @cached_property
     def layout(self) -> Layout:
         """Where the trained parameters lie in the ranks' partitions.
 
         Raises:
-            CheckpointError: a rank's file is missing or does not fit, or the files are of different
-                saves.
+            CheckpointError: a file cannot be read, or its fields do not fit together.
         """
-        if self._older:  # file times tell which is newer, unless files were copied
-            raise CheckpointError(
-                f"{self.several}: move the files of the older save elsewhere, "
-                "or load another checkpoint by its tag"
-            )
-        first = self.partitions(min(self._files))
-        if not all(rank in self._files for rank in range(self.ranks)):
-            raise CheckpointError(
-                f"{self.folder} was saved by {counted(self.ranks, 'rank')} and has the "
-                f"optimizer's files of ranks {format_cpulist(self._files)}: copy the missing files "
-                "there, or load another checkpoint by its tag"
-            )
-        with reading(first.path):  # its fields may not fit together
-            return self._layout_by(first)
+        first, model = self.partitions(self.first), self.model(self.first)
+        with reading(first.path):
+            return self._layout_by(first, model)
 
-    def _layout_by(self, first: SavedPartitions) -> Layout:
+    def _layout_by(self, first: SavedPartitions, model: Mapping[str, Any]) -> Layout:
         groups = [
             {name: torch.Size(shape).numel() for name, shape in group.items()}
-            for group in self.model().get(Keys.PARAM_SHAPES) or ()
+            for group in model.get(Keys.PARAM_SHAPES) or ()
         ]
         if self.stage == ZERO_STAGE_WEIGHTS:
             return Layout.of_sub_groups(groups, self.ranks)
@@ -413,22 +357,27 @@ class SavedCheckpoint:
 
     def frozen(self, name: str) -> Placement | None:
         """Where the elements of a frozen parameter lie; None: it was not saved."""
+        model = self.model(self.first)
         if self.has_whole_weights:
-            whole = self.model()["module"].get(name)
+            whole = model["module"].get(name)
             return None if whole is None else Placement.of_one(whole.numel(), 1)
-        shape = (self.model().get(Keys.FROZEN_PARAM_SHAPES) or {}).get(name)
+        shape = (model.get(Keys.FROZEN_PARAM_SHAPES) or {}).get(name)
         return None if shape is None else Placement.of_one(torch.Size(shape).numel(), self.ranks)
 
     def frozen_part(self, name: str, rank: int) -> torch.Tensor:
         """The elements of a frozen parameter that `rank` saved, 1-D."""
-        content = self.sound_model(rank)
-        return content["module" if self.has_whole_weights else Keys.FROZEN_PARAM_FRAGMENTS][
-            name
-        ].reshape(-1)
+        key = "module" if self.has_whole_weights else Keys.FROZEN_PARAM_FRAGMENTS
+        return self.sound_model(rank)[key][name].reshape(-1)
+
+
+def rank_of(path: str) -> int | None:
+    """The rank whose ZeRO optimizer file this is; None: it is another kind of file."""
+    match = _OPTIMIZER_FILE.fullmatch(os.path.basename(path))
+    return None if match is None else int(match[2])
 
 
 _FIELD_BYTES = 4096
-"""Largest storage whose numbers are checked before a load."""
+"""Largest storage that `read_fields` reads."""
 
 
 def read_fields(path: str) -> Mapping[str, Any]:
@@ -456,64 +405,39 @@ def _read(path: str, place: Any) -> Mapping[str, Any]:
         content = torch.load(path, map_location=place, mmap=maps, weights_only=False)
     if not isinstance(content, Mapping):
         raise CheckpointError(
-            f"{path} holds a {type(content).__name__}, expected a dict: load another checkpoint by "
-            "its tag"
+            f"{path} holds a {type(content).__name__}, expected a dict: {LOAD_ANOTHER}"
         )
     return content
 
 
-def _first(files: Mapping[int, str]) -> str:
-    """The file of the first rank that has one."""
-    return files[min(files)]
-
-
 def _masters(state: Mapping[str, Any]) -> list[torch.Tensor]:
-    key = (
-        Keys.FP32_FLAT_GROUPS
-        if state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
-        else Keys.SINGLE_PARTITION_OF_FP32_GROUPS
+    is_sharded = state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
+    return list(
+        state[Keys.FP32_FLAT_GROUPS if is_sharded else Keys.SINGLE_PARTITION_OF_FP32_GROUPS]
     )
-    return list(state[key])
 
 
 def groups_of(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The parameter groups in an optimizer's state dict of any stage; empty: not saved.
-
-    Raises:
-        CheckpointError: they are no list of dicts.
-    """
-    key = (
-        Keys.OPTIMIZER_STATE_DICT
-        if Keys.OPTIMIZER_STATE_DICT in state
-        else (Keys.BASE_OPTIMIZER_STATE)
-    )
-    base = state.get(key)
-    groups = base.get("param_groups", ()) if isinstance(base, Mapping) else ()
-    if not isinstance(groups, Sequence) or not all(isinstance(each, Mapping) for each in groups):
-        raise CheckpointError(
-            f"param_groups of {key} is no list of dicts: load another checkpoint by its tag"
-        )
-    return groups
+    """The parameter groups in an optimizer's state dict of any stage; empty: not saved."""
+    base = state.get(Keys.OPTIMIZER_STATE_DICT, state.get(Keys.BASE_OPTIMIZER_STATE))
+    return base.get("param_groups", ()) if isinstance(base, Mapping) else ()
 
 
 def _base_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state dict of the optimizer that DeepSpeed wraps."""
-    if state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS:
-        base = state[Keys.OPTIMIZER_STATE_DICT]
-    else:
-        base = state[Keys.BASE_OPTIMIZER_STATE]
-    if isinstance(base, Mapping):
-        if "param_groups" not in base:
-            raise CheckpointError("its optimizer has no param_groups")
-        return base
-    # zero_optimization.elastic_checkpoint: a list of states without padding, and no hyperparameters
-    shared = (
-        {"step": state[Keys.BASE_OPTIMIZER_STATE_STEP]}
-        if Keys.BASE_OPTIMIZER_STATE_STEP in state
-        else {}
-    )
-    return {"state": {index: {**shared, **each} for index, each in enumerate(base)}}
+    is_sharded = state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
+    base = state[Keys.OPTIMIZER_STATE_DICT if is_sharded else Keys.BASE_OPTIMIZER_STATE]
+    if not isinstance(base, Mapping):
+        raise CheckpointError(
+            "saved with zero_optimization.elastic_checkpoint, which leaves out hyperparameters. "
+            "Load it with plain DeepSpeed and that setting, and save it without"
+        )
+    return base
 
 
-def _is_per_element(value: Any, master: torch.Tensor) -> bool:
-    return torch.is_tensor(value) and value.dim() > 0 and value.numel() >= master.numel()
+def _is_per_element(name: str, value: Any) -> bool:
+    return torch.is_tensor(value) and value.dim() > 0 and name != "step"
+
+
+def _is_flat(value: torch.Tensor, sizes: Sequence[int]) -> bool:
+    return value.dim() == 1 and value.is_floating_point() and value.numel() in sizes

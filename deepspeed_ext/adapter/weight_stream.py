@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from deepspeed_ext.adapter.reshard import Target
 from deepspeed_ext.adapter.upstream import is_stored_quantized
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts, zenflow_of
-from deepspeed_ext.adapter.zero_partitions import target_of
-from deepspeed_ext.checkpoint.reshard.layout import Fragment, Placement
+from deepspeed_ext.checkpoint.layout import Fragment, Placement
 from deepspeed_ext.errors import StateError, UnsupportedError
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
 
@@ -102,7 +102,7 @@ class _Stream:
         self._engine = engine
         self._step = engine.global_steps
         self.ranks = zenflow.state.host_ranks
-        target = target_of(engine.optimizer, engine._get_zero_param_shapes())
+        target = Target(engine.optimizer, engine._get_zero_param_shapes())
         self._masters = [state.master.detach() for state in zenflow.host.states]
         self._placements = target.layout.placements
         self._entries = self._find_entries()

@@ -1,8 +1,9 @@
-"""Holds what all files of a checkpoint share: the id of their save, and errors that name the
-file."""
+"""Holds what all files of a checkpoint share: a mark that says which save and which file they are,
+and errors that name the file."""
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,33 +14,53 @@ import torch
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.words import one_line
 
-__all__ = ["reading", "save_id_of", "with_save_id", "without_save_id"]
+__all__ = ["marked", "reading", "save_id_of", "unmarked"]
 
-_SAVE_ID = "deepspeed_ext_save_id"
-"""Key of the save's id. If a file has only tensors, it is an attribute of the dict instead, because
-DeepSpeed reads every key of an expert's file as the name of a weight."""
+_SAVE_ID, _FILE = "deepspeed_ext_save_id", "deepspeed_ext_file"
+"""Keys of the save's id and of the file's name. If a file has only tensors, they are attributes of
+the dict instead, because DeepSpeed reads every key of an expert's file as the name of a weight."""
+
+# Note: [whose file it is]
+# DeepSpeed names a file after the rank and the partition that it is of, and nothing inside says so:
+# files that were swapped, or copied over one another, would load as if they were right. So the name
+# is inside, too.
 
 
-def with_save_id(content: Mapping[str, Any], save_id: str) -> dict[str, Any]:
-    """A copy of a file's content that also holds the id of its save."""
+def marked(content: Mapping[str, Any], save_id: str, path: str) -> dict[str, Any]:
+    """A copy of a file's content that also says which save and which file it is."""
+    mark = {_SAVE_ID: save_id, _FILE: os.path.basename(path)}
     if not content or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        return {**content, _SAVE_ID: save_id}
+        return {**content, **mark}
     tensors = OrderedDict(content)
-    setattr(tensors, _SAVE_ID, save_id)
+    vars(tensors).update(mark)
     return tensors
 
 
-def save_id_of(content: Any) -> Any:
-    """The id of the save that a file's content belongs to; None: it has none."""
-    held = content.get(_SAVE_ID) if isinstance(content, Mapping) else None
-    return getattr(content, _SAVE_ID, None) if held is None else held
+def save_id_of(content: Any, path: str) -> str | None:
+    """The id of the save that a file's content belongs to; None: plain DeepSpeed wrote it.
+
+    Raises:
+        CheckpointError: the content was saved as another file than `path`.
+    """
+    if not isinstance(content, Mapping):
+        return None
+    mark = {**(vars(content) if isinstance(content, OrderedDict) else {}), **content}
+    name = mark.get(_FILE, os.path.basename(path))
+    if name != os.path.basename(path):
+        raise CheckpointError(
+            f"{path} was saved as {name}, so it is of another rank or partition: the files have "
+            "been swapped, copied or renamed. Put them back, or load another checkpoint by its tag"
+        )
+    save_id = mark.get(_SAVE_ID)
+    return None if save_id is None else str(save_id)
 
 
-def without_save_id(content: Any) -> Any:
+def unmarked(content: Any) -> Any:
     """A file's content as DeepSpeed saves it."""
     if isinstance(content, dict):
-        content.pop(_SAVE_ID, None)
-        return dict(content) if hasattr(content, _SAVE_ID) else content
+        for key in (_SAVE_ID, _FILE):
+            content.pop(key, None)
+        return dict(content) if isinstance(content, OrderedDict) and vars(content) else content
     return content
 
 

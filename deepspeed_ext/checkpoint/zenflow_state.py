@@ -6,56 +6,40 @@ without this package. This module adds the rest: the schedule, the gradients tha
 over, and the rule's own state. A save waits for the update in flight first. That update is exact
 and due anyway, so saving does not affect later steps.
 
-Checkpoint files come from other versions, other jobs and broken disks. `read_saved_state` checks
-all of it at once, so a load either starts with values that fit or changes nothing.
+Checksums find damaged files. `read_saved_state` finds the state of another version, model or number
+of ranks, before a load changes anything.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import ConfigDict, SkipValidation, TypeAdapter
 from torch.utils._pytree import tree_map_only
 
+from deepspeed_ext.checkpoint.legacy_state import converted
 from deepspeed_ext.config.zenflow import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.procfs import host_id
 from deepspeed_ext.runtime.ranks import raise_together
 from deepspeed_ext.runtime.words import LOAD_ANOTHER
+from deepspeed_ext.zenflow.choose_rule import SAVED
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
-from deepspeed_ext.zenflow.rules.predictive.saved import (
-    PredictivePartitionValues,
-    PredictiveSavedSchedule,
-)
-from deepspeed_ext.zenflow.rules.saved_values import (
-    GRADIENT_DTYPES,
-    Count,
-    LionStepValues,
-    Positive,
-    SavedValues,
-    StepValues,
-    misfit,
-)
-from deepspeed_ext.zenflow.rules.selective.saved import (
-    SelectivePartitionValues,
-    SelectiveSavedSchedule,
-)
+from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues, Shape
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer, Mover
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = [
     "STATE_KEY",
-    "VERSION",
     "SavedState",
     "adopt_optimizer_state",
     "host_copy",
@@ -66,77 +50,38 @@ __all__ = [
     "was_exact",
 ]
 
-VERSION = 9
-_MISTAKES_TOLD = 3
+_VERSION = 9
 _RULES = {True: "exact", False: "predictive"}
 """Names of rules, by whether they are exact."""
 
 
-Seconds = Annotated[FiniteFloat, Field(ge=0.0)]
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """The saved state of one rank.
 
+    Attributes:
+        schedule: state of the rule's schedule.
+        optimizer: the name of the state's layout.
+        moment_dtype: dtype of the moments in the run; the base optimizer's state holds them, those
+            of ``int8`` in fp32.
+        updates: the largest number of updates of any partition.
+        plan: what the plan in force had chosen, and on which machine (`_plan_of`); None: nothing
+            could be chosen.
+        weights: the partitions in the model's dtype, which stage 3 saves nowhere else.
+    """
 
-class SavedTimes(SavedValues):
-    """`ChainTimes`."""
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
-    device: Seconds
-    worker: Seconds
-    link: Seconds
-    fixed: Seconds
-    contention: Annotated[FiniteFloat, Field(ge=0.0, lt=1.0)]
-    there: Seconds
-    window: Seconds
-
-
-class SavedMeasurements(SavedValues):
-    """What `Mover.measured` returns."""
-
-    threads: list[Positive]
-    steps: Count
-    probed: list[Seconds] | None
-    alone: SavedTimes | None
-    waited: Count
-    watched: Count
-    samples: dict[str, list[Seconds]]
-
-
-class SavedPlan(SavedValues):
-    """What the plan in force had chosen, and on which machine."""
-
-    host_share: Annotated[FiniteFloat, Field(ge=0.0, le=1.0)]
-    hides_transfers: bool
-    gradients_on_host: bool
-    threads: Positive | None
-    """Of the optimizer process."""
-    device_seconds: Seconds
-    """Of the accelerator between two steps when it was chosen; 0: not measured."""
-    host: Annotated[str, Field(max_length=200)]
-    """The boot id of the machine."""
-    measured: SavedMeasurements | None = None
-    """For a choice that was still to come."""
-
-
-class _SavedState(SavedValues):
-    version: int
-    """Always `VERSION`; `read_saved_state` has checked it."""
+    rule: Literal["predictive", "selective"]
     kernel: str
-    block_size: Positive
+    block_size: int
+    schedule: Mapping[str, Any]
     optimizer: Literal["adam", "lion"] = "adam"
-    """The name of the state's layout."""
     moment_dtype: StateDtype = "float32"
-    """Dtype of the moments in the run; the base optimizer's state holds them, those of ``int8`` in
-    fp32."""
-    updates: Count
-    """The largest number of updates of any partition."""
-    partitions: Sequence[PredictivePartitionValues | SelectivePartitionValues]
-    plan: SavedPlan | None = None
-    """None: nothing could be chosen."""
+    updates: int
+    partitions: Annotated[Sequence[PartitionValues], SkipValidation]
+    plan: dict[str, Any] | None = None
     weights: list[torch.Tensor] | None = None
-    """The partitions in the model's dtype, which stage 3 saves nowhere else."""
-
-    @property
-    def layout(self) -> StateLayout:
-        """The state of the optimizer that saved it."""
-        return LION_STATE if self.optimizer == "lion" else ADAM_STATE
 
     @property
     def counts(self) -> list[int]:
@@ -148,25 +93,27 @@ class _SavedState(SavedValues):
         """Gradients collected and not handed over; the same for every partition."""
         return len(self.partitions[0].collected) if self.partitions else 0
 
-
-class PredictiveSavedState(_SavedState):
-    """The saved state of the predictive rule."""
-
-    rule: Literal["predictive"]
-    schedule: PredictiveSavedSchedule
-    partitions: list[PredictivePartitionValues]
-
-
-class SelectiveSavedState(_SavedState):
-    """The saved state of the selective rule."""
-
-    rule: Literal["selective"]
-    schedule: SelectiveSavedSchedule
-    partitions: list[SelectivePartitionValues]
+    def shapes(self) -> list[Shape]:
+        """Every tensor with what it must be."""
+        layout = LION_STATE if self.optimizer == LION_STATE.name else ADAM_STATE
+        found = [
+            shape._replace(name=f"{shape.name} of partition {index}")
+            for index, partition in enumerate(self.partitions)
+            for shape in partition.shapes(layout, self.block_size)
+        ]
+        pairs = zip(self.weights or (), self.partitions, strict=False)
+        return found + [
+            Shape(f"weights of partition {index}", weights, partition.numel, FLOATS)
+            for index, (weights, partition) in enumerate(pairs)
+        ]
 
 
-SavedState = PredictiveSavedState | SelectiveSavedState
-_READER: TypeAdapter[SavedState] = TypeAdapter(Annotated[SavedState, Field(discriminator="rule")])
+_STATE: TypeAdapter[SavedState] = TypeAdapter(SavedState)
+_BY_RULE: Mapping[str, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
+    rule: (TypeAdapter(state), TypeAdapter(list[values]))  # type: ignore[valid-type]
+    for rule, (state, values) in SAVED.items()
+}
+"""Readers of the schedule's state and of the partitions."""
 
 
 def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
@@ -177,24 +124,27 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
         numels: elements of this rank's partitions, in order.
 
     Raises:
-        CheckpointError: the state has another version, belongs to other partitions, or is damaged.
+        CheckpointError: the state has another version, or belongs to other partitions.
     """
-    if not isinstance(saved, Mapping):
-        raise CheckpointError(
-            f"the saved ZenFlow state is a {type(saved).__name__}, expected a dict: {LOAD_ANOTHER}"
-        )
-    version = saved.get("version")
-    if type(version) is not int or version != VERSION:
+    version = saved.get("version") if isinstance(saved, Mapping) else None
+    if not isinstance(saved, Mapping) or version != _VERSION:
         raise CheckpointError(
             f"the saved ZenFlow state has version {reprlib.repr(version)}, this deepspeed_ext "
-            f"reads version {VERSION}: load it with the deepspeed_ext that wrote it, or convert it "
-            "with DeepSpeed's ds_to_universal.py"
+            f"reads version {_VERSION}: load it with the deepspeed_ext that wrote it, or convert "
+            "it with DeepSpeed's ds_to_universal.py"
         )
     try:
-        state = _READER.validate_python(dict(saved))
-    except ValidationError as error:
+        saved = converted(saved)
+        schedule, partitions = _BY_RULE[saved["rule"]]
+        fields = {
+            **saved,
+            "schedule": _without_ring(schedule.validate_python(saved["schedule"])),
+            "partitions": partitions.validate_python(saved["partitions"]),
+        }
+        state = _STATE.validate_python(fields)
+    except Exception as error:  # the file may hold anything
         raise CheckpointError(
-            f"the saved ZenFlow state is damaged: {_told(error)}: {LOAD_ANOTHER}"
+            f"the saved ZenFlow state is damaged: {reprlib.repr(str(error))}: {LOAD_ANOTHER}"
         ) from None
     sizes = [partition.numel for partition in state.partitions]
     if sizes != list(numels):
@@ -203,74 +153,26 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
             f"this rank's have {list(numels)}: resume with the same model, "
             "stage and number of ranks, or convert to a universal checkpoint"
         )
-    if found := _mistakes(state):
-        told = "; ".join(found[:_MISTAKES_TOLD])
-        raise CheckpointError(f"the saved ZenFlow state is damaged: {told}: {LOAD_ANOTHER}")
+    for shape in state.shapes():
+        if not shape.fits:
+            raise CheckpointError(
+                f"the saved ZenFlow state does not fit: {shape.name} is "
+                f"{tuple(shape.tensor.shape)} {shape.tensor.dtype}, expected ({shape.numel},) "
+                f"{' or '.join(map(str, shape.dtypes))}: {LOAD_ANOTHER}"
+            )
+    counts = {len(each) for one in state.partitions for each in (one.collected, one.gradients)}
+    if len(counts) > 1 or (state.weights is not None and len(state.weights) != len(sizes)):
+        raise CheckpointError(
+            f"the saved ZenFlow state does not fit: {sorted(counts)} collected gradients, "
+            f"{len(state.weights or ())} weights for {len(sizes)} partitions: {LOAD_ANOTHER}"
+        )
     return state
 
 
-def _mistakes(state: SavedState) -> list[str]:
-    found = []
-    position, interval = state.position, state.schedule.interval
-    if position >= (interval or 1):
-        found.append(f"{position} collected gradients in an interval of {interval}")
-    for index, partition in enumerate(state.partitions):
-        blocks = -(-partition.on_host // state.block_size)
-        if partition.on_accelerator % state.block_size or partition.on_host < 0:
-            found.append(
-                f"partition {index}: {partition.on_accelerator} "
-                f"of {partition.numel} elements on the accelerator"
-            )
-            continue
-        found += [
-            f"partition {index}: {mistake}"
-            for mistake in partition.mistakes(blocks, state.schedule.steps)
-            if mistake
-        ]
-        if isinstance(state, PredictiveSavedState):
-            found += [
-                f"partition {index}: {mistake}"
-                for mistake in _estimate_mistakes(state, index)
-                if mistake
-            ]
-        if len(partition.collected) != position:
-            found.append(
-                f"partition {index}: {len(partition.collected)} "
-                f"collected gradients, expected {position}"
-            )
-    if state.weights is not None and len(state.weights) != len(state.partitions):
-        found.append(f"{len(state.weights)} weights for {len(state.partitions)} partitions")
-    for index, (weights, partition) in enumerate(
-        zip(state.weights or (), state.partitions, strict=False)
-    ):
-        found.append(misfit(weights, partition.numel, GRADIENT_DTYPES, f"weights {index}"))
-    return [mistake for mistake in found if mistake]
-
-
-def _estimate_mistakes(state: PredictiveSavedState, index: int) -> Iterator[str]:
-    """What is wrong with a partition's estimate and newest step constants; empty strings for checks
-    that passed."""
-    layout, partition = state.layout, state.partitions[index]
-    if partition.inverse is not None:
-        numel = -(-partition.on_host // state.block_size) * layout.per_block_width(state.block_size)
-        yield misfit(partition.inverse, numel, (getattr(torch, layout.per_block[1]),), "inverse")
-    elif state.schedule.is_ahead:
-        yield "no block means, which the next step needs"
-    kind = LionStepValues if state.optimizer == "lion" else StepValues
-    if not all(
-        isinstance(step, kind)
-        for step in (partition.last, *partition.collected)
-        if step is not None
-    ):
-        yield f"constants of another optimizer than {state.optimizer}"
-
-
-def _told(error: ValidationError) -> str:
-    mistakes = error.errors(include_url=False, include_input=False)
-    return "; ".join(
-        f"{'.'.join(map(str, mistake['loc']))[:100]}: {mistake['msg'][:200]}"
-        for mistake in mistakes[:_MISTAKES_TOLD]
-    )
+def _without_ring(state: Any) -> dict[str, Any]:
+    """The state of a schedule as `Schedule.state_dict` returns it."""
+    kept = asdict(state)
+    return {name: kept[name] for name in kept if name not in ("position", "written")}
 
 
 STATE_KEY = "deepspeed_ext_zenflow"
@@ -302,7 +204,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 def _shown(host: HostOptimizer) -> dict[str, Any]:
     layout = host.kind.layout
     return {
-        "version": VERSION,
+        "version": _VERSION,
         "rule": host.rule.name,
         "kernel": host.link.process.ready.kernel,
         "block_size": host.rule.block_size,
@@ -328,7 +230,9 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
 
 
 def _plan_of(host: HostOptimizer, mover: Mover) -> dict[str, Any]:
-    """The fields of `SavedPlan`."""
+    """What the plan in force had chosen, and on which machine: its boot id. ``device_seconds``: of
+    the accelerator between two steps when it was chosen; 0: not measured. ``measured``: for a
+    choice that was still to come."""
     plan, measured = host.decided, mover.measured()
     return {
         "host_share": plan.host_share,
@@ -386,10 +290,11 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
     if host.mover is not None:
         host.mover.adopt(host, [values.numel - values.on_host for values in saved.partitions])
         plan = saved.plan
-        here = plan is not None and plan.host == host_id()
-        threads, seconds = (plan.threads, plan.device_seconds) if plan and here else (None, 0.0)
+        here = plan is not None and plan["host"] == host_id()
+        threads = plan["threads"] if plan and here else None
+        seconds = plan["device_seconds"] if plan and here else 0.0
         elsewhere = plan is not None and not here
-        measured = plan.measured.model_dump() if plan and plan.measured and here else None
+        measured = plan.get("measured") if plan and here else None
         host.mover.resumed(
             host,
             threads,
@@ -400,7 +305,7 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
     if host.ranks.rank == 0 and (told := rule_told(host, was_exact(saved))) is not None:
         logger.info(told)
     rule = host.rule
-    interval = saved.schedule.interval
+    interval = saved.schedule["interval"]
     if changed := _changed_setting(host, saved) or _unaffordable_interval(host, interval):
         for state, values in zip(host.states, saved.partitions, strict=True):
             values.catch_up(state.arrays, saved.block_size, moment_dtype=saved.moment_dtype)
@@ -416,11 +321,11 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
             f"the checkpoint the {saved.kernel} kernel. "
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
-    rule.schedule.load_state_dict(dict(saved.schedule), saved.position)
+    rule.schedule.load_state_dict(saved.schedule, saved.position)
     host.ring.lock()
     host.counts = saved.counts
     for partition, values in zip(host.partitions, saved.partitions, strict=True):
-        partition.collected = values.steps
+        partition.collected = values.collected
         targets = _collected_gradients(host, partition)
         for target, gradient in zip(targets, values.gradients, strict=True):
             target.copy_(gradient)
@@ -432,8 +337,7 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
 def was_exact(saved: SavedState) -> bool | None:
     """Whether the run that saved this followed the exact rule; None: not chosen yet, or not
     known."""
-    schedule = saved.schedule
-    return schedule.is_exact if isinstance(schedule, PredictiveSavedSchedule) else None
+    return saved.schedule.get("is_exact")
 
 
 def rule_told(host: HostOptimizer, was: bool | None) -> str | None:
@@ -478,7 +382,7 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
     pairs = zip(host.partitions, saved.partitions, strict=True)
     if any(partition.master.numel() != values.on_host for partition, values in pairs):
         return f"offload_optimizer.ratio ({_host_share(saved)} in the checkpoint)"
-    return rule.changed_setting(dict(saved.schedule), saved.position)
+    return rule.changed_setting(saved.schedule, saved.position)
 
 
 def _host_share(saved: SavedState) -> str:

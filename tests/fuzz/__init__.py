@@ -1,4 +1,4 @@
-"""Fuzzing: invented configs, command lines, hosts, checkpoint sections, trainings.
+"""Fuzzing: invented configs, and programs of calls on an engine.
 All can be repeated.
 
 ``python -m tests.fuzz.run --minutes 30`` (`make fuzz`) runs cases until the time is over; the unit

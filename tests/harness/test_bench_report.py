@@ -1,19 +1,16 @@
-"""What `make bench` keeps, and the page that is made from it."""
+"""What `make bench` runs and keeps."""
 
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.perf import cpu_parts, page, report, suite
+from tests.perf import cpu_parts, report, suite
 from tests.perf.part import Part
 from tests.perf.report import compare
-from tests.perf.startup_process import Spans
 
 
 def test_a_comparison_is_made_turn_by_turn() -> None:
@@ -134,84 +131,3 @@ def test_the_parts_fit_into_half_an_hour() -> None:
     parts = cpu_parts.parts()
     assert sum(part.usual for part in parts) < 30 * 60
     assert all(part.limit > part.usual for part in parts)
-    assert {part.result for part in parts} - {""} == set(page.SECTIONS)
-
-
-def test_a_phase_is_counted_without_the_phases_inside_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = iter([0.0, 1.0, 3.0, 7.0])
-    monkeypatch.setattr("tests.perf.startup_process.time.perf_counter", lambda: next(now))
-    spans = Spans()
-    with spans.span("outer"), spans.span("inner"):
-        pass
-    assert spans.seconds == {"inner": 2.0, "outer": 5.0}
-
-
-# -- the page --------------------------------------------------------------------------------------
-
-KEPT = json.loads(cpu_parts.KEPT.read_text())
-RESULTS = KEPT["settings"]["results"]
-SIMULATED = ("offload_step", "save", "overlap", "memory_plan")
-
-
-def test_the_page_is_what_the_measurements_give() -> None:
-    assert page.PAGE.read_text() == page.markdown(KEPT), "run `make bench-report`"
-
-
-def test_the_figures_are_those_of_the_measurements() -> None:
-    drawn = {name for name in RESULTS if page.is_drawn(RESULTS[name].get("comparisons", []))}
-    assert {path.name for path in page.PAGE.parent.glob("benchmarks_*.svg")} == {
-        page.figure_of(name).name for name in drawn
-    }
-    for name in drawn:
-        assert page.digest(RESULTS[name]["comparisons"]) in page.figure_of(name).read_text(), (
-            "run `make bench-report`"
-        )
-
-
-def test_no_label_of_a_figure_comes_twice_in_a_panel() -> None:
-    for name in RESULTS:
-        comparisons = RESULTS[name].get("comparisons", [])
-        found = page.panels(comparisons)
-        assert sum(map(len, found.values())) == sum(one["ratio"] is not None for one in comparisons)
-        for rows in found.values():
-            labels = [label for label, _ in rows]
-            assert len(labels) == len(set(labels)), name
-
-
-def test_figures_have_the_titles_of_their_sections() -> None:
-    for name in RESULTS:
-        if page.is_drawn(RESULTS[name].get("comparisons", [])):
-            assert f">{page.SECTIONS[name].title}</text>" in page.figure_of(name).read_text()
-
-
-def test_the_ratio_comes_first_and_long_tables_are_folded() -> None:
-    shown = re.sub(r"<details.*?</details>", "", page.PAGE.read_text(), flags=re.DOTALL)
-    tables = [line for line in shown.splitlines() if line.startswith("| ")]
-    assert {line for line in tables if " ratio " in line} == {"| ratio | what | compared with |"}
-    assert len(tables) < 100
-
-
-def test_every_part_is_on_the_page_and_none_has_failed() -> None:
-    assert {row["state"] for row in KEPT["rows"]} <= {"done", "left out"}
-    text = page.PAGE.read_text()
-    assert all(f"| {part.name} | " in text for part in cpu_parts.parts())
-    assert all(f"## {page.SECTIONS[name].title}\n" in text for name in RESULTS)
-
-
-def test_simulations_are_marked() -> None:
-    one = compare("a step", "another", "ms", [1.0], [2.0], (1, 1), "a sleep of 5 ms")
-    kept = {
-        **KEPT,
-        "settings": {"results": {"save": {**RESULTS["startup"], "comparisons": [asdict(one)]}}},
-    }
-    summary, row = [
-        line for line in page.markdown(kept).splitlines() if line.startswith("| 0.500 | ")
-    ]
-    assert summary == "| 0.500 | ms (simulation) | another |"
-    assert row == "| 0.500 | a step | another | ms | 1.00 | 2.00 | 1 | a sleep of 5 ms |"
-    simulated = {name: RESULTS[name]["comparisons"] for name in SIMULATED if name in RESULTS}
-    assert [
-        name for name, found in simulated.items() if not all(one["simulation"] for one in found)
-    ] == []

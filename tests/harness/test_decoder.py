@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.perf import bench_core_sets, bench_decoder, decoder_ways, processes
+from tests.perf import bench_decoder, decoder_ways, processes
 from tests.perf.bench_decoder import error_line, means_of, planned, times_of
 from tests.perf.decoder_ways import WAYS
 from tests.perf.processes import Processes, guarded
@@ -161,18 +161,3 @@ def test_the_plan_stands_beside_what_is_measured() -> None:
     assert found["planned device GiB"] == pytest.approx(11.5, rel=0.05)
     assert found["planned host GiB"] == pytest.approx(17.1, rel=0.05)
     assert planned(WAYS["FSDP2, CPUOffloadPolicy"], 10**9) == {}
-
-
-def test_sets_of_cores_are_different_and_not_empty() -> None:
-    found = bench_core_sets.sets_of(list(range(16)))
-    assert found["first half"] == list(range(8))
-    assert found["every other"] == list(range(0, 16, 2))
-    assert [len(each) for each in found.values()] == [8, 8, 14, 15, 16]
-    assert list(bench_core_sets.sets_of([3])) == ["every other"]
-
-
-def test_a_set_of_cores_is_measured_in_its_own_process() -> None:
-    args = bench_core_sets.arguments().parse_args(["--millions", "0.5", "--turns", "2"])
-    row = bench_core_sets.row_of("one", sorted(bench_core_sets.own_cores())[:1], args)
-    assert row["GB/s"] > 0
-    assert row["turns"] == 2

@@ -294,7 +294,6 @@ def test_half_an_hour_has_room_for_the_programme_in_its_order() -> None:
     assert list(dict.fromkeys(part.name.partition("/")[0] for part in first)) == [
         *(
             "operators",
-            "cores",
             "link",
             "step",
             "7b",

@@ -82,7 +82,6 @@ def test_our_operators_do_what_their_examples_say(operator: Any) -> None:
         "def __init__(self):\n    self.x = 1\n",
         "x = f(a + 1, b), max(a, b), isinstance(a, B), f(*a, *b), f(a, x=b)\n",
         "x = range(3), a[1:-1], a[i]\n",
-        "stream.wait_event(event)\n",
     ],
 )
 def test_our_operators_leave_alone(code: str) -> None:

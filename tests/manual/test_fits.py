@@ -12,8 +12,8 @@ from deepspeed_ext.commands.memory.setup import Model, Ranks
 from deepspeed_ext.commands.memory.traffic import Machine
 from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import Place
-from studies.time_model import upstream
 from tests.support.paths import ROOT
+from tools import deepspeed_zenflow as upstream
 from tools import fits
 from tools.fits import GIB, OURS, ZENFLOW, ZERO_OFFLOAD, Shape
 

@@ -35,28 +35,11 @@ NOT_RUN = {
         "export DSEXT_AUTOLOAD=1",
     ): "tests/unit/test_autoload.py runs processes with it",
     (
-        f"{ARCHIVE}/openmp_threads.md",
-        "pip install --no-deps --target /tmp/tpc threadpoolctl",
-    ): "builds a second OpenMP",
-    (
-        f"{ARCHIVE}/openmp_threads.md",
-        "operators = [",
-    ): "needs the second OpenMP above",
-    (
-        f"{ARCHIVE}/gpu.md",
-        "python -m tests.perf.bench_offload_step --model 1.5b",
-    ): "the program of the measured commit",
-    (
         "docs/trainers.md",
         "from accelerate import Accelerator",
     ): "tests/unit/zenflow/test_accelerate.py runs it",
-    (
-        f"{ARCHIVE}/simulated_defects.md",
-        "git worktree add ../older 5d571ae",
-    ): "makes a checkout beside this one",
 }
-"""Page and begin of the first line -> why nothing executes the block. Launchers' recipes:
-tests/launchers."""
+"""Page and begin of the first line -> why nothing executes the block."""
 
 SYSTEMS = ("flattening", "single_param_gather", "zenflow", "core_binding")
 SECTIONS = [
@@ -67,7 +50,12 @@ SECTIONS = [
     "Fields",
     "Troubleshooting",
 ]
-BLOCKS = [block for block in pages.blocks() if not block.is_recipe]
+BLOCKS = [
+    block
+    for block in pages.blocks()
+    if not block.is_recipe and not block.page.startswith(f"{ARCHIVE}/")
+]
+"""Pages of the archive hold the commands of the commits that they measured."""
 
 
 def reason_not_run(block: Block) -> str | None:
@@ -129,8 +117,7 @@ def test_rows_of_not_run_are_needed() -> None:
         ("bash", "make test PROCESES=3", "does not read PROCESES"),
         ("bash", "make train ARGS='--stpes 3'", "--stpes"),
         ("bash", "python -m tests.perf.bench_gather --ranks two", "--ranks"),
-        ("bash", "python -m tests.perf.bench_core_sets --turn 2 --onyl", "--onyl"),
-        ("bash", "python -m studies.scale_step --fast", "takes no arguments"),
+        ("bash", "python -m tests.perf.compare_commits --turn 2 --onyl", "--onyl"),
         ("bash", "python -m tests.perf.none", "there is no tests/perf/none.py"),
         (
             "bash",

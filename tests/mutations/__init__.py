@@ -1,2 +1,1 @@
-"""Removes each wait of the package in turn, and shows which test on the simulated accelerator
-notices."""
+"""Random mutants of the package, and which tests notice them."""

@@ -8,7 +8,7 @@ from tests.perf import report
 from tests.perf.part import Part
 
 KEPT = report.ROOT / "benchmarks" / "cpu.json"
-"""What they have measured, from which docs/lab/archive/benchmarks.md is made."""
+"""What they have measured, from which pages are made."""
 LIMIT_OVER_USUAL = 5
 """A part may take this many times as long as on two quiet cores, and is ended then."""
 
@@ -45,15 +45,6 @@ def _starts() -> list[Part]:
             f"{common} --millions 1 --repeats 1",
             180,
             "startup",
-        ),
-        _part(
-            "breakdown",
-            "tests.perf.startup_breakdown",
-            "--millions 64 --ranks 2 --repeats 2",
-            "--millions 1 --ranks 1 --repeats 1 "
-            "--only 'upstream: ZeRO-2' 'ours: ZeRO-2, tier host'",
-            185,
-            "startup_breakdown",
         ),
     ]
 
@@ -119,14 +110,6 @@ def _of_the_optimizer() -> list[Part]:
             150,
             "save",
         ),
-        _part(
-            "estimate",
-            "tests.perf.bench_estimate",
-            "--numel 15554976 --repeats 9",
-            "--numel 65536 --repeats 1",
-            20,
-            "estimate",
-        ),
     ]
 
 
@@ -153,13 +136,5 @@ def _trainings_and_plans() -> list[Part]:
             "--stages 2 --accumulation 1 --ways ZeRO",
             55,
             "memory_plan",
-        ),
-        _part(
-            "scale",
-            "tests.perf.scale",
-            "--ranks 8 64 1024",
-            "--ranks 8 --only agreement",
-            30,
-            "scale",
         ),
     ]

@@ -35,10 +35,9 @@ def parts() -> list[Part]:
     """All of them, what is worth most first."""
     return [
         operators("operators"),
-        _core_sets(),
         _link(),
         *(_beside_zero(batch) for batch in (USUAL, SHORT, LONGER)),
-        _exact(USUAL, ways.OURS_EXACT),
+        _exact(USUAL),
         _decoder(
             "step/1.5b/zero",
             "1.5b",
@@ -119,27 +118,13 @@ def _beside_zero(batch: str) -> Part:
     )
 
 
-def _exact(batch: str, *more: Way) -> Part:
+def _exact(batch: str) -> Part:
     return _decoder(
         f"step/1.5b/exact/{batch}",
         "1.5b",
-        (ways.OURS, ways.OURS_EXACT, ways.ZERO_OFFLOAD, *more),
+        (ways.OURS, ways.OURS_EXACT, ways.ZERO_OFFLOAD),
         (batch,),
         "the exact rule beside the predictive one and ZeRO-Offload",
-    )
-
-
-def _core_sets() -> Part:
-    return Part(
-        "cores",
-        "tests.perf.bench_core_sets",
-        ("--millions", "256"),
-        ("--millions", "1", "--turns", "1"),
-        180,
-        "core_sets",
-        "core_sets",
-        usual=50,
-        covers="bandwidth of the optimizer's pass by set of cores",
     )
 
 

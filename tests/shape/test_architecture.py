@@ -181,6 +181,7 @@ WIDE_RECORDS = {
         "commands.verify.config.Plan",
         "commands.verify.figures.Found",
     ),
+    "checkpoint.zenflow_state.SavedState",
     *("cores.exchange.RankReport", "cores.plan.RankPlan"),
     *("zenflow.kernels.definition.AdamConstants", "zenflow.plan.arrays.ArraySpec"),
     *("zenflow.plan.lanes.Lanes", "zenflow.plan.plan.ZenFlowPlan"),

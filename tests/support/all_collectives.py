@@ -25,7 +25,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.adapter.gather_hooks import FetchedParameter, GatherHandle
 from deepspeed_ext.adapter.weight_stream import _Entry, _Exchange
-from deepspeed_ext.checkpoint.reshard.layout import Placement
+from deepspeed_ext.checkpoint.layout import Placement
 from deepspeed_ext.cores.exchange import agree, report_rank
 from deepspeed_ext.cores.plan import PlanRequest
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError

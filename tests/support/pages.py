@@ -54,7 +54,7 @@ class Block:
 
     Attributes:
         page: relative to the repository.
-        is_recipe: marked as a recipe of a launcher, or as its file; tests/launchers run these.
+        is_recipe: marked as a recipe of a launcher, or as its file.
     """
 
     page: str

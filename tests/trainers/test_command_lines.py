@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from tests.launchers.page import Recipe, recipes
-from tests.launchers.processes import adopt_orphans, descendants, end, require_none_left
 from tests.support.paths import ROOT
+from tests.support.recipes import Recipe, recipes
 from tests.support.trainers import STEPS, STOPPED, losses_of
 from tests.trainers.environments import Installed, installed, write_model_and_data
+from tests.trainers.processes import adopt_orphans, descendants, end, require_none_left
 
 PAGE = ROOT / "docs" / "trainers.md"
 RECIPES = recipes(PAGE.read_text())

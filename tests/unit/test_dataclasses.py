@@ -10,7 +10,6 @@ from tests.support.paths import ROOT
 PACKAGE = ROOT / "deepspeed_ext"
 PLANNERS = (
     "commands/memory",
-    "checkpoint/reshard",
     "config",
     "cores",
     "flatten",

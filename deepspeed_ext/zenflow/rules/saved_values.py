@@ -1,89 +1,43 @@
-"""Defines what the saved states of both rules share: strict pydantic models of plain values and
-tensors."""
+"""What a checkpoint holds of a partition, whatever the rule: read by pydantic into dataclasses, the
+runtime's own where it has one."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
+from pydantic import ConfigDict
 
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, LionStep
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import dtype_name
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
-__all__ = [
-    "GRADIENT_DTYPES",
-    "AdamState",
-    "Count",
-    "LionStepValues",
-    "PartitionValues",
-    "Positive",
-    "SavedSchedule",
-    "SavedValues",
-    "StepValues",
-    "misfit",
-]
+__all__ = ["FLOATS", "AdamState", "PartitionValues", "Shape"]
 
-GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-Count = Annotated[NonNegativeInt, Field(lt=1 << 62)]
-Positive = Annotated[int, Field(ge=1, lt=1 << 62)]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 AdamState = Sequence[torch.Tensor]
 """p and the moments: m, v. Only Adam collects gradients, so with Lion there is nothing to apply."""
-Fraction = Annotated[FiniteFloat, Field(ge=0, lt=1)]
 
 
-class SavedValues(BaseModel):
-    """A part of the saved state. Unknown keys and values of other types are errors."""
+class Shape(NamedTuple):
+    """A saved tensor, its name, and what the run needs: the elements of a 1-D tensor and its
+    dtypes."""
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, arbitrary_types_allowed=True, frozen=True
-    )
+    name: str
+    tensor: torch.Tensor
+    numel: int
+    dtypes: Sequence[torch.dtype]
 
-
-class StepValues(SavedValues):
-    """An `AdamStep` as plain values."""
-
-    lr: FiniteFloat
-    beta1: Fraction
-    beta2: Fraction
-    eps: FiniteFloat
-    weight_decay: FiniteFloat
-    decoupled: bool
-    step: Positive
-    grad_scale: FiniteFloat
-    bias_correction: bool = True
-
-    def make(self) -> AdamStep:
-        """Build the `AdamStep`."""
-        return AdamStep(**dict(self))
+    @property
+    def fits(self) -> bool:
+        found = self.tensor
+        return tuple(found.shape) == (self.numel,) and found.dtype in self.dtypes
 
 
-class LionStepValues(SavedValues):
-    """A `LionStep` as plain values."""
-
-    lr: FiniteFloat
-    beta1: Fraction
-    beta2: Fraction
-    weight_decay: FiniteFloat
-    step: Positive
-    grad_scale: FiniteFloat
-
-    def make(self) -> LionStep:
-        """Build the `LionStep`."""
-        return LionStep(**dict(self))
-
-
-class SavedSchedule(SavedValues):
-    """The state of a schedule."""
-
-    steps: Count
-    interval: Positive | None
-
-
-class PartitionValues(SavedValues, ABC):
+@dataclass(frozen=True, kw_only=True)
+class PartitionValues(ABC):
     """The part of a partition's saved state that both rules have.
 
     Attributes:
@@ -91,12 +45,16 @@ class PartitionValues(SavedValues, ABC):
         on_accelerator: how many of them, at its start, step on the accelerator; the other values
             leave them out.
         updates: its number of updates; None: the run's.
+        collected: constants of the gradients that were not handed over, oldest first.
+        gradients: these gradients.
     """
 
-    numel: Count
-    on_accelerator: Count
-    updates: Count | None = None
-    collected: list[StepValues]
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
+
+    numel: int
+    on_accelerator: int
+    updates: int | None = None
+    collected: list[AdamStep]
     gradients: list[torch.Tensor]
 
     @property
@@ -104,29 +62,15 @@ class PartitionValues(SavedValues, ABC):
         """How many elements the rule sees."""
         return self.numel - self.on_accelerator
 
-    @property
-    def steps(self) -> list[AdamStep]:
-        """Constants of the collected gradients, oldest first."""
-        return [step.make() for step in self.collected]
-
-    def mistakes(self, blocks: int, steps: int) -> list[str]:
-        """Describe every inconsistency.
+    def shapes(self, layout: StateLayout, block_size: int) -> Iterator[Shape]:
+        """Yield every tensor with what it must be.
 
         Args:
-            blocks: number of blocks that the rule sees.
-
-        Returns:
-            Messages, with empty strings among them for checks that passed.
+            layout: the state of the optimizer that saved it.
+            block_size: elements of a block.
         """
-        found = [
-            misfit(grad, self.on_host, GRADIENT_DTYPES, f"gradient {i}")
-            for i, grad in enumerate(self.gradients)
-        ]
-        if len(self.gradients) != len(self.collected):
-            found.append(
-                f"{len(self.gradients)} gradients with the constants of {len(self.collected)}"
-            )
-        return found
+        for index, gradient in enumerate(self.gradients):
+            yield Shape(f"gradient {index}", gradient, self.on_host, FLOATS)
 
     @abstractmethod
     def apply_collected(
@@ -150,16 +94,3 @@ class PartitionValues(SavedValues, ABC):
         skipped = max(0, self.on_accelerator - begin)
         parts, begin = [array[skipped:] for array in state], begin + skipped - self.on_accelerator
         self.apply_collected(parts, block_size, begin, moment_dtype)
-
-
-def misfit(tensor: torch.Tensor, numel: int, dtypes: Sequence[torch.dtype], what: str) -> str:
-    """Return why `tensor` is not a 1-D strided CPU tensor of `numel` elements in one of `dtypes`;
-    empty if it is."""
-    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
-    if plain and tuple(tensor.shape) == (numel,) and tensor.dtype in dtypes:
-        return ""
-    names = " or ".join(map(dtype_name, dtypes))
-    return (
-        f"{what} is {tuple(tensor.shape)} {tensor.dtype} {tensor.layout} on {tensor.device}, "
-        f"expected ({numel},) {names} strided on the CPU"
-    )

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.simulated.exact import exact_way, waits
 from tests.simulated.overlap import LINK, WORKER, Way, figures
 from tests.support.models import batches, on_device
 from tests.support.ranks import on_sim, run_ranks
@@ -119,12 +118,3 @@ def test_hidden_transfers_leave_the_accelerator_nothing_to_wait_for(stage: int, 
     assert inside["idle"] > 0.2
     assert beside["idle"] < 0.03
     assert beside["step"] < 1.03
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_exact_rule_waits_as_long_as_its_schedule_says(stage: int) -> None:
-    """Within 3 % of what is exposed, hidden by the forward or not, with a fast and a slow link."""
-    way = exact_way(stage, 8, layers=16)
-    for found, said in waits(way, [(0.05, 0.1), (0.1, 0.6), (1.0, 0.4)]):
-        assert found == pytest.approx(said, rel=0.03)
-        assert said > 0.01

@@ -150,7 +150,7 @@ def load(ranks: RankGroup, disks: Disks, tag: str | None = None) -> set[int]:
         engine.load(f"{folder}/{found}/{name}")
         for name in ("mp_rank_00_model_states.pt", _file(ranks.rank))
     ]
-    assert all("deepspeed_ext_save_id" not in part for part in content)
+    assert all("deepspeed_ext" not in key for part in content for key in part)
     return {int(value) for part in content for tensor in part.values() for value in tensor.unique()}
 
 

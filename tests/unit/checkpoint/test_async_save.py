@@ -52,7 +52,7 @@ def content(folder: Path) -> dict[str, Any]:
         found[path.name] = {
             key: value
             for key, value in state.items()
-            if key not in ("deepspeed_ext_save_id", "ds_config")
+            if key not in ("deepspeed_ext_save_id", "deepspeed_ext_file", "ds_config")
         }
         # an object without equality
         found[path.name].get("optimizer_state_dict", {}).pop("loss_scaler", None)

@@ -16,7 +16,7 @@ from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.partitions import head_of
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
-from deepspeed_ext.zenflow.rules.saved_values import StepValues
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
 from tests.support.ranks import is_simulated, run_ranks
@@ -185,7 +185,7 @@ def test_collected_gradients_reach_only_the_part_on_the_host(data: st.DataObject
     values = PredictivePartitionValues(
         numel=head + host,
         on_accelerator=head,
-        collected=[StepValues(**step, step=1, grad_scale=1.0)],
+        collected=[AdamStep(**step, step=1, grad_scale=1.0)],
         gradients=[gradient],
         last=None,
         errors=None,

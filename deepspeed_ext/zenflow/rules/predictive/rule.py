@@ -323,8 +323,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     def restore(self, partitions: Sequence[PredictivePartitionValues]) -> None:
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):
-            state.last = None if saved.last is None else saved.last.make()
-            state.errors = None if saved.errors is None else saved.errors.make()
+            state.last, state.errors = saved.last, saved.errors
             state.drift = None if saved.drift is None else saved.drift.to(partition.device)
             if saved.inverse is not None:
                 state.estimator = self._kind.remembered(

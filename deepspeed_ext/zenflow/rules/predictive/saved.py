@@ -2,56 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
-from deepspeed_ext.zenflow.rules.saved_values import (
-    GRADIENT_DTYPES,
-    AdamState,
-    Count,
-    LionStepValues,
-    PartitionValues,
-    SavedSchedule,
-    SavedValues,
-    StepValues,
-    misfit,
-)
+from deepspeed_ext.zenflow.rules.saved_values import FLOATS, AdamState, PartitionValues, Shape
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, LionStep
 from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
-__all__ = ["PredictivePartitionValues", "PredictiveSavedSchedule"]
-
-
-class GuardValues(SavedValues):
-    """A `GuardState` as plain values."""
-
-    synchronous: bool
-    trips: Count
-    streak: Count
-    steps_to_probe: Count
-    probed: bool
+__all__ = ["PredictivePartitionValues"]
 
 
-class PredictiveSavedSchedule(SavedSchedule):
-    """The state of a `PredictiveSchedule`."""
-
-    is_ahead: bool
-    guard: GuardValues
-    is_exact: bool | None = None
-    """None: not chosen yet."""
-
-
-class ErrorValues(SavedValues):
-    """`PredictionErrors` as plain values, possibly not finite."""
-
-    prediction: float
-    rounding: float
-    update: float
-
-    def make(self) -> PredictionErrors:
-        """Build the `PredictionErrors`."""
-        return PredictionErrors(**dict(self))
-
-
+@dataclass(frozen=True, kw_only=True)
 class PredictivePartitionValues(PartitionValues):
     """State of one partition.
 
@@ -61,22 +26,18 @@ class PredictivePartitionValues(PartitionValues):
         inverse: what the estimate remembers (`Estimate.kept`).
     """
 
-    last: StepValues | LionStepValues | None
-    errors: ErrorValues | None
-    drift: torch.Tensor | None
-    inverse: torch.Tensor | None
+    last: AdamStep | LionStep | None = None
+    errors: PredictionErrors | None = None
+    drift: torch.Tensor | None = None
+    inverse: torch.Tensor | None = None
 
-    def mistakes(self, blocks: int, steps: int) -> list[str]:
-        found = (
-            [misfit(self.drift, self.on_host, GRADIENT_DTYPES, "drift")]
-            if self.drift is not None
-            else []
-        )
-        if steps and self.last is None:
-            found.append(f"no constants of the newest update after {steps} steps")
-        if self.collected and (self.drift is None or self.inverse is None):
-            found.append("collected gradients without drift and inverse")
-        return super().mistakes(blocks, steps) + found
+    def shapes(self, layout: StateLayout, block_size: int) -> Iterator[Shape]:
+        yield from super().shapes(layout, block_size)
+        if self.drift is not None:
+            yield Shape("drift", self.drift, self.on_host, FLOATS)
+        if self.inverse is not None:
+            numel = -(-self.on_host // block_size) * layout.per_block_width(block_size)
+            yield Shape("inverse", self.inverse, numel, (getattr(torch, layout.per_block[1]),))
 
     def apply_collected(
         self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
@@ -84,4 +45,4 @@ class PredictivePartitionValues(PartitionValues):
         p, m, v = state
         gradients = [gradient[begin : begin + p.numel()] for gradient in self.gradients]
         first = self.on_accelerator + begin
-        take_steps(p, m, v, gradients, self.steps, first, moment_dtype, block_size)
+        take_steps(p, m, v, gradients, self.collected, first, moment_dtype, block_size)

@@ -275,7 +275,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
     @torch.no_grad()
     def restore(self, partitions: Sequence[SelectivePartitionValues]) -> None:
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):
-            state.last = None if saved.last is None else saved.last.make()
+            state.last = saved.last
             state.cold_updates = saved.cold_updates
             state.mean = None if saved.mean is None else saved.mean.to(partition.device, copy=True)
             if saved.hot_blocks is not None:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
-from deepspeed_ext.zenflow.rules.saved_values import (
-    GRADIENT_DTYPES,
-    AdamState,
-    Count,
-    PartitionValues,
-    SavedSchedule,
-    StepValues,
-    misfit,
-)
+from deepspeed_ext.zenflow.rules.saved_values import FLOATS, AdamState, PartitionValues, Shape
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
-__all__ = ["SelectivePartitionValues", "SelectiveSavedSchedule", "recorrect", "rows_of"]
+__all__ = ["SelectivePartitionValues", "recorrect", "rows_of"]
 
 
 def rows_of(flat: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -34,33 +28,22 @@ def recorrect(m: torch.Tensor, v: torch.Tensor, before: AdamStep, after: AdamSte
         v.mul_((after.bias_correction2_sqrt / before.bias_correction2_sqrt) ** 2)
 
 
-class SelectiveSavedSchedule(SavedSchedule):
-    """The state of a `SelectiveSchedule`."""
-
-    collected: Count
-    is_in_flight: bool
-    since_selection: Count
-
-
+@dataclass(frozen=True, kw_only=True)
 class SelectivePartitionValues(PartitionValues):
     """State of one partition; see `SelectionState`."""
 
-    hot_blocks: torch.Tensor | None
-    mean: torch.Tensor | None
-    last: StepValues | None
-    cold_updates: Count
+    hot_blocks: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    last: AdamStep | None = None
+    cold_updates: int
 
-    def mistakes(self, blocks: int, steps: int) -> list[str]:
-        found = []
+    def shapes(self, layout: StateLayout, block_size: int) -> Iterator[Shape]:
+        yield from super().shapes(layout, block_size)
         if self.mean is not None:
-            found.append(misfit(self.mean, self.on_host, GRADIENT_DTYPES, "mean"))
+            yield Shape("mean", self.mean, self.on_host, FLOATS)
         if (hot := self.hot_blocks) is not None:
-            found.append(misfit(hot, hot.numel(), (torch.int64,), "hot_blocks"))
-            if not found[-1] and not _are_block_numbers(hot, blocks):
-                found.append(f"hot_blocks has numbers that repeat or are not in 0 to {blocks - 1}")
-        if self.last is None and steps:
-            found.append(f"no constants of the newest update after {steps} steps")
-        return super().mistakes(blocks, steps) + found
+            most = min(hot.numel(), self.on_host // block_size)
+            yield Shape("hot_blocks", hot, most, (torch.int64,))
 
     def apply_collected(
         self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
@@ -70,21 +53,15 @@ class SelectivePartitionValues(PartitionValues):
         if self.last is None:
             return
         p, m, v = state
-        first, last = begin // block_size, self.last.make()
+        first = begin // block_size
         hot = torch.empty(0, dtype=torch.int64) if self.hot_blocks is None else self.hot_blocks
         ids = hot[(hot >= first) & (hot < first + p.numel() // block_size)] - first
         kept = [rows_of(array, block_size)[ids] for array in state]
-        cold = replace(last, step=self.cold_updates)
+        cold = replace(self.last, step=self.cold_updates)
         if self.mean is not None:
-            cold = replace(last, step=self.cold_updates + 1)
+            cold = replace(cold, step=self.cold_updates + 1)
             mean = self.mean[begin : begin + p.numel()]
             take_steps(p, m, v, [mean], [cold], begin, moment_dtype, block_size)
-        recorrect(m, v, cold, last)
+        recorrect(m, v, cold, self.last)
         for array, rows in zip(state, kept, strict=True):
             rows_of(array, block_size)[ids] = rows
-
-
-def _are_block_numbers(ids: torch.Tensor, count: int) -> bool:
-    return ids.numel() == 0 or bool(
-        (ids.unique().numel() == ids.numel()) and int(ids.min()) >= 0 and int(ids.max()) < count
-    )

@@ -1,1 +1,0 @@
-"""Loads a checkpoint of any number of ranks and any ZeRO stage on any other."""
