@@ -161,7 +161,7 @@ soak: $(VENV)/.stamp-operators  ## train with faults at random times for SOAK_MI
 fuzz: $(VENV)/.stamp-operators  ## try invented configs and checkpoints for FUZZ_MINUTES (ARGS="--seed 7 --target config")
 	python -m tests.fuzz.run --minutes $(FUZZ_MINUTES) $(ARGS)
 
-bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed without an accelerator (PARTS="startup gather"; ARGS=--list lists the parts, ARGS=--store keeps the results in benchmarks/cpu.json)
+bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed without an accelerator (PARTS="startup gather"; ARGS=--list lists the parts)
 	python -m tests.perf.suite --on cpu $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 
 bench-gpu:  ## measure all that needs a GPU, without network (PARTS="7b step/1.5b" BUDGET=570); the same command goes on

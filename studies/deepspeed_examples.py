@@ -30,6 +30,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from tests.perf import report
+from tools import stored
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "deepspeed_examples.json"
@@ -245,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "deepspeed_examples")
     args = parser.parse_args(argv)
-    kept = json.loads(RESULT.read_text()) if RESULT.exists() else {"losses": {}, "failed": {}}
+    kept = stored.read(RESULT.name)
     if args.checkout:
         args.folder.mkdir(parents=True, exist_ok=True)
         prepare(args.folder, args.steps)

@@ -27,8 +27,7 @@ INTRODUCTION = f"""# Config reference
 
 The fields that deepspeed_ext adds to a DeepSpeed config. All of them live under `{SECTION}`, beside DeepSpeed's own
 [ZeRO fields](https://www.deepspeed.ai/docs/config-json/#zero-optimizations-for-fp16-training), and all are optional.
-The value `"auto"` means the same as leaving the field out, as in DeepSpeed's own sections, except for
-`update_interval`, where it means `"measured"`; under Accelerate and the
+The value `"auto"` means the same as leaving the field out, as in DeepSpeed's own sections; under Accelerate and the
 Hugging Face Trainer leave it out, because they refuse an `"auto"` that they do not fill in. An unknown field or an
 impossible value is an error at `initialize` that names the field. Editors can check a config against
 `configs/schema.json` (`deepspeed-ext config schema` prints it).

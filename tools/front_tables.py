@@ -3,19 +3,18 @@ people own.
 
     python -m tools.front_tables
 
-Steps come from benchmarks/gpu_h200_default.json. What fits is computed by `tools.fits`, as
+Steps come from the stored gpu_h200_default.json. What fits is computed by `tools.fits`, as
 docs/fits.md is.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from tools import fits
+from tools import fits, stored
 from tools.architecture import ROOT
 from tools.step_picture import measured
 
@@ -23,7 +22,7 @@ __all__ = ["PAGE", "page", "speed_up"]
 
 PAGE = ROOT / "README.md"
 BATCHES = {"1x2048": "2,048 tokens", "1x8192": "8,192 tokens", "4x8192": "32,768 tokens"}
-DEFAULT = ROOT / "benchmarks" / "gpu_h200_default.json"
+DEFAULT = "gpu_h200_default.json"
 DEFAULT_RESULTS = {
     "1x2048": "default_1x2048",
     "1x8192": "default_1x8192",
@@ -42,7 +41,7 @@ OFFLOAD = ((fits.ZERO_OFFLOAD, 2), (fits.ZERO_OFFLOAD, 3), (fits.SMALL[0], 3))
 
 def steps_table() -> str:
     """Steps of the default config beside ZeRO-2 without offload: time and GPU memory."""
-    results = json.loads(DEFAULT.read_text())["settings"]["results"]
+    results = stored.read(DEFAULT)["settings"]["results"]
     lines = []
     for way, name in DEFAULT_NAMES.items():
         rows = [

@@ -1,4 +1,4 @@
-"""Draws docs/gpu_step.svg from benchmarks/gpu_h200_rivals.json: time and memory of a step on a GPU,
+"""Draws docs/gpu_step.svg from the stored gpu_h200_rivals.json: time and memory of a step on a GPU,
 ours beside other ways to offload.
 
 python -m tools.step_picture
@@ -6,18 +6,18 @@ python -m tools.step_picture
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
+from tools import stored
 from tools.architecture import ROOT
 
 __all__ = ["PICTURE", "picture"]
 
 PICTURE = ROOT / "docs" / "gpu_step.svg"
-MEASURED = ROOT / "benchmarks" / "gpu_h200_rivals.json"
+MEASURED = "gpu_h200_rivals.json"
 BATCH = "1x8192"
 OURS = "deepspeed_ext"
 NAMES = {
@@ -55,7 +55,7 @@ class Panel:
 
 def measured() -> dict[tuple[str, str], dict[str, Any]]:
     """The rows of `BATCH`, by result and way."""
-    results: dict[str, Any] = json.loads(MEASURED.read_text())["settings"]["results"]
+    results: dict[str, Any] = stored.read(MEASURED)["settings"]["results"]
     return {
         (name, row["way"]): row
         for name, result in results.items()

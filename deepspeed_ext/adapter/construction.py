@@ -203,14 +203,13 @@ def _report(
 
 def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
     schedule = host.rule.schedule
-    interval = host.decided.rule.steps_per_update or "measured during the first steps"
     layout = host.kind.layout
     rounded = (
         ""
         if layout.moment_dtype == "float32"
         else f", moments in {layout.moment_dtype} (not exact)"
     )
-    how = f"update_interval {interval}, {settings.rule} rule{rounded}"
+    how = f"{settings.rule} rule{rounded}"
     yield f"{layout.name.capitalize()} runs in a process of its own, one per rank; {how}"
     if host.decided.rule.overlapped:
         first = schedule.warm_up_steps

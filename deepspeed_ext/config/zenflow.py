@@ -34,7 +34,7 @@ ErrorFactor = Annotated[float, Field(ge=0.0, le=1e6), AfterValidator(_factor_or_
 """Allowed error, as a multiple of a harmless one; 0: unlimited."""
 
 Interval = Annotated[int, Field(ge=1, le=1024)]
-"""Optimizer steps per hand-over. The predictive rule keeps a gradient for each of them."""
+"""Optimizer steps per hand-over."""
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
@@ -58,14 +58,9 @@ class ZenFlowConfig(ConfigSection):
     arrived. Not given: ``selective`` if ``topk_ratio`` or a ``select_*`` field is given,
     otherwise ``predictive``."""
 
-    update_interval: Interval | Literal["measured"] | None = None
-    """``predictive``: optimizer steps whose gradients the worker processes in one pass. Not given:
-    1, which follows AdamW most closely; the loss at 4 was up to 7 % higher. ``measured``, or
-    "auto": the smallest interval, at most 2, at which the worker keeps up, measured at the start,
-    or a shorter one if host memory is short. Larger intervals need less memory bandwidth on the
-    host, but room for ``2 x interval - 1`` gradients. ``selective``: optimizer steps whose mean
-    gradient makes one step of the cold blocks; not given or "auto": 4. ``exact``: always 1. Never
-    changes
+    update_interval: Interval | None = None
+    """``selective``: optimizer steps whose mean gradient makes one step of the cold blocks. Not
+    given: 4. Other rules step with every gradient. Never changes
     ``gradient_accumulation_steps``."""
 
     overlap_step: bool | None = None
@@ -74,8 +69,7 @@ class ZenFlowConfig(ConfigSection):
 
     full_warm_up_rounds: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Synchronous optimizer steps at the start; each is an exact step of all parameters. There is
-    at least one, and with ``predictive`` at least one interval. Not given: with ``predictive`` 10
-    at interval 1 and 40 at others; 1 with ``selective``."""
+    at least one. Not given: with ``predictive`` 10, with ``selective`` 1."""
 
     block_size: BlockSize = 32
     """Elements per block, a run of contiguous elements. ``predictive`` averages the second moment
@@ -176,10 +170,7 @@ class ZenFlowConfig(ConfigSection):
     _retired = PrivateAttr()
 
     def __init__(self, **data: Any) -> None:
-        """Read the fields; leave out what is `RETIRED`. The interval "auto" is "measured", any
-        other "auto" means not given."""
-        if data.get("update_interval") == "auto":
-            data["update_interval"] = "measured"
+        """Read the fields; leave out what is `RETIRED`."""
         perc = data.pop("pt_reserved_cores_perc", 0)  # DeepSpeed's name for a fraction
         if data.get("pt_reserved_cores") in (None, "auto") and perc not in (0, 1, None, "auto"):
             data["pt_reserved_cores"] = perc
@@ -197,11 +188,7 @@ class ZenFlowConfig(ConfigSection):
     @property
     def interval(self) -> int | None:
         """Optimizer steps per hand-over; None: the rule chooses it while it trains."""
-        if self.rule == "exact":
-            return 1
-        if self.update_interval is None:
-            return 1
-        return None if isinstance(self.update_interval, str) else self.update_interval
+        return self.update_interval if self.rule == "selective" else 1
 
     @property
     def rule(self) -> RuleName:
@@ -238,6 +225,7 @@ RETIRED = {
     "overlap_lag": "results are applied in the next step",
     "auto_ratio": "update_interval is 4, unless it is given",
     "update_rule": '"measured" means not given',
+    "update_interval": '"measured" means not given',
     "weights_arrive_in_forward": (
         "with the exact rule at stage 3 weights arrive in the forward, otherwise in the step"
     ),
@@ -258,7 +246,7 @@ _PREDICTIVE = _EXACT | {"prediction_error_factor"}
 
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
     "predictive": _PREDICTIVE,
-    "selective": CHOOSES_SELECTIVE | {"offload"},
+    "selective": CHOOSES_SELECTIVE | {"update_interval", "offload"},
     "exact": _EXACT,
 }
 """Fields that not every rule reads, by the rules that do."""
@@ -269,6 +257,6 @@ def given_of_the_other_rule(zenflow: ZenFlowConfig | None) -> list[str]:
     if zenflow is None:
         return []
     idle = frozenset[str]().union(*OF_ONE_RULE.values()) - OF_ONE_RULE[zenflow.rule]
-    if zenflow.rule == "exact" and zenflow.update_interval not in (None, 1):
-        idle |= {"update_interval"}
+    if zenflow.update_interval == 1:  # as without it
+        idle -= {"update_interval"}
     return [name for name in type(zenflow).model_fields if name in idle & zenflow.model_fields_set]

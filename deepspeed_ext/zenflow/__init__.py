@@ -28,8 +28,8 @@ per block      [ceil(n / b)]    arena           one entry per block; each rule h
 =============  ===============  ==============  ================================================
 
 Gradients reach their slot in their step or, with ``gradients_on_host`` or weights on the host
-(``offload_param``), during backward. In the latter case the host computes the weights, and keeps D
-and the hot blocks.
+(``offload_param``), during backward. In the latter case the host computes the weights, and keeps
+the hot blocks.
 
 Gradients are handed over in the dtype of the weights. The exception is fp16: its gradients are
 handed over in the accumulation dtype, which is fp32 when gradients are accumulated (see
@@ -43,8 +43,6 @@ block means    fp32 [blocks]    arena "block_means"    mean of v over each block
 known          int32            arena "known"          with Lion, in place of the means: for
                [blocks, 1 + w]                         each block the mean of |m| and a sign bit
                                                        of each m, in w words: worker -> trainer
-drift    D     model's, [n]     accelerator            effect of the gradients in flight; only
-                                                       at intervals above 1: trainer -> trainer
 =============  ===============  =====================  =========================================
 
 The selective rule adds:
@@ -59,8 +57,8 @@ updates        int32 [blocks]   arena "updates"        updates of each block so 
 
 *Block*: a run of b contiguous elements of a partition; the last one may be shorter. *Optimizer
 step*: at the boundary of gradient accumulation, not a micro-step. *Update*: one update of p and the
-moments. *Interval* S: optimizer steps whose gradients are handed over together. *Hand over*: give
-the worker an interval's gradients, in the slots of the ring. *In flight*: handed over, with the
+moments. *Interval*: under the selective rule, optimizer steps whose gradients are handed over
+together. *Hand over*: give the worker gradients, in their slots. *In flight*: handed over, with the
 result not applied yet.
 
 Modules: in `step`, `optimizer` collects gradients, hands them over and waits; `rule` is the

@@ -58,9 +58,7 @@ def prepare_kernels(
         calls.append(kind.step_kernels(device, block_size, gradient, of_weights, alignments))
     if Kernel.ESTIMATE in plan.kernels and isinstance(plan.rule, PredictiveSettings):
         estimated = of_weights, published, gradient
-        calls.append(
-            kind.estimate_kernels(device, block_size, *estimated, plan.rule.with_drift, alignments)
-        )
+        calls.append(kind.estimate_kernels(device, block_size, *estimated, alignments))
     prepare.prepare(device, block_size, chain(*calls), warns=warns)
 
 

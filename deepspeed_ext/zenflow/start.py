@@ -137,16 +137,14 @@ def _mover(
 
     No tuner under a rule with limits (`RuleSettings.limits`); on the CPU as accelerator, where
     the pass and forward share cores; and with weights that arrive in forward, where no step
-    is synchronous. Threads stay if the interval is measured, and if they are pinned near their
-    memory.
+    is synchronous. Threads stay if they are pinned near their memory.
     """
     if plan.weights_arrive is WeightsArrival.IN_FORWARD:
         return None
     if not config.autotune or is_on_cpu or not isinstance(plan.rule, PredictiveSettings):
         return None
     pinned = threads.placement is not None and threads.placement.pin_each_thread
-    stays = pinned or plan.rule.update_interval is None
-    counts = (threads.count,) if stays else thread_counts(threads.count)
+    counts = (threads.count,) if pinned else thread_counts(threads.count)
     return Tuner(metrics, config, chooses_share=plan.measures_share, threads=counts)
 
 

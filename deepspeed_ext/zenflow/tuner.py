@@ -12,7 +12,7 @@ overlapped steps end only when their pass has ended. The order of updates, and s
 From `STEPS_BETWEEN` steps after a choice on, the run is checked every `STEPS_LOOKED_AT` steps. If
 steps wait, or the accelerator's time per step has changed, everything is measured again. The share
 may then move after an overlapped step, too: the worker publishes y again, for the elements that
-stay. At an interval above 1 only threads change then, because the next step reads no y.
+stay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from deepspeed_ext.config import ZenFlowConfig
@@ -207,8 +207,7 @@ class Tuner:
         return host.ranks.minimum(-changed)[0] < 0
 
     def _begin(self, host: HostOptimizer, is_between: bool) -> None:
-        may_move = self._chooses_share and host.rule.schedule.interval == 1
-        is_apart = may_move and not (is_between or self._knows_delay)
+        is_apart = self._chooses_share and not (is_between or self._knows_delay)
         probe = ThreadProbe(self._counts, overlaps=not (is_between or is_apart))
         self._phase = Probing(probe, is_apart)
         self._limit(host, probe.coming)
@@ -222,14 +221,13 @@ class Tuner:
             probe.note(self._metrics.worker_seconds)
             self._limit(host, probe.best if probe.is_over else probe.coming)
         schedule = host.rule.schedule
-        if not (probe.is_over and (is_between or schedule.is_settled or schedule.interval != 1)):
+        if not (probe.is_over and (is_between or schedule.is_settled)):
             return
         self._phase, is_alone = None, is_between or phase.is_apart
         times = ChainTimes(0.0, 0.0)
         with host.link.deferring_errors():
             times = self._times(host.decided, probe, is_alone)
-        overlaps = host.decided.rule.overlapped and schedule.interval == 1
-        if is_alone and overlaps and self._chooses_share:
+        if is_alone and host.decided.rule.overlapped and self._chooses_share:
             self._phase = Overlapping(times)
             if not is_between:
                 self._metrics.resume({})
@@ -335,7 +333,8 @@ class Tuner:
         self._metrics.resume(measured["samples"])
         threads = self._counts[0]
         if measured["alone"] is not None:
-            alone = ChainTimes(**measured["alone"])
+            kept = {field.name for field in fields(ChainTimes)}  # not those of earlier releases
+            alone = ChainTimes(**{k: v for k, v in measured["alone"].items() if k in kept})
             self._phase = Overlapping(alone, measured["waited"], measured["watched"])
             self._metrics.estimating = stopwatch()
         elif measured["probed"] is not None:
@@ -373,7 +372,7 @@ class Tuner:
         self._known, self._counts = times, _first(self._counts, threads)
         if changes:
             host.decided = with_threads(now, threads)
-        if self._chooses_share and (is_between or host.rule.schedule.interval == 1):
+        if self._chooses_share:
             moves |= self._choose_share(host, of_all, is_between)
         self.device_seconds = times.beside(host.decided.host_share)
         self._gap = STEPS_BETWEEN if moves or self._is_open else 2 * self._gap

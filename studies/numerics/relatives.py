@@ -75,7 +75,7 @@ class Momentum(Delay):
     """
 
     def _publish(self, step: AdamStep) -> Publish:
-        return publish_ahead(step, 1)
+        return publish_ahead(step)
 
 
 class Feedback(Delay):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from studies.numerics.rules import REFERENCE, SPLITTING, reference_of, with_references
 from studies.numerics.tasks import BORROWED_RATES, TASKS
 from tests.perf import report
+from tools import stored as measurements
 
 FOLDER = Path("benchmarks") / "numerics"
 SELECTION_SEED = 100
@@ -50,8 +52,9 @@ def folder() -> Path:
 
 def stored(row: Row) -> dict[str, Any] | None:
     """What the file of a row holds, if there is one."""
-    path = folder() / f"{row.name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    with suppress(FileNotFoundError):
+        return dict(measurements.read(f"{FOLDER.name}/{row.name}.json", folder().parent))
+    return None
 
 
 def store(row: Row, result: dict[str, Any]) -> Path:

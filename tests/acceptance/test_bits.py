@@ -17,9 +17,10 @@ import pytest
 from tests.acceptance.training import MIDDLE, STEPS, run
 from tests.acceptance.variants import ALIKE, ROWS, VARIANTS, Row
 from tests.acceptance.write import ARCHIVE, TABLE, origin
+from tests.support.kernels import needs_native
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.sampled()
+pytestmark = [pytest.mark.sampled(), needs_native]
 
 BITS = [row for row in ROWS if not row.variant.retired]
 RETIRED = [row for row in ROWS if row.variant.retired]

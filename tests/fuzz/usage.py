@@ -69,7 +69,7 @@ def config_of(program: Program, side: str) -> tuple[dict[str, Any], bool]:
     if side == "offload":
         return offload_config(config), False
     if side in ("exact", "predictive"):
-        zero["zenflow"] |= {"update_rule": side, "update_interval": 1, **settings.ours}
+        zero["zenflow"] |= {"update_rule": side, **settings.ours}
         return config, True
     del zero["zenflow"], zero["core_binding"]
     if side.startswith("stock zero"):

@@ -76,13 +76,6 @@ TEXTS = (
 )
 
 
-def number_text(rng: random.Random) -> str:
-    """A number as text, or nearly so."""
-    if rng.random() < 0.6:
-        return str(rng.randint(-(2 ** rng.randint(0, 80)), 2 ** rng.randint(0, 80)))
-    return rng.choice(TEXTS)
-
-
 def text(rng: random.Random) -> str:
     if rng.random() < 0.7:
         return rng.choice(TEXTS)

@@ -97,18 +97,9 @@ def test_another_run_keeps_what_it_does_not_measure(out: Path) -> None:
     assert suite.measure([measuring("one", "1 / 0")], arguments("--again")) == 1
 
 
-def test_measurements_go_to_an_ignored_folder_unless_they_are_to_be_stored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_measurements_go_to_an_ignored_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUT", raising=False)
     assert suite.record_of(arguments()).path == report.ROOT / "outputs" / "bench" / "cpu.json"
-    assert suite.record_of(arguments("--store")).path == cpu_parts.KEPT
-
-
-def test_what_has_no_meaning_is_not_stored(capsys: pytest.CaptureFixture[str]) -> None:
-    assert suite.main(["--on", "cpu", "--toy", "--store"]) == 2
-    assert suite.main(["--on", "gpu", "--store"]) == 2
-    assert capsys.readouterr().err.count("--store") == 2
 
 
 def test_a_terminal_shows_tables_in_columns() -> None:

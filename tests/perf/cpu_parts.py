@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-from tests.perf import report
 from tests.perf.part import Part
 
-KEPT = report.ROOT / "benchmarks" / "cpu.json"
-"""What they have measured, from which pages are made."""
 LIMIT_OVER_USUAL = 5
 """A part may take this many times as long as on two quiet cores, and is ended then."""
 
@@ -80,14 +77,6 @@ def _steps() -> list[Part]:
             "--millions 2.2 --turns 1 --steps 2 --no-memory",
             210,
             "offload_step",
-        ),
-        _part(
-            "hidden-transfers",
-            "tests.simulated.overlap",
-            "--quick --links 0.1 0.4 1.0 1.5",
-            "--quick --links 0.4",
-            60,
-            "overlap",
         ),
     ]
 

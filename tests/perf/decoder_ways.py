@@ -202,7 +202,7 @@ OURS = _ours("ours", {})
 OURS_14 = _given("ours, 14/2", {"pt_reserved_cores": 2, "update_interval": 1})
 OURS_14_BF16 = _given(
     "ours, 14/2, bf16 moments",
-    {"pt_reserved_cores": 2, "update_interval": 1, "state_dtype": "bfloat16"},
+    {"pt_reserved_cores": 2, "state_dtype": "bfloat16"},
 )
 OURS_INT8 = _ours("ours, 8-bit moments", {"state_dtype": "int8"})
 OURS_EXACT = _ours("ours, exact", {"update_rule": "exact"})

@@ -3,7 +3,7 @@ bench-gpu`, `make test-gpu`.
 
     python -m tests.perf.suite [--on gpu|cpu|gpu-tests] [--parts startup step/1.5b ...] [--budget
     SECONDS] [--list]
-                              [--jobs N] [--again] [--store] [--device accelerator|cpu] [--toy]
+                              [--jobs N] [--again] [--device accelerator|cpu] [--toy]
 
 Each part is a benchmark, or tests, in a process of its own with a time limit of its own. Whatever
 becomes of it, the next one runs; parts that time nothing run beside each other. A part that the
@@ -13,8 +13,7 @@ model (gpu_time.py), or of tests, measured ones (gpu_tests.py). After every part
 is in one file: outcomes, the ends of outputs and the results, also those of a part that failed or
 ran out of time half-way; what the file held of other parts stays. It is ``gpu.json``,
 ``gpu-tests.json`` or ``cpu.json`` beside the parts' own files, in ``outputs/bench`` or in the
-folder that the variable OUT names. With ``--on cpu --store`` it is ``benchmarks/cpu.json``, which
-is tracked, and from which `make bench-report` makes a page. What is done in that file at this
+folder that the variable OUT names. What is done in that file at this
 commit is left out, so that the next call goes on; ``--again`` repeats it. ``--toy`` runs every part
 at sizes of no meaning.
 """
@@ -35,7 +34,6 @@ from typing import Any
 import torch
 
 from tests.perf import cpu_parts, gpu_parts, gpu_tests, report
-from tests.perf.cpu_parts import KEPT
 from tests.perf.part import LOOK_SECONDS, Outcome, Part, Running
 
 LEAST_SECONDS = 20.0
@@ -97,7 +95,7 @@ def _read(path: Path) -> Any:
 
 def record_of(args: argparse.Namespace) -> Record:
     """Where a run with these arguments keeps what it measures."""
-    return Record(KEPT if args.store else report.path_of(args.on))
+    return Record(report.path_of(args.on))
 
 
 def summary(record: Record, chosen: Sequence[Part], toy: bool) -> str:
@@ -149,9 +147,6 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--again", action="store_true", help="also run what is done at this commit")
     parser.add_argument(
-        "--store", action="store_true", help="of --on cpu: keep the results in benchmarks/cpu.json"
-    )
-    parser.add_argument(
         "--toy", action="store_true", help="sizes of no meaning, to try the suite itself"
     )
     parser.add_argument(
@@ -178,11 +173,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print(listing(chosen, args))
         return 0
-    if args.store and (args.on != "cpu" or args.toy):
-        print(
-            "error: --store keeps real measurements of --on cpu; leave --toy out", file=sys.stderr
-        )
-        return 2
     if args.on == "gpu-tests" and not torch.accelerator.is_available():
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-m", "gpu"], cwd=report.ROOT, check=False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,8 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-import deepspeed_ext
 from tests.perf.language_model import SHAPES, Corpus, Llama, batches
 from tests.perf.sides import Side, engine_of, parameters_of, rank_and_size
-from tests.support.guarded import probing
 
 
 @dataclass(frozen=True)
@@ -87,29 +84,6 @@ def train(training: Training) -> dict[str, list[float]]:
                     training.keep,
                 )
     return {"losses": losses, "seconds": seconds}
-
-
-def prediction_errors(config: dict[str, Any], steps: int) -> list[tuple[float, float]]:
-    """Body of a rank: prediction error and rounding error of every probe of a training, one every 5
-    steps."""
-    found: list[tuple[float, float]] = []
-    with probing(every=5, calm=10):
-        model = new_model()
-        engine, *_ = deepspeed_ext.initialize(
-            model=model, model_parameters=list(model.parameters()), config=config
-        )
-        for tokens in batches("standard library", 0, steps):
-            engine.backward(engine(tokens.to(get_accelerator().current_device_name())))
-            engine.step()
-            figures = engine.optimizer.measurements()
-            newest = tuple(
-                figures.get(f"zenflow_{name}_error", math.nan)
-                for name in ("prediction", "rounding")
-            )
-            if not math.isnan(newest[0]) and newest not in found[-1:]:
-                found.append(newest)
-        engine.destroy()
-    return found
 
 
 def untrained(corpus: Corpus, seed: int, steps: int, start: str) -> list[float]:

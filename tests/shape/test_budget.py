@@ -74,7 +74,7 @@ def files_entered(config: dict[str, Any]) -> list[str]:
 def test_the_path_of_a_gradient_does_not_grow() -> None:
     """From backward to the new weight at stage 2, with hidden copies; the optimizer process is
     counted by the modules of its folder."""
-    config = zenflow_config(2, full_warm_up_rounds=2, update_interval=1, gradients_on_host=False)
+    config = zenflow_config(2, full_warm_up_rounds=2, gradients_on_host=False)
     (names,) = run_ranks(1, files_entered, config, device="sim")
     worker = (budget.ROOT / "deepspeed_ext" / "zenflow" / "worker").rglob("*.py")
     names = sorted({*names, *(str(path.relative_to(budget.ROOT)) for path in worker)})

@@ -73,14 +73,9 @@ class Case:
     def rule(self) -> dict[str, Any]:
         """Fields of the ``zenflow`` section."""
         return {
-            "predictive, interval 1": {"update_interval": 1},
-            "predictive, interval 1, chunks": {"update_interval": 1},
-            "predictive, interval 1, copies inside": {
-                "update_interval": 1,
-                "hide_transfers": False,
-            },
+            "predictive, chunks": {},
             "predictive, copies inside": RULES["predictive"] | {"hide_transfers": False},
-            "predictive, accumulation": {"update_interval": 1},
+            "predictive, accumulation": {},
             "predictive, bf16 moments": RULES["predictive"] | {"state_dtype": "bfloat16"},
             "predictive, int8 moments": RULES["predictive"] | {"state_dtype": "int8"},
             "selective, copies inside": RULES["selective"] | {"hide_transfers": False},
@@ -90,10 +85,10 @@ class Case:
             "exact, chunks": EXACT,
             "exact, accumulation, copies inside": EXACT | {"hide_transfers": False},
             "predictive, offload_param": RULES["predictive"],
-            "accumulation, offload_param": {"update_interval": 1},
+            "accumulation, offload_param": {},
             "selective, offload_param": RULES["selective"],
             "predictive, gradients_on_host": RULES["predictive"] | {"gradients_on_host": True},
-            "accumulation, gradients_on_host": {"update_interval": 1, "gradients_on_host": True},
+            "accumulation, gradients_on_host": {"gradients_on_host": True},
             "selective, gradients_on_host": RULES["selective"] | {"gradients_on_host": True},
         }.get(self.way) or RULES.get(self.way, {})
 
@@ -125,9 +120,7 @@ class Case:
 
 WAYS = (
     *RULES,
-    "predictive, interval 1",
-    "predictive, interval 1, chunks",
-    "predictive, interval 1, copies inside",
+    "predictive, chunks",
     "predictive, copies inside",
     "predictive, accumulation",
     "predictive, bf16 moments",

@@ -71,8 +71,7 @@ def held_body(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
 def main() -> None:
     numel = LAYERS * WIDTH * WIDTH
     rules: dict[str, dict[str, Any]] = {
-        "predictive, interval 1": {"update_interval": 1},
-        "predictive, interval 3": {"update_interval": 3, "full_warm_up_rounds": 1},
+        "predictive": {},
     }
     print(f"{numel} parameters in bf16; bytes per parameter at the end of a phase (most within it)")
     print("| stage | rule | copies | " + " | ".join(PHASES) + " |")

@@ -1,25 +1,15 @@
-"""Measure in the model of time how much of the optimizer's transfers a step hides. A simulation,
+"""Measures in the model of time how much of the optimizer's transfers a step hides. A simulation,
 not a device.
 
-    python -m tests.simulated.overlap [--traces FOLDER] [--quick]
-    python -m tests.simulated.overlap --device-waits
-    python -m tests.simulated.overlap --shares
-    python -m tests.simulated.overlap --slots
-
-Copies take `LINK` of a step each way and the worker's pass `WORKER` of one, for transfers inside of
-the step and beside the next. Then the link slows down from 0.1 to 2 of a step. A step is
-calibrated: what the same training takes with an infinitely fast link and worker.
+Copies take a share of a step each way, and the worker's pass another. A step is calibrated: what
+the same training takes with an infinitely fast link and worker.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from itertools import pairwise, product
-from pathlib import Path
+from itertools import pairwise
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +21,6 @@ from torch import nn
 
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
-from tests.perf import report
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import make_engine, zenflow_config
@@ -41,26 +30,12 @@ WARM_UP_STEPS, SETTLING_STEPS, STEPS = 4, 2, 8
 """The last of the warm-up are in the model of time, too, so that the first measured step waits for
 an update as all others do."""
 WIDTH = 64
-LONG_LAYERS, LONG_CHUNKS = 192, 64
-"""So that the optimizer's own operators are a small part of a step, as they are in a model that is
-worth offloading."""
 LONGEST_SECONDS = 900.0
 """Of one call of `figures`, on a busy machine."""
-UP_OVER_DOWN = 1 + 4 / 32 / 2
-"""Block means, 4 bytes per block of 32, come up beside 2 bytes per parameter."""
-HOST_SHARES = (1.0, 0.75, 0.5, 0.25)
-SLOW = (1.0, 1.8)
-"""Of a step: the link each way and the worker, where only a share of the optimizer on the host is
-hidden."""
 PREFETCHES = 32
 """A bucket of prefetches at stage 3 is such a part of the model: 50 million elements, DeepSpeed's
 default, are a 30th of 1.5 billion."""
-SLOTS = (2, 3, 4, 6, 8)
-"""Places for chunks on the host."""
-NEARLY_FULL = ((0.4, 0.5), (0.9, 0.5), (0.5, 0.9), (0.9, 0.9))
-"""Shares of a step that the link takes each way and the worker, up to what can just be hidden."""
 OPERATOR_US = 10.0
-SLOWER = (0.1, 0.25, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0)
 
 
 @dataclass(frozen=True)
@@ -247,213 +222,3 @@ def _while_computing(spans: list[Any]) -> list[Any]:
     """Without what comes after the last step, whose copies have no next step to hide in."""
     end = max(span.end_us for span in spans if span.lane == "compute")
     return [replace(span, end_us=min(span.end_us, end)) for span in spans if span.begin_us < end]
-
-
-def inside_and_beside(quick: bool, traces: Path | None) -> list[dict[str, Any]]:
-    """A row for each way to train, with copies inside of the step and beside the next one."""
-    ways = list(product((2, 3), (1, 2), (1, 4)))[: 1 if quick else None]
-    rows = []
-    for (stage, ranks, accumulation), hidden in product(ways, (False, True)):
-        way = Way(stage, ranks, accumulation, hidden)
-        (found,) = figures(way, [(LINK, WORKER)])
-        rows.append({"way": str(way), "step / step alone": found["step"], "idle": found["idle"]})
-        rows[-1]["exposed copies / step"] = found["exposed"]
-        if traces:
-            _write_trace(
-                found["spans"], traces / f"{str(way).replace(', ', '_').replace(' ', '-')}.json"
-            )
-    return rows
-
-
-def device_waits(links: Sequence[float]) -> list[dict[str, Any]]:
-    """A row for each share of a step that copies take: steps with ``overlap_comm``, with which
-    DeepSpeed waits for the device after every backward at stages 1 and 2, and without, over a step
-    alone."""
-    rows = []
-    for accumulation, link in product((1, 4), links):
-        without, with_ = (
-            figures(Way(2, 1, accumulation, True, overlap_comm=waits), [(link, WORKER)])[0]
-            for waits in (False, True)
-        )
-        row = {"accumulation": accumulation, "link": link, "step / step alone": without["step"]}
-        rows.append({**row, "with overlap_comm": with_["step"], "idle": with_["idle"]})
-    return rows
-
-
-def beside_zero() -> list[dict[str, Any]]:
-    """A row for each stage: how long a step of plain ZeRO takes, over one with hidden transfers."""
-    rows = []
-    for stage in (2, 3):
-        zero, ours = (
-            figures(Way(stage, 1, 1, hidden), [(LINK, WORKER)])[0]["us"] for hidden in (None, True)
-        )
-        rows.append({"stage": stage, "step of ZeRO / step with hidden transfers": zero / ours})
-    return rows
-
-
-def slower_links(links: Sequence[float]) -> list[dict[str, Any]]:
-    """A row for each share of a step that copies take each way: steps over a step alone, and what
-    the engine says."""
-    rows = []
-    for link in links:
-        inside, beside = (
-            figures(Way(2, 1, 1, hidden, LONG_LAYERS, LONG_CHUNKS), [(link, WORKER)])[0]
-            for hidden in (False, True)
-        )
-        expected = max(1.0, link * UP_OVER_DOWN + (link + WORKER) / LONG_CHUNKS)
-        row = {
-            "link": link,
-            "inside": inside["step"],
-            "beside": beside["step"],
-            "expected": expected,
-        }
-        rows.append({**row, "waits, by metrics": beside["said"]})
-    return rows
-
-
-def shares(link: float, worker: float) -> list[dict[str, Any]]:
-    """A row for each share of the optimizer on the host, where all of it takes longer than a step:
-    steps over a step alone. ZeRO-Offload at best is arithmetic: its gradients go down during
-    backward, and nothing else is hidden."""
-    rows = []
-    for stage, share in product((2, 3), HOST_SHARES):
-        way = Way(stage, 1, 1, True, LONG_LAYERS, LONG_CHUNKS, host_share=share)
-        (found,) = figures(way, [(link, worker)])
-        row = {
-            "stage": stage,
-            "on the host": share,
-            "step / step alone": found["step"],
-            "idle": found["idle"],
-        }
-        rows.append({**row, "ZeRO-Offload at best": 1.0 + link + worker})
-    return rows
-
-
-def places(loads: Sequence[tuple[float, float]]) -> list[dict[str, Any]]:
-    """A row for each number of places for chunks on the host: the idle share of the compute lane,
-    for each share of a step that the link takes each way and the worker. As many places as chunks
-    are whole gradients."""
-    rows = []
-    for slots in (*SLOTS, LONG_CHUNKS):
-        way = Way(2, 1, 1, True, LONG_LAYERS, LONG_CHUNKS, slots=slots)
-        idle = [found["idle"] for found in figures(way, list(loads))]
-        names = [f"link {link}, worker {worker}" for link, worker in loads]
-        row = {"places": "whole gradients" if slots == LONG_CHUNKS else slots}
-        rows.append({**row, **dict(zip(names, idle, strict=True))})
-    return rows
-
-
-def comparisons_of(tables: Sequence[Sequence[dict[str, Any]]]) -> list[report.Comparison]:
-    """Transfers beside the next step, against those inside of it and against plain ZeRO. Nothing
-    varies in it."""
-    ways, zero, links = tables
-    threads, quantity = ("a model of time", "a model of time"), "step / step without optimizer"
-    simulation = "accelerator, link and worker have a model of time"
-    found = []
-    for inside, beside in zip(ways[::2], ways[1::2], strict=True):
-        what = (
-            "hidden transfers, "
-            f"{beside['way'].removesuffix(', beside the next step')}, link {LINK} of a step"
-        )
-        values = [beside["step / step alone"]], [inside["step / step alone"]]
-        found.append(
-            report.compare(
-                what, "transfers inside of the step", quantity, *values, threads, simulation
-            )
-        )
-    for row in links:
-        what = f"hidden transfers, link {row['link']} of a step"
-        values = [row["beside"]], [row["inside"]]
-        found.append(
-            report.compare(
-                what, "transfers inside of the step", quantity, *values, threads, simulation
-            )
-        )
-    for row in zero:
-        ratio = row["step of ZeRO / step with hidden transfers"]
-        what = f"hidden transfers, stage {row['stage']}, link {LINK} of a step"
-        found.append(
-            report.compare(
-                what, "plain ZeRO", "step / step of ZeRO", [1 / ratio], [1.0], threads, simulation
-            )
-        )
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--traces", type=Path, help="folder for Chrome traces of both ways")
-    parser.add_argument(
-        "--quick", action="store_true", help="of the first table, stage 2 and one rank only"
-    )
-    parser.add_argument(
-        "--links", type=float, nargs="+", default=list(SLOWER), help="of the last table"
-    )
-    parser.add_argument(
-        "--device-waits", action="store_true", help="only what waits for the whole device expose"
-    )
-    parser.add_argument(
-        "--shares",
-        action="store_true",
-        help="only steps with a share of the optimizer on the device",
-    )
-    parser.add_argument(
-        "--slots", action="store_true", help="only how many places chunks need on the host"
-    )
-    arguments = parser.parse_args()
-    print(f"link {LINK} of a step each way, worker {WORKER} of a step (a simulation)")
-    if arguments.shares:
-        rows = shares(*SLOW)
-        print(
-            f"link {SLOW[0]}, worker "
-            f"{SLOW[1]}\n\n{report.table(rows, dict.fromkeys(rows[0], _cell))}"
-        )
-        return
-    if arguments.slots:
-        rows = places(NEARLY_FULL)
-        print(f"\n{report.table(rows, dict.fromkeys(rows[0], _cell))}")
-        return
-    if arguments.device_waits:
-        rows = device_waits((LINK, 2 * LINK))
-        print(f"\n{report.table(rows, dict.fromkeys(rows[0], _cell))}")
-        return
-    tables = []
-    ways = partial(inside_and_beside, arguments.quick, arguments.traces)
-    for make in (ways, beside_zero, partial(slower_links, arguments.links)):
-        tables.append(make())
-        print(f"\n{report.table(tables[-1], dict.fromkeys(tables[-1][0], _cell))}", flush=True)
-    if arguments.traces:
-        (arguments.traces / "slower_links.json").write_text(json.dumps(tables[-1]))
-    rows = [row for table in tables for row in table]
-    settings = {"quick": arguments.quick, "links": arguments.links}
-    print(f"\nwritten to {report.write('overlap', settings, rows, comparisons_of(tables))}")
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _write_trace(spans: list[Any], path: Path) -> None:
-    lanes = {
-        lane: number for number, lane in enumerate(dict.fromkeys(lane for _, lane, *_ in spans))
-    }
-    events = [
-        {
-            "ph": "X",
-            "name": name,
-            "cat": lane,
-            "pid": 0,
-            "tid": lanes[lane],
-            "ts": round(begin, 2),
-            "dur": round(end - begin, 2),
-        }
-        for name, lane, _, _, begin, end in spans
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": events, "otherData": {"note": "a simulation"}}))
-
-
-if __name__ == "__main__":
-    main()

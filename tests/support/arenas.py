@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, ArraySpec, Dtypes, PerBlock
+from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, Dtypes, PerBlock
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
@@ -18,8 +18,3 @@ def arena_kinds(
     dtypes = Dtypes("bfloat16", gradient, gradient, published)
     means = PerBlock("block_means", "float32", True)
     return ArenaKinds(layout, 32, dtypes, means, lifts_y=True, slots=slots, touched_slots=slots)
-
-
-def partition_arrays(numel: int, slots: int = 1, **changes: str) -> list[ArraySpec]:
-    """Those of one partition; `changes` as for `arena_kinds`."""
-    return arena_kinds(slots, **changes).of(0, numel)  # type: ignore[arg-type]

@@ -60,11 +60,11 @@ class Steep:
 
 
 def steep_config(stage: int, lr: float = 0.1, **zenflow: Any) -> dict[str, Any]:
-    """A config for `SteepRegression`, with a learning rate at which only synchronous steps are
+    """A config for `SteepRegression`, with blocks and betas at which only synchronous steps are
     stable."""
-    zenflow = {"update_interval": 4, "full_warm_up_rounds": 4, **zenflow}
+    zenflow = {"full_warm_up_rounds": 4, "block_size": 4096, **zenflow}
     config = zenflow_config(stage, torch.float32, lr=lr, **zenflow)
-    config["optimizer"]["params"] |= {"betas": [0.9, 0.95], "weight_decay": 0.0}
+    config["optimizer"]["params"] |= {"betas": [0.5, 0.95], "weight_decay": 0.0}
     config["gradient_clipping"] = 0.0
     return config
 
@@ -90,7 +90,7 @@ def large_errors(
     """Instead of `Sample.errors`: large up to an update, on one rank (None: on all), then small."""
 
     def errors(sample: Sample) -> PredictionErrors:
-        is_large = sample.steps[-1].step <= last_update and rank in (None, dist.get_rank())
+        is_large = sample.step.step <= last_update and rank in (None, dist.get_rank())
         return PredictionErrors(prediction if is_large else 0.1, rounding=0.1, update=1.0)
 
     return errors
@@ -125,9 +125,8 @@ class Run:
 def guarded_config(
     stage: int, dtype: torch.dtype, accumulation: int = 1, **zenflow: Any
 ) -> dict[str, Any]:
-    """A config in which steps are handed over two at a time; in fp16 the loss scale changes on the
-    way."""
-    zenflow = {"update_interval": 2, "full_warm_up_rounds": 2, **zenflow}
+    """A config with two synchronous steps; in fp16 the loss scale changes on the way."""
+    zenflow = {"full_warm_up_rounds": 2, **zenflow}
     config = zenflow_config(stage, dtype, accumulation, **zenflow)
     if dtype == torch.float16:
         config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": 1}

@@ -56,45 +56,41 @@ CPU = {"device": "cpu", "pin_memory": True}
 WAYS: dict[str, dict[str, Any]] = {
     "ZeRO": {},
     "ZeRO-Offload": {"offload_optimizer": CPU},
-    "predictive, interval 1": {"zenflow": {"update_interval": 1, "full_warm_up_rounds": 1}},
-    "predictive, interval 1, bf16 moments": {
-        "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1, "state_dtype": "bfloat16"}
+    "predictive": {"zenflow": {"full_warm_up_rounds": 1}},
+    "predictive, bf16 moments": {"zenflow": {"full_warm_up_rounds": 1, "state_dtype": "bfloat16"}},
+    "predictive, int8 moments": {"zenflow": {"full_warm_up_rounds": 1, "state_dtype": "int8"}},
+    "predictive, copies inside of the step": {
+        "zenflow": {"full_warm_up_rounds": 1, "hide_transfers": False}
     },
-    "predictive, interval 1, int8 moments": {
-        "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1, "state_dtype": "int8"}
+    "predictive, warm-up of 3": {"zenflow": {"full_warm_up_rounds": 3}},
+    "predictive, warm-up of 3, copies inside of the step": {
+        "zenflow": {"full_warm_up_rounds": 3, "hide_transfers": False}
     },
-    "predictive, interval 1, copies inside of the step": {
-        "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1, "hide_transfers": False}
-    },
-    "predictive, interval 2": {"zenflow": {"update_interval": 2, "full_warm_up_rounds": 3}},
-    "predictive, interval 2, copies inside of the step": {
-        "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3, "hide_transfers": False}
-    },
-    "predictive, interval 2, async_save": {
-        "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3, "async_save": True}
+    "predictive, warm-up of 3, async_save": {
+        "zenflow": {"full_warm_up_rounds": 3, "async_save": True}
     },
     "ZeRO-Offload, offload_param": {"offload_optimizer": CPU, "offload_param": CPU},
-    "predictive, interval 1, offload_param": {
+    "predictive, offload_param": {
         "offload_optimizer": CPU,
         "offload_param": CPU,
-        "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1},
+        "zenflow": {"full_warm_up_rounds": 1},
     },
-    "predictive, interval 2, offload_param": {
+    "predictive, warm-up of 3, offload_param": {
         "offload_optimizer": CPU,
         "offload_param": CPU,
-        "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3},
+        "zenflow": {"full_warm_up_rounds": 3},
     },
     "selective, interval 2, offload_param": {"offload_param": CPU, "zenflow": SELECTIVE},
-    "predictive, interval 1, half on the host": {
-        "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1},
+    "predictive, half on the host": {
+        "zenflow": {"full_warm_up_rounds": 1},
         "offload_optimizer": {"device": "cpu", "ratio": 0.5},
     },
-    "predictive, interval 1, gradients_on_host": {
-        "zenflow": {"update_interval": 1, "full_warm_up_rounds": 1, "gradients_on_host": True}
+    "predictive, gradients_on_host": {
+        "zenflow": {"full_warm_up_rounds": 1, "gradients_on_host": True}
     },
-    "predictive, interval 2, gradients_on_host": {
+    "predictive, warm-up of 3, gradients_on_host": {
         "offload_optimizer": CPU,
-        "zenflow": {"update_interval": 2, "full_warm_up_rounds": 3, "gradients_on_host": True},
+        "zenflow": {"full_warm_up_rounds": 3, "gradients_on_host": True},
     },
     "selective, interval 2, gradients_on_host": {
         "zenflow": {**SELECTIVE, "gradients_on_host": True}

@@ -198,7 +198,6 @@ def synchronous() -> Iterator[None]:
             (HiddenTransfers, "depart"),
             (HiddenTransfers, "_landed"),
             (Estimator, "predict"),
-            (Estimator, "move"),
             (Partition, "take_published"),
             (PredictiveRule, "_read_results"),
             (SelectiveRule, "to_hand_over"),

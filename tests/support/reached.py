@@ -39,7 +39,7 @@ from tests.support.zenflow import make_engine, partitions_of, zenflow_config
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 RULES: dict[str, dict[str, Any]] = {
-    "predictive": {"update_interval": 1},
+    "predictive": {},
     "exact": {"update_rule": "exact"},
     "selective": {
         "topk_ratio": 0.3,

@@ -22,8 +22,8 @@ from tests.support.ranks import run_ranks
 STOPPED, STEPS = 3, 6
 """Steps of a run that is interrupted, and of the whole run."""
 
-OVERLAPPED = {"update_interval": 1, "full_warm_up_rounds": 1}
-WAITING = {"update_interval": 1, "overlap_step": False}
+OVERLAPPED = {"full_warm_up_rounds": 1}
+WAITING = {"overlap_step": False}
 SELECTIVE = {"topk_ratio": 0.1, "update_interval": 2, "select_interval": 4}
 """ZenFlow sections. Without overlap, the predictive rule is plain AdamW."""
 

@@ -134,7 +134,7 @@ class VirtualRun:
         config = ZenFlowConfig(**section)
         decided = decide(facts, config, host_share=None, is_asked=False)
         assert decided.measures_share
-        self._schedule = PredictiveSchedule(1, True, WARM_UP)
+        self._schedule = PredictiveSchedule(True, WARM_UP)
         link = SimpleNamespace(
             deferring_errors=contextlib.nullcontext,
             limit_threads=self._limit,

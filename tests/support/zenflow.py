@@ -17,7 +17,7 @@ from tests.support.compare import base_config
 from tests.support.models import OddModel, batches
 
 RULES: dict[str, dict[str, Any]] = {
-    "predictive": {"update_interval": 2, "full_warm_up_rounds": 2},
+    "predictive": {"full_warm_up_rounds": 2},
     "selective": {
         "topk_ratio": 0.1,
         "select_interval": 4,
@@ -26,7 +26,7 @@ RULES: dict[str, dict[str, Any]] = {
         "full_warm_up_rounds": 2,
     },
 }
-"""Fields of the ``zenflow`` section with which both rules overlap, two steps at a time."""
+"""Fields of the ``zenflow`` section with which both rules overlap."""
 
 
 def zenflow_config(

@@ -16,7 +16,7 @@ from deepspeed_ext.zenflow.plan.places import Copies, Place
 __all__ = ["inexactness", "kind_of", "name_of", "ways"]
 
 STAGES: tuple[Stage, ...] = (2, 3)
-INTERVALS = (1, 2)
+INTERVALS = (1,)
 SELECTIVE: dict[str, Any] = {
     "update_rule": "selective",
     "topk_ratio": 0.1,

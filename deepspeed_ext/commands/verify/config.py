@@ -12,10 +12,8 @@ from deepspeed_ext.commands.verify.batches import Batches, plan_batches
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.config.file import section_of
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.zenflow.plan.predictive import LONGEST_MEASURED
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
-from deepspeed_ext.zenflow.rules.predictive.schedule import default_warm_up_steps
-from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS
+from deepspeed_ext.zenflow.rules.predictive.schedule import WARM_UP_STEPS
 
 __all__ = ["Plan", "Rule", "plan_check"]
 
@@ -117,7 +115,7 @@ class Plan:
     @property
     def longest_interval(self) -> int:
         """`interval`, or the longest that may be chosen."""
-        return self.interval or LONGEST_MEASURED
+        return self.interval or 1
 
     @property
     def has_coded_moments(self) -> bool:
@@ -165,7 +163,7 @@ def plan_check(
     if not upstream and rule != "exact":
         warm_up = _shorten_warm_up(zero["zenflow"], interval, warm_up, steps, changes)
     steps = steps or _enough_steps(rule, interval, warm_up)
-    save_after = _save_after(steps, is_measured=rule == "predicted" and interval is None)
+    save_after = min(steps - 1, steps // 2 | 1)
     _fill_optimizer(config, steps, changes)
     _keep_inside(config, scratch, changes)
     _drop_auto(config, "", changes)
@@ -193,20 +191,6 @@ def plan_check(
         summary=_summary(config, dtype, rule, interval, upstream),
         changes=tuple(changes),
     )
-
-
-def _save_after(steps: int, *, is_measured: bool) -> int:
-    """The step after which the run is saved, but not while the interval is being measured: a
-    resumed run would measure again and choose later."""
-    middle = min(steps - 1, steps // 2 | 1)
-    if not is_measured:
-        return middle
-    if steps <= (first := max(middle, MEASURED_STEPS + 1)):
-        raise ConfigError(
-            f"--steps: expected more than {first}, because zenflow.update_interval is measured "
-            f"first, got {steps}"
-        )
-    return first
 
 
 def _dtype(config: dict[str, Any], changes: list[str]) -> str:
@@ -261,7 +245,7 @@ def _zenflow(zero: Mapping[str, Any], upstream: bool) -> tuple[Rule, int | None,
     if not zenflow.overlapped:
         return "exact", 1, True, 0
     if warm_up is None:
-        warm_up = default_warm_up_steps(zenflow.interval)
+        warm_up = WARM_UP_STEPS
     return "predicted", zenflow.interval, True, warm_up
 
 
@@ -275,7 +259,7 @@ def _shorten_warm_up(
     """Limit the warm-up to five intervals if `steps` end too soon after it; return its number of
     steps."""
     shorter = 5 * (interval or 1)
-    if warm_up <= shorter or (steps or 0) >= warm_up + 4 * (interval or LONGEST_MEASURED):
+    if warm_up <= shorter or (steps or 0) >= warm_up + 4 * (interval or 1):
         return warm_up
     zenflow["full_warm_up_rounds"] = shorter
     changes.append(
@@ -289,8 +273,8 @@ def _enough_steps(rule: Rule, interval: int | None, warm_up: int) -> int:
     """Enough steps to see the rule at work: its warm-up and some intervals."""
     if rule == "exact":
         return FEWEST_STEPS
-    if interval is None:  # measured: chosen after five steps or at the first selection
-        return 24 if rule == "predicted" else 40
+    if interval is None:  # chosen at the first selection
+        return 40
     wanted = warm_up + (4 if rule == "predicted" else 6) * interval
     return min(MOST_DEFAULT_STEPS, max(FEWEST_STEPS, wanted))
 

@@ -13,12 +13,7 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow import kernels
 from deepspeed_ext.zenflow.kernels import prepare
 from deepspeed_ext.zenflow.kernels.rounded import rounded_steps
-from deepspeed_ext.zenflow.optimizers.adam_estimator import (
-    Estimator,
-    drift_coefficient,
-    move_coefficient,
-    publish_ahead,
-)
+from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator, effect_of, publish_ahead
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
@@ -91,8 +86,8 @@ class AdamKind(OptimizerKind):
     def exact(self, last: AdamStep) -> Publish:
         return Publish.exact(last.bias_correction2_sqrt, last.eps)
 
-    def ahead(self, last: AdamStep, interval: int) -> Publish:
-        return publish_ahead(last, interval)
+    def ahead(self, last: AdamStep) -> Publish:
+        return publish_ahead(last)
 
     def publish(
         self,
@@ -118,35 +113,23 @@ class AdamKind(OptimizerKind):
         estimate: Estimator,
         weights: torch.Tensor,
         published: torch.Tensor,
-        drift: torch.Tensor | None,
         grad: torch.Tensor,
         step: AdamStep,
-        position: int,
-        interval: int,
     ) -> None:
-        coefficient = drift_coefficient(step, position, interval)
-        estimate.predict(weights, published, drift, grad, step.grad_scale, coefficient)
-
-    def move(
-        self,
-        estimate: Estimator,
-        weights: torch.Tensor,
-        drift: torch.Tensor,
-        grad: torch.Tensor,
-        step: AdamStep,
-        position: int,
-        interval: int,
-    ) -> None:
-        coefficients = (
-            move_coefficient(step, position, interval),
-            drift_coefficient(step, position, interval),
-        )
-        estimate.move(weights, drift, grad, step.grad_scale, *coefficients)
+        coefficient = effect_of(step, step.step)
+        estimate.predict(weights, published, grad, step.grad_scale, coefficient)
 
     def estimate_kernels(
-        self, device: torch.device, block_size: int, *which: Any
+        self,
+        device: torch.device,
+        block_size: int,
+        weights: torch.dtype,
+        published: torch.dtype,
+        grad: torch.dtype,
+        alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
-        return prepare.estimates(device, block_size, *which)
+        dtypes = weights, published, grad
+        return prepare.estimates(device, block_size, *dtypes, (False,), alignments)
 
     def step_rows(
         self,

@@ -4,50 +4,38 @@ device.
 The formulas are written out only here. Symbols are those of the glossary in
 `deepspeed_ext.zenflow`; b1, b2 are Adam's betas, wd is the weight decay.
 
-Let p, m, v be the worker's newest result, after update t. S gradients g_1 .. g_S follow (S is the
-interval), which Adam will use in updates t_j = t + j. A gradient enters m with weight 1 - b1 and
-then decays by b1 per update. After n updates it has moved the weights by
-``lr q_j (1 - b1) E(t_j, n)``. The momentum already in m moves them by ``lr M(t, n) m / d``::
+Let p, m, v be the worker's newest result, after update t. A gradient g follows, which Adam will use
+in update t + 1. It enters m with weight 1 - b1::
 
-    E(t, n) = sum_(l=0..n-1) b1^l / (1 - b1^(t+l))
-    M(t, n) = sum_(i=1..n) b1^i / (1 - b1^(t+i))
+    N(t) = 1 / (1 - b1^t)                     the bias correction of m
 
     d = sqrt(v / (1 - b2^t)) + eps            d_b = d with the mean of v over the element's block
-    q_j = clamp(c_j g_j / d_b, -K, K)         K = CLAMP = 4.5
+    q = clamp(c g / d_b, -K, K)               K = CLAMP = 4.5
 
 q uses d_b because the accelerator knows only the block means of v. It is clamped because a mean
 says little about an element that dominates its block, and no Adam update is much larger than K lr.
-v is assumed constant over these few updates.
+v is assumed constant over the update. What is known of it before its gradient comes is in y::
 
-At the end of an interval the weights must serve the next S steps, whose result again arrives one
-interval later. So they are extrapolated to the mean position of the next interval: S + k updates
-ahead, averaged over k = 0 .. S - 1::
+    y = (1 - lr wd) p - lr b1 N(t + 1) m / d                       (AdamW)
+    y = p - lr b1 N(t + 1) m / d - a clamp(wd p / d_b, -K, K)      (Adam with L2)
 
-    y = (1 - S lr wd) p - lr mean_k M(t, S + k) m / d                      (AdamW)
-    y = p - lr mean_k M(t, S + k) m / d - A clamp(wd p / d_b, -K, K)       (Adam with L2)
-
-    A = sum_j a_j        a_j = lr (1 - b1) mean_k E(t_j, S - j + 1 + k)
-    D = sum_j a_j q_j
-    W = dither(y - D)
+    a = lr (1 - b1) N(t + 1)
+    W = dither(y - a q)
 
 Without bias correction, update t divides m by ``sqrt(v) + eps`` = s_t d with s_t = sqrt(1 - b2^t).
-So every 1 / (1 - b1^(t+l)) above becomes 1 / s_(t+l), and the epsilon in d becomes eps / s_t; d
-stays about constant while v grows from zero. The worker knows only s_t d, so its factors of ``1/d``
-are multiplied by s_t.
+So N(t) becomes 1 / s_t, and the epsilon in d becomes eps / s_t; d stays about constant while v
+grows from zero. The worker knows only s_t d, so its factors of ``1/d`` are multiplied by s_t.
 
 dither() rounds stochastically to the dtype of the weights (`kernels.definition`): one gradient's
 effect is mostly less than half a step of bfloat16, and rounding to nearest would lose it.
 
-The L2 term: under Adam with L2 regularization, wd p is added to each of the S gradients in flight,
-and is known beforehand. It is estimated like a gradient, with d_b and a clamp, because gradient and
-L2 term may cancel: the element's own d is then close to zero, and dividing by it would explode.
+The L2 term: under Adam with L2 regularization, wd p is added to the gradient in flight, and is
+known beforehand. It is estimated like a gradient, with d_b and a clamp, because gradient and L2
+term may cancel: the element's own d is then close to zero, and dividing by it would explode.
 
-The worker computes y in the same pass as the update. D is accumulated on the accelerator as the
-gradients arrive. Within an interval, after step j < S, the weights also move at once, by
-``lr (1 - b1) q_j mean_(i=1..S-j) E(t_j, i)``. For S = 1 and AdamW, y = (1 - lr wd) p - lr b1/(1 -
-b1^(t+1)) m / d and W = dither(y - lr (1 - b1)/(1 - b1^(t+1)) q): the exact update, except for the
-block mean of v, its age of one update, the clamp and two roundings. None of this ever enters p, m
-or v, so errors do not accumulate.
+The worker computes y in the same pass as the update. For AdamW, W is the exact update, except for
+the block mean of v, its age of one update, the clamp and two roundings. None of this ever enters p,
+m or v, so errors do not accumulate.
 """
 
 from __future__ import annotations
@@ -60,7 +48,7 @@ from deepspeed_ext.zenflow import kernels
 from deepspeed_ext.zenflow.kernels import CLAMP
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, Publish
 
-__all__ = ["Estimator", "drift_coefficient", "move_coefficient", "publish_ahead"]
+__all__ = ["Estimator", "effect_of", "publish_ahead"]
 
 
 def _without_correction(step: AdamStep, t: int) -> float:
@@ -73,71 +61,30 @@ def _gain(step: AdamStep, t: int) -> float:
     return 1.0 / (1.0 - step.beta1**t if step.bias_correction else _without_correction(step, t))
 
 
-def _effect(step: AdamStep, t: int, updates: int) -> float:
-    """E(t, n) of the module docstring."""
-    return sum(step.beta1**i * _gain(step, t + i) for i in range(updates))
-
-
-def _momentum(step: AdamStep, t: int, updates: int) -> float:
-    """M(t, n) of the module docstring."""
-    return sum(step.beta1**i * _gain(step, t + i) for i in range(1, updates + 1))
-
-
 def _worker_unit(step: AdamStep) -> float:
     """The worker's denominator in units of d."""
     return 1.0 if step.bias_correction else _without_correction(step, step.step)
 
 
-def publish_ahead(last: AdamStep, interval: int) -> Publish:
-    """How y follows from p, m, v when the next result is `interval` steps away.
-
-    Args:
-        last: constants of the newest update.
-        interval: S of the module docstring.
-    """
-    ahead = range(interval)
-    momentum = sum(_momentum(last, last.step, interval + k) for k in ahead) / interval
-    unit = _worker_unit(last)
-    drift = 0.0
-    if not last.decoupled and last.weight_decay:
-        # The L2 term of the module docstring; the sum is A.
-        drift = sum(
-            drift_coefficient_of(last, last.step + j, j, interval) for j in range(1, interval + 1)
-        )
+def publish_ahead(last: AdamStep) -> Publish:
+    """How y follows from p, m, v; `last` are the constants of the newest update."""
+    coming, unit = last.step + 1, _worker_unit(last)
+    effect = 0.0
+    if not last.decoupled and last.weight_decay:  # the L2 term of the module docstring
+        effect = effect_of(last, coming)
     return Publish(
-        p_factor=1.0 - interval * last.lr * last.weight_decay if last.decoupled else 1.0,
-        m_factor=last.lr * momentum * unit,
-        l2_factor=drift * last.weight_decay * unit,
-        l2_bound=drift * CLAMP,
+        p_factor=1.0 - last.lr * last.weight_decay if last.decoupled else 1.0,
+        m_factor=last.lr * (last.beta1 * _gain(last, coming)) * unit,
+        l2_factor=effect * last.weight_decay * unit,
+        l2_bound=effect * CLAMP,
         bias_correction2_sqrt=last.bias_correction2_sqrt,
         eps=last.eps,
     )
 
 
-def drift_coefficient_of(step: AdamStep, t: int, position: int, interval: int) -> float:
-    """a_j of the module docstring: the coefficient of q in D.
-
-    Args:
-        t: number of the update that uses the gradient.
-        position: j, from 1.
-        interval: S.
-    """
-    ahead = range(interval)
-    effect = sum(_effect(step, t, interval - position + 1 + k) for k in ahead) / interval
-    return step.lr * (1.0 - step.beta1) * effect
-
-
-def drift_coefficient(step: AdamStep, position: int, interval: int) -> float:
-    """`drift_coefficient_of` for the gradient of the update ``step.step``."""
-    return drift_coefficient_of(step, step.step, position, interval)
-
-
-def move_coefficient(step: AdamStep, position: int, interval: int) -> float:
-    """Coefficient of q by which the weights move at once, after step `position` (from 1) <
-    `interval`."""
-    left = range(1, interval - position + 1)
-    effect = sum(_effect(step, step.step, i) for i in left) / len(left)
-    return step.lr * (1.0 - step.beta1) * effect
+def effect_of(step: AdamStep, t: int) -> float:
+    """a of the module docstring: the coefficient of q, for the gradient of update `t`."""
+    return step.lr * (1.0 - step.beta1) * _gain(step, t)
 
 
 class Estimator:
@@ -192,51 +139,23 @@ class Estimator:
         return self.inverse
 
     @torch.no_grad()
-    def move(
-        self,
-        weights: torch.Tensor,
-        drift: torch.Tensor,
-        grad: torch.Tensor,
-        grad_scale: float,
-        move_coefficient: float,
-        drift_coefficient: float,
-    ) -> None:
-        """Compute ``weights -= move_coefficient q(grad)`` and
-        ``drift += drift_coefficient q(grad)``, in place.
-
-        Computed in fp32 on grad's device, and dithered.
-
-        Args:
-            weights: 1-D [n], any float dtype, any device.
-            drift: D, 1-D [n], any float dtype, on grad's device.
-            grad: 1-D [n], any float dtype.
-            grad_scale: c.
-            move_coefficient: see the function of this name.
-            drift_coefficient: see the function of this name.
-        """
-        numbers = (grad_scale, move_coefficient, drift_coefficient)
-        kernels.move(weights, drift, grad, self.inverse, *numbers, self._block_size)
-
-    @torch.no_grad()
     def predict(
         self,
         weights: torch.Tensor,
         published: torch.Tensor,
-        drift: torch.Tensor | None,
         grad: torch.Tensor,
         grad_scale: float,
         coefficient: float,
     ) -> None:
-        """Compute ``weights = dither(published - drift - coefficient q(grad))``, in fp32 on grad's
+        """Compute ``weights = dither(published - coefficient q(grad))``, in fp32 on grad's
         device.
 
         Args:
             weights, published: 1-D [n], any float dtype, any device; `published` is copied to
                 grad's device in parts.
-            drift: D, 1-D [n], on grad's device; None at interval 1.
             grad: 1-D [n], any float dtype.
             grad_scale: c.
             coefficient: factor of q.
         """
         numbers = (grad_scale, coefficient)
-        kernels.predict(weights, published, drift, grad, self.inverse, *numbers, self._block_size)
+        kernels.predict(weights, published, None, grad, self.inverse, *numbers, self._block_size)

@@ -129,9 +129,8 @@ class OptimizerKind(ABC):
         """How to publish p itself after the update `last`."""
 
     @abstractmethod
-    def ahead(self, last: Any, interval: int) -> Any:
-        """How to publish y when the next result is `interval` steps away; `last` is the newest
-        update."""
+    def ahead(self, last: Any) -> Any:
+        """How to publish y, from which the next step predicts; `last` is the newest update."""
 
     @abstractmethod
     def publish(
@@ -169,40 +168,18 @@ class OptimizerKind(ABC):
         estimate: Any,
         weights: torch.Tensor,
         published: torch.Tensor,
-        drift: torch.Tensor | None,
         grad: torch.Tensor,
         step: Any,
-        position: int,
-        interval: int,
     ) -> None:
-        """Write the weights at the end of an interval, from y and the estimated effect of its
-        gradients.
+        """Write the weights, from y and the estimated effect of the gradient.
 
         Args:
             estimate: from `estimate`.
             weights: written in place; 1-D [n], any device.
             published: y, 1-D [n], any device.
-            drift: D, the effect of the interval's earlier gradients; 1-D [n], on the gradient's
-                device. None: there are none.
-            grad: the newest gradient, 1-D [n].
+            grad: the gradient, 1-D [n].
             step: its constants.
-            position: its number in the interval, from 1.
-            interval: optimizer steps of an interval.
         """
-
-    def move(
-        self,
-        estimate: Any,
-        weights: torch.Tensor,
-        drift: torch.Tensor,
-        grad: torch.Tensor,
-        step: Any,
-        position: int,
-        interval: int,
-    ) -> None:
-        """Move the weights and D by a gradient inside an interval; arguments as for `predict`. Not
-        called if ``layout.longest_interval`` is 1."""
-        raise NotImplementedError
 
     def estimate_kernels(
         self,
@@ -211,10 +188,9 @@ class OptimizerKind(ABC):
         weights: torch.dtype,
         published: torch.dtype,
         grad: torch.dtype,
-        drifts: Sequence[bool],
         alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
-        """Calls that compile the device kernels of `predict` and `move`; see
+        """Calls that compile the device kernels of `predict`; see
         `kernels.prepare.estimates`."""
         return ()
 

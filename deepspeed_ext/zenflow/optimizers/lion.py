@@ -7,8 +7,8 @@ constants, while the update before it is in flight::
     y = (1 - lr wd) p
     W = round(y - lr sign(beta1 k + (1 - beta1) c g))        k = the mean with the sign of m
 
-That is the exact update, except that k stands for m. The estimate supports interval 1 only
-(docs/results.md has what else was tried). It never enters p or m, so errors do not accumulate.
+That is the exact update, except that k stands for m. It never enters p or m, so errors do not
+accumulate.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ class LionKind(OptimizerKind):
     def exact(self, last: LionStep) -> LionPublish:
         return LionPublish(1.0)
 
-    def ahead(self, last: LionStep, interval: int) -> LionPublish:
-        assert interval == 1, "the settings allow no other"
+    def ahead(self, last: LionStep) -> LionPublish:
         return LionPublish(last.decay)
 
     def publish(
@@ -109,21 +108,23 @@ class LionKind(OptimizerKind):
         estimate: SignsAndMeans,
         weights: torch.Tensor,
         published: torch.Tensor,
-        drift: torch.Tensor | None,
         grad: torch.Tensor,
         step: LionStep,
-        position: int,
-        interval: int,
     ) -> None:
-        assert drift is None, "the settings allow no interval with earlier gradients"
         weight = step.grad_scale * (1.0 - step.beta1)
         numbers = (weight, step.beta1, step.lr)
         kernels.predict_lion(weights, published, grad, estimate.kept, *numbers, estimate.block_size)
 
     def estimate_kernels(
-        self, device: torch.device, block_size: int, *which: Any
+        self,
+        device: torch.device,
+        block_size: int,
+        weights: torch.dtype,
+        published: torch.dtype,
+        grad: torch.dtype,
+        alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
-        return kernels.estimates(device, block_size, *which)
+        return kernels.estimates(device, block_size, weights, published, grad, (), alignments)
 
     @torch.no_grad()
     def step_rows(

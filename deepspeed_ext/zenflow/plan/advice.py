@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.predictive import LONGEST_MEASURED, PredictiveSettings
+from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.share import with_host_share
 
 __all__ = [
@@ -39,10 +39,6 @@ SHARES = (0.875, 0.75, 0.625, 0.5, 0.25, 0.0)
 """Fractions of the optimizer on the host that may be suggested."""
 
 _BF16_PRICE = "but rounds both moments at random"
-_INTERVAL_PRICE = (
-    "but changes the numerics (docs/zenflow.md, Cost) and takes up to 6 bytes of "
-    "host memory per parameter more"
-)
 
 
 class Limit(enum.IntEnum):
@@ -195,11 +191,6 @@ def _remedies(plan: ZenFlowPlan, is_settled: bool) -> Iterator[Remedy]:
     if rule.layout.moment_dtype == "float32" and rule.layout.counts_updates:
         layout = replace(rule.layout, moment_dtype="bfloat16")
         yield _with(plan, "state_dtype bfloat16", _BF16_PRICE, replace(rule, layout=layout))
-    longest = rule.layout.longest_interval or LONGEST_MEASURED
-    if rule.update_interval is not None:
-        for interval in range(rule.update_interval + 1, longest + 1):
-            longer = replace(rule, update_interval=interval)
-            yield _with(plan, f"update_interval {interval}", _INTERVAL_PRICE, longer)
 
 
 def _shares(plan: ZenFlowPlan) -> Iterator[Remedy]:

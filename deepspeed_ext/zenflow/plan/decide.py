@@ -152,8 +152,7 @@ class _Choice:
                 else ""
             )
             shortage = (
-                f"the optimizer's state needs {shortage}: {instead}use more hosts, a smaller "
-                "zenflow.update_interval or more memory"
+                f"the optimizer's state needs {shortage}: {instead}use more hosts or more memory"
             )
         rule = self.rule
         weights_arrive, of_weights = self.weights()

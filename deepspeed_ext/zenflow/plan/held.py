@@ -182,9 +182,6 @@ class Held:
             return {"lift": self._lifting(self._most)}
         if phase is Phase.SAVE and self.computes_there:
             return {"export": [self._aside(Memory.ACCELERATOR)]}
-        if phase is Phase.LOAD and self.computes_there:
-            loaded = self._of_rule(self._most).kept.get("drift", 0)
-            return {"load": [Part("loaded drift", loaded, Memory.ACCELERATOR)]}
         return {}
 
     def _updating(self, numel: int) -> list[Part]:

@@ -41,12 +41,6 @@ class RuleSettings(ABC):
     """What the user should know of the settings; None: nothing."""
 
     @property
-    def steps_per_update(self) -> int | None:
-        """Optimizer steps whose gradients make one update on the host, or are handed over together;
-        None: chosen by measurement."""
-        return self.update_interval
-
-    @property
     @abstractmethod
     def shortest_interval(self) -> int:
         """The shortest interval that the settings allow."""

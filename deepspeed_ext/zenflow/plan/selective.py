@@ -72,10 +72,6 @@ class SelectiveSettings(RuleSettings):
         )
 
     @property
-    def steps_per_update(self) -> int:
-        return self.interval
-
-    @property
     def shortest_interval(self) -> int:
         return 1
 

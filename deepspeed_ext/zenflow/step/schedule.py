@@ -1,4 +1,4 @@
-"""Defines what the schedules of both rules share, and chooses an interval by measurement.
+"""Defines what the schedules of both rules share.
 
 A schedule is a state machine over plain values. For each optimizer step it says what is handed
 over, awaited and applied. Overflowed steps neither query nor advance the schedule.
@@ -6,20 +6,12 @@ over, awaited and applied. Overflowed steps neither query nor advance the schedu
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
-__all__ = [
-    "MEASURED_STEPS",
-    "Schedule",
-    "State",
-    "StepPlan",
-    "is_overloaded",
-    "smallest_interval",
-]
+__all__ = ["Schedule", "State", "StepPlan"]
 
 
 @dataclass(frozen=True)
@@ -141,32 +133,3 @@ class Schedule(ABC, Generic[PlanT, StateT]):
         """Continue from `state_dict`, with `position` collected gradients, which take the first
         slots of the ring."""
         self.state = type(self.state)(**state, position=position, written=position)
-
-
-MEASURED_STEPS = 5
-"""Synchronous steps that are timed before an interval is chosen."""
-
-
-def smallest_interval(worker_seconds: float, device_seconds: float, limit: int) -> int:
-    """The smallest interval, at most `limit`, at which the worker keeps up.
-
-    A pass over S steps moves ``24 + 2 + 2 S`` bytes per element (p, m, v both ways, y, S
-    gradients); a pass over one step moves 28. The pass may take as long as S steps of the
-    accelerator; 5 % of that is kept in reserve.
-
-    Args:
-        worker_seconds: duration of a pass over one step.
-        device_seconds: duration of a step on the accelerator, without waiting for the worker.
-        limit: the longest interval to choose.
-    """
-    for interval in range(1, limit):
-        if worker_seconds * (26 + 2 * interval) / 28 <= 0.95 * interval * device_seconds:
-            return interval
-    return max(1, limit)
-
-
-def is_overloaded(worker_seconds: float, device_seconds: float, interval: int) -> bool:
-    """Whether the worker is slower than the accelerator even at `interval`; arguments as for
-    `smallest_interval`."""
-    per_step = worker_seconds * (26 + 2 * interval) / 28 / interval
-    return math.isfinite(worker_seconds) and per_step > device_seconds

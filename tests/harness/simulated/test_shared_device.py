@@ -14,7 +14,7 @@ from tests.support.zenflow import make_engine, train, zenflow_config
 
 
 def losses(stage: int) -> tuple[int, list[float]]:
-    engine = make_engine(zenflow_config(stage, update_interval=1))
+    engine = make_engine(zenflow_config(stage))
     found = train(engine, batches(4, dist.get_rank()))
     engine.destroy()
     return get_accelerator().device_count(), found

@@ -65,26 +65,20 @@ def test_zenflow_without_overlap_is_zero_offload(stage: int, ranks: int) -> None
         assert difference(expected, actual) < 1e-4
 
 
-@pytest.mark.parametrize(("interval", "tolerance"), [(1, 0.02), (4, 0.06)])  # as on the CPU
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_predicted_training_stays_close_to_adamw(
-    stage: int, ranks: int, interval: int, tolerance: float
-) -> None:
-    config = zenflow_config(stage, update_interval=interval, full_warm_up_rounds=interval, lr=1e-2)
+def test_predicted_training_stays_close_to_adamw(stage: int, ranks: int) -> None:
+    config = zenflow_config(stage, full_warm_up_rounds=1, lr=1e-2)
     for expected, actual in on(ranks, with_and_without, config, 40):
-        assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=tolerance)
+        assert sum(actual.losses[-10:]) == pytest.approx(
+            sum(expected.losses[-10:]), rel=0.02
+        )  # as on the CPU
 
 
-@pytest.mark.parametrize(
-    "zenflow", [{"update_interval": 1}, {"update_interval": 2}], ids=["1", "2"]
-)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_resume_continues_to_the_bit(
-    stage: int, ranks: int, zenflow: dict[str, Any], tmp_path: Path
-) -> None:
-    config = zenflow_config(stage, full_warm_up_rounds=2, **zenflow)
+def test_resume_continues_to_the_bit(stage: int, ranks: int, tmp_path: Path) -> None:
+    config = zenflow_config(stage, full_warm_up_rounds=2)
     assert not failed_resumes(ranks, config, 2, 5, str(tmp_path), device="accelerator")
 
 
@@ -112,6 +106,6 @@ def test_state_kept_on_the_host_changes_nothing(stage: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_exact_weights_are_the_masters_and_predictions_come_back(stage: int, ranks: int) -> None:
-    for found in on(ranks, exact_and_back, zenflow_config(stage, update_interval=1)):
+    for found in on(ranks, exact_and_back, zenflow_config(stage)):
         assert found.pop("predicted"), "they are no prediction"
         assert found == {"exact": "", "after": "", "losses": ""}

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
 
-OVERLAPPED = {"update_interval": 1, "full_warm_up_rounds": 1}
+OVERLAPPED = {"full_warm_up_rounds": 1}
 
 
 @pytest.mark.parametrize(

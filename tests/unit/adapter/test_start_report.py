@@ -36,10 +36,10 @@ def lines_of(stage: int, **zenflow: Any) -> list[str]:
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_start_is_one_block_on_rank_0(stage: int) -> None:
-    title, *lines = lines_of(stage, update_interval=1, full_warm_up_rounds=40)
+    title, *lines = lines_of(stage, full_warm_up_rounds=40)
     assert title == f"ZeRO stage {stage} on 2 ranks, with"
     assert lines[0].split()[0] == "ZenFlow"
-    assert "update_interval 1, predictive rule" in lines[0]
+    assert "one per rank; predictive rule" in lines[0]
     assert (
         "the first 40 steps wait for their own update; updates of later steps overlap" in lines[1]
     )
@@ -53,7 +53,4 @@ def test_a_start_is_one_block_on_rank_0(stage: int) -> None:
 
 
 def test_a_start_without_overlap_says_so() -> None:
-    assert (
-        "every step waits for its own update"
-        in lines_of(2, update_interval=1, overlap_step=False)[2]
-    )
+    assert "every step waits for its own update" in lines_of(2, overlap_step=False)[2]

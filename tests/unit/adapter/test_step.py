@@ -167,9 +167,7 @@ def test_with_gradients_on_the_host_the_calls_are_those_of_cpu_offload(
     stage: int, overflowing: int | None
 ) -> None:
     dtype = torch.bfloat16 if overflowing is None else torch.float16
-    config = zenflow_config(stage, dtype, update_interval=1, gradients_on_host=True) | {
-        "gradient_clipping": 0.5
-    }
+    config = zenflow_config(stage, dtype, gradients_on_host=True) | {"gradient_clipping": 0.5}
     config["fp16"] |= {"initial_scale_power": 8}
     parts = CALLS["gradients on the host"]
     for partitions, steps in run_ranks(1, recorded_on_host, config, overflowing, device="sim"):

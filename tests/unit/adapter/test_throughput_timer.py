@@ -56,7 +56,7 @@ def device_waits(config: dict[str, Any], steps: int) -> int:
 
 
 def test_no_step_waits_for_the_whole_device() -> None:
-    config = zenflow_config(2, update_interval=1, overlap_step=True)
+    config = zenflow_config(2, overlap_step=True)
     assert run_ranks(1, device_waits, config, 4, device="sim", pool="simulated, stage 2") == [0]
 
 

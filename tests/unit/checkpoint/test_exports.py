@@ -162,6 +162,6 @@ def loaded_by_another(config: dict[str, Any], folder: str) -> bool:
 
 
 def test_another_model_still_loads_what_it_shares(tmp_path: Path) -> None:
-    assert run_ranks(
-        1, loaded_by_another, zenflow_config(2, torch.bfloat16, update_interval=1), str(tmp_path)
-    ) == [True]
+    assert run_ranks(1, loaded_by_another, zenflow_config(2, torch.bfloat16), str(tmp_path)) == [
+        True
+    ]

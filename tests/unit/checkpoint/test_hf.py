@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.full,
 ]
 
-BESIDE = {"update_interval": 1, "full_warm_up_rounds": 1, "async_save": True}
+BESIDE = {"full_warm_up_rounds": 1, "async_save": True}
 SELECTIVE = {"update_rule": "selective", "update_interval": 1}
 
 

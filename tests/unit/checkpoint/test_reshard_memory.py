@@ -98,9 +98,7 @@ def resume(config: dict[str, Any], folder: str) -> tuple[int, int]:
 def test_a_rank_needs_its_own_partition_and_a_chunk(
     stages: tuple[int, int], tmp_path: Path
 ) -> None:
-    saved, resumed = (
-        zenflow_config(stage, update_interval=1, full_warm_up_rounds=0) for stage in stages
-    )
+    saved, resumed = (zenflow_config(stage, full_warm_up_rounds=0) for stage in stages)
     run_ranks(4, save, saved, str(tmp_path), pool=f"resharding {stages[0] == 3}")
     for more, filled in run_ranks(
         3, resume, resumed, str(tmp_path), pool=f"resharding {stages[1] == 3}"

@@ -1,9 +1,11 @@
 """ZenFlow's checkpoints are DeepSpeed's: ZeRO-Offload and DeepSpeed's tools read them, and ZenFlow
 reads theirs."""
 
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
 from tests.support.models import OddModel, batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same, first_difference
@@ -86,7 +89,7 @@ def exchange(config: dict, folder: str) -> dict[str, Any]:
 def test_state_goes_to_zero_offload_and_back(stage: int, tmp_path: Path) -> None:
     """Moments and masters arrive bitwise; fp32 and a synchronous first step make the later losses
     comparable."""
-    config = zenflow_config(stage, torch.float32, update_interval=1)
+    config = zenflow_config(stage, torch.float32)
     for found in run_ranks(2, exchange, config, str(tmp_path)):
         assert found["lost"] == ["", ""]
         assert found["updates"] == 9
@@ -94,22 +97,20 @@ def test_state_goes_to_zero_offload_and_back(stage: int, tmp_path: Path) -> None
         assert again == pytest.approx(rest, rel=1e-3)
 
 
-def save_mid_interval(config: dict, folder: str) -> tuple[dict, dict]:
+def save_after_7(config: dict, folder: str) -> dict:
     engine = make_engine(config)
     train(engine, batches(7, dist.get_rank()))
     engine.save_checkpoint(folder, tag="t")
-    adam = engine.optimizer.host_optimizer
-    adam.drain()
-    weights, position = weights_of(engine), adam.rule.schedule.state.position
-    masters = masters_of(engine)
+    engine.optimizer.host_optimizer.drain()
+    weights = weights_of(engine)
     close(engine)
-    return weights, {"position": position, "masters": masters}
+    return weights
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_zero_to_fp32_gives_masters_not_predictions(stage: int, tmp_path: Path) -> None:
-    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
-    weights, _ = run_ranks(2, save_mid_interval, config, str(tmp_path))[0]
+    config = zenflow_config(stage, full_warm_up_rounds=2)
+    weights = run_ranks(2, save_after_7, config, str(tmp_path))[0]
     found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")
     for name, value in weights.items():
         assert found[name].dtype == torch.float32
@@ -122,26 +123,17 @@ def load_other_settings(config: dict, folder: str) -> dict[str, Any]:
     engine.load_checkpoint(folder, tag="t")
     adam = engine.optimizer.host_optimizer
     found = {"updates": adam.updates, "weights": weights_of(engine), "masters": masters_of(engine)}
-    found["interval"] = adam.rule.schedule.interval
     found["losses"] = train(engine, batches(6, dist.get_rank(), seed=3))
     close(engine)
     return found
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "changes", [{"update_interval": 3}, {"overlap_step": False}, {"block_size": 64}]
-)
-def test_other_settings_continue_from_the_exact_weights(
-    stage: int, changes: dict, tmp_path: Path
-) -> None:
-    """Gradients that were collected but not submitted are not lost: seven updates were made."""
-    before = {"update_interval": 2, "full_warm_up_rounds": 2}
-    _, saved = run_ranks(1, save_mid_interval, zenflow_config(stage, **before), str(tmp_path))[0]
-    assert saved["position"] == 1
-    found = run_ranks(
-        1, load_other_settings, zenflow_config(stage, **{**before, **changes}), str(tmp_path)
-    )[0]
+def test_other_settings_continue_from_the_exact_weights(stage: int, tmp_path: Path) -> None:
+    before = {"full_warm_up_rounds": 2}
+    run_ranks(1, save_after_7, zenflow_config(stage, **before), str(tmp_path))
+    after = zenflow_config(stage, **before, block_size=64)
+    found = run_ranks(1, load_other_settings, after, str(tmp_path))[0]
     assert found["updates"] == 7
     flat = torch.cat([w.flatten() for w in found["weights"].values()])
     exact = torch.cat([m.bfloat16().float() for m in found["masters"]])
@@ -149,15 +141,57 @@ def test_other_settings_continue_from_the_exact_weights(
     assert max(found["losses"]) < 1.1 * found["losses"][0]
 
 
-@pytest.mark.parametrize(("saved", "goes_on"), [(2, True), (3, False)])
-def test_an_interval_left_open_takes_the_saved_one_if_its_gradients_find_room(
-    saved: int, goes_on: bool, tmp_path: Path
+def as_of_interval_2(folder: Path) -> None:
+    """Copy a checkpoint as an earlier release saved it in the middle of an interval of two steps,
+    with a gradient that was not handed over."""
+    shutil.copytree(folder / "t", folder / "old")
+    for path in (folder / "old").glob("*optim_states.pt"):
+        content = torch.load(path, weights_only=False)
+        state = content["optimizer_state_dict"]["deepspeed_ext_zenflow"]
+        state["schedule"]["interval"], state["updates"] = 2, state["updates"] + 1
+        for each in state["partitions"]:
+            numel = each["numel"] - each["on_accelerator"]
+            gradient = torch.linspace(-1.0, 1.0, numel).bfloat16()
+            each["collected"] = [each["last"] | {"step": each["last"]["step"] + 1}]
+            each["gradients"], each["drift"] = [gradient], torch.zeros_like(gradient)
+        torch.save(content, path)
+
+
+def load_as_it_was_and_of_interval_2(config: dict, folder: str) -> dict[str, Any]:
+    engine = make_engine(config)
+    host, expected = engine.optimizer.host_optimizer, []
+    engine.load_checkpoint(folder, tag="t")
+    for state, partition, rule in zip(host.states, host.partitions, host.rule.states, strict=True):
+        arrays = [array.detach().clone() for array in state.arrays]
+        head = state.master.numel() - partition.master.numel()
+        gradient = torch.linspace(-1.0, 1.0, partition.master.numel()).bfloat16()
+        step = replace(rule.last, step=rule.last.step + 1)
+        p, m, v = (array[head:] for array in arrays)
+        moments, block_size = config["zero_optimization"]["zenflow"]["state_dtype"], 32
+        take_steps(p, m, v, [gradient], [step], head, moments, block_size)
+        expected.append(arrays)
+    engine.load_checkpoint(folder, tag="old")
+    found = [[array.detach().clone() for array in state.arrays] for state in host.states]
+    updates, losses = host.updates, train(engine, batches(6, dist.get_rank(), seed=3))
+    close(engine)
+    return {"expected": expected, "found": found, "updates": updates, "losses": losses}
+
+
+@pytest.mark.parametrize(
+    ("stage", "states", "ratio"),
+    [(2, "float32", 1.0), (3, "float32", 0.5), (2, "bfloat16", 1.0), (3, "int8", 1.0)],
+)
+def test_a_gradient_that_an_earlier_release_had_not_handed_over_is_applied(
+    stage: int, states: str, ratio: float, tmp_path: Path
 ) -> None:
-    run_ranks(1, save_mid_interval, zenflow_config(2, update_interval=saved), str(tmp_path))
-    measured = zenflow_config(2, update_interval="measured")
-    found = run_ranks(1, load_other_settings, measured, str(tmp_path))[0]
-    assert found["updates"] == 7
-    assert found["interval"] == (saved if goes_on else None)
+    config = zenflow_config(stage, full_warm_up_rounds=2, state_dtype=states)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
+    run_ranks(2, save_after_7, config, str(tmp_path))
+    as_of_interval_2(tmp_path)
+    for rank in run_ranks(2, load_as_it_was_and_of_interval_2, config, str(tmp_path)):
+        assert_same(rank["expected"], rank["found"])
+        assert rank["updates"] == 8
+        assert max(rank["losses"]) < 1.1 * rank["losses"][0]
 
 
 def load_module_only(config: dict, folder: str) -> list[str]:
@@ -181,8 +215,8 @@ def load_module_only(config: dict, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_loading_only_the_module_refreshes_the_masters(stage: int, tmp_path: Path) -> None:
-    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
-    run_ranks(2, save_mid_interval, config, str(tmp_path))
+    config = zenflow_config(stage, full_warm_up_rounds=2)
+    run_ranks(2, save_after_7, config, str(tmp_path))
     assert [
         found
         for on_one in run_ranks(2, load_module_only, config, str(tmp_path))
@@ -214,8 +248,8 @@ def load_universal(config: dict, folder: str) -> dict[str, Any]:
 def test_universal_checkpoint_resumes_with_other_ranks(
     stage: int, states: str, tmp_path: Path
 ) -> None:
-    config = zenflow_config(stage, update_interval=1, state_dtype=states)
-    run_ranks(2, save_mid_interval, config, str(tmp_path))
+    config = zenflow_config(stage, state_dtype=states)
+    run_ranks(2, save_after_7, config, str(tmp_path))
     expected = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")
     tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     folders = ["--input_folder", str(tmp_path / "t"), "--output_folder", str(tmp_path / "u")]
@@ -244,7 +278,7 @@ def load_and_catch(config: dict, folder: str) -> str:
 @pytest.mark.parametrize("version", [4, 99])
 def test_an_older_or_newer_section_is_refused(version: int, tmp_path: Path) -> None:
     config = zenflow_config(2)
-    run_ranks(1, save_mid_interval, config, str(tmp_path))
+    run_ranks(1, save_after_7, config, str(tmp_path))
     (path,) = (tmp_path / "t").glob("*optim_states.pt")
     content = torch.load(path, weights_only=False)
     content["optimizer_state_dict"]["deepspeed_ext_zenflow"]["version"] = version
@@ -295,7 +329,7 @@ def export(config: dict, folder: str) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_export_inside_of_exact_weights_holds_the_masters(stage: int, tmp_path: Path) -> None:
-    config = zenflow_config(stage, update_interval=1, save_predicted_weights=True)
+    config = zenflow_config(stage, save_predicted_weights=True)
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     (found, _) = run_ranks(2, export, config, str(tmp_path))
     trained = {name: found["exact"][name].cpu() for name in found["masters"]}

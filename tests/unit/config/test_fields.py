@@ -252,8 +252,6 @@ def test_a_ratio_that_is_chosen_leaves_the_other_fields_as_they_are(ratio: str) 
 
 def test_auto_means_not_given() -> None:
     for model, name in OF_THE_SECTION:
-        if name in ("update_rule", "update_interval"):  # "auto" means measured
-            continue
         if model is not ZeroFields:
             assert model(**{name: "auto"}) == model(), name
             assert model(**{name: "auto"}).model_fields_set == set(), name
@@ -266,18 +264,15 @@ def test_auto_means_not_given() -> None:
     [
         ({}, 1),
         ({"update_interval": None}, 1),
-        ({"update_interval": 3}, 3),
-        ({"update_interval": "measured"}, None),
-        ({"update_interval": "auto"}, None),
-        ({"topk_ratio": 0.1}, 1),
+        ({"update_interval": 3}, 1),
+        ({"update_interval": 3, "update_rule": "exact"}, 1),
+        ({"topk_ratio": 0.1}, None),
         ({"topk_ratio": 0.1, "update_interval": "auto"}, None),
         ({"topk_ratio": 0.1, "update_interval": "measured"}, None),
         ({"topk_ratio": 0.1, "update_interval": 3}, 3),
     ],
 )
-def test_the_predictive_interval_is_1_unless_it_is_asked_to_be_measured(
-    section: dict[str, Any], interval: int | None
-) -> None:
+def test_an_interval_is_the_selective_rules(section: dict[str, Any], interval: int | None) -> None:
     for made in (ZenFlowConfig(**section), ZeroConfig(zenflow=section).zenflow):
         assert made is not None
         assert made.interval == interval
@@ -390,8 +385,12 @@ def test_fields_of_one_rule_say_so_and_are_noticed_under_the_other() -> None:
             alone = text.startswith(f"``{rule}``") and f"``{other}``: " not in text
             assert (name in OF_ONE_RULE[rule]) == alone, name  # type: ignore[index]
     given = {**SELECTING, "offload": True, "update_interval": 2}
+    for rule in ("predictive", "exact"):
+        config = ZenFlowConfig(update_interval=4, update_rule=rule)
+        assert given_of_the_other_rule(config) == ["update_interval"]
     assert given_of_the_other_rule(ZenFlowConfig(**given)) == []
     assert given_of_the_other_rule(ZenFlowConfig(**given, update_rule="predictive")) == [
+        "update_interval",
         *SELECTING,
         "offload",
     ]
@@ -416,6 +415,7 @@ def test_weights_arrive_late_under_the_exact_rule_unless_steps_wait() -> None:
 
 OLD_VALUES = {
     "update_rule": ("measured",),
+    "update_interval": ("measured",),
     "weights_arrive_in_forward": (True, False),
     "select_block_size": (256,),
     "overlap_lag": (1, 2),

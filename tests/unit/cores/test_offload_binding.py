@@ -107,7 +107,7 @@ def two_engines(config: dict[str, Any], end: str) -> dict[str, Any]:
 def test_two_engines_share_a_plan_and_the_last_one_gives_the_cores_back(
     zenflow: bool, end: str
 ) -> None:
-    config = zenflow_config(2, update_interval=1)
+    config = zenflow_config(2)
     config["zero_optimization"]["core_binding"] = {"enabled": True}
     if not zenflow:
         del config["zero_optimization"]["zenflow"]

@@ -104,7 +104,7 @@ def main(end: str) -> None:
     )
     if end == "starting":
         announce_at_launch()
-    engine = make_engine(zenflow_config(2, update_interval=1, async_save=end.startswith("saving")))
+    engine = make_engine(zenflow_config(2, async_save=end.startswith("saving")))
     losses = train(engine, batches(STEPS, 0))
     process = engine.optimizer.host_optimizer.link.process
     if end == "destroy":

@@ -52,7 +52,7 @@ PASSING = {**STATES, "being sent": (Parcel, "send", False), "sent": (Parcel, "se
 """The same where chunks pass through a few places, so that all but the first are sent by the
 courier."""
 
-WAYS = {**RULES, "in chunks": {"update_interval": 1}}
+WAYS = {**RULES, "in chunks": {}}
 
 
 @contextmanager
@@ -107,8 +107,8 @@ def suffer(config: dict, how: str, cases: list[tuple[str, int]]) -> list[dict[st
         with patch.object(chunks, "CHUNK_NUMEL", 512):
             engine = make_engine(config)
             link = engine.optimizer.host_optimizer.link
-            interval = config["zero_optimization"]["zenflow"]["update_interval"]
-            assert link.transfers.handed_over is (Place.IN_TRANSIT if interval == 1 else Place.HOST)
+            is_whole = "update_interval" in config["zero_optimization"]["zenflow"]
+            assert link.transfers.handed_over is (Place.HOST if is_whole else Place.IN_TRANSIT)
             data = [on_device(batch) for batch in batches(WITHOUT_FAULT + UNTIL_ERROR, rank)]
             train(engine, data[:WITHOUT_FAULT])
             dist.barrier()
@@ -212,9 +212,7 @@ def start(config: dict, lacks: str, on_rank: int) -> tuple[str, str, list[float]
 def test_without_memory_on_one_rank_the_copies_stay_inside_of_the_step_on_all(
     wanted: bool | None, lacks: str
 ) -> None:
-    config = zenflow_config(
-        2, update_interval=1, **({} if wanted is None else {"hide_transfers": wanted})
-    )
+    config = zenflow_config(2, **({} if wanted is None else {"hide_transfers": wanted}))
     found = run_ranks(2, start, config, lacks, 1, device="sim", pool="simulated, stage 2")
     plain = run_ranks(2, start, config, "nothing", 1, device="sim", pool="simulated, stage 2")
     hidden = wanted is not False and (lacks == "nothing" or (wanted and lacks == "free memory"))
@@ -244,7 +242,7 @@ def train_with_an_error_of_the_courier(config: dict) -> str:
 
 
 def test_an_error_of_the_courier_is_raised_on_every_rank() -> None:
-    config = zenflow_config(2, update_interval=1, hide_transfers=True)
+    config = zenflow_config(2, hide_transfers=True)
     for message in run_ranks(
         2, train_with_an_error_of_the_courier, config, device="sim", pool="simulated, stage 2"
     ):

@@ -46,7 +46,7 @@ PEER_IS_GONE = re.compile("closed by peer|reset by peer", re.IGNORECASE)
 """What gloo says of a rank that has ended."""
 IS_NOT_SAVED = re.compile("checkpoint 'lost' was not saved: ranks .* have ended before they had .*")
 WAYS: dict[str, dict[str, Any]] = {
-    "default": {"update_interval": 1},
+    "default": {},
     "predictive": {"update_rule": "predictive"},
     "exact": {"update_rule": "exact"},
     "share": {"full_warm_up_rounds": MEASURED_STEPS + 1},

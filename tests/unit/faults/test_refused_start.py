@@ -143,9 +143,7 @@ def start_refused_on_one_rank(config: dict, refusal: str) -> dict[str, Any]:
     ],
 )
 def test_refusal_is_an_error_on_every_rank(refusal: str) -> None:
-    for outcome in run_ranks(
-        2, start_refused_on_one_rank, zenflow_config(2, update_interval=1), refusal
-    ):
+    for outcome in run_ranks(2, start_refused_on_one_rank, zenflow_config(2), refusal):
         assert REFUSALS[refusal][1] in outcome["message"]
         assert outcome["left"] == []
         assert outcome["leaked"] == {}
@@ -154,7 +152,7 @@ def test_refusal_is_an_error_on_every_rank(refusal: str) -> None:
 
 def start_with_a_bad_config(mistake: dict, on_ranks: tuple[int, ...]) -> tuple[str, str, int]:
     """The config of some ranks has a mistake; then all ranks start."""
-    config = zenflow_config(2, update_interval=1)
+    config = zenflow_config(2)
     bad = copy.deepcopy(config)
     for section, fields in mistake.items():
         bad[section] |= fields
@@ -168,7 +166,7 @@ def start_with_a_bad_config(mistake: dict, on_ranks: tuple[int, ...]) -> tuple[s
 
 def start_with(config: Any, on_rank: int) -> tuple[str, int]:
     """One rank gives `config`; then all ranks start."""
-    good, rank, message = zenflow_config(2, update_interval=1), dist.get_rank(), "no error"
+    good, rank, message = zenflow_config(2), dist.get_rank(), "no error"
     deepspeed_ext.enable()
     try:
         model = OddModel().to(torch.bfloat16)
@@ -343,7 +341,7 @@ def train_without_page_locks(config: dict) -> dict[str, Any]:
 
 
 def test_without_page_locks_there_is_one_warning_and_pageable_copies() -> None:
-    found = run_ranks(1, train_without_page_locks, zenflow_config(2, update_interval=1))[0]
+    found = run_ranks(1, train_without_page_locks, zenflow_config(2))[0]
     (warning,) = found.pop("warnings")
     assert "ulimit -l" in warning
     assert found == {"same": True, "asked": True, "locked": 0}
@@ -391,7 +389,7 @@ def fail_late(config: dict) -> dict[str, Any]:
 
 
 def test_a_constructor_that_fails_late_leaves_nothing_behind() -> None:
-    config = zenflow_config(2, update_interval=1)
+    config = zenflow_config(2)
     config["zero_optimization"]["core_binding"] = {"enabled": True}
     nothing = {"workers": [], "descriptors": {}, "arena": 0}
     expected = dict.fromkeys(LATE_FAILURES, nothing) | {"masks": True, "losses": 2}
@@ -419,8 +417,8 @@ def forget(config: dict) -> dict[str, Any]:
 
 def test_a_deleted_engine_leaves_nothing_behind() -> None:
     nothing = {"workers": [], "descriptors": {}, "arena": 0, "same": True}
-    assert run_ranks(1, forget, zenflow_config(2, update_interval=1)) == [nothing]
-    found = run_ranks(1, forget, zenflow_config(3, update_interval=1))[0]
+    assert run_ranks(1, forget, zenflow_config(2)) == [nothing]
+    found = run_ranks(1, forget, zenflow_config(3))[0]
     assert found["workers"] == []  # DeepSpeed keeps its optimizer of stage 3 even after `destroy`
     assert found["descriptors"] == {}
 
@@ -445,9 +443,7 @@ def test_an_engine_that_is_deleted_after_the_communication_has_ended_says_nothin
     stage: int,
 ) -> None:
     expected: dict[str, Any] = {"ignored": [], "workers": []}
-    assert run_ranks(
-        1, forget_after_the_communication, zenflow_config(stage, update_interval=1)
-    ) == [expected]
+    assert run_ranks(1, forget_after_the_communication, zenflow_config(stage)) == [expected]
 
 
 def fail_to_destroy(config: dict) -> dict[str, Any]:
@@ -465,6 +461,6 @@ def fail_to_destroy(config: dict) -> dict[str, Any]:
 
 
 def test_destroy_ends_the_worker_and_the_binding_even_if_deepspeed_fails() -> None:
-    config = zenflow_config(2, update_interval=1)
+    config = zenflow_config(2)
     config["zero_optimization"]["core_binding"] = {"enabled": True}
     assert run_ranks(1, fail_to_destroy, config) == [{"raised": True, "left": [], "masks": True}]

@@ -125,7 +125,7 @@ def read_beside_the_dead(config: dict) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_state_is_read_while_a_worker_is_dead(stage: int) -> None:
-    outcomes = run_ranks(2, read_beside_the_dead, zenflow_config(stage, update_interval=1))
+    outcomes = run_ranks(2, read_beside_the_dead, zenflow_config(stage))
     assert outcomes[0] == outcomes[1]
     assert outcomes[0]["nan"]
     for what in ("exact", "step"):
@@ -140,10 +140,8 @@ def start_with_little_memory(config: dict, available: int) -> str:
 
 
 def test_memory_is_that_of_all_ranks_of_a_host() -> None:
-    engine_bytes = run_ranks(1, arena_bytes, zenflow_config(2, update_interval=1))[0]
-    messages = run_ranks(
-        2, start_with_little_memory, zenflow_config(2, update_interval=1), engine_bytes * 3 // 4
-    )
+    engine_bytes = run_ranks(1, arena_bytes, zenflow_config(2))[0]
+    messages = run_ranks(2, start_with_little_memory, zenflow_config(2), engine_bytes * 3 // 4)
     assert messages[0] == messages[1]
     assert messages[0].startswith("OutOfMemoryError: ")
     assert "2 ranks" in messages[0]

@@ -263,5 +263,5 @@ def train_with_forked_loader(config: dict) -> dict[str, Any]:
 
 
 def test_a_forked_data_loader_changes_nothing() -> None:
-    found = run_ranks(1, train_with_forked_loader, zenflow_config(2, update_interval=1))[0]
+    found = run_ranks(1, train_with_forked_loader, zenflow_config(2))[0]
     assert found == {"difference": "", "alive": True, "forked": 2, "gone": True, "still forked": 2}

@@ -249,9 +249,7 @@ def losses_until_the_error(config: dict, killed_after: int) -> tuple[list[float]
 
 @pytest.mark.parametrize("killed_after", [9, 10, 11, 12])
 def test_no_loss_before_the_error_is_wrong(killed_after: int) -> None:
-    """Within an interval no rank waits for its worker, so the error comes some steps after the
-    worker's death."""
-    config = zenflow_config(2, update_interval=4, full_warm_up_rounds=4)
+    config = zenflow_config(2, full_warm_up_rounds=4)
     for losses, undisturbed in run_ranks(2, losses_until_the_error, config, killed_after):
         assert killed_after <= len(losses) < len(undisturbed)
         assert losses == undisturbed[: len(losses)]

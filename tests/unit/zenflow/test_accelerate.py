@@ -103,7 +103,7 @@ def with_everything(config: str, folder: str) -> dict[str, Any]:
     ("stage", "zenflow"),
     [
         (2, SELECTIVE),
-        (3, {"update_interval": 1, "full_warm_up_rounds": 1}),
+        (3, {"full_warm_up_rounds": 1}),
         pytest.param(3, SELECTIVE, marks=pytest.mark.full),
     ],
 )
@@ -163,9 +163,7 @@ def boundaries_of_accelerate(config: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "steps": boundaries, "updates": updates}
 
 
-@pytest.mark.parametrize(
-    "zenflow", [{"update_interval": 1}, SELECTIVE], ids=["predictive", "selective"]
-)
+@pytest.mark.parametrize("zenflow", [{}, SELECTIVE], ids=["predictive", "selective"])
 def test_accelerate_sets_the_boundaries(zenflow: dict) -> None:
     """24 micro-steps, four a step."""
     config = zenflow_config(2, torch.float32, accumulation=4, **zenflow)

@@ -115,7 +115,7 @@ def moved_and_freed(config: dict[str, Any], folder: str) -> list[str]:
 def test_saving_and_moving_away_change_nothing_and_leave_no_copy_on_the_host(
     stage: int, fields: dict[str, Any], device: str, async_save: bool, tmp_path: Path
 ) -> None:
-    config = config_of(stage, 0.4, update_interval=1, async_save=async_save, **fields)
+    config = config_of(stage, 0.4, async_save=async_save, **fields)
     for found in run_ranks(
         2 if device == "cpu" else 1, moved_and_freed, config, str(tmp_path), device=device
     ):

@@ -45,7 +45,7 @@ def overlapped_with_schedule(config: dict) -> tuple[list[float], int]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_scheduler_step_per_optimizer_step(stage: int) -> None:
-    config = {**zenflow_config(stage, accumulation=2, update_interval=2), "scheduler": SCHEDULER}
+    config = {**zenflow_config(stage, accumulation=2), "scheduler": SCHEDULER}
     lrs, updates = run_ranks(1, overlapped_with_schedule, config)[0]
     assert updates == 8
     assert lrs[0::2][1:] == lrs[1::2][:-1]
@@ -76,9 +76,7 @@ def with_overflows(config: dict, overflowing: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "zenflow", [{"update_interval": 1}, {"update_interval": 2}, SELECTIVE], ids=["1", "2", "hot"]
-)
+@pytest.mark.parametrize("zenflow", [{}, SELECTIVE], ids=["predictive", "hot"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_overflowed_steps_change_nothing(stage: int, zenflow: dict) -> None:
     config = zenflow_config(stage, torch.float16, full_warm_up_rounds=2, **zenflow)
@@ -118,7 +116,7 @@ def publish_variants(config: dict) -> dict[str, Any]:
     ],
 )
 def test_variants_train_and_are_measured(zenflow: dict, published: str) -> None:
-    config = zenflow_config(2, **{"update_interval": 1, **zenflow})
+    config = zenflow_config(2, **zenflow)
     found = run_ranks(1, publish_variants, config)[0]
     assert found["losses"][-1] < found["losses"][0]
     assert found["published"] == published
@@ -146,10 +144,10 @@ def test_variants_train_and_are_measured(zenflow: dict, published: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "zenflow"),
     [
-        (2, {"update_interval": 1}),
+        (2, {}),
         (1, SELECTIVE),
         (3, SELECTIVE),
-        *(pytest.param(stage, {"update_interval": 1}, marks=pytest.mark.full) for stage in (1, 3)),
+        *(pytest.param(stage, {}, marks=pytest.mark.full) for stage in (1, 3)),
         pytest.param(2, SELECTIVE, marks=pytest.mark.full),
     ],
 )
@@ -170,7 +168,7 @@ def monitored(config: dict, folder: str) -> None:
 
 
 def test_figures_go_to_the_monitor(tmp_path: Any) -> None:
-    run_ranks(1, monitored, zenflow_config(2, update_interval=1), str(tmp_path))
+    run_ranks(1, monitored, zenflow_config(2), str(tmp_path))
     rows = (tmp_path / "job" / "Train_zenflow_wait_ms.csv").read_text().splitlines()
     assert len(rows) == 1 + 3
     assert (tmp_path / "job" / "Train_zenflow_prediction_error.csv").exists()
@@ -189,6 +187,6 @@ def bound(config: dict) -> tuple[set, set, set, set]:
 
 
 def test_worker_runs_where_the_core_plan_says() -> None:
-    for planned, worker, before, after in run_ranks(2, bound, zenflow_config(2, update_interval=1)):
+    for planned, worker, before, after in run_ranks(2, bound, zenflow_config(2)):
         assert worker == planned
         assert after == before

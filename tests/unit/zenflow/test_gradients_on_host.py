@@ -103,10 +103,10 @@ def differs(config: dict[str, Any], *how: Any, **zero: Any) -> str:
 # -- equal to the same run with gradients on the accelerator ---------------------------------------
 
 WAYS: dict[str, dict[str, Any]] = {
-    "interval 1": {"update_interval": 1},
+    "interval 1": {},
     "interval 2": RULES["predictive"],
     "without overlap": {"overlap_step": False},
-    "y in fp32": {"update_interval": 2, "publish_dtype": "float32"},
+    "y in fp32": {"publish_dtype": "float32"},
     "measured": {},
     "selective": RULES["selective"],
     "selective, state on the host": RULES["selective"] | {"offload": True},
@@ -169,9 +169,7 @@ def test_ways_of_reducing_at_stage_2_change_nothing(
 def test_a_parameter_that_a_step_does_not_use_has_gradient_zero(
     stage: int, accumulation: int
 ) -> None:
-    config = zenflow_config(stage, accumulation=accumulation, lr=1e-2, update_interval=1) | {
-        "gradient_clipping": 0.5
-    }
+    config = zenflow_config(stage, accumulation=accumulation, lr=1e-2) | {"gradient_clipping": 0.5}
     config["zero_optimization"]["ignore_unused_parameters"] = True
     pool = f"gradients on the host, stage {stage}"
     for difference in run_ranks(1, differs, config, Branches, device="sim", pool=pool):
@@ -181,7 +179,7 @@ def test_a_parameter_that_a_step_does_not_use_has_gradient_zero(
 @pytest.mark.full  # gradients come there before any optimizer
 @pytest.mark.parametrize("stage", STAGES)
 def test_lion_is_the_same(stage: int) -> None:
-    config = zenflow_config(stage, accumulation=2, update_interval=1) | {"gradient_clipping": 0.5}
+    config = zenflow_config(stage, accumulation=2) | {"gradient_clipping": 0.5}
     config["optimizer"] = {
         "type": "Lion",
         "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1},
@@ -389,7 +387,7 @@ def states_seen(config: dict[str, Any]) -> dict[str, Any]:
 def test_gradients_are_read_and_written_as_on_the_accelerator(
     stage: int, accumulation: int
 ) -> None:
-    config = zenflow_config(stage, torch.float32, accumulation=accumulation, update_interval=1)
+    config = zenflow_config(stage, torch.float32, accumulation=accumulation)
     config["gradient_clipping"] = 0.5
     pool = f"gradients on the host, stage {stage}"
     expected, found = (
@@ -416,7 +414,7 @@ def reads_every_gradient(config: dict[str, Any], reads: bool) -> list[float]:
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_reading_gradients_changes_nothing(stage: int, accumulation: int) -> None:
-    config = placed(zenflow_config(stage, accumulation=accumulation, update_interval=1), True)
+    config = placed(zenflow_config(stage, accumulation=accumulation), True)
     config["gradient_clipping"] = 0.5
     pool = f"gradients on the host, stage {stage}"
     quiet = run_ranks(2, reads_every_gradient, config, False, device="sim", pool=pool)
@@ -452,7 +450,7 @@ def fails_in_backward(config: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_error_in_backward_on_one_rank_is_every_ranks(stage: int) -> None:
-    config = placed(zenflow_config(stage, update_interval=1), True)
+    config = placed(zenflow_config(stage), True)
     for told in run_ranks(2, fails_in_backward, config, device="sim", timeout_seconds=60):
         assert "the link is broken" in told
 
@@ -532,11 +530,11 @@ def test_all_ranks_choose_the_host_if_gradients_would_take_much_of_any_ranks_mem
 ) -> None:
     if stage == 1 and zenflow.get("gradients_on_host"):
         pytest.skip("refused")
-    config = zenflow_config(stage, update_interval=1, **zenflow)
+    config = zenflow_config(stage, **zenflow)
     config["zero_optimization"] |= zero
     assert run_ranks(2, chosen, config, free, device="sim") == [expected and stage > 1] * 2
 
 
 def test_gradients_stay_if_any_host_has_no_memory_for_them() -> None:
-    config = zenflow_config(2, update_interval=1)
+    config = zenflow_config(2)
     assert run_ranks(2, chosen, config, [1 << 12, ROOMY], False, device="sim") == [False, False]

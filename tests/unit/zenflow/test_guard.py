@@ -49,7 +49,9 @@ def test_a_task_on_which_the_prediction_fails_is_trained_as_without_prediction(s
     }
     end = losses["guarded"][-10:].mean()
     assert end < losses["predicted"][-10:].mean() / 20
-    assert end < losses["synchronous"][50:60].mean(), "the steps before the guard tripped were lost"
+    assert end < 2 * losses["synchronous"][50:60].mean(), (
+        "the steps before the guard tripped were lost"
+    )
     assert [(run.trips, run.synchronous, len(run.log)) for run in found["guarded"]] == [
         (1, 1, 1),
         (1, 1, 0),
@@ -57,7 +59,7 @@ def test_a_task_on_which_the_prediction_fails_is_trained_as_without_prediction(s
     ((level, message),) = found["guarded"][0].log
     assert level == "WARNING"
     assert "of an update; rounding alone is " in message
-    assert found["predicted"][0].errors[-1] > 1
+    assert max(found["predicted"][0].errors[-10:]) > 0.9
     assert found["predicted"][0].log == []
 
 
@@ -95,11 +97,11 @@ def follow(
 def test_an_error_of_one_rank_makes_all_synchronous_at_the_same_step(
     stage: int, prediction: float
 ) -> None:
-    """Steps 3-4 and 5-6 are probed with too large an error, which is known at the beginning of step
-    8. Steps 8 and 9 have small ones, so steps overlap again from the beginning of step 10."""
-    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    """Steps 3 and 4 are probed with too large an error, which is known at the beginning of step 5.
+    Steps 7 and 8 have small ones, so steps overlap again from the beginning of step 9."""
+    config = zenflow_config(stage, full_warm_up_rounds=2)
     (first, log), (second, nothing) = run_ranks(2, follow, config, prediction, 1)
-    assert first == second == ["exact" if step in (8, 9) else "" for step in range(1, 14)]
+    assert first == second == ["exact" if step in (5, 6, 7, 8) else "" for step in range(1, 14)]
     assert [level for level, _ in log] == ["WARNING", "INFO"]
     assert "of rank 1 " in log[0][1]
     assert ("5 of an update" if prediction == 5.0 else "not finite") in log[0][1]
@@ -107,10 +109,8 @@ def test_an_error_of_one_rank_makes_all_synchronous_at_the_same_step(
 
 
 def test_synchronous_steps_have_exact_weights() -> None:
-    sources, _ = run_ranks(
-        1, follow, zenflow_config(2, update_interval=2, full_warm_up_rounds=2), 5.0, 0
-    )[0]
-    assert sources.count("exact") == 2
+    sources, _ = run_ranks(1, follow, zenflow_config(2, full_warm_up_rounds=2), 5.0, 0)[0]
+    assert sources.count("exact") == 4
 
 
 def save_guarded(*args: Any) -> str:
@@ -130,9 +130,9 @@ def test_resume_with_the_guard_on_and_before_and_after(
 ) -> None:
     """From each step of the run above: errors not judged yet, a strike, synchronous steps, and
     overlapped again."""
-    config = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    config = zenflow_config(stage, full_warm_up_rounds=2)
     assert (
-        failed_resumes(ranks, config, 5, 10, str(tmp_path), bodies=(save_guarded, resume_guarded))
+        failed_resumes(ranks, config, 3, 9, str(tmp_path), bodies=(save_guarded, resume_guarded))
         == []
     )
 
@@ -152,7 +152,7 @@ SETTINGS = [
         )
     ),
 ]
-TRIPPED, OVER = 8, 16
+TRIPPED, OVER = 6, 16
 """Optimizer steps: in the first the guard has tripped, and steps are not overlapped again; the
 second is the end."""
 
@@ -181,7 +181,7 @@ def test_an_overflow_at_a_probe_changes_no_decision(stage: int, accumulation: in
         assert run.applied() == calm[0].applied() == calm[1].applied()
         assert run.probes == calm[0].probes
     assert calm[0].trips[-1] == 1
-    assert {"exact", "drifted", "predicted"} == set(calm[0].sources)
+    assert {"exact", "predicted"} == set(calm[0].sources)
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full), 3])
@@ -232,7 +232,7 @@ def test_another_factor_on_resume_counts_from_there_on(factor: float, tmp_path: 
     assert first.applied() == second.applied()
     assert all(map(math.isfinite, first.losses))
     exact = [step for step, source in enumerate(first.sources) if source == "exact"]
-    assert exact == {0.0: [0], 1.0: [0, 1, 2, 3, 4, 5], 1e6: [0, 1]}[factor]
+    assert exact == {0.0: [0], 1.0: [*range(8)], 1e6: [0, 1, 2]}[factor]
 
 
 @pytest.mark.parametrize(
@@ -284,11 +284,9 @@ def with_and_without(config: dict[str, Any], steps: int) -> tuple[str, float, fl
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("stage", "interval"), [(2, 1), (3, 3)])
-def test_a_good_prediction_is_left_alone_to_the_bit(
-    stage: int, interval: int, dtype: torch.dtype
-) -> None:
-    config = zenflow_config(stage, dtype, update_interval=interval, full_warm_up_rounds=interval)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_good_prediction_is_left_alone_to_the_bit(stage: int, dtype: torch.dtype) -> None:
+    config = zenflow_config(stage, dtype, full_warm_up_rounds=1)
     for difference, trips, error in run_ranks(2, with_and_without, config, 14):
         assert difference == ""
         assert trips == 0
@@ -317,19 +315,11 @@ def apart(config: dict[str, Any], steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "zenflow", "most"),
-    [
-        (torch.bfloat16, {"update_interval": 1, "publish_dtype": "float32"}, 0.0),
-        (torch.float32, {"update_interval": 1}, 0.0),
-        (torch.float32, {"update_interval": 3, "block_size": 8, "full_warm_up_rounds": 3}, 0.3),
-    ],
+    ("dtype", "zenflow"),
+    [(torch.bfloat16, {"publish_dtype": "float32"}), (torch.float32, {})],
 )
-def test_the_sample_is_predicted_as_by_the_accelerator(
-    dtype: torch.dtype, zenflow: dict, most: float
-) -> None:
-    """To the bit with a worker of torch operations; the native kernel rounds in another order. At
-    longer intervals all but the newest gradient are normalized with an older v on the
-    accelerator."""
+def test_the_sample_is_predicted_as_by_the_accelerator(dtype: torch.dtype, zenflow: dict) -> None:
+    """To the bit with a worker of torch operations; the native kernel rounds in another order."""
     (found,) = run_ranks(1, apart, zenflow_config(3, dtype, **zenflow), 12)
     assert len(found) >= 4
-    assert max(found) <= most
+    assert max(found) == 0.0

@@ -381,7 +381,6 @@ def refusal(config: dict[str, Any]) -> str:
     ("zenflow", "named"),
     [
         ({"topk_ratio": 0.1}, 'update_rule = "selective" with DeepSpeedCPULion'),
-        ({"update_interval": 2}, "update_interval = 2 with Lion"),
     ],
 )
 def test_what_lion_has_no_estimate_for_is_refused_by_name(

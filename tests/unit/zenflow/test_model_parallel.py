@@ -18,7 +18,6 @@ import deepspeed_ext
 from deepspeed_ext.adapter.construction import ranks_of_model
 from deepspeed_ext.errors import ConfigError, WorkerError
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample
-from deepspeed_ext.zenflow.step.metrics import Metrics
 from tests.support.guarded import large_errors, probing
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.tensor_parallel import Grid, TensorParallelBlock, replicated
@@ -77,18 +76,12 @@ def differing(engine: Any, mpu: Grid) -> list[str]:
     return found
 
 
-def timed_apart(self: Metrics) -> tuple[float, float]:
-    """Seconds of a pass and of a step: the worker of the last rank is slow."""
-    return (1.0, 0.6) if dist.get_rank() == dist.get_world_size() - 1 else (0.1, 1.0)
-
-
-def train_apart(config: dict[str, Any]) -> tuple[int, list[str]]:
+def train_apart(config: dict[str, Any]) -> list[str]:
     mpu = Grid(2)
-    with patch.object(Metrics, "typical", timed_apart):
-        engine = engine_of(config, mpu)
-        for batch in batches_of(engine, STEPS):
-            step(engine, batch)
-    found = engine.optimizer.host_optimizer.rule.schedule.interval, differing(engine, mpu)
+    engine = engine_of(config, mpu)
+    for batch in batches_of(engine, STEPS):
+        step(engine, batch)
+    found = differing(engine, mpu)
     engine.destroy()
     return found
 
@@ -102,13 +95,11 @@ def train_apart(config: dict[str, Any]) -> tuple[int, list[str]]:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_replicated_parameters_stay_equal_although_workers_are_not_equally_fast(
+def test_replicated_parameters_stay_equal(
     stage: int, ranks: int, device: str, dtype: torch.dtype
 ) -> None:
-    config = zenflow_config(
-        stage, dtype, lr=1e-2, full_warm_up_rounds=8, update_interval="measured"
-    )
-    assert run_ranks(ranks, train_apart, config, device=device, pool=POOL) == [(2, [])] * ranks
+    config = zenflow_config(stage, dtype, lr=1e-2, full_warm_up_rounds=8)
+    assert run_ranks(ranks, train_apart, config, device=device, pool=POOL) == [[]] * ranks
 
 
 def guarded_apart(config: dict[str, Any]) -> tuple[bool, list[str]]:
@@ -126,7 +117,7 @@ def guarded_apart(config: dict[str, Any]) -> tuple[bool, list[str]]:
 
 
 def test_the_guard_of_one_tensor_parallel_rank_makes_all_synchronous() -> None:
-    config = zenflow_config(2, lr=1e-2, update_interval=2, full_warm_up_rounds=2)
+    config = zenflow_config(2, lr=1e-2, full_warm_up_rounds=2)
     assert run_ranks(2, guarded_apart, config, pool=POOL) == [(True, [])] * 2
 
 
@@ -155,7 +146,7 @@ def test_a_worker_that_dies_is_the_same_error_on_every_rank_of_the_model(
     stage: int, ranks: int
 ) -> None:
     """No rank waits for the timeout of its group, which is longer than the test may take."""
-    config = zenflow_config(stage, update_interval=1, full_warm_up_rounds=2)
+    config = zenflow_config(stage, full_warm_up_rounds=2)
     outcomes = run_fresh_ranks(
         ranks, lose_a_worker, config, group_timeout_seconds=900.0, timeout_seconds=120.0
     )
@@ -177,7 +168,7 @@ def refuse_one(config: dict[str, Any]) -> str:
 
 
 def test_different_settings_on_tensor_parallel_ranks_are_refused_on_all() -> None:
-    first, second = run_ranks(2, refuse_one, zenflow_config(2, update_interval=2), pool=POOL)
+    first, second = run_ranks(2, refuse_one, zenflow_config(2), pool=POOL)
     assert first == second
     assert "rank 0" in first
     assert "rank 1" in first
@@ -240,39 +231,35 @@ def pipeline_of(config: dict[str, Any], *, tied: bool = False) -> Any:
     return engine
 
 
-def train_pipeline(config: dict[str, Any], kills: bool) -> tuple[int | None, str]:
-    """Train with a slow worker at the last stage, which dies if wanted."""
+def train_pipeline(config: dict[str, Any], kills: bool) -> str:
+    """Train; the worker of the last stage dies if wanted."""
     told = ""
     generator = torch.Generator().manual_seed(7)
     data = (
         (torch.randn(4, 33, generator=generator), torch.randn(4, 33, generator=generator))
         for _ in range(80)
     )
-    with patch.object(Metrics, "typical", timed_apart):
-        engine = pipeline_of(config)
-        try:
-            for number in range(20):  # the death is noticed when an interval is handed over
-                if kills and number == 12 and dist.get_rank() == 1:
-                    os.kill(engine.optimizer.host_optimizer.link.process.pid, signal.SIGKILL)
-                engine.train_batch(data)
-        except WorkerError as error:
-            told = str(error)
-    found = engine.optimizer.host_optimizer.rule.schedule.interval
+    engine = pipeline_of(config)
+    try:
+        for number in range(20):
+            if kills and number == 12 and dist.get_rank() == 1:
+                os.kill(engine.optimizer.host_optimizer.link.process.pid, signal.SIGKILL)
+            engine.train_batch(data)
+    except WorkerError as error:
+        told = str(error)
     engine.destroy()
-    return found, told
+    return told
 
 
 @pytest.mark.parametrize("kills", [False, True])
-def test_stages_of_a_pipeline_choose_alike_and_fail_together(kills: bool) -> None:
+def test_stages_of_a_pipeline_fail_together(kills: bool) -> None:
     """In groups of their own, because the last stage waits for the other's activations."""
-    section = {"full_warm_up_rounds": 8, "update_interval": "measured"}
-    config = zenflow_config(1, torch.float32, accumulation=2, **section)
+    config = zenflow_config(1, torch.float32, accumulation=2, full_warm_up_rounds=8)
     outcomes = run_fresh_ranks(2, train_pipeline, config, kills, timeout_seconds=120.0)
     assert [outcome.error for outcome in outcomes] == [None, None]
     first, second = (outcome.value for outcome in outcomes)
     assert first == second
-    assert first[0] == 2
-    assert first[1].startswith("rank 1: ") == kills
+    assert first.startswith("rank 1: ") == kills
 
 
 def refuse_pipeline(config: dict[str, Any], tied: bool) -> str:

@@ -159,7 +159,6 @@ def moved_and_begun(
     ("dtype", "fields"),
     [
         (torch.bfloat16, {}),
-        (torch.float32, {"update_interval": 2}),
         (torch.bfloat16, {"hide_transfers": False, "publish_dtype": "float32"}),
         (torch.bfloat16, {"overlap_step": False}),
         (torch.bfloat16, {"full_warm_up_rounds": 3}),
@@ -183,7 +182,6 @@ def test_a_run_that_moves_is_one_that_began_with_the_share(
     ("dtype", "fields"),
     [
         (torch.bfloat16, {}),
-        (torch.float32, {"update_interval": 2}),
         (torch.bfloat16, {"publish_dtype": "float32"}),
     ],
 )

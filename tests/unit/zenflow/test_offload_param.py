@@ -157,7 +157,7 @@ def differs_from_weights_on_the_accelerator(config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "zenflow",
     [
-        {"update_interval": 1},
+        {},
         *RULES.values(),
         RULES["selective"] | {"offload": True},
     ],
@@ -175,9 +175,7 @@ def test_overlapped_it_equals_the_run_without_to_the_bit(
 
 
 def test_clipped_it_stays_within_the_last_bits_of_the_norm() -> None:
-    config = zenflow_config(3, torch.float32, update_interval=1, lr=1e-2) | {
-        "gradient_clipping": 0.5
-    }
+    config = zenflow_config(3, torch.float32, lr=1e-2) | {"gradient_clipping": 0.5}
     for ours, without in zip(
         run_ranks(2, outcome, on_host(config)), run_ranks(2, outcome, config), strict=True
     ):
@@ -252,7 +250,7 @@ def loaded(config: dict[str, Any], folder: str) -> tuple[dict[str, torch.Tensor]
 def test_a_checkpoint_loads_on_other_ranks(
     before: int, after: int, moves: str, tmp_path: Any
 ) -> None:
-    plain = zenflow_config(3, update_interval=1)
+    plain = zenflow_config(3)
     first, second = (
         (plain if moves == where else on_host(plain))
         for where in ("to the host", "to the accelerator")
@@ -293,7 +291,7 @@ def states_seen(config: dict[str, Any]) -> dict[str, Any]:
 def test_gradients_and_states_are_read_and_written_as_without(
     accumulation: int, device: str
 ) -> None:
-    config = zenflow_config(3, torch.float32, accumulation=accumulation, update_interval=1) | {
+    config = zenflow_config(3, torch.float32, accumulation=accumulation) | {
         "gradient_clipping": 0.0
     }
     expected, found = (
@@ -318,9 +316,7 @@ def reads_every_gradient(config: dict[str, Any], reads: bool) -> list[float]:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_reading_gradients_changes_nothing(accumulation: int) -> None:
-    config = on_host(zenflow_config(3, accumulation=accumulation, update_interval=1)) | {
-        "gradient_clipping": 0.5
-    }
+    config = on_host(zenflow_config(3, accumulation=accumulation)) | {"gradient_clipping": 0.5}
     assert_same(
         run_ranks(2, reads_every_gradient, config, False),
         run_ranks(2, reads_every_gradient, config, True),

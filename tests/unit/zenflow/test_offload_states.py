@@ -84,7 +84,7 @@ def test_between_micro_steps_of_one_accumulation_too(stage: int, rule: str) -> N
 def goes_on_after_both_ways(stage: int) -> None:
     """Weights come from this call's copy, not from an earlier one's in page-locked memory."""
     rank = deepspeed.comm.get_rank()
-    config = zenflow_config(stage, update_interval=1)
+    config = zenflow_config(stage)
     engine = make_engine(config, model=Adapted, groups=two_groups)
     losses = []
     for batch, way in zip(batches(STEPS, rank), itertools.cycle(WAYS), strict=False):
@@ -102,11 +102,11 @@ def test_training_goes_on_after_either_way_of_offloading(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_at_interval_1_an_update_is_always_in_flight(stage: int) -> None:
-    run_ranks(2, goes_on_to_the_bit, zenflow_config(stage, update_interval=1), "page-locked")
+    run_ranks(2, goes_on_to_the_bit, zenflow_config(stage), "page-locked")
 
 
 def frozen_stay_what_they_are(stage: int) -> None:
-    engine = make_engine(zenflow_config(stage, update_interval=1), model=Adapted, groups=two_groups)
+    engine = make_engine(zenflow_config(stage), model=Adapted, groups=two_groups)
     frozen = [name for name, param in engine.module.named_parameters() if not param.requires_grad]
     before = weights_of(engine)
     train(engine, batches(2, rank=0))
@@ -170,7 +170,7 @@ def test_memory_that_the_first_product_allocates_is_not_taken_for_the_engines() 
 
 def refusals(folder: str) -> list[str]:
     """What is said about a step, a save and a load while states are away; then training goes on."""
-    engine = make_engine(zenflow_config(2, update_interval=1))
+    engine = make_engine(zenflow_config(2))
     train(engine, batches(2, rank=0))
     found = []
     engine.offload_states(include=[OffloadStateTypeEnum.optim_states], pin_memory=False)
@@ -200,7 +200,7 @@ def passes_meanwhile(stage: int) -> None:
     """Forward and backward passes while states are away, then the same run as if they had not been
     tried."""
     rank = deepspeed.comm.get_rank()
-    config = zenflow_config(stage, update_interval=1)
+    config = zenflow_config(stage)
     expected = run(config, rank, set(), {})["losses"]
     engine = make_engine(config, model=Adapted, groups=two_groups)
     first, *others = [on_device(batch) for batch in batches(STEPS, rank)]
@@ -292,7 +292,7 @@ def test_if_the_host_is_full_all_ranks_have_all_states_back(stage: int, rule: st
 
 
 def dead_worker() -> str:
-    engine = make_engine(zenflow_config(2, update_interval=1))
+    engine = make_engine(zenflow_config(2))
     train(engine, batches(2, rank=0))
     pid = engine.optimizer.host_optimizer.link.process.pid
     os.kill(pid, signal.SIGKILL)
@@ -337,5 +337,5 @@ def test_between_micro_steps_memory_is_free_too(stage: int, rule: str, dtype: to
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_sums_of_fp32_weights_come_back(stage: int) -> None:
-    config = zenflow_config(stage, torch.float32, accumulation=3, update_interval=1)
+    config = zenflow_config(stage, torch.float32, accumulation=3)
     run_ranks(2, goes_on_to_the_bit, config, "page-locked", device="sim")

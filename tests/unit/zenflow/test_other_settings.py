@@ -50,7 +50,7 @@ def save_here_load_there(here: dict, there: dict, folder: str, steps: int) -> di
 
 
 RULES = {
-    "predictive": {"update_interval": 2, "full_warm_up_rounds": 2},
+    "predictive": {"full_warm_up_rounds": 2},
     "selective": {**SELECTIVE, "update_interval": 2, "select_interval": 4, "overlap_step": True},
     "another interval": {**SELECTIVE, "update_interval": 3, "select_interval": 6},
     "other blocks": {
@@ -67,7 +67,7 @@ RULES = {
     ("here", "there", "applied"),
     [
         ("selective", "predictive", True),
-        ("predictive", "selective", True),
+        ("predictive", "selective", False),
         ("selective", "another interval", False),
         ("selective", "other blocks", True),
         ("selective", "ZeRO-Offload", False),

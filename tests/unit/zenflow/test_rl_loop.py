@@ -31,6 +31,6 @@ def test_losses_and_the_generators_weights_are_those_of_a_loop_that_stays_awake(
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_same_with_the_generator_in_another_process(stage: int) -> None:
-    config = zenflow_config(stage, accumulation=2, update_interval=1)
+    config = zenflow_config(stage, accumulation=2)
     for changed, _ in run_ranks(2, rl_loop.both_loops, config, ITERATIONS, remote=True):
         assert changed >= 5

@@ -27,8 +27,7 @@ from tests.support.zenflow import make_engine, offload_config, train, weights_of
 pytestmark = pytest.mark.sampled(6)
 
 RULES = {
-    "predictive": {"update_interval": 1},
-    "predictive, interval 3": {"update_interval": 3, "full_warm_up_rounds": 3},
+    "predictive": {},
     "selective": {
         "topk_ratio": 0.2,
         "update_interval": 3,
@@ -53,7 +52,7 @@ EXACT = {
 
 READ_BY_DEFAULT = (
     (2, 2, "predictive"),
-    (3, 2, "predictive, interval 3"),
+    (3, 2, "predictive"),
     (3, 2, "selective"),
     (2, 2, "selective, overlapped"),
 )

@@ -108,29 +108,22 @@ def trained(config: dict[str, Any], steps: int) -> tuple[list[float], dict[str, 
 
 @pytest.mark.sampled(4)
 @of_both
-@pytest.mark.parametrize("interval", [1, 2])
-def test_weights_on_the_host_change_nothing(states: str, interval: int) -> None:
+def test_weights_on_the_host_change_nothing(states: str) -> None:
     """Without clipping: the two add up the norm in another order, and dithering shows the last bit
     of a product."""
-    config = rounded(states, 3, update_interval=interval) | {"gradient_clipping": 0.0}
-    there_config = on_host(rounded(states, 3, update_interval=interval)) | {
-        "gradient_clipping": 0.0
-    }
+    config = rounded(states, 3) | {"gradient_clipping": 0.0}
+    there_config = on_host(rounded(states, 3)) | {"gradient_clipping": 0.0}
     there, here = (run_ranks(2, trained, each, 6) for each in (there_config, config))
     assert_same(there, here)
 
 
 @of_both
 @pytest.mark.gpu
-@pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_copies_beside_the_step_carry_the_same_bits(states: str, stage: int, interval: int) -> None:
+def test_copies_beside_the_step_carry_the_same_bits(states: str, stage: int) -> None:
     """Parcels of blocks: an element has the random numbers of its place in the partition, not in
     the parcel."""
-    configs = [
-        rounded(states, stage, update_interval=interval, hide_transfers=hidden)
-        for hidden in (True, False)
-    ]
+    configs = [rounded(states, stage, hide_transfers=hidden) for hidden in (True, False)]
     found = [run_ranks(1, trained, config, 9, device="accelerator") for config in configs]
     assert_same(*found)
 
@@ -141,19 +134,19 @@ def test_copies_beside_the_step_carry_the_same_bits(states: str, stage: int, int
 @pytest.mark.sampled(12)
 @of_both
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("stage", "interval"), [(1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_resume_is_exact_at_every_step(
-    states: str, stage: int, interval: int, device: str, tmp_path: Path
+    states: str, stage: int, device: str, tmp_path: Path
 ) -> None:
-    """From synchronous and overlapped steps, and from the middle of an interval."""
-    config = rounded(states, stage, update_interval=interval, full_warm_up_rounds=2)
+    """From synchronous and overlapped steps."""
+    config = rounded(states, stage, full_warm_up_rounds=2)
     assert failed_resumes(2 if device == "cpu" else 1, config, 1, 4, str(tmp_path), device) == []
 
 
 @pytest.mark.full  # `checkpoint/test_async_save.py` has it in fp32
 @of_both
 def test_a_save_beside_training_holds_the_same(states: str, tmp_path: Path) -> None:
-    config = rounded(states, 2, update_interval=2, full_warm_up_rounds=2, async_save=True)
+    config = rounded(states, 2, full_warm_up_rounds=2, async_save=True)
     assert failed_resumes(2, config, 2, 4, str(tmp_path)) == []
 
 
@@ -284,8 +277,8 @@ def test_training_goes_on_to_the_bit_after_its_states_were_away(states: str, sta
 @of_both
 @pytest.mark.parametrize("stage", [2, 3])
 def test_fp16_trains_as_with_moments_of_32_bits(states: str, stage: int) -> None:
-    exact = zenflow_config(stage, torch.float16, update_interval=1)
-    config = rounded(states, stage, torch.float16, update_interval=1)
+    exact = zenflow_config(stage, torch.float16)
+    config = rounded(states, stage, torch.float16)
     (losses, *_), *_ = run_ranks(2, trained, config, 8)
     (expected, *_), *_ = run_ranks(2, trained, exact, 8)
     assert losses == pytest.approx(expected, rel=0.01)
@@ -318,7 +311,7 @@ def arena_bytes(config: dict[str, Any], folder: str) -> list[int]:
 def test_codes_are_shown_only_to_those_who_look(
     stage: int, async_save: bool, tmp_path: Path
 ) -> None:
-    config = rounded("int8", stage, update_interval=1, async_save=async_save)
+    config = rounded("int8", stage, async_save=async_save)
     ((saved, looked, stepped, shown),) = run_ranks(1, arena_bytes, config, str(tmp_path))
     assert saved == stepped == 0
     assert shown <= looked

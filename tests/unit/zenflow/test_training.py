@@ -51,17 +51,14 @@ def test_without_overlap_it_equals_zero_offload(
         assert difference(expected, actual) < tolerance
 
 
-@pytest.mark.parametrize(("interval", "tolerance"), [(1, 0.02), (4, 0.06)])
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_overlapped_training_stays_close_to_zero_offload(
-    stage: int, ranks: int, interval: int, tolerance: float
-) -> None:
+def test_overlapped_training_stays_close_to_zero_offload(stage: int, ranks: int) -> None:
     """Forty steps of a steep descent; what the schemes reach on a real task is measured by
     bench_convergence.py."""
-    config = zenflow_config(stage, update_interval=interval, full_warm_up_rounds=interval, lr=1e-2)
+    config = zenflow_config(stage, full_warm_up_rounds=1, lr=1e-2)
     for expected, actual in run_ranks(ranks, with_and_without, config, 40):
-        assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=tolerance)
+        assert sum(actual.losses[-10:]) == pytest.approx(sum(expected.losses[-10:]), rel=0.02)
         assert actual.losses != expected.losses
 
 

@@ -96,7 +96,7 @@ ON_HOST = {"offload_param": {"device": "cpu"}}
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(("stage", "zero"), [(1, {}), (2, {}), (3, {}), (3, ON_HOST)])
 def test_what_is_not_used_has_no_gradient(stage: int, zero: dict, accumulation: int) -> None:
-    config = zenflow_config(stage, torch.float32, update_interval=1, overlap_step=False)
+    config = zenflow_config(stage, torch.float32, overlap_step=False)
     config["zero_optimization"] |= zero
     assert max(run_ranks(2, distance, with_accumulation(config, accumulation), 0)) < 1e-5
 
@@ -150,9 +150,7 @@ def movements(config: dict[str, Any], dtype: torch.dtype) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("stage", "zero"), [(2, {}), (3, {}), (3, ON_HOST)])
 def test_gradients_that_are_set_or_discarded(stage: int, zero: dict, dtype: torch.dtype) -> None:
-    config = with_accumulation(
-        zenflow_config(stage, dtype, update_interval=1, overlap_step=False), 1
-    )
+    config = with_accumulation(zenflow_config(stage, dtype, overlap_step=False), 1)
     config["zero_optimization"] |= zero
     expected = [0.01, 0.0] if dtype is torch.float32 else [0.0]
     for found in run_ranks(2, movements, config, dtype):

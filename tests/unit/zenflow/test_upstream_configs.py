@@ -106,7 +106,7 @@ def followed(config: dict[str, Any], **how: Any) -> dict[str, Any]:
         "exact": exact,
         "selections": selections,
         "updates": updates,
-        "interval": adam.decided.rule.steps_per_update,
+        "interval": adam.decided.rule.interval,
         "overlapped": adam.decided.rule.overlapped,
         "hot": [len(state.hot.ids) for state in adam.rule.states],
         "blocks": [p.master.numel() // BLOCK for p in adam.partitions],

@@ -120,7 +120,7 @@ def test_streamed_weights_equal_exported_ones_and_the_run_goes_on(
     ],
 )
 def test_other_places_of_the_weights(stage: int, more: dict[str, Any]) -> None:
-    config = zenflow_config(stage, update_interval=1)
+    config = zenflow_config(stage)
     config["zero_optimization"] |= more
     run_ranks(2, streams, config)
 
@@ -136,7 +136,7 @@ def allocates_nothing(
 def stops_early(rank_that_stops: int) -> str:
     """One rank breaks its loop after some tensors; the other one's error. Then the ranks give
     different arguments."""
-    engine = make_engine(zenflow_config(2, update_interval=1), model=Named)
+    engine = make_engine(zenflow_config(2), model=Named)
     train(engine, batches(1, rank=0))
     stream = deepspeed_ext.weights(engine, SMALL)
     if deepspeed.comm.get_rank() == rank_that_stops:
@@ -167,7 +167,7 @@ def test_a_rank_that_stops_to_read_lets_no_other_one_wait(rank: int) -> None:
 
 
 def steps_meanwhile() -> None:
-    engine = make_engine(zenflow_config(2, update_interval=1), model=Named)
+    engine = make_engine(zenflow_config(2), model=Named)
     train(engine, batches(1, rank=0))
     streams = deepspeed_ext.weights(engine, SMALL), deepspeed_ext.weight_parts(engine)
     for stream in streams:

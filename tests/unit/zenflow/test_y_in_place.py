@@ -31,16 +31,13 @@ STEPS = 12
 BLOCK = 32
 PAGE = 4096
 WAYS: dict[str, dict[str, Any]] = {
-    "interval 1, inside": {"update_interval": 1, "hide_transfers": False},
-    "interval 1, beside": {"update_interval": 1, "hide_transfers": True},
-    "interval 3, inside": {"update_interval": 3, "hide_transfers": False},
-    "interval 3, beside": {"update_interval": 3, "hide_transfers": True},
+    "predictive, inside": {"hide_transfers": False},
+    "predictive, beside": {"hide_transfers": True},
     "selective, inside": RULES["selective"] | {"hide_transfers": False},
     "selective, beside": RULES["selective"] | {"hide_transfers": True},
 }
 ON_HOST: dict[str, dict[str, Any]] = {
-    "interval 1, weights on the host": {"update_interval": 1},
-    "interval 3, weights on the host": {"update_interval": 3},
+    "predictive, weights on the host": {},
     "selective, weights on the host": RULES["selective"],
 }
 EVENTS = ("nothing", "look", "wait", "load", "new engine", "offload")
@@ -59,15 +56,11 @@ def arena_bytes(config: dict[str, Any]) -> tuple[int, int, int]:
     return *found, numel
 
 
-@pytest.mark.parametrize(
-    ("interval", "expected"), [(1, 12 + 2 + 4 / BLOCK), (2, 12 + 3 * 2 + 4 / BLOCK)]
-)
 @pytest.mark.parametrize("hidden", [False, True], ids=["inside", "beside"])
-def test_a_run_holds_these_host_bytes_per_parameter(
-    hidden: bool, interval: int, expected: float
-) -> None:
-    """p, m, v, the ring and block means; at interval 1 that is 14.125."""
-    config = zenflow_config(2, update_interval=interval, hide_transfers=hidden, block_size=BLOCK)
+def test_a_run_holds_these_host_bytes_per_parameter(hidden: bool) -> None:
+    """p, m, v, the gradient and block means."""
+    expected = 12 + 2 + 4 / BLOCK
+    config = zenflow_config(2, hide_transfers=hidden, block_size=BLOCK)
     [(found, arrays, numel)] = run_ranks(1, arena_bytes, config, device="sim")
     assert 0 <= found - int(numel * expected) <= arrays * PAGE
 

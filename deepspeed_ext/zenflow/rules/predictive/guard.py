@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 __all__ = ["GuardState", "PredictionErrors"]
 
 PROBE_EVERY = 20
-"""Optimizer steps from one probe to the next, rounded up to whole intervals."""
+"""Optimizer steps from one probe to the next."""
 STRIKES = 2
 """Number of successive probes above the allowed error after which steps become synchronous."""
 CALM_PROBES = 10
@@ -116,10 +116,10 @@ class GuardState:
         """Whether the next hand-over is probed."""
         return self.steps_to_probe == 0
 
-    def handed_over(self, steps: int, probed: bool) -> GuardState:
-        """The state after the gradients of `steps` steps were handed over."""
+    def handed_over(self, probed: bool) -> GuardState:
+        """The state after a step's gradient was handed over."""
         left = PROBE_EVERY if probed else self.steps_to_probe
-        return replace(self, probed=probed, steps_to_probe=max(left - steps, 0))
+        return replace(self, probed=probed, steps_to_probe=max(left - 1, 0))
 
     def judged(self, excess: float) -> GuardState:
         """The state once the errors of the newest hand-over are known.

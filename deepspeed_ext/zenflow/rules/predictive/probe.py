@@ -1,7 +1,7 @@
 """Measures the prediction error on a sample of weights, on the host alone.
 
-The arena holds the worker's p and moments, its gradients and its result, except the newest
-gradient, which y replaces. So the trainer can repeat the accelerator's prediction for some blocks
+The arena holds the worker's p and moments and its result, but not the gradient, which y replaces.
+So the trainer can repeat the accelerator's prediction for some blocks
 and compare it with the result. This adds no wait: it happens after the worker's result has arrived,
 for which the step waits anyway. It works whether or not the accelerator used that prediction.
 """
@@ -36,16 +36,15 @@ def blocks_per_sample(block_size: int, partitions: int) -> int:
 @dataclass
 class Sample:
     """Some blocks of a partition, k elements in all, with their state before the worker takes the
-    next gradients.
+    next gradient.
 
     Attributes:
-        newest: the newest gradient that the worker takes next, 1-D [k], host; its copy from the
+        newest: the gradient that the worker takes next, 1-D [k], host; its copy from the
             accelerator is complete when the worker's result has arrived.
         blocks: numbers of the blocks, 1-D int64; a shorter last block of the partition is excluded.
             None: the partition is shorter than a block, and all of it is taken.
         last: constants of the newest update in p, m, v.
-        slots, steps: ring slots of those gradients, until y replaces the newest, and their
-            constants.
+        step: the gradient's constants.
         state: p and the moments, 1-D fp32 [k].
         weights_dtype: dtype of the weights, which may be offloaded when the result is compared.
     """
@@ -56,8 +55,7 @@ class Sample:
     block_size: int
     blocks: torch.Tensor | None
     last: Any
-    slots: tuple[int, ...] = field(default=(), init=False)
-    steps: tuple[Any, ...] = field(default=(), init=False)
+    step: Any = field(default=None, init=False)
     state: tuple[torch.Tensor, ...] = field(init=False)
     weights_dtype: torch.dtype = field(init=False)
 
@@ -88,7 +86,7 @@ class Sample:
         """Draw blocks spread over the partition, by `seed`. Nothing may be in flight.
 
         Args:
-            grad: the newest gradient that the worker takes next, 1-D [n], any device.
+            grad: the gradient that the worker takes next, 1-D [n], any device.
             last: constants of the newest update in the state.
             most_blocks: maximum number of blocks.
             seed: decides which blocks are drawn.
@@ -107,8 +105,7 @@ class Sample:
 
     @torch.no_grad()
     def errors(self) -> PredictionErrors:
-        """Compare with the worker's result, which has arrived; all gradients but the newest are
-        still in their slots."""
+        """Compare with the worker's result, which has arrived."""
         predicted, now = self.predicted(), self.of(self.partition.state[0])
         rounded = now.to(predicted.dtype)
         distances = [(other.float() - now).norm() for other in (predicted, rounded, self.state[0])]
@@ -116,29 +113,15 @@ class Sample:
         return PredictionErrors(prediction, max(rounding, length * _FP32_ROUNDING), update)
 
     def predicted(self) -> torch.Tensor:
-        """The weights as the accelerator predicts them, 1-D [k].
-
-        Bitwise at interval 1, if the worker's kernel is the reference. Approximate at longer
-        intervals: the accelerator normalized all but the newest gradient with v of the interval
-        before, which is gone.
-        """
-        kind, interval, numel = self.kind, len(self.steps), self.state[0].numel()
+        """The weights as the accelerator predicts them, 1-D [k]; to the bit if the worker's kernel
+        is the reference."""
+        kind, numel = self.kind, self.state[0].numel()
         published = torch.empty(numel, dtype=self.partition.publish_dtype, device="cpu")
-        per_block = kind.publish(
-            kind.ahead(self.last, interval), self.state, self.block_size, published
-        )
+        ahead = kind.ahead(self.last)
+        per_block = kind.publish(ahead, self.state, self.block_size, published)
         estimate = kind.estimate(self.last, per_block, self.block_size)
         weights = torch.empty(numel, dtype=self.weights_dtype, device="cpu")
-        drift = torch.zeros_like(weights) if interval > 1 else None
-        grads = [*(self.of(self.partition.ring[slot]) for slot in self.slots[:-1]), self.newest]
-        for position, (grad, step) in enumerate(zip(grads, self.steps, strict=True), start=1):
-            if position < interval:
-                assert drift is not None
-                kind.move(
-                    estimate, torch.zeros_like(weights), drift, grad, step, position, interval
-                )
-            else:
-                kind.predict(estimate, weights, published, drift, grad, step, position, interval)
+        kind.predict(estimate, weights, published, self.newest, self.step)
         return weights
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:

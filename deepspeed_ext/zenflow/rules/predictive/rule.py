@@ -29,8 +29,7 @@ from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
-from deepspeed_ext.zenflow.step.schedule import is_overloaded, smallest_interval
-from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
+from deepspeed_ext.zenflow.worker.messages import WorkerTask
 
 __all__ = ["PredictionState", "PredictiveRule"]
 
@@ -46,14 +45,12 @@ class PredictionState:
     Attributes:
         last: constants of the newest gradient that was handed over; None before the first.
         estimator: built from the newest per-block array; None before the first result.
-        drift: D, 1-D [n], dtype of the weights, accelerator; None at interval 1.
         sample: taken before the newest hand-over; None if that is not probed or has been measured.
         errors: the result of the newest probe; None once it is judged.
     """
 
     last: Any = None
     estimator: Estimate | None = None
-    drift: torch.Tensor | None = None
     sample: Sample | None = None
     errors: PredictionErrors | None = None
 
@@ -84,7 +81,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         self._kind = kind
         self._factor = settings.prediction_error_factor
         schedule = PredictiveSchedule(
-            settings.update_interval,
             settings.overlapped,
             settings.warm_up_steps,
             guarded=self._factor > 0.0,
@@ -121,33 +117,17 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
                 partition, grad, self._kind, self.block_size, state.last, blocks, seed
             )
         if plan.source is WeightSource.EXACT:
-            if state.drift is not None:
-                state.drift.zero_()
             return
-        if plan.source is WeightSource.PREDICTED:
-            self._read_results()
-        step, position = partition.collected[-1], plan.position + 1
+        self._read_results()
+        step = partition.collected[-1]
         assert state.estimator is not None, "the schedule begins with a synchronous step"
-        if plan.source is WeightSource.DRIFTED:
-            if state.drift is None:
-                state.drift = torch.zeros_like(weights, device=grad.device)
-            for span, target in transfers.computed(weights, Span(0, grad.numel()), reads=True):
-                part, estimator = slice(*span), state.estimator.of(*span)
-                self._kind.move(
-                    estimator, target, state.drift[part], grad[part], step, position, self._interval
-                )
-            return
         for arrived, published in transfers.published(partition.index):
             for span, target in transfers.computed(weights, arrived, reads=False):
                 part, estimator = slice(*span), state.estimator.of(*span)
                 y = published[span.begin - arrived.begin : span.end - arrived.begin]
-                drifted = None if state.drift is None else state.drift[part]
-                estimated = target, y, drifted, grad[part]
                 with self._metrics.timing_estimate():
-                    self._kind.predict(estimator, *estimated, step, position, self._interval)
+                    self._kind.predict(estimator, target, y, grad[part], step)
             self._metrics.bytes_up += published.nbytes
-        if state.drift is not None:
-            state.drift.zero_()
 
     def task(self, plan: PredictivePlan, partition: Partition) -> WorkerTask:
         state, steps = self.states[partition.index], tuple(partition.collected)
@@ -155,9 +135,9 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         state.last = last = steps[-1]
         slots = self._slots(len(steps))
         if state.sample is not None:
-            state.sample.slots, state.sample.steps = slots, steps
+            state.sample.step = last
         exact = plan.source is WeightSource.EXACT
-        publish = self._kind.exact(last) if exact else self._kind.ahead(last, self._interval)
+        publish = self._kind.exact(last) if exact else self._kind.ahead(last)
         return self._kind.task(partition.index, slots, steps, publish)
 
     def end_step(self, plan: PredictivePlan) -> None:
@@ -166,26 +146,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             self._publish_again()
 
     def measured_interval(self, plan: PredictivePlan) -> int | None:
-        if not self.schedule.wants_interval:
-            return None
-        worker, device, mine = 0.0, 0.0, 1
-        with self._link.deferring_errors():
-            worker, device = self._metrics.typical()
-            mine = smallest_interval(worker, device, self._settings.longest_interval)
-        interval = -self._ranks.minimum(-mine)[0]
-        if self._ranks.rank == 0:
-            logger.info(
-                f"zenflow.update_interval = {interval}: the optimizer process takes "
-                f"{worker * 1e3:.1f} ms per pass, "
-                f"the accelerator {device * 1e3:.1f} ms per step"
-            )
-            if is_overloaded(worker, device, interval):
-                logger.warning(
-                    "even at this interval the optimizer process is slower "
-                    "than the accelerator, so steps will wait: give it more cores "
-                    "(lower zenflow.pt_reserved_cores), or do more work per step"
-                )
-        return interval
+        return None
 
     def _publish_again(self) -> None:
         """Make the worker recompute y and the per-block array from p and the moments, for
@@ -193,7 +154,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         passes = []
         for index, state in enumerate(self.states):
             assert state.last is not None, "publishing again needs a first step"
-            publish = self._kind.ahead(state.last, self._interval)
+            publish = self._kind.ahead(state.last)
             passes.append(self._kind.task(index, (), (), publish, again=self.schedule.handed_over))
         self._link.depart(passes, gradients=0, publishes=self.schedule.plan().waits_first)
 
@@ -237,7 +198,7 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             logger.warning(
                 f"ZenFlow's prediction of the weights is too far off at step {step}: {told}. From "
                 "now on every step waits for its own update, until the error has fallen. If this "
-                "happens again, use a smaller zenflow.block_size, zenflow.update_interval or "
+                "happens again, use a smaller zenflow.block_size or "
                 "learning rate, or turn zenflow.overlap_step off"
             )
         elif self._ranks.rank == 0:
@@ -260,18 +221,11 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         where = f"partition {index} of rank {self._ranks.global_rank(self._ranks.rank)}"
         return score, f"{where} {errors.in_words(self._factor)}"
 
-    @property
-    def _interval(self) -> int:
-        interval = self.schedule.interval
-        assert interval is not None
-        return interval
-
     # -- state -------------------------------------------------------------------------------------
 
     def state_beside_weights(self, partition: Partition) -> list[torch.Tensor]:
         state = self.states[partition.index]
-        kept = [state.drift, None if state.estimator is None else state.estimator.kept]
-        return [tensor for tensor in kept if tensor is not None]
+        return [] if state.estimator is None else [state.estimator.kept]
 
     def measurements(self) -> dict[str, float]:
         errors, guard = self._errors, self.schedule.state.guard
@@ -297,19 +251,15 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
         partitions: Sequence[Partition] | None = None,
     ) -> None:
         super().restart(counts, partitions)
-        for state, partition in zip(self.states, self._partitions, strict=True):
+        for state in self.states:
             state.estimator = state.sample = state.errors = None
-            if state.drift is not None and partitions is None:
-                state.drift.zero_()
-            elif state.drift is not None:
-                state.drift = torch.zeros_like(partition.weights(), device=state.drift.device)
 
     def saved(self) -> list[dict[str, Any]]:
         return [
             {
                 "last": None if state.last is None else asdict(state.last),
                 "errors": None if state.errors is None else asdict(state.errors),
-                "drift": state.drift,
+                "drift": None,
                 "inverse": None if state.estimator is None else state.estimator.kept,
             }
             for state in self.states
@@ -317,14 +267,13 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
 
     def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
         there = schedule["interval"]
-        if self._settings.overlapped and not self._interval_fits(self._settings, there):
-            return f"zenflow.update_interval ({there} in the checkpoint)"
-        return None if self._settings.overlapped or not position else "zenflow.overlap_step"
+        if position or there not in (None, 1):
+            return f"zenflow.update_interval ({there} in the checkpoint, 1 now)"
+        return None
 
     def restore(self, partitions: Sequence[PredictivePartitionValues]) -> None:
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):
             state.last, state.errors = saved.last, saved.errors
-            state.drift = None if saved.drift is None else saved.drift.to(partition.device)
             if saved.inverse is not None:
                 state.estimator = self._kind.remembered(
                     saved.inverse.to(partition.device), self.block_size

@@ -1,15 +1,14 @@
 """Schedules the predictive rule: a state machine over plain values.
 
-Overlapped steps: the worker processes an interval's gradients while the accelerator runs the next
-interval, and the weights in between are predicted. Synchronous steps (during warm-up, while the
-guard is tripped, or always if overlap is off): every step waits for its own update.
+Overlapped steps: the worker processes a step's gradient while the accelerator runs the next step,
+whose weights are predicted. Synchronous steps (during warm-up, while the guard is tripped, or
+always if overlap is off): every step waits for its own update.
 
-Example with interval 2 and one warm-up step; ``>`` hands over, ``<`` waits for what was handed over
-before::
+Example with one warm-up step; ``>`` hands over, ``<`` waits for what was handed over before::
 
-    step        1           2         3           4         5
-    weights     exact       drifted   predicted   drifted   predicted
-    worker      > < step 1            < >                   < >
+    step        1           2           3
+    weights     exact       predicted   predicted
+    worker      > <         >           < >
 """
 
 from __future__ import annotations
@@ -20,40 +19,31 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival
-from deepspeed_ext.zenflow.plan.predictive import ring_of
+from deepspeed_ext.zenflow.plan.predictive import slots_at
 from deepspeed_ext.zenflow.rules.predictive.guard import GuardState
-from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS, Schedule, State, StepPlan
+from deepspeed_ext.zenflow.step.schedule import Schedule, State, StepPlan
 
 __all__ = [
+    "WARM_UP_STEPS",
     "PredictivePlan",
     "PredictiveSchedule",
     "PredictiveState",
     "WeightSource",
-    "default_warm_up_steps",
 ]
 
-_WARM_UP_STEPS, _LONGER_WARM_UP_STEPS = 10, 40
-
-
-def default_warm_up_steps(interval: int | None) -> int:
-    """Synchronous steps at the start, while the moments have seen too few gradients to predict
-    from: the measured need at interval 1 (docs/results.md), and more at other intervals and while
-    the interval is not chosen (None)."""
-    return _WARM_UP_STEPS if interval == 1 else _LONGER_WARM_UP_STEPS
+WARM_UP_STEPS = 10
+"""Synchronous steps at the start, while the moments have seen too few gradients to predict from:
+the measured need (docs/results.md)."""
 
 
 class WeightSource(enum.Enum):
     """How a step computes its weights."""
 
     EXACT = "exact"
-    """W = round(p): hand over the gradients up to this step's, wait for their update and copy p.
-    Under the exact rule it may arrive during the next forward instead."""
-    DRIFTED = "drifted"
-    """W moves by the estimated effect of this step's gradient, which is handed over at the end of
-    its interval."""
+    """W = round(p): hand over this step's gradient, wait for its update and copy p. Under the exact
+    rule it may arrive during the next forward instead."""
     PREDICTED = "predicted"
-    """W = round(y - effect of the interval's gradients): wait for the update in flight, then hand
-    over the next."""
+    """W = round(y - effect of the gradient): wait for the update in flight, then hand over."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +51,6 @@ class PredictivePlan(StepPlan):
     """Describes one optimizer step."""
 
     source: WeightSource
-    position: int
-    """Position of this step within its interval, from 0."""
     publish_ahead: bool
     """Whether the next step is overlapped, so that the worker publishes the extrapolated y."""
     probes: bool = False
@@ -72,7 +60,7 @@ class PredictivePlan(StepPlan):
 
     @property
     def waits_first(self) -> bool:
-        return self.source is not WeightSource.DRIFTED
+        return True
 
     @property
     def waits_last(self) -> bool:
@@ -99,83 +87,56 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
     """Advances through the steps.
 
     Args:
-        interval: optimizer steps handed over together; None: the caller measures during warm-up and
-            then calls `choose_interval`.
         overlap: False makes every step synchronous.
-        warm_up_steps: synchronous steps at the start, at least an interval; None:
-            `default_warm_up_steps`.
+        warm_up_steps: synchronous steps at the start, at least one; None: `WARM_UP_STEPS`.
         guarded: whether the guard judges probes.
-        arrival: when gradients reach the ring.
+        arrival: when gradients reach their slots.
         weights_arrive: when exact weights arrive, if steps never overlap.
     """
 
     def __init__(
         self,
-        interval: int | None,
         overlap: bool,
         warm_up_steps: int | None,
         guarded: bool = False,
         arrival: Arrival = Arrival.AFTER_Y,
         weights_arrive: WeightsArrival = WeightsArrival.IN_STEP,
     ) -> None:
-        super().__init__(PredictiveState(interval=interval, is_exact=not overlap))
+        super().__init__(PredictiveState(interval=1, is_exact=not overlap))
         self._arrives_later = weights_arrive is WeightsArrival.IN_FORWARD
         self._arrival = arrival
         self._overlap = overlap
         self._warm_up_steps = warm_up_steps
         self._guarded = guarded and self._overlap
-        self._measured_from = 0
 
     @property
     def warm_up_steps(self) -> int:
-        """Synchronous steps at the start; at least one interval, because the estimate needs second
+        """Synchronous steps at the start; at least one, because the estimate needs second
         moments."""
-        interval, wanted = self.state.interval, self._warm_up_steps
-        wanted = default_warm_up_steps(interval) if wanted is None else wanted
-        return max(wanted, interval or MEASURED_STEPS + 1)
+        return WARM_UP_STEPS if self._warm_up_steps is None else max(1, self._warm_up_steps)
 
     def ring_at(self, interval: int | None) -> int:
-        return ring_of(interval or 1, self._arrival) if self._overlap else 1
+        return slots_at(self._arrival) if self._overlap else 1
 
     def plan(self) -> PredictivePlan:
         state, guard = self.state, self.state.guard
         overlaps = not (state.is_exact or guard.synchronous)
-        if (
-            not overlaps
-            or not state.is_ahead
-            or state.interval is None
-            or state.steps < self.warm_up_steps
-        ):
-            ahead = (
-                overlaps and state.interval is not None and state.steps + 1 >= self.warm_up_steps
-            )
-            probes = guard.synchronous and guard.is_due
-            return PredictivePlan(
-                state.position + 1,
-                WeightSource.EXACT,
-                state.position,
-                ahead,
-                probes,
-                state.is_exact and self._arrives_later,
-            )
-        last = state.position == state.interval - 1
-        source = WeightSource.PREDICTED if last else WeightSource.DRIFTED
+        if overlaps and state.is_ahead and state.steps >= self.warm_up_steps:
+            return PredictivePlan(1, WeightSource.PREDICTED, True, guard.is_due)
+        ahead = overlaps and state.steps + 1 >= self.warm_up_steps
+        probes, arrives_later = guard.synchronous and guard.is_due, self._arrives_later
         return PredictivePlan(
-            state.interval if last else 0, source, state.position, True, last and guard.is_due
+            1, WeightSource.EXACT, ahead, probes, state.is_exact and arrives_later
         )
 
     def advance(self, plan: PredictivePlan) -> None:
         state = self.state
-        handed_over = plan.handed_over > 0
         self.state = replace(
             state,
             steps=state.steps + 1,
-            position=0 if handed_over else state.position + 1,
             written=state.written + 1,
             is_ahead=plan.publish_ahead,
-            guard=state.guard.handed_over(plan.handed_over, plan.probes)
-            if handed_over
-            else state.guard,
+            guard=state.guard.handed_over(plan.probes),
         )
 
     @property
@@ -204,25 +165,11 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         again. A rule that is known here stays."""
         guard = GuardState(**dict(state["guard"]))
         is_released = guard.synchronous and not self._guarded
-        super().load_state_dict(
-            {
-                **state,
-                "guard": GuardState() if is_released else guard,
-                "is_exact": self.state.is_exact,
-            },
-            position,
-        )
-        self._measured_from = self.state.steps
+        guard = GuardState() if is_released else guard
+        kept = {"interval": 1, "guard": guard, "is_exact": self.state.is_exact}
+        super().load_state_dict({**state, **kept}, position)
 
     def restart(self) -> None:
         is_exact = self.state.is_exact
         super().restart()
         self.state = replace(self.state, is_exact=is_exact)
-        self._measured_from = 0
-
-    @property
-    def wants_interval(self) -> bool:
-        """Whether enough steps have been measured since the start or the load to call
-        `choose_interval`."""
-        measured = self.state.steps - self._measured_from
-        return self._overlap and self.state.interval is None and measured >= MEASURED_STEPS

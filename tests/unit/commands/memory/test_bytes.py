@@ -81,7 +81,7 @@ def test_more_ranks_never_hold_more_each(setup: Setup, params: int, ranks: int) 
         assert many.nbytes(place, Phase.BETWEEN) <= few.nbytes(place, Phase.BETWEEN) + slack
 
 
-SHARED = [{}, {"update_interval": 2}, {"hide_transfers": False}, {"publish_dtype": "float32"}]
+SHARED = [{}, {"hide_transfers": False}, {"publish_dtype": "float32"}]
 
 
 @settings(deadline=None, max_examples=60)
@@ -331,7 +331,7 @@ def test_weights_on_the_host_are_page_locked_whatever_the_config_says() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_bytes_of_zenflow_are_what_is_reckoned_by_hand(stage: Any) -> None:
     """bf16, four ranks, a million elements in each partition, copies beside the next step."""
-    setup = Setup(stage, zenflow=ZenFlowConfig(update_interval=1, hide_transfers=True))
+    setup = Setup(stage, zenflow=ZenFlowConfig(hide_transfers=True))
     plan = planned(setup, 4 * 2**20, 4).zenflow
     assert plan is not None
     assert plan.copies is Copies.BESIDE_STEP
@@ -373,7 +373,7 @@ def test_codes_are_made_and_read_in_the_memory_that_is_planned() -> None:
     """A chunk of 2^18 elements in blocks of 32; to a file go its fp32 values beside those of the
     chunk before."""
     numel, blocks = 2**18, 2**18 // 32
-    zenflow = ZenFlowConfig(update_interval=1, state_dtype="int8", block_size=32)
+    zenflow = ZenFlowConfig(state_dtype="int8", block_size=32)
     held = planned(Setup(2, zenflow=zenflow), 2**20, 1).zenflow
     assert held is not None
     making, reading = (

@@ -70,8 +70,6 @@ def test_bytes_of_a_step_are_those_of_its_arrays() -> None:
     exact = traffic(SEVEN_B, Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1)))
     assert (exact.down, exact.up) == (2, 2 + 4 / 32)
     assert exact.passed == 2 + 24 + 2 + 4 / 32 + exact.down + exact.up
-    fourth = traffic(SEVEN_B, Setup(stage=2, zenflow=ZenFlowConfig(update_interval=4)))
-    assert (fourth.down, fourth.up) == (2, (2 + 4 / 32) / 4)
     offload = traffic(SEVEN_B, Setup(stage=2, offload=True))
     assert (offload.down, offload.up, offload.passed) == (4, 2, 28 + 6 + 6)
     plain = traffic(SEVEN_B, Setup(stage=2))
@@ -90,7 +88,7 @@ def test_hidden_transfers_expose_nothing_and_copies_in_the_step_expose_the_longe
         name: step_time(
             SEVEN_B,
             OCTET,
-            Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1, **section)),
+            Setup(stage=2, zenflow=ZenFlowConfig(**section)),
             machine,
         )
         for name, section in sections.items()
@@ -424,9 +422,7 @@ def test_gradients_are_where_a_run_puts_them(
     stage: Any, gib: int | None, section: dict[str, Any], share: float, expected: bool
 ) -> None:
     """Beside 13 GiB of weights, 7 billion gradients take 26 at stage 2, and 15 at stage 3."""
-    setup = Setup(
-        stage=stage, zenflow=ZenFlowConfig(update_interval=1, **section), host_share=share
-    )
+    setup = Setup(stage=stage, zenflow=ZenFlowConfig(**section), host_share=share)
     capacity = Capacity(None if gib is None else gib * GIB)
     plan = plan_memory(SEVEN_B, ON_ONE, setup, capacity)
     assert (plan.copies is Copies.WEIGHTS) is expected
@@ -437,7 +433,7 @@ def test_gradients_are_where_a_run_puts_them(
 @pytest.mark.parametrize(("gib", "expected"), [(24, Copies.INSIDE_STEP), (80, Copies.BESIDE_STEP)])
 def test_copies_run_where_a_run_has_room_for_them(gib: int, expected: Copies) -> None:
     """On eight GPUs: beside 13 GiB of weights, landing buffers and gradients take 1.7 GiB each."""
-    section = ZenFlowConfig(update_interval=1, gradients_on_host=False)
+    section = ZenFlowConfig(gradients_on_host=False)
     setup = Setup(stage=2, zenflow=section, reduce_bucket_size=2_500_000_000)
     assert plan_memory(SEVEN_B, OCTET, setup, Capacity(gib * GIB)).copies is expected
 
@@ -453,7 +449,7 @@ def test_seven_billion_parameters_train_on_one_gpu_of_24_gb_with_gradients_on_th
 
 
 def test_what_the_host_computes_exposes_the_longer_of_link_and_estimate() -> None:
-    setup = Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1, gradients_on_host=True))
+    setup = Setup(stage=2, zenflow=ZenFlowConfig(gradients_on_host=True))
     slow_link = step_time(SEVEN_B, ON_ONE, setup, Machine(link=10e9, host=400e9))
     slow_host = step_time(SEVEN_B, ON_ONE, setup, Machine(link=100e9, host=40e9))
     assert slow_link.exposed == pytest.approx(2 * 7e9 / 10e9)

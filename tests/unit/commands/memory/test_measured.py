@@ -54,7 +54,7 @@ def once_each(ways: list[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("stage", "way"), params)
 
 
-@once_each(["predictive, interval 1", "predictive, interval 2", "selective, interval 2"])
+@once_each(["predictive", "predictive, warm-up of 3", "selective, interval 2"])
 def test_arena_and_partitions_are_planned_to_the_byte(stage: int, way: str) -> None:
     config = memory_config(stage, way, sub_group_size=PARAMS // 8)
     plan = planned(config, 2)
@@ -66,7 +66,7 @@ def test_arena_and_partitions_are_planned_to_the_byte(stage: int, way: str) -> N
         assert sum(rank.numels) == plan.setup.partition_numel(plan.model, plan.ranks)
 
 
-@pytest.mark.parametrize("way", ["predictive, interval 2", "selective, interval 2"])
+@pytest.mark.parametrize("way", ["selective, interval 2"])
 def test_a_longer_interval_is_planned_to_the_byte(way: str) -> None:
     section = WAYS[way]["zenflow"] | {"update_interval": 4}
     config = memory_config(2, way, zenflow=section)
@@ -83,7 +83,7 @@ def test_each_phase_is_planned_within_two_percent(stage: int, way: str) -> None:
     require_close(memory_config(stage, way), 1 if "selective" in way else 2)
 
 
-@once_each(["ZeRO", "ZeRO-Offload", "predictive, interval 1"])
+@once_each(["ZeRO", "ZeRO-Offload", "predictive"])
 def test_gradient_accumulation_is_planned_within_two_percent(stage: int, way: str) -> None:
     require_close(memory_config(stage, way, accumulation=2), 2)
 
@@ -139,16 +139,14 @@ LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-5}}}
 
 
 def test_the_arena_of_lion_is_planned_to_the_byte() -> None:
-    config = memory_config(2, "predictive, interval 1") | LION
+    config = memory_config(2, "predictive") | LION
     plan = planned(config, 1)
     (rank,) = run_ranks(1, measure_state, config, device="sim")
     assert rank.arena >= PARAMS * 8
     assert rank.arena == sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN])
 
 
-@pytest.mark.parametrize(
-    "way", ["predictive, interval 1", "predictive, interval 1, half on the host"]
-)
+@pytest.mark.parametrize("way", ["predictive", "predictive, half on the host"])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.full  # the arena is planned to the byte above
 def test_lion_is_planned_within_two_percent(stage: int, way: str) -> None:
@@ -171,10 +169,10 @@ ROWS_OF_VOCABULARY = 1024 * 256
 @pytest.mark.parametrize(
     ("stage", "way"),
     [
-        (2, "predictive, interval 1"),
+        (2, "predictive"),
         (2, "ZeRO-Offload"),
         (3, "ZeRO"),
-        (3, "predictive, interval 1"),
+        (3, "predictive"),
     ],
 )
 @pytest.mark.full  # `test_model_file.py` compares what is counted with models that are built
@@ -233,12 +231,12 @@ def measured_in_small_chunks(stage: int, way: str) -> list[Measured]:
 @pytest.mark.parametrize(
     ("stage", "way"),
     [
-        pytest.param(1, "predictive, interval 2", marks=pytest.mark.full),
-        pytest.param(2, "predictive, interval 1", marks=pytest.mark.full),
-        pytest.param(2, "predictive, interval 1, int8 moments", marks=A_MINUTE),
-        (3, "predictive, interval 1"),
-        pytest.param(3, "predictive, interval 2", marks=pytest.mark.full),
-        pytest.param(3, "predictive, interval 1, offload_param", marks=pytest.mark.full),
+        pytest.param(1, "predictive, warm-up of 3", marks=pytest.mark.full),
+        pytest.param(2, "predictive", marks=pytest.mark.full),
+        pytest.param(2, "predictive, int8 moments", marks=A_MINUTE),
+        (3, "predictive"),
+        pytest.param(3, "predictive, warm-up of 3", marks=pytest.mark.full),
+        pytest.param(3, "predictive, offload_param", marks=pytest.mark.full),
     ],
 )
 def test_start_up_and_a_save_hold_what_the_host_holds_between_steps_and_no_more(
@@ -257,10 +255,10 @@ def test_start_up_and_a_save_hold_what_the_host_holds_between_steps_and_no_more(
 @pytest.mark.parametrize(
     ("stage", "way", "most"),
     [
-        pytest.param(2, "predictive, interval 1", 12.3, marks=pytest.mark.full),
-        (3, "predictive, interval 1", 12.3),
-        pytest.param(2, "predictive, interval 1, bf16 moments", 8.3, marks=pytest.mark.full),
-        pytest.param(2, "predictive, interval 1, int8 moments", 6.4, marks=A_MINUTE),
+        pytest.param(2, "predictive", 12.3, marks=pytest.mark.full),
+        (3, "predictive", 12.3),
+        pytest.param(2, "predictive, bf16 moments", 8.3, marks=pytest.mark.full),
+        pytest.param(2, "predictive, int8 moments", 6.4, marks=A_MINUTE),
     ],
 )
 def test_with_chunks_in_transit_the_host_holds_little_besides_the_state(
@@ -296,7 +294,7 @@ def test_hot_state_of_all_ranks_is_planned_and_no_rank_has_more_than_twice_its_s
     assert all(rank.kept <= 2 * share * (1 + TOLERANCE) for rank in ranks)
 
 
-@pytest.mark.parametrize("way", ["predictive, interval 1", "predictive, interval 2"])
+@pytest.mark.parametrize("way", ["predictive", "predictive, warm-up of 3"])
 def test_what_the_estimate_keeps_is_planned_to_the_byte(way: str) -> None:
     config = memory_config(3, way)
     plan = planned(config, 2)

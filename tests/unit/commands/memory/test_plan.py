@@ -71,7 +71,7 @@ def test_stages_and_offload_move_memory_as_they_promise() -> None:
 
 
 def test_neighbours_differ_from_the_run_in_one_thing_and_are_no_repetition() -> None:
-    setup = Setup(stage=2, zenflow=ZenFlowConfig(update_interval=4))
+    setup = Setup(stage=2, zenflow=ZenFlowConfig())
     found = neighbours(setup)
     assert found[0] == setup
     assert len(set(found)) == len(found) == 1 + 2 + 2 + 3
@@ -128,7 +128,7 @@ def test_a_slow_link_is_noted_where_gradients_of_sub_groups_wait_for_it(
     setup = Setup(
         stage=stage,
         offload_param=on_host,
-        zenflow=ZenFlowConfig(update_interval=1, hide_transfers=hides),
+        zenflow=ZenFlowConfig(hide_transfers=hides),
     )
     plan = plan_memory(model_of(10**8), Ranks(2, 2), setup)
     assert any("slow link" in note for note in plan.notes) is noted
@@ -181,11 +181,7 @@ def test_a_selective_run_has_neighbours_at_intervals_that_its_section_allows() -
 
 
 def test_the_report_names_units_and_what_is_left_out() -> None:
-    plan = plan_memory(
-        model_of(7 * 10**9),
-        Ranks(8, 8),
-        Setup(stage=3, zenflow=ZenFlowConfig(update_interval="auto")),
-    )
+    plan = plan_memory(model_of(7 * 10**9), Ranks(8, 8), Setup(stage=3, zenflow=ZenFlowConfig()))
     text = as_text([plan], ["a note"])
     assert "Not included: activations" in text
     assert "GiB per rank" in text
@@ -470,7 +466,7 @@ def test_the_report_says_whether_a_run_fits(capsys: pytest.CaptureFixture[str]) 
     [(1.0, "ZenFlow interval 2"), (0.5, "ZenFlow interval 2, 50% on the GPU")],
 )
 def test_a_run_is_named_by_what_distinguishes_it(share: float, name: str) -> None:
-    assert name_of(Setup(host_share=share, zenflow=ZenFlowConfig(update_interval=2))) == name
+    assert name_of(Setup(host_share=share, zenflow=ZenFlowConfig())) == name
 
 
 @pytest.mark.parametrize("stage", [2, 3])

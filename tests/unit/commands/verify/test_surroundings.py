@@ -41,7 +41,7 @@ pytestmark = pytest.mark.cpu(
     reason="the ranks of a check are started by the package, with the CPU's accelerator"
 )
 
-RIGHT = zenflow_config(2, update_interval=1, lr=3e-3)
+RIGHT = zenflow_config(2, lr=3e-3)
 
 
 def nested(depth: int) -> str:

@@ -72,7 +72,7 @@ def test_steps_launch_only_what_the_start_has_prepared(
     stage: int, ranks: int, ratio: float, hidden: bool
 ) -> None:
     """Partitions of odd lengths at odd offsets."""
-    config = zenflow_config(stage, update_interval=2, hide_transfers=hidden, block_size=BLOCK)
+    config = zenflow_config(stage, hide_transfers=hidden, block_size=BLOCK)
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
     for prepared, launched in run_ranks(ranks, alignments, config, 6, device="accelerator"):
         assert launched

@@ -98,7 +98,7 @@ class Arithmetic(TorchDispatchMode):
 
 def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     blocks = -(-NUMEL // BLOCK)
-    weights, published, drift = (torch.rand(NUMEL).to(weights_dtype) for _ in range(3))
+    weights, published = (torch.rand(NUMEL).to(weights_dtype) for _ in range(2))
     grad, means = torch.randn(NUMEL), torch.rand(blocks)
     estimator = Estimator.after(step, means, BLOCK)
     rows, p, m, v = torch.rand(4, blocks, BLOCK).unbind()
@@ -108,9 +108,7 @@ def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], 
     of_8 = [p, m.to(torch.int8), v.to(torch.uint8), *torch.ones(2, blocks, dtype=torch.uint8)]
     return {
         "estimator": lambda: Estimator.after(step, means, BLOCK),
-        "predict": lambda: estimator.predict(weights, published, None, grad, 0.5, 1e-3),
-        "predict with D": lambda: estimator.predict(weights, published, drift, grad, 0.5, 1e-3),
-        "move": lambda: estimator.move(weights, drift, grad, 0.5, 1e-3, 1e-3),
+        "predict": lambda: estimator.predict(weights, published, grad, 0.5, 1e-3),
         "share step": lambda: definition.share_step(p, m, v, rows, of_share, 3, constants),
         "rounded step, 16 bits": lambda: define_rounded_step(of_16, rows, p, 3, constants),
         "rounded step, 8 bits": lambda: define_rounded_step(of_8, rows, p, 3, constants),

@@ -25,22 +25,20 @@ MIB = 1 << 20
 
 def calls(numel: int, device: torch.device) -> dict[str, Callable[[], object]]:
     """Each part of a step on bf16 arrays of `numel` elements, whole blocks."""
-    weights, published, drift, grad = (
-        torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(4)
+    weights, published, grad = (
+        torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(3)
     )
     estimator = Estimator.remembering(torch.ones(numel // BLOCK, device=device), BLOCK)
     p, m, v = torch.ones(3, numel // BLOCK, BLOCK, device=device).unbind()
     rows, of_share = grad.view(-1, BLOCK), weights.view(-1, BLOCK)
     constants = definition.AdamConstants.of(STEP)
     return {
-        "predict": lambda: estimator.predict(weights, published, None, grad, 0.5, 1e-3),
-        "predict with D": lambda: estimator.predict(weights, published, drift, grad, 0.5, 1e-3),
-        "move": lambda: estimator.move(weights, drift, grad, 0.5, 1e-3, 1e-3),
+        "predict": lambda: estimator.predict(weights, published, grad, 0.5, 1e-3),
         "share step": lambda: launch.share_step(p, m, v, rows, of_share, 3, constants),
     }
 
 
-ARRAYS = {"predict": 3, "predict with D": 3, "move": 4, "share step": 2}
+ARRAYS = {"predict": 3, "share step": 2}
 """Temporaries in fp32, in chunks."""
 
 

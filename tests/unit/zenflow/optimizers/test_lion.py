@@ -36,8 +36,8 @@ def test_weights_follow_the_formula_of_the_study(n: int, block: int, dtype: torc
     p, m = torch.randn(n, generator=g), torch.randn(n, generator=g) * 1e-3
     grad = (torch.randn(n, generator=g) * 1e-2).to(dtype)
     kind, published, weights = lion(), torch.empty(n, dtype=dtype), torch.empty(n, dtype=dtype)
-    known = kind.publish(kind.ahead(STEP, 1), (p, m), block, published)
-    kind.predict(kind.estimate(STEP, known, block), weights, published, None, grad, STEP, 1, 1)
+    known = kind.publish(kind.ahead(STEP), (p, m), block, published)
+    kind.predict(kind.estimate(STEP, known, block), weights, published, grad, STEP)
 
     means = torch.stack([part.abs().mean() for part in m.split(block)]).repeat_interleave(block)[:n]
     direction = 0.9 * means.copysign(m) + 0.1 * (0.5 * grad.float())
@@ -100,10 +100,8 @@ def test_what_it_remembers_on_the_accelerator_is_what_plan_memory_counts(
     n: int, block: int
 ) -> None:
     kind, p, m = lion(), torch.randn(n), torch.randn(n)
-    known = kind.publish(kind.ahead(STEP, 1), (p, m), block, torch.empty(n))
-    settings = PredictiveSettings.of(
-        ZenFlowConfig(update_interval=1, block_size=block), layout=kind.layout
-    )
+    known = kind.publish(kind.ahead(STEP), (p, m), block, torch.empty(n))
+    settings = PredictiveSettings.of(ZenFlowConfig(block_size=block), layout=kind.layout)
     assert settings.nbytes(n).kept == {
         "signs and means": kind.estimate(STEP, known, block).kept.nbytes
     }

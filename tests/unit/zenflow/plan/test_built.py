@@ -25,20 +25,18 @@ from tests.support.zenflow import make_engine, zenflow_config
 
 ON_HOST = {"device": "cpu"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "interval 1": ({"update_interval": 1}, {}),
-    "interval 2": ({"update_interval": 2}, {}),
-    "open": ({"update_interval": "measured"}, {}),
-    "copies in the step": ({"update_interval": 1, "hide_transfers": False}, {}),
-    "int8": ({"update_interval": 1, "state_dtype": "int8"}, {}),
-    "y in fp32": ({"update_interval": 2, "publish_dtype": "float32"}, {}),
-    "gradients on the host": ({"update_interval": 1, "gradients_on_host": True}, {}),
-    "a share": ({"update_interval": 1}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+    "default": ({}, {}),
+    "copies in the step": ({"hide_transfers": False}, {}),
+    "int8": ({"state_dtype": "int8"}, {}),
+    "y in fp32": ({"publish_dtype": "float32"}, {}),
+    "gradients on the host": ({"gradients_on_host": True}, {}),
+    "a share": ({}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
     "a share of codes": (
-        {"update_interval": 1, "state_dtype": "int8"},
+        {"state_dtype": "int8"},
         {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
     ),
     "offload_param": (
-        {"update_interval": 1},
+        {},
         {"offload_param": ON_HOST, "offload_optimizer": ON_HOST},
     ),
     "selective": ({"topk_ratio": 0.1, "select_interval": 4, "update_interval": 2}, {}),

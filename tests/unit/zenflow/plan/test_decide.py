@@ -86,17 +86,6 @@ def test_all_of_the_optimizer_steps_on_the_host_unless_a_share_is_given() -> Non
     assert decide(facts, ZenFlowConfig()) == plan_of(facts, host_share=1.0)
 
 
-@pytest.mark.parametrize(("interval", "touched"), [(1, 1), (4, 7), ("measured", 1)])
-def test_until_an_interval_is_chosen_only_the_slots_of_interval_one_are_touched(
-    interval: int | str, touched: int
-) -> None:
-    facts = facts_of(one_rank(1 << 20, 1 << 30))
-    kinds = plan_of(facts, update_interval=interval, hide_transfers=False).kinds
-    assert kinds.touched_slots == touched
-    assert kinds.slots >= touched
-    assert (kinds.slots > touched) is (interval == "measured")
-
-
 @pytest.mark.parametrize("config", [{}, {"update_rule": "exact"}, SELECTIVE])
 def test_a_plan_says_that_it_stays_exactly_if_the_rule_is_selective(config: dict[str, Any]) -> None:
     plan = plan_of(facts_of(one_rank(1 << 20, 1 << 30)), host_share=None, **config)
@@ -192,7 +181,6 @@ def test_a_full_accelerator_sends_gradients_to_the_host_unless_something_needs_t
     ("config", "changes", "free"),
     [
         ({}, {}, True),
-        ({"update_interval": 2, "hide_transfers": False}, {}, True),
         ({"autotune": False}, {}, False),
         ({"overlap_step": False}, {}, False),
         ({"topk_ratio": 0.1, "overlap_step": True}, {}, False),
@@ -239,7 +227,7 @@ def test_gradients_stay_where_a_host_has_no_memory_for_them() -> None:
     """A second slot takes 2 bytes a parameter."""
     for room, expected in ((16.2, Place.HOST), (16.1, Place.ACCELERATOR)):
         rank = replace(one_rank(MIB, MIB, GIB), host_free=(("machine", round(room * MIB)),))
-        plan = plan_of(facts_of(one_rank(MIB, GIB), rank), update_interval=1)
+        plan = plan_of(facts_of(one_rank(MIB, GIB), rank))
         assert plan.places.gradient is expected
         assert plan.shortage is None
 
@@ -248,7 +236,7 @@ def test_gradients_stay_where_a_host_has_no_memory_for_them() -> None:
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize(
     "section",
-    [{}, {"update_rule": "exact"}, {"overlap_step": False}, {"update_interval": 2}],
+    [{}, {"update_rule": "exact"}, {"overlap_step": False}],
     ids=str,
 )
 def test_a_plan_as_a_config_makes_the_same_plan_beside_the_other_fields(
@@ -304,13 +292,12 @@ def test_a_share_of_the_optimizer_and_landing_buffers_do_not_take_the_same_memor
 @pytest.mark.parametrize(
     ("config", "changes"),
     [
-        ({"update_interval": 2}, {}),
-        ({"update_interval": 1, "gradients_on_host": True}, {}),
-        ({"update_interval": 1, "hide_transfers": False}, {}),
-        ({"update_interval": 1}, {"weights": Place.HOST}),
-        ({"update_interval": 1}, {"is_on_cpu": True}),
-        ({"update_interval": 1, "publish_dtype": "float32"}, {}),
-        ({"update_interval": 1, **SELECTIVE}, {}),
+        ({"gradients_on_host": True}, {}),
+        ({"hide_transfers": False}, {}),
+        ({}, {"weights": Place.HOST}),
+        ({}, {"is_on_cpu": True}),
+        ({"publish_dtype": "float32"}, {}),
+        ({**SELECTIVE}, {}),
     ],
 )
 def test_what_somebody_reads_on_the_host_stays_whole(
@@ -318,14 +305,14 @@ def test_what_somebody_reads_on_the_host_stays_whole(
 ) -> None:
     plan = plan_of(facts_of(one_rank(1 << 30), **changes), **config)
     assert plan.places.handed_over is Place.HOST
-    assert plan_of(facts_of(one_rank(1 << 30)), update_interval=1).chunks.slots
+    assert plan_of(facts_of(one_rank(1 << 30))).chunks.slots
 
 
 def test_seven_billion_parameters_take_less_than_a_tenth_of_their_gradients() -> None:
-    found = plan_of(facts_of(one_rank(7 * 10**9)), update_interval=1).chunks
+    found = plan_of(facts_of(one_rank(7 * 10**9))).chunks
     assert found is not None
     assert 0 < found.slots * found.slot_numel < 0.07 * 7 * 10**9
-    assert plan_of(facts_of(one_rank(1 << 20)), update_interval=1).chunks.slots == 0
+    assert plan_of(facts_of(one_rank(1 << 20))).chunks.slots == 0
 
 
 @pytest.mark.parametrize(
@@ -379,7 +366,7 @@ def test_ranks_are_added_up_below_each_limit_that_they_share(
         )
         for host, each in zip(hosts, rooms, strict=True)
     ]
-    config = {"update_interval": 1, "hide_transfers": False, "block_size": 65536}
+    config = {"hide_transfers": False, "block_size": 65536}
     told = {plan_of(facts_of(*ranks, rank=at), **config).shortage for at in range(4)}
     assert len(told) == 1, "all ranks say the same"
     [shortage] = told
@@ -398,7 +385,7 @@ def sizes(most: int) -> st.SearchStrategy[tuple[Run, ...]]:
 @st.composite
 def sections(draw: st.DrawFn) -> dict[str, Any]:
     section: dict[str, Any] = {
-        "update_interval": draw(st.sampled_from([None, "measured", 1, 2, 5])),
+        "update_interval": draw(st.sampled_from([None, 1, 2, 5])),
         "hide_transfers": draw(st.sampled_from([None, True, False])),
         "publish_dtype": draw(st.sampled_from([None, "float32"])),
     }
@@ -555,5 +542,5 @@ def test_lion_has_fewer_bytes_and_one_interval() -> None:
 
 
 def test_chunks_are_as_large_as_a_part_of_the_model() -> None:
-    plan = plan_of(facts_of(one_rank(7 * 10**9)), update_interval=1)
+    plan = plan_of(facts_of(one_rank(7 * 10**9)))
     assert plan.chunks.numel == chunks.chunk_numel(7 * 10**9, plan.rule.block_size)

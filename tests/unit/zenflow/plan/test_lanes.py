@@ -31,7 +31,7 @@ CHUNKS = 1 / MOST_CHUNKS
 def plan_of(**config: Any) -> ZenFlowPlan:
     caller = Caller("bfloat16", "bfloat16", takes_gradients=True, partitions_weights=True)
     rank = RankFacts((Run(NUMEL),), 80 * GIB, 80 * GIB)
-    chosen = ZenFlowConfig(update_interval=1, **config)
+    chosen = ZenFlowConfig(**config)
     return decide(ZenFlowFacts((rank,), caller), chosen, host_share=1.0)
 
 

@@ -130,7 +130,6 @@ def test_without_room_nothing_moves() -> None:
 plans = st.sampled_from(
     [
         {},
-        {"update_interval": 2},
         {"hide_transfers": False},
         {"publish_dtype": "float32"},
         {"state_dtype": "int8"},

@@ -54,7 +54,7 @@ def told(config: dict[str, Any], width: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_start_names_them_and_the_block_size_that_helps(stage: int) -> None:
-    config = zenflow_config(stage, torch.bfloat16, update_interval=1)
+    config = zenflow_config(stage, torch.bfloat16)
     config["zero_optimization"].pop("sub_group_size", None)
     for log in run_ranks(2, told, config, 40, pool="tensor parallel"):
         assert len(log) == 1

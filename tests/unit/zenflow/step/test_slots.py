@@ -23,9 +23,8 @@ class Predictive:
     """What the rule does with its schedule, as far as slots are concerned."""
 
     def __init__(self, random: Random, arrival: Arrival) -> None:
-        interval = random.choice([None, 1, 1, 2, 3, 4, 7])
-        self._how = (interval, random.random() < 0.9, random.randint(0, 9), True, arrival)
-        self._random, self.shortest_interval = random, 1
+        self._how = (random.random() < 0.9, random.randint(0, 9), True, arrival)
+        self._random = random
         self.schedule: Any = self.fresh()
 
     def fresh(self) -> PredictiveSchedule:
@@ -45,7 +44,7 @@ class Predictive:
         return self.schedule.plan().source is not WeightSource.EXACT
 
     def chooses(self, plan: Any) -> bool:
-        return self.schedule.wants_interval
+        return False
 
 
 class Selective:

@@ -48,7 +48,7 @@ def order_of_a_step(config: dict[str, Any]) -> list[str]:
 def test_copies_begin_after_the_gather_of_persistent_parameters_which_waits_for_the_device(
     threshold: int, first: str
 ) -> None:
-    config = zenflow_config(3, update_interval=1, hide_transfers=True)
+    config = zenflow_config(3, hide_transfers=True)
     config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
     (found,) = run_ranks(1, order_of_a_step, config, device="sim")
     assert found[0] == first
@@ -56,9 +56,7 @@ def test_copies_begin_after_the_gather_of_persistent_parameters_which_waits_for_
 
 
 def test_copies_still_begin_before_the_weights_are_gathered_at_stage_2() -> None:
-    (found,) = run_ranks(
-        1, order_of_a_step, zenflow_config(2, update_interval=1, hide_transfers=True), device="sim"
-    )
+    (found,) = run_ranks(1, order_of_a_step, zenflow_config(2, hide_transfers=True), device="sim")
     assert found[:2] == ["copies", "copies"], (
         "when the weights are written, and, to no effect, at the end of the step"
     )
@@ -78,9 +76,7 @@ def order_of_a_start(config: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_communicators_are_opened_before_anything_is_sized_by_free_memory(stage: int) -> None:
-    (found,) = run_ranks(
-        1, order_of_a_start, zenflow_config(stage, update_interval=1), device="sim"
-    )
+    (found,) = run_ranks(1, order_of_a_start, zenflow_config(stage), device="sim")
     assert found[0] == "communicators"
     assert found.count("communicators") == 1
     assert "sizes" in found

@@ -263,7 +263,7 @@ def engines_together(config: dict[str, Any], other: dict[str, Any]) -> list[str]
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_one_engine_after_another_and_two_at_once(stage: int) -> None:
     """Overlapped, one of each rule."""
-    predictive = zenflow_config(stage, update_interval=2, full_warm_up_rounds=2)
+    predictive = zenflow_config(stage, full_warm_up_rounds=2)
     selective = zenflow_config(
         stage,
         topk_ratio=0.1,

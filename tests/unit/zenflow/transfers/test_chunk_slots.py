@@ -15,13 +15,11 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.places import Place
-from deepspeed_ext.zenflow.rules.predictive import rule
-from deepspeed_ext.zenflow.step.schedule import MEASURED_STEPS
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.resuming import failed_resumes, resume_from_each, train_and_save
-from tests.support.same import assert_same, first_difference
+from tests.support.same import first_difference
 from tests.support.state_access import looking_on
 from tests.support.zenflow import full_masters_of, make_engine, train, weights_of, zenflow_config
 
@@ -95,9 +93,7 @@ def drained(engine: Any) -> None:
 def test_the_bits_are_those_of_whole_gradients(
     stage: int, between: Callable[[Any], None] | None
 ) -> None:
-    config = zenflow_config(
-        stage, update_interval=1, full_warm_up_rounds=2, prediction_error_factor=1e6
-    )
+    config = zenflow_config(stage, full_warm_up_rounds=2, prediction_error_factor=1e6)
     assert run_ranks(2, differs, config, between, device="sim", pool=f"chunks {stage == 3}") == [
         "",
         "",
@@ -109,10 +105,10 @@ def test_the_bits_are_those_of_whole_gradients(
     "changes",
     [
         {"overlap_step": False},
-        {"update_interval": 1, "state_dtype": "bfloat16"},
-        {"update_interval": 1, "state_dtype": "int8"},
-        {"update_interval": 1, "async_save": True},
-        {"update_interval": 1, "block_size": 24},
+        {"state_dtype": "bfloat16"},
+        {"state_dtype": "int8"},
+        {"async_save": True},
+        {"block_size": 24},
     ],
     ids=str,
 )
@@ -122,9 +118,9 @@ def test_other_settings_change_nothing_of_that(changes: dict[str, Any]) -> None:
 
 
 def test_nor_do_fp16_accumulation_and_lion() -> None:
-    accumulated = zenflow_config(2, accumulation=3, update_interval=1)
+    accumulated = zenflow_config(2, accumulation=3)
     assert run_ranks(1, differs, accumulated, device="sim", pool="chunks False") == [""]
-    half = zenflow_config(2, torch.float16, update_interval=1)
+    half = zenflow_config(2, torch.float16)
     assert run_ranks(1, differs, half, device="sim", pool="chunks False") == [""]
     lion = zenflow_config(3) | {
         "optimizer": {"type": "Lion", "params": {"lr": 1e-4, "weight_decay": 0.1}}
@@ -146,16 +142,14 @@ def resume_in_chunks(config: dict[str, Any], *more: Any) -> list[str]:
 @pytest.mark.parametrize("saves_beside", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_resume_is_exact_at_every_step(stage: int, saves_beside: bool, tmp_path: Path) -> None:
-    config = zenflow_config(
-        stage, update_interval=1, full_warm_up_rounds=2, async_save=saves_beside
-    )
+    config = zenflow_config(stage, full_warm_up_rounds=2, async_save=saves_beside)
     bodies = save_in_chunks, resume_in_chunks
     assert failed_resumes(1, config, 1, 4, str(tmp_path), "sim", bodies) == []
 
 
 @pytest.mark.parametrize("loads_chunks", [True, False])
 def test_a_checkpoint_does_not_know_of_it(loads_chunks: bool, tmp_path: Path) -> None:
-    config = zenflow_config(2, update_interval=1, full_warm_up_rounds=2)
+    config = zenflow_config(2, full_warm_up_rounds=2)
     bodies = (
         (train_and_save, resume_in_chunks) if loads_chunks else (save_in_chunks, resume_from_each)
     )
@@ -170,74 +164,8 @@ def looked_on(config: dict[str, Any]) -> list[str]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_users_read_and_write_changes_nothing(stage: int) -> None:
-    config = zenflow_config(stage, update_interval=1)
+    config = zenflow_config(stage)
     assert run_ranks(2, looked_on, config, device="sim", pool=f"chunks {stage == 3}") == [[], []]
 
 
 # -- while the interval is open --------------------------------------------------------------------
-
-
-def measured(
-    config: dict[str, Any], interval: int, away: bool
-) -> tuple[dict[str, Any], list[bool], int]:
-    """A run that measures `interval`, whether gradients passed through in chunks before each step,
-    and its bytes of gradients in the end."""
-    with small_chunks(), patch.object(rule, "smallest_interval", lambda *_: interval):
-        engine = make_engine(config, groups=two_groups)
-        adam, losses, in_chunks = engine.optimizer.host_optimizer, [], []
-        for batch in batches(2 * MEASURED_STEPS + 6, dist.get_rank()):
-            in_chunks.append(adam.link.transfers.handed_over is Place.IN_TRANSIT)
-            losses += train(engine, [batch])
-            if away:
-                away_and_back(engine)
-        adam.drain()
-        arena = adam.link.arena
-        touched = sum(
-            arena.tensor(*key).any().item() * arena.tensor(*key).nbytes
-            for key in arena.keys("g", 0)
-        )
-        found = {
-            "losses": losses,
-            "weights": weights_of(engine),
-            "masters": full_masters_of(engine),
-        }
-        engine.destroy()
-    return found, in_chunks, touched
-
-
-def given(config: dict[str, Any]) -> dict[str, Any]:
-    with small_chunks(whole=True):
-        engine = make_engine(config, groups=two_groups)
-        losses = train(engine, batches(2 * MEASURED_STEPS + 6, dist.get_rank()))
-        engine.optimizer.host_optimizer.drain()
-        found = {
-            "losses": losses,
-            "weights": weights_of(engine),
-            "masters": full_masters_of(engine),
-        }
-        engine.destroy()
-    return found
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("away", [False, True])
-@pytest.mark.parametrize("interval", [1, 2])
-def test_a_measured_interval_keeps_whole_gradients_only_if_it_is_longer_than_1(
-    interval: int, away: bool
-) -> None:
-    section = {"update_interval": "measured", "full_warm_up_rounds": MEASURED_STEPS + 2}
-    config = zenflow_config(2, prediction_error_factor=1e6, **section)
-    told = zenflow_config(
-        2,
-        full_warm_up_rounds=MEASURED_STEPS + 2,
-        prediction_error_factor=1e6,
-        update_interval=interval,
-    )
-    expected = run_ranks(1, given, told, device="sim", pool="chunks False")[0]
-    found, in_chunks, touched = run_ranks(
-        1, measured, config, interval, away, device="sim", pool="chunks False"
-    )[0]
-    assert in_chunks[0]
-    assert in_chunks[-1] is (interval == 1)
-    assert bool(touched) is (interval == 2)
-    assert_same(expected, found)

@@ -40,7 +40,7 @@ def train_and_capture(
 def test_a_graph_is_captured_beside_the_copies_of_a_step() -> None:
     if is_simulated():
         pytest.skip("the simulated accelerator has no graphs")
-    config = zenflow_config(2, update_interval=1, hide_transfers=True)
+    config = zenflow_config(2, hide_transfers=True)
     (plain, _), (captured, right) = (
         run_ranks(1, train_and_capture, config, 20, captures, device="accelerator")[0]
         for captures in (False, True)

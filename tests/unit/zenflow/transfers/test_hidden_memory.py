@@ -17,7 +17,7 @@ ROOM_BYTES = 2 * NUMEL + 4 * NUMEL // BLOCK_SIZE
 
 @pytest.mark.parametrize(
     ("stage", "rule"),
-    [(2, {"update_interval": 1}), (3, {"update_interval": 3, "full_warm_up_rounds": 1})],
+    [(2, {}), (3, {"full_warm_up_rounds": 1})],
 )
 def test_a_room_is_all_that_is_held_beside_the_step(stage: int, rule: dict[str, Any]) -> None:
     inside, beside = (

@@ -58,7 +58,7 @@ def first_copy_and_last_gather(config: dict[str, Any]) -> tuple[float, float]:
 def test_gradients_leave_while_the_new_weights_are_gathered() -> None:
     """Not at stage 3, where DeepSpeed waits for the device after it has gathered the small
     parameters (`test_after_the_gather`)."""
-    config = zenflow_config(2, update_interval=1, hide_transfers=True)
+    config = zenflow_config(2, hide_transfers=True)
     config["gradient_clipping"] = 0.0
     config["timers"] = {"throughput": {"enabled": False}}  # it waits for the device in every step
     found = run_ranks(2, first_copy_and_last_gather, config, device="sim", pool="overlap, stage 2")

@@ -36,7 +36,7 @@ def copying() -> dict[str, bool]:
 
     found = {}
     for name, way in WAYS.items():
-        engine = make_engine(zenflow_config(3, update_interval=1, **way))
+        engine = make_engine(zenflow_config(3, **way))
         with simulation.timeline() as spans:
             train(engine, batches(3, 0))
         engine.destroy()

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.zenflow.plan.arrays import ArraySpec, plan_layout
-from deepspeed_ext.zenflow.plan.places import Arrival
-from deepspeed_ext.zenflow.plan.predictive import ring_of
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker import arena as arena_module
@@ -113,12 +111,11 @@ def test_host_bytes_per_parameter() -> None:
     """12 (p, m, v) + 2 per slot of the ring + 4/32 (block means), by the pages that are touched; y
     in fp32 has an array of its own."""
     n = 1 << 20
-    for publish_dtype, interval, expected in (
+    for publish_dtype, slots, expected in (
         ("bfloat16", 1, 14.125),
         ("float32", 1, 18.125),
-        ("bfloat16", 4, 26.125),
+        ("bfloat16", 7, 26.125),
     ):
-        slots = ring_of(interval, Arrival.AFTER_Y)
         layout = plan_layout(arena_kinds(slots, published=publish_dtype).of(0, n))
         arena = Arena.create(layout)
         assert resident_bytes(arena) == 0

@@ -112,7 +112,6 @@ def test_errors_are_distances_from_what_the_worker_has_computed(
 
 
 def test_a_sample_of_lion_predicts_by_the_formula_of_its_estimate() -> None:
-    """An interval of one gradient has no earlier ones, and Lion's estimate knows none."""
     generator = torch.Generator().manual_seed(1)
     p, m, grad = (torch.randn(2 * BLOCK, generator=generator) for _ in range(3))
     partition: Any = SimpleNamespace(
@@ -122,7 +121,7 @@ def test_a_sample_of_lion_predicts_by_the_formula_of_its_estimate() -> None:
     step = LionStep(lr=0.5, beta1=0.9, beta2=0.99, weight_decay=0.5, step=2, grad_scale=1.0)
     kind = LionKind(torch.optim.SGD([torch.zeros(1)]))
     sample = Sample.take(partition, grad, kind, BLOCK, step, 8, 1)
-    sample.slots, sample.steps = (0,), (step,)
+    sample.step = step
     means = m.view(-1, BLOCK).abs().mean(1).repeat_interleave(BLOCK)
     direction = 0.9 * means.copysign(m) + (1.0 - 0.9) * grad
     torch.testing.assert_close(sample.predicted(), 0.75 * p - 0.5 * direction.sign())
