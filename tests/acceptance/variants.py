@@ -74,6 +74,7 @@ EXACT = {"update_rule": "exact"}
 SELECTIVE = {
     "update_rule": "selective",
     "topk_ratio": 0.1,
+    "select_block_size": 32,
     "select_interval": 4,
     "update_interval": 2,
     "overlap_step": True,

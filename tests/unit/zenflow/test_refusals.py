@@ -23,10 +23,6 @@ SECTION: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"zenflow": {"topk_ratio": 0.1, "state_dtype": "bfloat16"}},
     ),
-    'ratio = 0.5 with update_rule = "selective"': (
-        2,
-        {"zenflow": {"topk_ratio": 0.1}, "offload_optimizer": {**CPU, "ratio": 0.5}},
-    ),
     'state_dtype = "int8" with update_rule = "selective"': (
         2,
         {"zenflow": {"topk_ratio": 0.1, "state_dtype": "int8"}},
