@@ -209,7 +209,8 @@ def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
         if layout.moment_dtype == "float32"
         else f", moments in {layout.moment_dtype} (not exact)"
     )
-    how = f"{settings.rule} rule{rounded}"
+    rule = "exact" if host.decided.streams else settings.rule
+    how = f"{rule} rule{rounded}"
     yield f"{layout.name.capitalize()} runs in a process of its own, one per rank; {how}"
     if host.decided.rule.overlapped:
         first = schedule.warm_up_steps
@@ -220,12 +221,15 @@ def _zenflow(settings: ZenFlowConfig, host: HostOptimizer) -> Iterator[str]:
         )
         yield f"{steps} own update; updates of later steps overlap with the next step"
     else:
-        why = "overlap_step is off" if settings.rule == "predictive" else "in the step, exactly"
-        waits = f"every step waits for its own update ({why})"
-        follows = host.decided.weights_arrive is WeightsArrival.IN_FORWARD
-        yield "exact weights arrive during the next forward" if follows else waits
+        waits = "every step waits for its own update"
+        if host.decided.weights_arrive is WeightsArrival.IN_FORWARD:
+            waits = "exact weights arrive during the next forward"
+        elif host.decided.peeks:
+            waits = "every step waits for its exact weights, and not for p and the moments"
+        yield waits
     if host.decided.arrival is Arrival.IN_BACKWARD:
-        yield "gradients go to the host during backward, and the host computes the weights"
+        computes = "" if host.decided.peeks else ", and the host computes the weights"
+        yield f"gradients go to the host during backward{computes}"
     elif host.decided.copies is not Copies.NONE:
         yield f"gradients and results are copied {host.decided.copies.value}"
     yield _memory(host.decided)

@@ -44,6 +44,7 @@ from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
 from deepspeed_ext.runtime.log import log_once
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
+from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.step.supported import require_compilable
 
@@ -144,6 +145,12 @@ class Engine(EngineSettings):
     def _configure_basic_optimizer(self, model_parameters: Any) -> Any:
         with swapped(*(held_optimizers() if self._zenflow is not None else ())):
             return super()._configure_basic_optimizer(model_parameters)
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
+        """Refuse what ZenFlow cannot run before DeepSpeed advises to allow it."""
+        if self._zenflow is not None:
+            kind_of(basic_optimizer, self._zenflow)
+        return super()._do_optimizer_sanity_check(basic_optimizer)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +25,10 @@ from deepspeed.ops import adam as adam_module
 from deepspeed.ops import lion as lion_module
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import engine as engine_module
-from deepspeed.runtime import lr_schedules as lr_schedules_module
 from deepspeed.runtime.base_optimizer import BackwardHookStateManager
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
 from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -66,7 +63,6 @@ from deepspeed_ext.runtime import builds, launch
 from deepspeed_ext.runtime.backend import get_accelerator, local_rank
 
 __all__ = [
-    "GRADIENT_CLIPPING_DEFAULT",
     "BackwardHookStateManager",
     "DeepSpeedConfig",
     "DeepSpeedEngine",
@@ -76,8 +72,6 @@ __all__ = [
     "DeepSpeedZeroOffloadOptimizerConfig",
     "DeepSpeedZeroOptimizer",
     "DeepSpeedZeroOptimizerStage3",
-    "DynamicLossScaler",
-    "LossScalerBase",
     "OffloadDeviceEnum",
     "OffloadStateTypeEnum",
     "ParameterStatus",
@@ -107,7 +101,6 @@ __all__ = [
     "is_quantized",
     "is_stored_quantized",
     "is_zero_optimizer",
-    "loss_scaler",
     "master_of",
     "no_shared_buffers",
     "norm_dtype",
@@ -117,7 +110,6 @@ __all__ = [
     "later_groups",
     "model_groups",
     "pipeline_topology",
-    "schedule_class",
     "stage3_optimizer_class",
     "swapped",
     "tensor_ranks",
@@ -466,29 +458,6 @@ def norm_shows_overflow() -> bool:
     """Whether a non-finite gradient norm skips the step as an overflow. Before 0.19.8 only
     ``check_overflow`` does, which runs before the norm, at stage 3 only with fp16."""
     return release() >= (0, 19, 8)
-
-
-def schedule_class(name: str) -> Any:
-    """Return the learning rate schedule that a config names: DeepSpeed's, otherwise torch's."""
-    return getattr(lr_schedules_module, name, None) or getattr(torch.optim.lr_scheduler, name)
-
-
-def loss_scaler(dtype: torch.dtype, fp16: Mapping[str, Any]) -> Any:
-    """Return the loss scale of DeepSpeed's ZeRO optimizers: 1 unless the weights are fp16.
-
-    Args:
-        dtype: of the weights.
-        fp16: the config's ``fp16`` section.
-    """
-    if dtype != torch.float16 or fp16.get("loss_scale"):
-        return LossScaler(float(fp16.get("loss_scale", 1.0)) if dtype == torch.float16 else 1.0)
-    return DynamicLossScaler(
-        init_scale=2.0 ** fp16.get("initial_scale_power", 16),
-        scale_window=fp16.get("loss_scale_window", 1000),
-        min_scale=fp16.get("min_loss_scale", 1),
-        delayed_shift=fp16.get("hysteresis", 2),
-        consecutive_hysteresis=fp16.get("consecutive_hysteresis", False),
-    )
 
 
 def fp16_on_any_cpu() -> None:

@@ -10,9 +10,7 @@ __all__ = [
     "MAX_CORES",
     "MAX_JOB_RANKS",
     "MAX_RANKS",
-    "MAX_SECONDS",
     "MAX_TOKENS",
-    "MAX_VERIFY_STEPS",
     "gib",
     "node",
     "numel",
@@ -27,7 +25,6 @@ MAX_CORES = 1 << 16
 
 MAX_JOB_RANKS = 1 << 20
 MAX_TOKENS = 1 << 40
-MAX_VERIFY_STEPS, MAX_SECONDS = 1000, 24 * 3600
 MAX_PARAMS = 10**15
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}

@@ -176,11 +176,7 @@ def test_no_class_has_many_public_methods() -> None:
 
 
 WIDE_RECORDS = {
-    *(
-        "commands.memory.setup.Setup",
-        "commands.verify.config.Plan",
-        "commands.verify.figures.Found",
-    ),
+    "commands.memory.setup.Setup",
     "checkpoint.zenflow_state.SavedState",
     *("cores.exchange.RankReport", "cores.plan.RankPlan"),
     *("zenflow.kernels.definition.AdamConstants", "zenflow.plan.arrays.ArraySpec"),

@@ -59,10 +59,10 @@ COMMANDS = {
     "--link-gbps --memory --model --on-cpu --optimizer-cores --params "
     "--pt-reserved-cores --root --svg --tflops --tokens --write",
     "run": "--help arguments script",
-    "verify": "--config --help --json --ranks --steps --timeout --upstream",
+    "verify": "--config --help --json --ranks --steps --timeout",
 }
 VARIABLES = "DSEXT_ALLOWED_CPUS DSEXT_AUTOLOAD DSEXT_BIND DSEXT_LOG_LEVEL DSEXT_NATIVE_KERNEL"
-VARIABLES += " DSEXT_VERIFY_MARK DSEXT_VERIFY_PARENT"
+VARIABLES += " DSEXT_VERIFY"
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,174 +1,163 @@
 """Ranks of ``deepspeed-ext verify`` in which something is wrong on purpose: each shows that a check
-can fail."""
+can fail. They are forked: a rank starts in a tenth of a second, not in ten."""
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import deepspeed
+import psutil
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 
-from deepspeed_ext.commands.verify import rank
+from deepspeed_ext.commands import verify, verify_rank
+from tests.support import ranks
+from tests.support.rank_nursery import Nursery
 
-DROPPED = "blocks.0.up.bias"
-"""The parameter that a fault is about, if nothing else is said."""
+__all__ = ["FAULTS", "PARAMETER", "forked", "left_behind", "nursery"]
 
-
-@dataclass(frozen=True)
-class Fault:
-    """What is wrong with a rank.
-
-    Attributes:
-        kinds: keys of `KINDS`; empty for a rank that does everything right.
-        parameter: name of the parameter that is concerned.
-        step: number of the optimizer step, from 0.
-        rank: which goes wrong; None: all.
-    """
-
-    kinds: tuple[str, ...] = ()
-    parameter: str = DROPPED
-    step: int = 1
-    rank: int | None = None
-
-    def as_json(self) -> str:
-        """For `Faulty.of`."""
-        return json.dumps(asdict(self))
-
-
-KINDS = {
-    "one bit": {"initialize"},
-    "gradient of a step": {"gradients"},
-    "gradient always": {"gradients"},
-    "gradients twice": {"gradients"},
-    "learning rate": {"gradients"},
-    "step twice": {"gradients", "losses"},
-    "stale weight": {"weights"},
-    "not loaded": {"resume"},
-    "no optimizer state": {"resume"},
-    "a moment": {"resume"},
-    "the schedule": {"resume"},
-    "no checkpoint": {"resume"},
-    "worker unnoticed": {"worker's death"},
-    "worker waited for": {"worker's death"},
-    "ends badly": {"end"},
-    "raises": {"initialize", "losses", "gradients", "resume", "end"},
-    "dies": {"initialize", "losses", "gradients", "resume", "end"},
-    "hangs": {"initialize", "losses", "gradients", "resume", "end"},
+PARAMETER = "up.bias"
+"""What a fault is about."""
+STEP = 2
+"""The step of a fault, from 0."""
+FAULTS = {
+    "one bit": "initialize",
+    "gradient of a step": "training",
+    "gradients twice": "training",
+    "step twice": "training",
+    "raises": "training",
+    "dies": "training",
+    "hangs": "training",
+    "stale weight": "weights",
+    "stale weight on a rank": "weights",
+    "not loaded": "resume",
+    "no optimizer state": "resume",
+    "a moment": "resume",
+    "the schedule": "resume",
+    "no checkpoint": "resume",
+    "worker unnoticed": "worker's death",
+    "worker waited for": "worker's death",
+    "ends badly": "end",
+    "leaves a process": "end",
 }
-"""What may be wrong, and the checks of which one must fail."""
+"""What may be wrong, and the check that must fail."""
 
 
-class Faulty(rank.Rank):
-    """A rank with a `Fault`."""
+class Faulty(verify_rank.Rank):
+    """A rank with faults."""
 
-    def __init__(self, folder: Path, phase: str, fault: Fault) -> None:
-        super().__init__(folder, phase)
-        self.fault = fault
-        self._trains = phase == "train"
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.faults, self.engines, self.micro_steps = set(json.loads(sys.argv[3])), 0, 0
 
-    def _has(self, *kinds: str) -> bool:
-        return bool(set(self.fault.kinds) & set(kinds)) and self.fault.rank in (None, self.number)
-
-    def make_engine(self, model: Any) -> Any:
-        if self._has("learning rate"):
-            config = copy.deepcopy(self.plan.config)
-            config["optimizer"]["params"]["lr"] *= 1.5
-            self.plan = replace(self.plan, config=config)
+    def make_engine(self, model: Any) -> None:
+        self.engines += 1
         parameters = dict(model.named_parameters())
-        if self._has("gradient of a step", "gradient always") and self._trains:
-            self._drop(parameters[self.fault.parameter])
-        if self._has("gradients twice") and self._trains:
-            for parameter in parameters.values():
-                parameter.register_hook(lambda gradient: 2 * gradient)
-        engine = super().make_engine(model)
-        if self._has("one bit") and self._trains:
-            weight = dict(engine.module.named_parameters())[self.fault.parameter]
-            with (
-                deepspeed.zero.GatheredParameters(
-                    [weight], modifier_rank=0, enabled=hasattr(weight, "ds_id")
-                ),
-                torch.no_grad(),
-            ):
-                first = weight.view(-1)[:1]
-                first.view(torch.int32 if first.dtype == torch.float32 else torch.int16).add_(1)
-        return engine
+        if self.engines == 1 and "gradient of a step" in self.faults:
+            parameters[PARAMETER].register_hook(self._dropped)
+        for parameter in parameters.values() if "gradients twice" in self.faults else ():
+            parameter.register_hook(lambda gradient: 2 * gradient)
+        super().make_engine(model)
+        if self.engines == 1 and "one bit" in self.faults:
+            weight = dict(self.engine.module.named_parameters())[PARAMETER]
+            gathered = deepspeed.zero.GatheredParameters(
+                [weight], modifier_rank=0, enabled=hasattr(weight, "ds_id")
+            )
+            with gathered, torch.no_grad():
+                weight.view(-1)[:1].view(torch.int16).add_(1)
 
-    def _drop(self, parameter: torch.Tensor) -> None:
-        calls: list[None] = []
-
-        def hook(gradient: torch.Tensor) -> torch.Tensor:
-            calls.append(None)
-            step = (len(calls) - 1) // self.plan.batches.accumulation
-            drops = self._has("gradient always") or step == self.fault.step
-            return torch.zeros_like(gradient) if drops else gradient
-
-        parameter.register_hook(hook)
+    def _dropped(self, gradient: torch.Tensor) -> torch.Tensor:
+        step = self.micro_steps // self.config["gradient_accumulation_steps"]
+        self.micro_steps += 1
+        return torch.zeros_like(gradient) if step == STEP else gradient
 
     def step(self, number: int) -> float:
-        # they have been compared, so what comes is the death
-        dead = self._trains and bool(self.found.movements)
-        if self._has("worker unnoticed") and dead:
+        is_dead = number >= self.steps
+        if is_dead and "worker unnoticed" in self.faults:
             return 0.0
-        while self._has("worker waited for") and dead:
+        while is_dead and "worker waited for" in self.faults:
             time.sleep(0.1)
-        if number == self.fault.step and self._trains:
-            if self._has("raises"):
+        if number == STEP and self.engines == 1:
+            if "raises" in self.faults:
                 raise RuntimeError("a rank that raises")
-            if self._has("dies"):
+            if "dies" in self.faults:
                 os.kill(os.getpid(), signal.SIGKILL)
-            while self._has("hangs"):
+            while "hangs" in self.faults:
                 time.sleep(0.1)
-            if self._has("step twice"):
+            if "step twice" in self.faults:
                 super().step(number)
-        if not self._has("stale weight") or not self._trains or number < self.fault.step:
+        stale = "stale weight" in self.faults
+        stale = stale or ("stale weight on a rank" in self.faults and self.number == 1)
+        if not stale or self.engines > 1 or number < STEP:
             return super().step(number)
-        parameter = dict(self.engine.module.named_parameters())[self.fault.parameter]
+        parameter = dict(self.engine.module.named_parameters())[PARAMETER]
         before = parameter.detach().clone()
         loss = super().step(number)
         parameter.data.copy_(before)
         return loss
 
-    def train(self) -> None:
-        super().train()
-        if self._has("no checkpoint") and self.number == 0:
-            (self.folder / rank.CHECKPOINT / "latest").unlink(missing_ok=True)
-
     def load(self) -> None:
-        if self._has("not loaded"):
+        if "not loaded" in self.faults:
             return
-        if self._has("no optimizer state"):
-            self.engine.load_checkpoint(
-                str(self.folder / rank.CHECKPOINT), tag="saved", load_optimizer_states=False
-            )
+        saved = self.folder / "saved"
+        if "no checkpoint" in self.faults and self.number == 0:
+            (saved / "saved").rename(saved / "elsewhere")
+        torch.distributed.barrier()
+        if "no optimizer state" in self.faults:
+            self.engine.load_checkpoint(str(saved), tag="saved", load_optimizer_states=False)
             return
         super().load()
-        if self._has("a moment"):
-            parameter = dict(self.engine.module.named_parameters())[self.fault.parameter]
+        if "a moment" in self.faults:
+            parameter = dict(self.engine.module.named_parameters())[PARAMETER]
             moment = safe_get_full_optimizer_state(parameter, "exp_avg")
             safe_set_full_optimizer_state(parameter, torch.zeros_like(moment), "exp_avg")
-        if self._has("the schedule"):
+        if "the schedule" in self.faults:
             self.engine.lr_scheduler.last_batch_iteration = 0
 
     def end(self) -> None:
         super().end()
-        if self._has("ends badly"):
+        if "leaves a process" in self.faults and not os.fork():
+            time.sleep(60)
+        if "ends badly" in self.faults:
             os._exit(7)
 
 
-def main() -> None:
-    """A rank of `tests.support.verify_runs`: the third argument of the process is its fault."""
-    fault = Fault(**json.loads(sys.argv[3]))
-    rank.main(lambda folder, phase: Faulty(folder, phase, fault))
+def nursery() -> Nursery:
+    """The process that forks ranks. It ends with the thread that asks for it first."""
+    forks = ranks.nursery()
+    forks.load(verify_rank.__name__, __name__)
+    return forks
+
+
+def forked(*faults: str) -> Callable[[Path, dict[str, str], BinaryIO], Any]:
+    """What starts a rank with these faults; see `verify.start_rank`."""
+
+    def start(folder: Path, environment: dict[str, str], log: BinaryIO) -> Any:
+        arguments = [str(folder), str(os.getpid()), json.dumps(faults)]
+        environment = {**environment, "OMP_NUM_THREADS": "1"}
+        return nursery().start_script(__name__, arguments, environment, log, log)
+
+    return start
+
+
+def left_behind() -> list[int]:
+    """Everything that checks have started and that is still there."""
+    found: list[int] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            marked = verify.MARK in process.environ()
+            if marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    verify_rank.main(Faulty)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS
+from deepspeed_ext.zenflow.plan.chunks import SLOTS_OF_CHUNKS, chunk_numel
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
@@ -259,8 +259,10 @@ def slot_arrays(slots: int, numel: int, dtypes: Dtypes) -> list[ArraySpec]:
     return [replace(gradient, slot=slot) for slot in range(slots)]
 
 
-def weight_slots(numel: int, dtypes: Dtypes) -> list[ArraySpec]:
-    """Slots of `numel` elements for weights that the worker has peeked at, on their way up."""
+def weight_slots(sizes: Sequence[int], block_size: int, dtypes: Dtypes) -> list[ArraySpec]:
+    """Slots for weights that the worker has peeked at, on their way up: each for a chunk of
+    partitions of these sizes."""
+    numel = min(chunk_numel(sum(sizes), block_size), max(sizes, default=0))
     of_weights = ArraySpec("y", dtypes.published, numel, OF_CHUNKS, exchanged=True)
     return [replace(of_weights, slot=slot) for slot in range(SLOTS_OF_CHUNKS)]
 

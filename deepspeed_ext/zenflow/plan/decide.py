@@ -93,7 +93,12 @@ def decide(
     dtypes = Dtypes.of(caller.weights_dtype, caller.summed_dtype, config.publish_dtype)
     layout = replace(facts.layout, moment_dtype=config.state_dtype)
     rule = settings_of(config, layout, steps_per_epoch)
-    return _Choice(facts, config, rule, dtypes).made(host_share, is_asked=is_asked)
+    choice = _Choice(facts, config, rule, dtypes)
+    if choice.wants_stream:
+        streamed = choice.streamed().made(host_share, is_asked=is_asked)
+        if streamed.places.gradient is Place.HOST:
+            return streamed
+    return choice.made(host_share, is_asked=is_asked)
 
 
 @dataclass(frozen=True)
@@ -199,6 +204,32 @@ class _Choice:
         return _arriving(WeightsArrival.IN_FORWARD, why)
 
     @property
+    def wants_stream(self) -> bool:
+        """Whether the exact rule takes the place of a rule that is not given: where gradients leave
+        in backward and weights are gathered before they are used. There a predicted step would send
+        all weights up before it returns, and needs a second slot for every gradient; exact weights
+        arrive during the forward."""
+        config, caller = self.config, self.facts.caller
+        is_open = config.rule == "predictive" and config.update_rule is None
+        leaves = config.gradients_on_host
+        if leaves is None:
+            leaves = bool(self.tight) and not config.hide_transfers
+        return (
+            is_open
+            and config.overlapped
+            and leaves
+            and not self.facts.is_on_cpu
+            and caller.partitions_weights
+            and caller.takes_gradients
+            and caller.weights is Place.ACCELERATOR
+        )
+
+    def streamed(self) -> _Choice:
+        """The same choice under the exact rule."""
+        exact = self.config.model_copy(update={"update_rule": "exact"})
+        return replace(self, config=exact, rule=_settings_of(exact, self.facts))
+
+    @property
     def peeks(self) -> bool:
         """Whether the worker computes exact weights before it steps: not where it shares its cores
         with the forward that would hide the steps."""
@@ -234,18 +265,21 @@ class _Choice:
             return [(False, "what steps on the accelerator needs its gradients there")]
         return self._gradients_by_memory()
 
-    def _gradients_by_memory(self) -> list[tuple[bool, str]]:
-        """Whether accelerators have room for gradients; if not, the host takes them if it has.
-
-        Landing buffers would not fit beside gradients that take too much of an accelerator.
-        """
+    @property
+    def tight(self) -> list[RankFacts]:
+        """The ranks whose accelerators have no room for gradients. Landing buffers would not fit
+        beside gradients that take too much of an accelerator."""
         needs = self._by_shape(self._gradient_bytes)
-        tight = [
+        return [
             rank
             for rank in self.facts.ranks
             if rank.accelerator_free is not None
             and needs[rank.partitions] > MOST_FOR_GRADIENTS * rank.accelerator_free
         ]
+
+    def _gradients_by_memory(self) -> list[tuple[bool, str]]:
+        """Whether accelerators have room for gradients; if not, the host takes them if it has."""
+        needs, tight = self._by_shape(self._gradient_bytes), self.tight
         rank = (tight or self.facts.ranks)[0]
         free = "unknown" if rank.accelerator_free is None else f"{rank.accelerator_free:,}"
         why = (
@@ -491,9 +525,8 @@ class _Choice:
         kinds = kinds_of(self.rule, self.dtypes, places)
         runs = self._on_host(partitions, host_share)
         if self.peeks:
-            most = max((run.numel for run in runs), default=0)
-            numel = min(chunk_numel(_total(runs), self.rule.block_size), most)
-            slots = weight_slots(numel, self.dtypes)
+            sizes = [run.numel for run in runs for _ in range(run.times)]
+            slots = weight_slots(sizes, self.rule.block_size, self.dtypes)
         arrays = sum(bytes_at_start(kinds.of(0, run.numel)) * run.times for run in runs)
         return arrays + bytes_at_start(slots) + sums * _total(partitions)
 

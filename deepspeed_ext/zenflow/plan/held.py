@@ -28,7 +28,6 @@ from deepspeed_ext.zenflow.plan.partitions import (
 )
 from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase
 from deepspeed_ext.zenflow.plan.places import Copies, Place
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import RuleBytes, share_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
@@ -224,7 +223,7 @@ class Held:
         if self.computes_there:
             return found
         found += _parts(self._kept(), Memory.PAGEABLE)
-        uploads = self.copies is Copies.WEIGHTS and isinstance(self.rule, PredictiveSettings)
+        uploads = self.copies is Copies.WEIGHTS and self.rule.estimates
         numel = min(self._most, chunk_of(UPLOAD_NUMEL, self.rule.block_size)) if uploads else 0
         return [*found, Part("weights on their way", 2 * self._item * numel, Memory.PAGE_LOCKED)]
 

@@ -16,7 +16,7 @@ from deepspeed_ext.zenflow.plan.arrays import (
     slot_arrays,
     weight_slots,
 )
-from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK, Chunks, chunk_numel
+from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK, Chunks
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus
 from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.partitions import PartitionPlan, kinds_of
@@ -141,8 +141,7 @@ class ZenFlowPlan:
             yield from slot_arrays(self.chunks.slots, self.chunks.slot_numel, self.dtypes)
         if self.peeks:
             sizes = [each.on_host for each in self.partitions for _ in range(each.times)]
-            numel = min(chunk_numel(sum(sizes), self.rule.block_size), max(sizes, default=0))
-            yield from weight_slots(numel, self.dtypes)
+            yield from weight_slots(sizes, self.rule.block_size, self.dtypes)
 
     @cached_property
     def layout(self) -> ArenaLayout:

@@ -28,10 +28,10 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> dict[str, doctor.Check]:
     """One check of each verdict, in place of the real ones."""
 
     def check_good() -> doctor.Check:
-        return doctor.Check("good", "ok", "fine")
+        return doctor.Check("ok", "fine")
 
     def check_so_so() -> doctor.Check:
-        return doctor.Check("so so", "warning", "slow", "buy a faster one")
+        return doctor.Check("warning", "slow", "buy a faster one")
 
     def check_bad_one() -> doctor.Check:
         raise RuntimeError("broken")
@@ -57,6 +57,7 @@ def test_real_report_is_complete_json() -> None:
         "cpu quota",
         "cores",
         "launcher",
+        "operator cache",
     } <= set(names)
     for check in report["checks"]:
         assert set(check) == {"name", "status", "detail", "remedy"}
@@ -117,7 +118,13 @@ def test_an_unknown_deepspeed_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> N
         raise UpstreamError("DeepSpeed 9 is not supported")
 
     monkeypatch.setattr(upstream, "check", refuse)
-    assert doctor.check_deepspeed().status == "problem"
+    monkeypatch.setattr(doctor, "CHECKS", [doctor.check_deepspeed])
+    (check,) = doctor.examine()
+    assert (check.name, check.status, check.detail) == (
+        "deepspeed",
+        "problem",
+        "DeepSpeed 9 is not supported",
+    )
 
 
 def test_missing_compiler_and_ninja_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +144,8 @@ def test_an_old_build_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     os.utime(lock, (0, 0))
     check = doctor.check_operator_cache()
     assert check.status == "problem"
-    assert str(lock) in check.detail
+    assert "a build of cpu_adam was killed" in check.detail
+    assert check.remedy.startswith(f"rm {lock}, unless")
     with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as compiler:
         assert doctor.check_operator_cache().status == "ok", "somebody builds it"
         compiler.kill()
@@ -158,9 +166,9 @@ def test_a_lock_file_is_no_lock_where_torch_locks_the_file_itself(
 
 def test_a_compiler_with_arguments_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None if " " in name else f"/bin/{name}")
-    for stated, named in (("env c++", "/bin/env"), ("", "/bin/c++"), (" ", "/bin/ ")):
+    for stated, named in (("env c++", "/bin/env"), ("", "/bin/c++"), (" ", "/bin/c++")):
         monkeypatch.setenv("CXX", stated)
-        assert doctor.check_compiler().status == ("warning" if named == "/bin/ " else "ok"), stated
+        assert doctor.check_compiler().detail.startswith(f"{named}, "), stated
 
 
 def test_buffers_that_no_process_maps_are_left_over(
@@ -174,7 +182,9 @@ def test_buffers_that_no_process_maps_are_left_over(
     with held.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
         assert shared_buffers.left_over() == [gone]
         check = doctor.check_shared_buffers()
-        assert (check.status, check.remedy) == ("warning", f"rm {gone}")
+        assert check.status == "warning"
+        assert check.remedy.startswith("a container may share /dev/shm with the host")
+        assert check.remedy.endswith(f", rm {gone}")
         assert "4,096 bytes" in check.detail
     assert shared_buffers.left_over() == [gone, held]
     gone.unlink()
@@ -214,7 +224,6 @@ def test_a_host_that_does_not_describe_its_cpus_is_a_warning(
     found = [(check.name, check.status) for check in doctor.examine()]
     assert found == [("cpu quota", "warning"), ("cores", "warning")]
     assert all("/sys" in check.detail and check.remedy for check in doctor.examine())
-    assert doctor.check_launcher().detail.endswith("the host's CPUs are unknown")
 
 
 def test_a_quota_below_the_mask_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +269,7 @@ def test_launchers_are_recognised_as_run_recognises_them(
     with patch.dict(os.environ, variables, clear=True):
         check = doctor.check_launcher()
     assert check.status == "ok"
-    assert check.detail.startswith(f"{launcher}; ")
+    assert check.detail == launcher
 
 
 def test_what_run_would_refuse_is_a_warning() -> None:

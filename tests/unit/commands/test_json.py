@@ -26,18 +26,13 @@ class Late(types.ModuleType):
 sys.modules["{module}"] = Late("{module}")
 sys.exit(cli.main({arguments}))
 """
-ANSWERS = {
-    "commands.verify.command": (["verify", "--config", "a"], ("{}", True)),
-}
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.cpu(reason="DeepSpeed logs its choice where it finds no accelerator")
-@pytest.mark.parametrize("name", ANSWERS)
-def test_json_is_all_that_is_printed(name: str) -> None:
+def test_json_is_all_that_is_printed() -> None:
     """The command's work is put aside."""
-    arguments, answer = ANSWERS[name]
-    code = CODE.format(module=f"deepspeed_ext.{name}", arguments=arguments, answer=answer)
+    module, answer = "deepspeed_ext.commands.verify", ("{}", True)
+    code = CODE.format(module=module, arguments=["verify", "--config", "a"], answer=answer)
     environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
     done = subprocess.run(
         [sys.executable, "-c", code],

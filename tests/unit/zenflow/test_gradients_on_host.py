@@ -47,11 +47,13 @@ SMALL = 96
 
 
 def placed(config: dict[str, Any], on_host: bool | None, **zero: Any) -> dict[str, Any]:
-    """The same run with that value of ``gradients_on_host``, and other settings of
-    ``zero_optimization``."""
+    """The same run, under the same rule, with that value of ``gradients_on_host``, and other
+    settings of ``zero_optimization``."""
     config = copy.deepcopy(config)
     config["zero_optimization"] |= zero
-    config["zero_optimization"]["zenflow"]["gradients_on_host"] = on_host
+    section = config["zero_optimization"]["zenflow"]
+    section["gradients_on_host"] = on_host
+    section.setdefault("update_rule", "selective" if "topk_ratio" in section else "predictive")
     return config
 
 

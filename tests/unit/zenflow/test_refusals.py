@@ -65,6 +65,19 @@ def test_settings_of_other_sections_are_refused(named: str, stage: int) -> None:
     assert named in run_ranks(1, refusal, config)[0]
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+@pytest.mark.parametrize("how", [{}, {"optimizer": sgd}], ids=["config", "object"])
+def test_our_reason_comes_before_deepspeeds_advice(how: dict[str, Any]) -> None:
+    """Which is to set zero_allow_untested_optimizer."""
+    config = zenflow_config(2) | {"zero_allow_untested_optimizer": False}
+    if not how:
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 1e-3}}
+    assert "works with Adam, AdamW and Lion" in run_ranks(1, refusal, config, **how)[0]
+
+
 def amsgrad(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, amsgrad=True)
 

@@ -24,14 +24,13 @@ from deepspeed_ext.zenflow.rules.predictive.guard import GuardState
 from deepspeed_ext.zenflow.step.schedule import Schedule, State, StepPlan
 
 __all__ = [
-    "WARM_UP_STEPS",
     "PredictivePlan",
     "PredictiveSchedule",
     "PredictiveState",
     "WeightSource",
 ]
 
-WARM_UP_STEPS = 10
+_WARM_UP_STEPS = 10
 """Synchronous steps at the start, while the moments have seen too few gradients to predict from:
 the measured need (docs/results.md)."""
 
@@ -88,7 +87,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
 
     Args:
         overlap: False makes every step synchronous.
-        warm_up_steps: synchronous steps at the start, at least one; None: `WARM_UP_STEPS`.
+        warm_up_steps: synchronous steps at the start, at least one; None: `_WARM_UP_STEPS`.
         guarded: whether the guard judges probes.
         arrival: when gradients reach their slots.
         weights_arrive: when exact weights arrive, if steps never overlap.
@@ -113,7 +112,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
     def warm_up_steps(self) -> int:
         """Synchronous steps at the start; at least one, because the estimate needs second
         moments."""
-        return WARM_UP_STEPS if self._warm_up_steps is None else max(1, self._warm_up_steps)
+        return _WARM_UP_STEPS if self._warm_up_steps is None else max(1, self._warm_up_steps)
 
     def ring_at(self, interval: int | None) -> int:
         return slots_at(self._arrival) if self._overlap else 1

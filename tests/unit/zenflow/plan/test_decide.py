@@ -15,6 +15,7 @@ from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, Dtypes
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import (
     EVERYTHING_ON_HOST,
     Arrival,
@@ -221,6 +222,25 @@ def test_a_host_that_is_short_gets_the_share_that_lets_the_optimizer_fit() -> No
         plan = decide(facts_of(rank), ZenFlowConfig(), host_share=None, is_asked=False)
         assert not plan.measures_share
         assert (plan.host_share < 0.8, plan.shortage is None) == (fits, fits)
+
+
+def test_where_gradients_leave_in_backward_stage_3_streams_exact_weights() -> None:
+    """With one slot for every gradient and no second copy of the weights."""
+    tight, roomy = (
+        facts_of(one_rank(GIB, free), partitions_weights=True) for free in (GIB, 80 * GIB)
+    )
+    for state, nbytes in (("float32", 14.125), ("bfloat16", 10.125), ("int8", 8.19)):
+        plan = plan_of(tight, state_dtype=state)
+        assert plan.peeks
+        assert plan.places.gradient is Place.HOST
+        held = plan.nbytes(Place.HOST, Phase.BETWEEN) / GIB
+        assert held == pytest.approx(nbytes + 4 / 32, abs=0.01)  # a value for every block
+    assert plan_of(roomy, gradients_on_host=True).peeks
+    given = {"update_rule": "predictive"}
+    for facts, section in ((tight, given), (roomy, {}), (facts_of(one_rank(GIB, GIB)), {})):
+        assert not plan_of(facts, **section).peeks
+    host = replace(one_rank(GIB, GIB), host_free=(("machine", round(14.3 * GIB)),))
+    assert plan_of(facts_of(host, partitions_weights=True)).peeks, "a second slot has no room"
 
 
 def test_gradients_stay_where_a_host_has_no_memory_for_them() -> None:
@@ -464,8 +484,9 @@ def test_every_byte_of_the_arena_belongs_to_something(
         assert sum(spec.nbytes for spec in arrays) == expected + slots * n * gradient
         assert each.head + each.on_host == each.numel
     of_chunks = [spec for spec in plan.arena if spec.partition == OF_CHUNKS]
-    assert bool(of_chunks) == (plan.places.handed_over is Place.IN_TRANSIT)
-    if of_chunks:
+    in_transit = plan.places.handed_over is Place.IN_TRANSIT
+    assert bool(of_chunks) == (in_transit or plan.peeks)
+    if in_transit:
         assert plan.chunks is not None
         assert sum(spec.numel for spec in of_chunks) < sum(
             each.on_host * each.times for each in plan.partitions
