@@ -227,7 +227,7 @@ class _Choice:
     def streamed(self) -> _Choice:
         """The same choice under the exact rule."""
         exact = self.config.model_copy(update={"update_rule": "exact"})
-        return replace(self, config=exact, rule=_settings_of(exact, self.facts))
+        return replace(self, config=exact, rule=settings_of(exact, self.rule.layout))
 
     @property
     def peeks(self) -> bool:
