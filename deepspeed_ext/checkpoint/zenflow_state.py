@@ -26,7 +26,6 @@ from deepspeed_ext.config.zenflow import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.procfs import host_id
-from deepspeed_ext.runtime.ranks import raise_together
 from deepspeed_ext.runtime.words import LOAD_ANOTHER
 from deepspeed_ext.zenflow.choose_rule import SAVED
 from deepspeed_ext.zenflow.plan.places import Copies, Place
@@ -305,8 +304,7 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
     if host.ranks.rank == 0 and (told := rule_told(host, was_exact(saved))) is not None:
         logger.info(told)
     rule = host.rule
-    interval = saved.schedule["interval"]
-    if changed := _changed_setting(host, saved) or _unaffordable_interval(host, interval):
+    if changed := _changed_setting(host, saved):
         for state, values in zip(host.states, saved.partitions, strict=True):
             values.catch_up(state.arrays, saved.block_size, moment_dtype=saved.moment_dtype)
         host.masters_changed(saved.counts if saved.position else None)
@@ -322,7 +320,7 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
     rule.schedule.load_state_dict(saved.schedule, saved.position)
-    host.ring.lock()
+    host.lock_slots()
     host.counts = saved.counts
     for partition, values in zip(host.partitions, saved.partitions, strict=True):
         partition.collected = values.collected
@@ -388,16 +386,3 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
 def _host_share(saved: SavedState) -> str:
     numel = sum(values.numel for values in saved.partitions)
     return f"{sum(values.on_host for values in saved.partitions) / max(1, numel):.4g}"
-
-
-def _unaffordable_interval(host: HostOptimizer, there: int | None) -> str | None:
-    """Describe the checkpoint's interval, if any rank here lacks the memory for it: it may have
-    been chosen on another host. A collective."""
-    if not raise_together(
-        host.ranks, None, CheckpointError, flag=not host.ring.has_room_for(there)
-    ):
-        return None
-    return (
-        f"zenflow.update_interval ({there} in the checkpoint, "
-        "but a host has no memory for so many gradients)"
-    )

@@ -148,9 +148,6 @@ def _notes(setup: Setup, plan: ZenFlowPlan | None, *, is_known: bool) -> Iterato
             "start-up: a module that zero.Init has not partitioned "
             "is moved to the accelerator whole; not counted"
         )
-    if plan is not None and plan.rule.update_interval is None:
-        longest = plan.rule.longest_interval
-        yield f"the interval is measured at the start: 1 to {longest}, counted as the longest"
     if zenflow is not None and not gradients_leave:
         if zenflow.hide_transfers is None and not is_known:
             yield (

@@ -136,13 +136,11 @@ class Held:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of this rank's checkpoint file: p and the moments, the rule's state, and at most
-        the gradients of an interval but one, which wait for their step."""
-        layout, waiting = self.rule.layout, self.rule.longest_interval - 1
+        """Bytes of this rank's checkpoint file: p and the moments, and the rule's state."""
+        layout = self.rule.layout
         moment = _FLOAT_BYTES if layout.is_coded else DTYPE_BYTES[layout.moment_dtype]
-        gradients = waiting * DTYPE_BYTES[self.dtypes.gradient]
         weights = self._item if self.caller.partitions_weights else 0
-        each = _FLOAT_BYTES + len(layout.moments) * moment + gradients + weights
+        each = _FLOAT_BYTES + len(layout.moments) * moment + weights
         return each * self.numel + self._saved_bytes()
 
     def _saved_bytes(self) -> int:

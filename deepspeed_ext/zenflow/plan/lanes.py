@@ -101,15 +101,15 @@ class Lanes:
 def traffic_of(plan: ZenFlowPlan) -> Traffic:
     """What a step moves: every gradient goes down; y, and the block means of estimates, come up
     once per interval."""
-    rule, dtypes, interval = plan.rule, plan.dtypes, plan.rule.longest_interval
+    rule, dtypes = plan.rule, plan.dtypes
     specs = plan.kinds.of(0, _NUMEL)
     kinds = (*rule.layout.kinds, *rule.layout.scales)
     state = sum(spec.nbytes for spec in specs if spec.kind in kinds) / _NUMEL
     means = sum(spec.nbytes for spec in specs if spec.kind in ("block_means", "known")) / _NUMEL
     gradient, published = DTYPE_BYTES[dtypes.gradient], DTYPE_BYTES[dtypes.published] + means
     lifted = published if rule.estimates else DTYPE_BYTES[dtypes.published]
-    down, up = gradient, lifted / interval
-    passed = gradient + (2 * state + published) / interval + down
+    down, up = gradient, lifted
+    passed = gradient + 2 * state + published + down
     if plan.peeks:
         item = DTYPE_BYTES[dtypes.published]
         return Traffic(down, up, passed, gradient + state + item + up)

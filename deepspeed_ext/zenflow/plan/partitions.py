@@ -49,7 +49,7 @@ def kinds_of(
     """
     in_transit, is_open = places.handed_over is Place.IN_TRANSIT, rule.update_interval is None
     passes = in_transit and not (is_open or may_open)
-    slots = 0 if passes else rule.ring_at(rule.longest_interval, places.arrival)
+    slots = 0 if passes else rule.ring_at(1, places.arrival)
     touched = rule.ring_at(None, places.arrival) if is_open else slots
     return ArenaKinds(
         layout=rule.layout,

@@ -47,14 +47,6 @@ class PredictiveSettings(RuleSettings):
             layout=layout,
         )
 
-    @property
-    def shortest_interval(self) -> int:
-        return 1
-
-    @property
-    def longest_interval(self) -> int:
-        return 1
-
     def ring_at(self, interval: int | None, arrival: Arrival) -> int:
         return slots_at(arrival) if self.overlapped else 1
 

@@ -40,17 +40,6 @@ class RuleSettings(ABC):
     warning: str | None = field(default=None, kw_only=True)
     """What the user should know of the settings; None: nothing."""
 
-    @property
-    @abstractmethod
-    def shortest_interval(self) -> int:
-        """The shortest interval that the settings allow."""
-
-    @property
-    @abstractmethod
-    def longest_interval(self) -> int:
-        """`update_interval`, or the longest interval that may be chosen; the ring has slots for
-        it."""
-
     @abstractmethod
     def ring_at(self, interval: int | None, arrival: Arrival) -> int:
         """Slots of the gradient ring in use at `interval`. None (not chosen yet): as many as

@@ -71,14 +71,6 @@ class SelectiveSettings(RuleSettings):
             warning=_UNKNOWN_EPOCH if by_epoch and not steps_per_epoch else None,
         )
 
-    @property
-    def shortest_interval(self) -> int:
-        return 1
-
-    @property
-    def longest_interval(self) -> int:
-        return 1
-
     def ring_at(self, interval: int | None, arrival: Arrival) -> int:
         return 2 if self.overlapped and arrival is not Arrival.AFTER_Y else 1
 

@@ -167,9 +167,6 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
                 if plan.selects and not self._link.failed:
                     self._select(partition, state)
 
-    def measured_interval(self, plan: SelectivePlan) -> int | None:
-        return None
-
     # -- selection ---------------------------------------------------------------------------------
 
     def _select(self, partition: Partition, state: SelectionState) -> None:
