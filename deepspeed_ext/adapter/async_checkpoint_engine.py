@@ -9,16 +9,15 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from multiprocessing.util import Finalize
 from typing import Any
 
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
+from deepspeed_ext.checkpoint.file import ROOM, advised
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
-from deepspeed_ext.checkpoint.owner import Owner
-from deepspeed_ext.checkpoint.remedies import THREADS, advised, remedy_for
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, fill_holes, write_skeleton
 from deepspeed_ext.checkpoint.writer import Writer
 from deepspeed_ext.checkpoint.zenflow_state import host_copy
@@ -77,7 +76,6 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         self._link = link
         self._writer: Writer | None = None
         self._files: list[Future[None]] = []
-        self._trainers: dict[int, Owner] = {}
         self._saving: tuple[Any, CheckpointFolder] | None = None
         self._begin = self._waited = 0.0
         self._home = OwnProcess("a checkpoint that is being saved")
@@ -94,11 +92,6 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
             atexit.register(_finish_at_exit, weakref.ref(self))
             # Before Python 3.13, processes forked by multiprocessing do not run atexit functions.
             Finalize(None, _finish_at_exit, args=(weakref.ref(self),), exitpriority=0)
-
-    def create(self, info: Any) -> None:
-        super().create(info)
-        if self._folder is not None and not self._trainers:
-            self._trainers = dict(enumerate(self._ranks.gather_objects(Owner.here())))
 
     def begin_load(self, load_dir: str, tag: Any) -> str | None:
         self.finish()
@@ -122,7 +115,7 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
         except RuntimeError as error:  # the interpreter's, for any cause
             logger.warning(
                 f"rank {self._ranks.rank}: training waits while "
-                f"a file is written: {error}. To go on: {THREADS}"
+                f"a file is written: {error}. To go on: allow this user more threads (ulimit -u)"
             )
             _finish_file(path, others, self._link.process, numbers)
             return
@@ -189,56 +182,65 @@ class AsyncCheckpointEngine(JointCheckpointEngine):
 
     def finish_alone(self) -> None:
         """Like `finish` without a collective, for the end of an engine: other ranks may be gone.
-        The leading rank waits for the files of the others, and gives up once a rank has ended
-        without them, or soon after all stop making progress.
+        Each rank reports in a file, and the leading one gives up `_SILENCE_SECONDS` after the
+        others stop making progress.
 
         Raises:
             CheckpointError: on the leading rank, if any rank could not write.
         """
         self._home.require()
-        if self._saving is not None:
-            with self._ending(self._saving[0], within_seconds=math.inf):
-                self._complete_alone(*self._saving)
-
-    def _complete_alone(self, info: Any, folder: CheckpointFolder) -> None:
-        if not self._leads:
-            with contextlib.suppress(OSError):  # without this file, the leading rank gives up
-                files.replace_file(
-                    os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}"), self._report()
-                )
+        if self._saving is None:
             return
-        try:
-            with advised():
-                if not folder.is_marked:
-                    others = dict(self._trainers)
-                    del others[self._ranks.rank]
-                    _require_all(self._report(), folder.staging, others)
-                    folder.mark()
-                _remove_reports(folder.staging)
-                folder.swap()
-        except DeepSpeedExtError as failure:
-            folder.give_up()
-            raise CheckpointError(f"checkpoint {info.tag!r} was not saved: {failure}") from failure
-        try:
-            folder.end()
-            self._name_latest(folder, info.tag)
-        except OSError as failure:
-            raise CheckpointError(
-                f"checkpoint {info.tag!r} was saved, but finishing the save failed: {failure}. "
-                "To go on: load it by its tag"
-            ) from failure
+        info, folder = self._saving
+        with self._ending(info, within_seconds=math.inf):
+            if not self._leads:
+                with contextlib.suppress(OSError):  # without this file, the leading rank gives up
+                    report = os.path.join(folder.staging, f"{_WRITTEN}{self._ranks.rank}")
+                    files.replace_file(report, str(self.kept.error or ""))
+                return
+            try:
+                with advised():
+                    if not folder.is_marked:  # otherwise an interrupted call goes on
+                        self.kept.raise_here()
+                        self._wait_for_reports(folder.staging)
+                        folder.mark()
+                    _remove_reports(folder.staging)
+                    folder.swap()
+            except DeepSpeedExtError as error:
+                folder.give_up()
+                raise CheckpointError(f"checkpoint {info.tag!r} was not saved: {error}") from error
+            try:
+                folder.end()
+                self._name_latest(folder, info.tag)
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoint {info.tag!r} was saved, but finishing the save failed: {error}. "
+                    "To go on: load it by its tag"
+                ) from error
 
-    def _report(self) -> str:
-        """This rank's report to the leading rank: its error with the remedy, or empty if it has
-        written its files."""
-        me = f"rank {self._ranks.rank}: "
-        try:
-            with advised():
-                if self.kept.error is not None:
-                    raise self.kept.error
-        except DeepSpeedExtError as error:
-            return me + str(error).removeprefix(me)
-        return ""
+    def _wait_for_reports(self, staging: str) -> None:
+        """Wait until all other ranks have reported that they have written."""
+        wanted = {
+            f"{_WRITTEN}{rank}" for rank in range(self._ranks.size) if rank != self._ranks.rank
+        }
+        last, silent_since = None, time.monotonic()
+        while missing := wanted - {*(names := os.listdir(staging))}:
+            if (seen := sorted(_statuses(staging, names))) != last:
+                last, silent_since = seen, time.monotonic()
+            if time.monotonic() - silent_since > _SILENCE_SECONDS:
+                ranks = sorted(int(name.removeprefix(_WRITTEN)) for name in missing)
+                raise CheckpointError(
+                    f"ranks {ranks} have written nothing for {_SILENCE_SECONDS:g} s: they have "
+                    "ended, or do not call engine.destroy(), which every rank must when training "
+                    "ends"
+                )
+            time.sleep(_POLL_SECONDS)
+        reports = {}
+        for name in sorted(wanted):
+            with open(os.path.join(staging, name), encoding="utf-8") as file:
+                reports[name.removeprefix(_WRITTEN)] = file.read()
+        if problems := [f"rank {rank}: {report}" for rank, report in reports.items() if report]:
+            raise CheckpointError("; ".join(problems))
 
     def lose(self, why: str) -> None:
         """Give up the save in progress, if any, and log it. No collective."""
@@ -345,53 +347,10 @@ def _finish_file(
             process.wait_for(number, _WRITE_SECONDS)
             if (why := process.failed_write(number)) is not None:
                 raise CheckpointError(
-                    f"the optimizer process could not write {path}: "
-                    f"{why}. To go on: {remedy_for(why)}"
+                    f"the optimizer process could not write {path}: {why}. To go on: {ROOM}"
                 )
         files.sync_file(path)
         files.sync_folder(os.path.dirname(path))
-
-
-def _require_all(own_report: str, staging: str, others: Mapping[int, Owner]) -> None:
-    """Wait for the reports of the other ranks; raise if a rank could not write, has ended without a
-    report, or is silent. The leading rank's `own_report` needs no file, for which a full disk would
-    have no room."""
-    wanted = {f"{_WRITTEN}{rank}": trainer for rank, trainer in others.items()}
-    last, silent_since = None, time.monotonic()
-    while True:
-        # before the folder is read: a rank may end right after its report
-        ended = {name for name, trainer in wanted.items() if trainer.has_ended()}
-        names = os.listdir(staging)
-        if not (missing := wanted.keys() - set(names)):
-            break
-        if gone := missing & ended:
-            raise CheckpointError(
-                f"ranks {_ranks_of(gone)} have ended before they had written everything: every "
-                "rank must call engine.destroy() when training ends"
-            )
-        seen = {
-            (name, status.st_mtime_ns, status.st_blocks)
-            for name, status in _statuses(staging, names)
-        }
-        if seen != last:
-            last, silent_since = seen, time.monotonic()
-        if time.monotonic() - silent_since > _SILENCE_SECONDS:
-            raise CheckpointError(
-                f"ranks {_ranks_of(missing)} have written nothing for {_SILENCE_SECONDS:g} s: they "
-                "have ended, or do not call engine.destroy(), which every rank must when training "
-                "ends"
-            )
-        time.sleep(_POLL_SECONDS)
-    reports = [own_report]
-    for name in sorted(wanted):
-        with open(os.path.join(staging, name), encoding="utf-8") as file:
-            reports.append(file.read())
-    if problems := [report for report in reports if report]:
-        raise CheckpointError("; ".join(problems))
-
-
-def _ranks_of(reports: Iterable[str]) -> list[int]:
-    return sorted(int(name.removeprefix(_WRITTEN)) for name in reports)
 
 
 def _remove_reports(staging: str) -> None:
@@ -401,10 +360,12 @@ def _remove_reports(staging: str) -> None:
                 os.unlink(os.path.join(staging, name))
 
 
-def _statuses(folder: str, names: Sequence[str]) -> Iterator[tuple[str, os.stat_result]]:
+def _statuses(folder: str, names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """What changes while files are written."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-            yield name, os.stat(os.path.join(folder, name))
+            status = os.stat(os.path.join(folder, name))
+            yield name, status.st_mtime_ns, status.st_blocks
 
 
 def _finish_at_exit(engine: weakref.ref[AsyncCheckpointEngine]) -> None:

@@ -275,7 +275,7 @@ class Engine(EngineSettings):
     def _require(self, check: Callable[..., None], *states: Any) -> None:
         """With ZenFlow, call a method of `Readiness`; in a forked process, raise an error."""
         if (zenflow := self._parts.zenflow) is not None:
-            zenflow.host.link.home.require()
+            zenflow.begin_call()
             check(zenflow.readiness, *states)
 
     def eval(self) -> None:
@@ -306,7 +306,7 @@ class Engine(EngineSettings):
         if (zenflow := self._parts.zenflow) is None:
             super_call()
             return
-        zenflow.host.link.home.require()
+        zenflow.begin_call()
         try:
             self._parts.offloader.offload(
                 super_call, self.module, self.optimizer, self._parts.ranks, pins=pin_memory
@@ -331,7 +331,7 @@ class Engine(EngineSettings):
         if (zenflow := self._parts.zenflow) is None:
             super_call()
             return
-        zenflow.host.link.home.require()
+        zenflow.begin_call()
         self._parts.offloader.reload(super_call, self._parts.ranks)
 
     # -- saving ------------------------------------------------------------------------------------
@@ -363,8 +363,7 @@ class Engine(EngineSettings):
             )
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model as DeepSpeed does. With ZenFlow it holds p, rounded; see
-        ``zenflow.save_predicted_weights``.
+        """Save the model as DeepSpeed does. With ZenFlow it holds p, rounded.
 
         Raises:
             StateError: weights are offloaded, or a step, a backward pass or a load was interrupted.
@@ -379,11 +378,10 @@ class Engine(EngineSettings):
 
     def exporting(self) -> AbstractContextManager[None]:
         """Context for saving the model alone: with ZenFlow, its weights are p rounded to their
-        dtype, unless ``zenflow.save_predicted_weights`` is set. A collective; do not step inside.
-        May be nested."""
-        zenflow, section = self._parts.zenflow, self._zenflow
-        if zenflow is None or (section is not None and section.save_predicted_weights):
+        dtype. A collective; do not step inside. May be nested."""
+        if (zenflow := self._parts.zenflow) is None:
             return nullcontext()
+        zenflow.begin_call()
         zenflow.readiness.require_states_here(OffloadStateTypeEnum.lp_params)
         return zenflow.state.exact_weights()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +14,13 @@ from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
 from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
-from deepspeed_ext.checkpoint.file import marked, reading, save_id_of, unmarked
+from deepspeed_ext.checkpoint.file import advised, marked, reading, save_id_of, unmarked
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
-from deepspeed_ext.checkpoint.remedies import advised, remedy_for
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, fill_holes, write_skeleton
 from deepspeed_ext.checkpoint.sums import checking
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import (
     DeferredError,
     RankGroup,
@@ -80,7 +78,6 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self._save_id = UNKNOWN
         self._loaded_id: str | None = None
         self._names_latest = False
-        self._latest: str | None = None
         self.kept = DeferredError()
 
     # -- saving ------------------------------------------------------------------------------------
@@ -123,14 +120,11 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         try:
             self._recover(folder)
         except CheckpointError as error:  # its remedy is for a load
-            remedy = remedy_for(str(error), "save under another tag")
-            raise agreed(
-                CheckpointError(f"{what}: {error}. To go on: {remedy}"), self._ranks
-            ) from error
+            told = CheckpointError(f"{what}: {error}. To go on: save under another tag")
+            raise agreed(told, self._ranks) from error
         self._folder = folder  # before it begins, for `break_off`
         with self._all(what):
             if self._leads:
-                self._latest = _read_latest(folder.save_dir)
                 folder.begin()
 
     def preserves_storage_sharing(self) -> bool:
@@ -218,28 +212,16 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             self._name_latest(folder, info.tag)
 
     def _name_latest(self, folder: CheckpointFolder, tag: str) -> None:
-        if not self._names_latest or self._ranks.rank != 0:
-            return
-        found = _read_latest(folder.save_dir)
-        if found not in (self._latest, tag):
-            logger.warning(
-                f"another job also saves to {folder.save_dir}: `latest` named "
-                f"{self._latest or 'nothing'} when this save began, then {found or 'nothing'}, and "
-                f"names {tag} from now on. Stop one of the jobs, or give each a folder of its own"
-            )
-        files.replace_file(os.path.join(folder.save_dir, "latest"), tag)
+        if self._names_latest and self._ranks.rank == 0:
+            files.replace_file(os.path.join(folder.save_dir, "latest"), tag)
 
     @contextmanager
     def _all(self, what: str, remedy: str = "") -> Iterator[None]:
         """`together`, with `what` before the message and `remedy` after it. Without `remedy`, the
-        failing rank adds one that suits its error."""
+        failing rank says what to do."""
         try:
-            with together(self._ranks, CheckpointError):
-                if remedy:
-                    yield
-                else:
-                    with advised():
-                        yield
+            with together(self._ranks, CheckpointError), nullcontext() if remedy else advised():
+                yield
         except DeepSpeedExtError as error:
             ending = f". To go on: {remedy}" if remedy else ""
             raise agreed(type(error)(f"{what}: {error}{ending}"), self._ranks) from error
@@ -320,14 +302,6 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.device.type == "cpu" else tensor.detach().cpu()
-
-
-def _read_latest(save_dir: str) -> str | None:
-    """The tag in ``latest``; None if there is none, or it cannot be read."""
-    try:
-        return _latest(save_dir)
-    except (OSError, ValueError, CheckpointError):
-        return None
 
 
 def _latest(load_dir: str) -> str | None:

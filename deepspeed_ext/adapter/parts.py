@@ -477,8 +477,8 @@ class Parts:
             StateError: this is a forked process; the engine belongs to its parent.
         """
         host = None if self.zenflow is None else self.zenflow.host
-        if host is not None:
-            host.link.home.require()
+        if self.zenflow is not None:
+            self.zenflow.begin_call()
         kept = self.saver.finished_alone(host)
         afterwards = ExitStack()
         afterwards.callback(kept.raise_here)

@@ -15,7 +15,13 @@ import torch
 
 from deepspeed_ext.adapter.reshard import Target
 from deepspeed_ext.adapter.upstream import is_stored_quantized
-from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts, zenflow_of
+from deepspeed_ext.adapter.zenflow_parts import (
+    GOES_ON,
+    HAS_ENDED,
+    OpenStream,
+    ZenFlowParts,
+    zenflow_of,
+)
 from deepspeed_ext.checkpoint.layout import Fragment, Placement
 from deepspeed_ext.errors import StateError, UnsupportedError
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
@@ -55,7 +61,7 @@ def weights(
         raise ValueError(
             f"on_rank is {on_rank}, expected None or a number from 0 to {stream.ranks.size - 1}"
         )
-    return stream.whole(bucket_bytes, on_rank)
+    return stream.whole(bucket_bytes, on_rank, stream.opened())
 
 
 def weight_parts(engine: Any) -> Iterator[WeightPart]:
@@ -100,7 +106,8 @@ class _Stream:
         zenflow = _require_supported(engine)
         zenflow.settle_masters()
         self._engine = engine
-        self._step = engine.global_steps
+        self._zenflow = zenflow
+        self._version = zenflow.host.version
         self.ranks = zenflow.state.host_ranks
         target = Target(engine.optimizer, engine._get_zero_param_shapes())
         self._masters = [state.master.detach() for state in zenflow.host.states]
@@ -131,7 +138,7 @@ class _Stream:
     def parts(self) -> Iterator[WeightPart]:
         """This rank's elements; rank 0 also yields replicated tensors. No collective."""
         for entry in self._entries:
-            self._require_no_step()
+            self._require_unchanged()
             for fragment in entry.held_by(self.ranks.rank):
                 values = entry.read(fragment).to("cpu", entry.dtype, copy=True)
                 yield WeightPart(entry.names, entry.shape, fragment.begin, values)
@@ -139,39 +146,40 @@ class _Stream:
                 values = entry.sources[0].to("cpu", copy=True).reshape(-1)
                 yield WeightPart(entry.names, entry.shape, 0, values)
 
-    # Note: [a rank that stops reading]
-    # Before each bucket, the ranks agree that all continue. A rank whose consumer raises or breaks
-    # its loop reports that instead, so the others raise an error and do not hang. After the last
-    # agreement no rank reports any more, because no other rank takes part.
+    def opened(self) -> OpenStream:
+        """What tells the ranks that one of them has stopped reading."""
+        host, version = self._zenflow.host, self._version
+        opened = OpenStream(self.ranks, lambda: host.version == version)
+        self._zenflow.streams.append(opened)
+        return opened
 
-    def whole(self, bucket_bytes: int, on_rank: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def whole(
+        self, bucket_bytes: int, on_rank: int | None, opened: OpenStream
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors. A collective, which every rank iterates to its end."""
         buckets = list(_buckets(self._entries, bucket_bytes))
-        left = len(buckets)
         try:
-            for bucket in buckets:
-                self._require_no_step()
+            for number, bucket in enumerate(buckets, 1):
+                self._require_unchanged()
                 exchange = _Exchange(bucket, self.ranks, on_rank)
                 exchange.prepare()
-                left -= 1
-                if not self.ranks.all(True):
-                    left = 0
+                if not opened.agree(GOES_ON):
                     raise StateError(
                         "another rank has stopped reading the weights: see its error. All ranks "
                         "must iterate to the end"
                     )
+                opened.is_open = number < len(buckets)
                 for names, tensor in exchange.run():
                     for name in names:
                         yield name, tensor
         finally:
-            if left:
-                self.ranks.all(False)
+            opened.agree(HAS_ENDED)
 
-    def _require_no_step(self) -> None:
-        if self._engine.global_steps != self._step:
+    def _require_unchanged(self) -> None:
+        if self._zenflow.host.version != self._version:
             raise StateError(
-                f"the engine has stepped (step {self._engine.global_steps}, was {self._step}) "
-                "while its weights were read: read all of them between two steps"
+                "a step, a load or a write has changed the weights while they were read: read all "
+                "of them in between"
             )
 
 

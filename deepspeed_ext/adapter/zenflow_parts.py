@@ -3,8 +3,8 @@ DeepSpeed's optimizers forward."""
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,45 @@ from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.start import ZenFlowStart, start_optimizer
 from deepspeed_ext.zenflow.step.copies import largest_block_apart, mixed
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.supported import require_publishable
 
-__all__ = ["ZenFlowParts", "zenflow_of"]
+__all__ = ["GOES_ON", "HAS_ENDED", "OpenStream", "ZenFlowParts", "zenflow_of"]
+
+
+HAS_ENDED, CALLS_ANOTHER, GOES_ON = range(3)
+"""What a rank does while weights are streamed: `CALLS_ANOTHER` method of the engine."""
+
+
+# Note: [a rank that stops reading]
+# A consumer of streamed weights may raise on one rank. Its iterator then lives on in the traceback,
+# while a `finally:` of the script calls the engine, and the other ranks wait for the next bucket.
+# So every rank says what it does, in one collective: before each bucket, at the beginning of each
+# call of the engine until the stream has ended, and when an iterator is freed.
+
+
+class OpenStream:
+    """Weights that are being streamed.
+
+    Args:
+        ranks: for host tensors.
+        is_current: whether the weights have not changed since it began.
+
+    Attributes:
+        is_open: whether buckets are left, on all ranks.
+    """
+
+    def __init__(self, ranks: RankGroup, is_current: Callable[[], bool]) -> None:
+        self._ranks = ranks
+        self._is_current = is_current
+        self.is_open = True
+
+    def agree(self, reading: int) -> bool:
+        """Whether all ranks do the same, and the stream has not ended. A collective, if it is
+        open."""
+        if self.is_open:
+            reading = reading if self._is_current() else HAS_ENDED
+            least, most = self._ranks.minimum(reading, -reading)
+            self.is_open = least == -most and reading is not HAS_ENDED
+        return self.is_open
 
 
 @dataclass(frozen=True)
@@ -35,6 +71,7 @@ class ZenFlowParts:
         state: saves, loads and exports state.
         readiness: decides which calls may run.
         backward_pass: DeepSpeed's state of a backward pass.
+        streams: weights that are being streamed.
     """
 
     host: HostOptimizer
@@ -42,6 +79,7 @@ class ZenFlowParts:
     state: ReachedState
     readiness: Readiness
     backward_pass: BackwardPass
+    streams: list[OpenStream] = field(default_factory=list)
 
     @classmethod
     def start(cls, zero: Any, partitions: ZeroPartitions, start: ZenFlowStart) -> ZenFlowParts:
@@ -52,7 +90,6 @@ class ZenFlowParts:
         """
         ranks = RankGroup.of(zero.dp_process_group, keeps_scratch=True)
         caller, groups = partitions.caller(ranks.size), partitions.groups
-        require_publishable(start.run.config, caller.weights_dtype)
         holders = [partitions.holders(index, ranks) for index in range(len(groups))]
         others = [RankGroup.of(group) for group in later_groups(zero)]
         open_communicators([start.ranks, ranks, *holders, *others])
@@ -79,6 +116,15 @@ class ZenFlowParts:
         """Names of the moments in the optimizer's state."""
         return [name for _, name in self.host.kind.layout.moments]
 
+    def begin_call(self) -> None:
+        """Begin a call of the engine. A collective while weights are streamed.
+
+        Raises:
+            StateError: this is a forked process; the engine belongs to its parent.
+        """
+        self.host.link.home.require()
+        self.streams[:] = [each for each in self.streams if each.agree(CALLS_ANOTHER)]
+
     def settle_masters(self) -> None:
         """Wait on all ranks until p is final, also while states are offloaded. A collective.
 
@@ -86,7 +132,7 @@ class ZenFlowParts:
             StateError: an exception has interrupted a step or a load.
             WorkerError: on every rank, if any rank's optimizer process has failed.
         """
-        self.host.link.home.require()
+        self.begin_call()
         self.readiness.require_whole(Work.BACKWARD)
         self.state.drain_together(shows_moments=False)
 

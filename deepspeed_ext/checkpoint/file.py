@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime.words import one_line
 
-__all__ = ["marked", "reading", "save_id_of", "unmarked"]
+__all__ = ["ROOM", "advised", "marked", "reading", "save_id_of", "unmarked"]
+
+ROOM = "make room there, or save elsewhere"
+"""What to do if a file cannot be written."""
 
 _SAVE_ID, _FILE = "deepspeed_ext_save_id", "deepspeed_ext_file"
 """Keys of the save's id and of the file's name. If a file has only tensors, they are attributes of
@@ -79,3 +82,18 @@ def reading(path: str) -> Iterator[None]:
         raise CheckpointError(
             f"{path} cannot be read ({one_line(error)}): load an earlier checkpoint by its tag"
         ) from error
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Wrap a block that writes, so that its error says what to do.
+
+    Raises:
+        CheckpointError: for any error, except our own.
+    """
+    try:
+        yield
+    except DeepSpeedExtError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{one_line(error)}. To go on: {ROOM}") from error

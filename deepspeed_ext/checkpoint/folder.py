@@ -14,16 +14,14 @@ after the renames       tag, replaced        the new save
 nodes differ            any of the above     the save that every node has
 ======================= ==================== =============================================
 
-Two jobs may save to one folder at the same time, even under one tag, for instance if a job was
-queued again while the old one still runs. So the names of staging and replaced folders contain the
-unique id of their save, and saves are moved only by renames. If another job has replaced the tag's
-save meanwhile, `CheckpointFolder.swap` raises an error instead of replacing it.
+One job at a time saves to a folder. The names of staging and replaced folders contain the unique id
+of their save, and saves are moved only by renames, so two jobs never mix their files. If another
+job has replaced the tag's save meanwhile, `CheckpointFolder.swap` raises an error instead of
+replacing it.
 
-Leftovers of this and other tags may come from a crash, or belong to a save in progress: of another
-engine of this process, or of another running job. They are removed if their process on this host
-has ended, or after an hour without writes. Locks would be faster, but do not work on every file
-system or between hosts. Before a folder is removed, it is renamed so that it can no longer be taken
-for a save.
+Leftovers of a crash are removed by a later save under the same tag, and under another tag after an
+hour without writes. Before a folder is removed, it is renamed so that it can no longer be taken for
+a save.
 
 This module uses neither ranks nor torch.
 """
@@ -31,16 +29,13 @@ This module uses neither ranks nor torch.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from deepspeed_ext.checkpoint.owner import Owner
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import files
 
@@ -243,8 +238,8 @@ class CheckpointFolder:
             self._write_marker(self._save_id)
 
     def _write_marker(self, save_id: str | None) -> None:
-        marker = {"save_id": save_id, "owner": Owner.here().as_dict()}
-        files.replace_file(os.path.join(self.staging, _MARKER), json.dumps(marker) + "\n")
+        marker = json.dumps({"save_id": save_id}) + "\n"
+        files.replace_file(os.path.join(self.staging, _MARKER), marker)
 
     def swap(self) -> None:
         """Put the staging folder in place. Call it when every rank of every node has written its
@@ -256,37 +251,22 @@ class CheckpointFolder:
         """
         if _save_id(self.path) != self._save_id:
             self._require_unchanged()
-            self._put_in_place()
+            if os.path.lexists(self.path):
+                os.rename(self.path, self._replaced)
+            os.rename(self.staging, self.path)
         files.sync_folder(os.path.dirname(self.path))
 
-    def _put_in_place(self) -> None:
-        # there was no save, or another job is moving it
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self.path, self._replaced)
-        try:
-            os.rename(self.staging, self.path)
-        except OSError as error:
-            # another job that reads the tag has completed the swap
-            if _save_id(self.path) == self._save_id:
-                return
-            self._require_unchanged()
-            if error.errno != errno.ENOENT:
-                raise
-            raise CheckpointError(
-                f"{self.staging} is gone: another job or a person "
-                "has removed it while this job wrote to it"
-            ) from None
-
     def _require_unchanged(self) -> None:
-        """Raise if another job has put a save in place since `begin`."""
+        """Raise if another job has put a save in place since `begin`, or removed this one."""
         now = _save_id(self.path)
-        if now in (None, self._found) or (now == UNKNOWN and not self._holds_save()):
-            return
-        raise CheckpointError(
-            f"another job has saved under {self.path} since this save began (save id "
-            f"{now or 'unknown'}, expected "
-            f"{self._found or 'none'}): stop one of the jobs, or give each a folder of its own"
-        )
+        is_new = now not in (None, self._found) and (now != UNKNOWN or self._holds_save())
+        if is_new or not os.path.lexists(self.staging):
+            what = "has saved under" if is_new else "or a person has removed"
+            raise CheckpointError(
+                f"another job {what} {self.path if is_new else self.staging} since this save began "
+                f"(save id {now or 'none'}, expected {self._found or 'none'}): stop one of the "
+                "jobs, or give each a folder of its own"
+            )
 
     def end(self) -> None:
         """Remove the older save. Call it when every node has swapped."""
@@ -303,8 +283,6 @@ class CheckpointFolder:
             has_older = os.path.lexists(self._replaced)
             if _save_id(self.path) == self._save_id and (has_older or self._found is None):
                 os.rename(self.path, self.staging)
-                if _save_id(self.staging) != self._save_id:  # another job was faster
-                    os.rename(self.staging, self.path)
             if has_older and not os.path.lexists(self.path):
                 files.rename(self._replaced, self.path)
             if os.path.lexists(self.path) or self._found is None:
@@ -326,13 +304,8 @@ class CheckpointFolder:
             source, target = os.path.join(replaced, name), os.path.join(self.path, name)
             if name == _MARKER or name.endswith(self._names.end) or os.path.lexists(target):
                 continue
-            try:
-                os.rename(source, target)
-            except FileNotFoundError:  # another job has moved the file, or is moving the newer save
-                if os.path.lexists(source):
-                    return
-        with contextlib.suppress(FileNotFoundError):
-            files.sync_folder(self.path)
+            os.rename(source, target)
+        files.sync_folder(self.path)
         self._discard(replaced)
 
     def _discard(self, folder: str) -> None:
@@ -346,19 +319,14 @@ class CheckpointFolder:
     # -- after a crash -----------------------------------------------------------------------------
 
     def finish_swap(self) -> None:
-        """Complete a swap that was interrupted between its two renames, or that another job is
-        making now."""
+        """Complete a swap that was interrupted between its two renames."""
         replaced = [] if os.path.lexists(self.path) else self._keys(_REPLACED)
         staged = [key for key in replaced if os.path.lexists(self._beside(_STAGING, key))]
         sources = [self._beside(_STAGING, key) for key in staged] or [
             self._beside(_REPLACED, key) for key in replaced
         ]
         for source in sources[:1]:
-            try:
-                files.rename(source, self.path)
-            except OSError:
-                if not os.path.lexists(self.path):  # otherwise that job has completed it
-                    raise
+            files.rename(source, self.path)
 
     def state(self) -> FolderState:
         """The save ids under the tag's names."""
@@ -379,7 +347,7 @@ class CheckpointFolder:
             state: this node's state.
             save_id: the choice of `choose_save` from the states of all nodes.
         """
-        if state.saved == save_id:  # even if another job has replaced it since
+        if state.saved == save_id:
             return
         assert save_id is not None, "choose_save chooses a save that every node has"
         if save_id in state.staged:
@@ -408,7 +376,6 @@ class CheckpointFolder:
                     os.unlink(path)
         for found in filter(None, map(_BESIDE.fullmatch, names)):
             other = CheckpointFolder(parent, found["tag"], self._names)
-            # its job has just changed it, or it is another user's
             with contextlib.suppress(OSError, CheckpointError):
                 if found["role"] == _REMOVING:
                     files.remove_tree(os.path.join(parent, found.string))
@@ -416,18 +383,11 @@ class CheckpointFolder:
                     other._clear(found["key"])
 
     def _is_leftover(self, key: str, now: float, is_own: bool) -> bool:
-        """Whether no job still works on the save with this key; `is_own`: this job saves under the
-        same tag."""
+        """Whether no save with this key goes on; `is_own`: this job saves under the same tag."""
         staging, replaced = self._beside(_STAGING, key), self._beside(_REPLACED, key)
         if staging in _in_use:
             return False
-        if is_own and not os.path.lexists(staging):
-            return True  # its swap is over
-        if _owner_has_ended(staging) or (
-            (_save_id(self.path) or "")[:_KEY_LENGTH] == key and _owner_has_ended(self.path)
-        ):
-            return True
-        return _last_written((staging, self.path, replaced)) < now - _QUIET_SECONDS
+        return is_own or _last_written((staging, self.path, replaced)) < now - _QUIET_SECONDS
 
     def _clear(self, key: str) -> None:
         """Remove the leftovers of an interrupted save; if it is complete and the only one, finish
@@ -449,29 +409,18 @@ def _last_written(folders: Sequence[str]) -> float:
     return max(times)
 
 
-def _marker(folder: str) -> dict[str, Any]:
-    """The content of a save's marker; empty: plain DeepSpeed wrote the save."""
+def _save_id(folder: str) -> str | None:
+    """The id of the save in a folder; None: there is no folder, or the save is not complete."""
+    if not os.path.isdir(folder):
+        return None
     try:
         with open(os.path.join(folder, _MARKER), encoding="utf-8") as file:
-            marker: dict[str, Any] = json.loads(file.read(1000))
-            return {**marker, "save_id": marker["save_id"]}
+            save_id = json.loads(file.read(1000))["save_id"]
     except FileNotFoundError:
-        return {}
+        return UNKNOWN  # plain DeepSpeed wrote the save
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{os.path.join(folder, _MARKER)} is damaged "
             f"({error}): load another checkpoint by its tag"
         ) from None
-
-
-def _owner_has_ended(folder: str) -> bool:
-    owner = Owner.read(_marker(folder).get("owner"))
-    return owner is not None and owner.has_ended()
-
-
-def _save_id(folder: str) -> str | None:
-    """The id of the save in a folder; None: there is no folder, or the save is not complete."""
-    if not os.path.isdir(folder):
-        return None
-    save_id = _marker(folder).get("save_id", UNKNOWN)
     return None if save_id is None else str(save_id)

@@ -26,7 +26,7 @@ from deepspeed_ext.config.zenflow import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.procfs import host_id
-from deepspeed_ext.runtime.words import LOAD_ANOTHER
+from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
 from deepspeed_ext.zenflow.choose_rule import SAVED
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 _VERSION = 9
+_RING = ("position", "written")
 _RULES = {True: "exact", False: "predictive"}
 """Names of rules, by whether they are exact."""
 
@@ -135,15 +136,17 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
     try:
         saved = converted(saved)
         schedule, partitions = _BY_RULE[saved["rule"]]
+        # None: what earlier versions had not chosen yet
+        chosen = {name: value for name, value in saved["schedule"].items() if value is not None}
         fields = {
             **saved,
-            "schedule": _without_ring(schedule.validate_python(saved["schedule"])),
+            "schedule": _without_ring(schedule.validate_python(chosen)),
             "partitions": partitions.validate_python(saved["partitions"]),
         }
         state = _STATE.validate_python(fields)
     except Exception as error:  # the file may hold anything
         raise CheckpointError(
-            f"the saved ZenFlow state is damaged: {reprlib.repr(str(error))}: {LOAD_ANOTHER}"
+            f"the saved ZenFlow state is damaged: {one_line(error)[:300]}: {LOAD_ANOTHER}"
         ) from None
     sizes = [partition.numel for partition in state.partitions]
     if sizes != list(numels):
@@ -170,8 +173,7 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
 
 def _without_ring(state: Any) -> dict[str, Any]:
     """The state of a schedule as `Schedule.state_dict` returns it."""
-    kept = asdict(state)
-    return {name: kept[name] for name in kept if name not in ("position", "written")}
+    return {name: value for name, value in asdict(state).items() if name not in _RING}
 
 
 STATE_KEY = "deepspeed_ext_zenflow"

@@ -82,11 +82,6 @@ class ZenFlowConfig(ConfigSection):
     their own update. Measured on a sample, every 20 steps. At least 1; or 0, which turns this guard
     off."""
 
-    publish_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype in which the worker sends weights. Not given: the model's dtype, which rounds once more
-    than float32 but needs half the host memory and link traffic if it has 16 bits. Only the model's
-    dtype or float32."""
-
     state_dtype: StateDtype = "float32"
     """``predictive`` and ``exact`` with Adam or AdamW: dtype of the moments, on the host and in a
     share on the accelerator. ``bfloat16`` takes 4 bytes of host memory per parameter less, and the
@@ -96,15 +91,10 @@ class ZenFlowConfig(ConfigSection):
     ``bf16.bf16_optimizer_states`` sets ``bfloat16``, unless this is given. ``int8`` needs a
     ``block_size`` of at most 256."""
 
-    hide_transfers: bool | None = None
-    """Overlap the copies of gradients and results with the next step. Takes 2 bytes of
-    device memory per parameter of the partition. Not given: true if that leaves a tenth of every
-    rank's memory free. No effect if the accelerator is the CPU."""
-
     gradients_on_host: bool | None = None
     """Copy gradients to the host during backward, so that a rank's partition has only its weights
     on the accelerator; the step then computes new weights on the host and copies them up. Stages 2
-    and 3, without ``hide_transfers`` and with the whole optimizer on the host. Takes 2 bytes of
+    and 3, with the whole optimizer on the host. Takes 2 bytes of
     host memory per parameter. Not given: true if gradients would take more than half of the memory
     that the weights leave free on any rank's accelerator. No effect if the accelerator is the CPU,
     or with ``offload_param``, whose gradients are on the host anyway."""
@@ -126,11 +116,6 @@ class ZenFlowConfig(ConfigSection):
     worker, copies of the rest by a thread. The next pass of the worker waits until p, m and v are
     written. The checkpoint appears under its name, and in ``latest``, once it is complete, after a
     later step or in ``engine.destroy()``."""
-
-    save_predicted_weights: bool = False
-    """What ``save_16bit_model``, the Trainer's ``save_model`` and other exports of the model alone
-    write. False: p, rounded to the nearest value of the weights' dtype. True: the weights that
-    training uses, which anticipate an update. Checkpoints have both."""
 
     worker_timeout_seconds: Annotated[float, Field(gt=0, le=7 * DAY_SECONDS)] = 240.0
     """Longest start of the worker, and longest wait for it, before an error. While one rank waits
@@ -226,6 +211,9 @@ RETIRED = {
     "auto_ratio": "update_interval is 4, unless it is given",
     "update_rule": '"measured" means not given',
     "update_interval": '"measured" means not given',
+    "hide_transfers": "the plan decides when copies run",
+    "publish_dtype": "the worker sends weights in the model's dtype",
+    "save_predicted_weights": "exports hold the exact weights",
     "weights_arrive_in_forward": (
         "with the exact rule at stage 3 weights arrive in the forward, otherwise in the step"
     ),

@@ -8,13 +8,7 @@ The DeepSpeed config that ``deepspeed:`` names may then have our fields.
 
 from typing import Any
 
-try:
-    from axolotl.integrations.base import BasePlugin
-except ImportError as error:
-    raise ImportError(
-        "deepspeed_ext.integrations.axolotl needs Axolotl "
-        f"({error}); install it with: pip install axolotl"
-    ) from error
+from axolotl.integrations.base import BasePlugin
 
 import deepspeed_ext
 from deepspeed_ext.integrations.transformers import log_measurements

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from deepspeed_ext.errors import UnsupportedError
 __all__ = ["save"]
 
 _INDEX = "model.safetensors.index.json"
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def save(
@@ -24,11 +26,12 @@ def save(
     """Write tensors to ``model.safetensors``, or to numbered shards and their index.
 
     If consecutive names share one tensor, only the first is written, as ``save_pretrained`` does.
-    An older model in the folder is replaced only after everything is written.
+    An older model in the folder is replaced only after everything is written; files of other names
+    stay.
 
     Args:
-        weights: names and tensors, such as `deepspeed_ext.weights(engine, on_rank=0)`. All ranks
-            call this; one that gets no tensors writes nothing.
+        weights: names and tensors, such as `deepspeed_ext.weights(engine, on_rank=0)`, copied
+            before the next is taken. All ranks call this; one that gets no tensors writes nothing.
         max_shard_bytes: largest file; a shard is held in host memory until it is written. A larger
             tensor gets a file of its own.
 
@@ -67,7 +70,7 @@ def save(
             last = tensor
             if shard and _nbytes(shard) + tensor.nbytes > max_shard_bytes:
                 write()
-            shard[name] = tensor.contiguous()
+            shard[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
         if shard:
             write()
         return _renamed(folder, written, shards, sum(sizes)) if shards else []
@@ -94,7 +97,7 @@ def _renamed(folder: Path, written: list[Path], shards: list[list[str]], total: 
         part.write_text(json.dumps(index, indent=2) + "\n")
         part.replace(folder / _INDEX)
         names.append(_INDEX)
-    for path in [*folder.glob("model*.safetensors"), folder / _INDEX]:
-        if path.name not in names:
+    for path in folder.iterdir():
+        if path.name not in names and (path.name == _INDEX or _OURS.fullmatch(path.name)):
             path.unlink(missing_ok=True)
     return [folder / name for name in names]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.errors import StateError, UnsupportedError
+from deepspeed_ext.errors import StateError
 
 __all__ = ["hand_over", "receive"]
 
@@ -42,17 +42,11 @@ def hand_over(
 
     Raises:
         StateError: the other process has ended, or closed its end, before it had read everything.
-        UnsupportedError: the platform has no memfd.
     """
     if connection is None:
         for _ in weights:
             pass
         return
-    if not hasattr(os, "memfd_create"):
-        raise UnsupportedError(
-            "hand_over needs os.memfd_create, which this platform lacks: run on Linux, or write "
-            "files with deepspeed_ext.integrations.safetensors"
-        )
     sender = _Sender(connection, bucket_bytes)
     try:
         for name, tensor in weights:
@@ -74,7 +68,7 @@ def receive(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and tensors that another process hands over.
 
     A tensor is a view of shared memory, valid until the next iteration: copy what you keep, as an
-    inference engine does when it loads weights. Iterate to the end.
+    inference engine does when it loads weights. Names of one tensor share it. Iterate to the end.
 
     Args:
         connection: the other end of `hand_over`'s connection.
@@ -96,9 +90,11 @@ def receive(connection: Connection) -> Iterator[tuple[str, torch.Tensor]]:
                 continue
             assert memory is not None, "the memory comes first"
             reads = True
-            for name, dtype, shape, begin, nbytes in content:
-                values = memory[begin : begin + nbytes].view(dtype)
-                yield name, values.view(shape)
+            views: dict[Any, torch.Tensor] = {}
+            for name, *place in content:
+                dtype, shape, begin, nbytes = place
+                values = memory[begin : begin + nbytes].view(dtype).view(shape)
+                yield name, views.setdefault(tuple(place), values) if nbytes else values
             reads = False
             connection.send(_READ)
     except EOFError as error:
@@ -127,9 +123,14 @@ class _Sender:
         self._bucket_bytes = bucket_bytes
         self._memory: torch.Tensor | None = None
         self._told: list[tuple[Any, ...]] = []
+        self._last: torch.Tensor | None = None
         self._end = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor is self._last:  # tied
+            self._told.append((name, *self._told[-1][1:]))
+            return
+        self._last = tensor
         if self._memory is None or self._end + tensor.nbytes > self._memory.numel():
             self.flush()
             self._make_room(tensor.nbytes)

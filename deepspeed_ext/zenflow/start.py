@@ -156,7 +156,6 @@ def _plan_with_buffers(
     plan = agreed_plan(facts, run, ranks)
     buffers = landing_buffers(plan, ranks)
     if buffers is None:
-        _require_open(run, plan, ranks)
         plan, buffers = without_landing(facts, run, ranks), []
     if plan.shortage is not None:
         raise agreed(OutOfMemoryError(plan.shortage), ranks)
@@ -189,20 +188,6 @@ def _adviser(start: ZenFlowStart, plan: ZenFlowPlan, threads: WorkerThreads) -> 
     cores = None if start.cores is None else Cores(threads.count, start.cores)
     leads, room = start.ranks.rank == 0, memory.unused_accelerator_bytes
     return Adviser(remedies_of(plan), cores, leads=leads, room=room)
-
-
-def _require_open(run: ZenFlowRun, plan: ZenFlowPlan, ranks: RankGroup) -> None:
-    """Raise on every rank if the config demands landing buffers, which a rank could not
-    allocate."""
-    if run.config.hide_transfers:
-        raise agreed(
-            OutOfMemoryError(
-                "zenflow.hide_transfers is true, but a rank cannot allocate the landing buffers, "
-                f"which take {plan.held.landing_bytes:,} bytes of device memory on rank "
-                f"{ranks.rank}. Remove the field: copies then run inside the step"
-            ),
-            ranks,
-        )
 
 
 def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:

@@ -112,8 +112,7 @@ class Tuner:
 
     Args:
         config: ``offload_reserve_fraction`` of the accelerator's memory stays free above the peak
-            of a step; landing buffers may give way to a larger share unless ``hide_transfers`` is
-            given.
+            of a step.
         chooses_share: whether the share may move; otherwise only threads do.
         threads: thread counts to try, the present one first.
     """
@@ -127,7 +126,6 @@ class Tuner:
         threads: Sequence[int],
     ) -> None:
         self._metrics = metrics
-        self._may_expose = config.hide_transfers is None
         self._reserve_fraction = config.offload_reserve_fraction
         self._chooses_share = chooses_share
         self._counts = threads
@@ -274,7 +272,7 @@ class Tuner:
         share = 1.0 - sum(heads) / max(1, sum(sizes))
         plan = with_heads(host.decided, heads, share, "the checkpoint's")
         moved = moving.move(host, plan, hides=False)
-        if not moved and self._may_expose and plan.copies is Copies.BESIDE_STEP:
+        if not moved and plan.copies is Copies.BESIDE_STEP:
             moved = moving.move(host, with_copies_inside(plan), hides=False)
         if moved:
             self._is_open = False
@@ -353,12 +351,12 @@ class Tuner:
         self, host: HostOptimizer, times: ChainTimes, *, changes_threads: bool
     ) -> list[Measured]:
         """What every rank has measured, and its room. A collective."""
-        now, may_expose = host.decided, self._may_expose
-        mine = Measured.of(now, may_expose, times, 0, changes_threads)
+        now = host.decided
+        mine = Measured.of(now, times, 0, changes_threads)
         with host.link.deferring_errors():
             reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
             room = memory.unused_accelerator_bytes() - reserve
-            mine = Measured.of(now, may_expose, times, room, changes_threads)
+            mine = Measured.of(now, times, room, changes_threads)
         return host.ranks.gather_objects(mine)
 
     def _choose(
@@ -390,7 +388,7 @@ class Tuner:
     ) -> bool:
         """Choose the share and move to it; return whether it moved. A collective."""
         now = host.decided
-        found = search_measured(now, self._may_expose, of_all)
+        found = search_measured(now, of_all)
         slowest = max((each.times for each in of_all), key=lambda times: times.worker)
         least = max(each.least[0] for each in of_all) / UNITS
         why = (
@@ -409,7 +407,8 @@ class Tuner:
         if host.ranks.rank == 0:
             logger.info(f"offload_optimizer.ratio is {host.decided.host_share:.4g}: {why}")
             if host.decided.copies is not now.copies:
-                logger.info(str(host.decided.reasons[-2]))
+                told = (each for each in host.decided.reasons if each.about == "copies")
+                logger.info(str(*told))
         return moved
 
     def _times(self, plan: ZenFlowPlan, probe: ThreadProbe, is_alone: bool) -> ChainTimes:

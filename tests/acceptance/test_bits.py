@@ -18,6 +18,7 @@ from tests.acceptance.training import MIDDLE, STEPS, run
 from tests.acceptance.variants import ALIKE, ROWS, VARIANTS, Row
 from tests.acceptance.write import ARCHIVE, TABLE, origin
 from tests.support.kernels import needs_native
+from tests.support.planned import copies_as
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.sampled(), needs_native]
@@ -40,15 +41,15 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def run_with_copies(config: dict[str, Any], *folders: str) -> dict[str, Any]:
+    with copies_as(config["zero_optimization"]["zenflow"]):
+        return run(config, *folders)
+
+
 def train(row: Row, folder: Path, load: Path | None = None) -> list[dict[str, Any]]:
-    return run_ranks(
-        row.ranks,
-        run,
-        row.variant.config(row.stage),
-        str(folder),
-        str(load / str(row)) if load else "",
-        device=row.variant.device,
-    )
+    loads, variant = str(load / str(row)) if load else "", row.variant
+    how = variant.config(row.stage), str(folder), loads
+    return run_ranks(row.ranks, run_with_copies, *how, device=variant.device)
 
 
 def recorded(before: Path, row: Row) -> tuple[list[dict[str, Any]], str]:

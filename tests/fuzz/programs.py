@@ -17,7 +17,7 @@ Operation = tuple[Any, ...]
 NAMES = ("embed.weight", "norm.weight", "up.weight", "up.bias", "again.weight", "maybe.weight")
 """Parameters that operations change or read."""
 ONLY_ODD = ("freeze", "skip", "zero_grad", "discarded", "crossed", "retained")
-OURS = {"hide_transfers": False, "async_save": True, "publish_dtype": "float32"}
+OURS = {"async_save": True}
 """Fields of ours that change no bit."""
 INNER = {
     *("evaluate", "set_group", "get_master", "set_master", "get_state", "set_state", "gathered"),
@@ -96,7 +96,6 @@ def _settings(rng: random.Random, system: str | None, stage: int | None) -> Sett
         ours |= {name: value for name, value in OURS.items() if rng.random() < 0.15}
         if stage > 1 and rng.random() < 0.2:
             ours["gradients_on_host"] = True
-            ours.pop("hide_transfers", None)
         if stage == 3 and rng.random() < 0.2:
             zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     if system == "zero" and stage < 3:

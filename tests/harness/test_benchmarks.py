@@ -37,11 +37,7 @@ def test_convergence_trains_keeps_and_reuses(capsys: pytest.CaptureFixture[str])
     results = Results(TINY, reuse=True)
     bench_convergence.make(["adamw", "predictive"], TINY, results)
     stored = json.loads(results.path.read_text())["rows"]
-    assert [row["key"]["side"]["name"] for row in stored] == [
-        "AdamW",
-        "predictive, interval 1",
-        "predictive, interval 4",
-    ]
+    assert [row["key"]["side"]["name"] for row in stored] == ["AdamW", "predictive"]
     assert all(len(row["losses"]) == len(row["seconds"]) == TINY.steps for row in stored)
     # One synchronous step is AdamW's own, up to the rounding of another implementation.
     assert stored[1]["losses"][:2] == pytest.approx(stored[0]["losses"][:2], abs=2e-3)
@@ -51,11 +47,11 @@ def test_convergence_trains_keeps_and_reuses(capsys: pytest.CaptureFixture[str])
     bench_convergence.make(["adamw", "predictive"], TINY, again)
     assert again.rows == stored, "nothing is trained twice"
     bench_convergence.show(again, TINY)
-    assert "predictive, interval 4" in capsys.readouterr().out
+    assert "predictive" in capsys.readouterr().out
 
 
 def test_initialize_changes_no_weight() -> None:
-    assert run_ranks(1, changed_by_initialize, sides.PREDICTIVE_1, 2) == [0]
+    assert run_ranks(1, changed_by_initialize, sides.PREDICTIVE, 2) == [0]
     upstream = run_ranks(1, changed_by_initialize, sides.UPSTREAM_SEQUENTIAL, 2)
     assert upstream != [0], (
         "upstream has been mended: say so in docs/lab/archive/upstream_zenflow.md"
@@ -80,7 +76,7 @@ def _stored(scale: Scale, loss: dict[str, float], tuned_loss: dict[str, float]) 
                 put(plain(side, rate, 0, scale), loss[side.name])
         if side.name in tuned_loss:
             put(tuned(side, 0, scale), tuned_loss[side.name])
-    for training in stages_of(sides.PREDICTIVE_1, 0, scale):
+    for training in stages_of(sides.PREDICTIVE, 0, scale):
         put(training, 2.0 + 0.005 * training.stage * training.ranks)
     results.rows.append(
         {"key": {"kind": "not tuned", "seed": 0}, "value": [2.5] * scale.tuning_steps}
@@ -90,30 +86,26 @@ def _stored(scale: Scale, loss: dict[str, float], tuned_loss: dict[str, float]) 
 
 def test_acceptance_compares_with_adamw() -> None:
     scale = Scale(steps=100, seeds=1)
-    loss = {"AdamW": 2.0, "predictive, interval 1": 2.019, "predictive, interval 4": 2.031}
-    loss |= {"upstream ZenFlow, overlapped": 2.5}
-    results = _stored(
-        scale,
-        loss,
-        {"AdamW": 2.4, "predictive, interval 1": 2.402, "predictive, interval 4": 2.404},
-    )
+    loss = {"AdamW": 2.0, "predictive": 2.019, "upstream ZenFlow, overlapped": 2.5}
+    results = _stored(scale, loss, {"AdamW": 2.4, "predictive": 2.402})
     rows = {row["check"]: row for row in acceptance(Metrics(results, scale))}
-    assert rows["predictive, interval 1, lr 0.0005"]["passed"] is True
-    assert rows["predictive, interval 4, lr 0.001"]["passed"] is False, (
-        "1.55 % is over the limit of 1.5 %"
-    )
-    assert rows["predictive, interval 1, lr 0.0005"]["upstream"] == "+25.00%"
-    assert rows["predictive, interval 1, fine-tuning"]["reached"] == "98.0%"
-    assert rows["predictive, interval 1, fine-tuning"]["passed"] is True
-    assert rows["predictive, interval 4, fine-tuning"]["passed"] is False
-    assert rows["predictive, interval 1, stages x ranks"]["reached"] == "0.0250"
-    assert rows["predictive, interval 1, stages x ranks"]["passed"] is False
-    assert rows["predictive, interval 4, stages x ranks"]["passed"] is None, "not run is neither"
+    assert rows["predictive, lr 0.0005"]["passed"] is True
+    assert rows["predictive, lr 0.0005"]["upstream"] == "+25.00%"
+    assert rows["predictive, fine-tuning"]["reached"] == "98.0%"
+    assert rows["predictive, fine-tuning"]["passed"] is True
+    assert rows["predictive, stages x ranks"]["reached"] == "0.0250"
+    assert rows["predictive, stages x ranks"]["passed"] is False
+    selective = sides.SELECTIVE_4.name
+    assert rows[f"{selective}, stages x ranks"]["passed"] is None, "not run is neither"
+    worse = _stored(scale, loss | {"predictive": 2.021}, {"AdamW": 2.4, "predictive": 2.404})
+    rows = {row["check"]: row for row in acceptance(Metrics(worse, scale))}
+    assert rows["predictive, lr 0.001"]["passed"] is False, "1.05 % is over the limit of 1 %"
+    assert rows["predictive, fine-tuning"]["passed"] is False
 
 
 def test_offloaded_step_is_measured_and_labelled() -> None:
     command = ["--millions", "2.2", "--turns", "1", "--steps", "2", "--no-memory", "--only"]
-    only = [sides.PREDICTIVE_1.name, sides.OFFLOAD_TORCH.name]
+    only = [sides.PREDICTIVE.name, sides.OFFLOAD_TORCH.name]
     args = bench_offload_step.arguments().parse_args([*command, *only])
     tables, comparisons = bench_offload_step.measure(args)
     timed = {title: rows for title, rows in tables.items() if "sleeps" in title}
@@ -123,7 +115,7 @@ def test_offloaded_step_is_measured_and_labelled() -> None:
         theirs, ours = rows
         assert [theirs["variant"], ours["variant"]] == [
             sides.OFFLOAD_TORCH.name,
-            sides.PREDICTIVE_1.name,
+            sides.PREDICTIVE.name,
         ]
         assert ours["median ms"] > ours["simulated device ms"] > 0
         assert ours["worker ms a step"] > 0
@@ -148,8 +140,8 @@ def test_step_checks_fail_where_the_worker_is_waited_for() -> None:
             StepFigures(slowest, wait, wait, 0.010)
         ]
 
-    good = bench_offload_step.step_row(sides.PREDICTIVE_1, steps(0.020, 0.0, 0.021), 0.02)
-    bad = bench_offload_step.step_row(sides.PREDICTIVE_1, steps(0.020, 0.005, 0.040), 0.02)
+    good = bench_offload_step.step_row(sides.PREDICTIVE, steps(0.020, 0.0, 0.021), 0.02)
+    bad = bench_offload_step.step_row(sides.PREDICTIVE, steps(0.020, 0.005, 0.040), 0.02)
     assert good["max / median"] == pytest.approx(1.05)
     assert good["p95 ms"] == pytest.approx(21.0)
     assert [check["passed"] for check in bench_offload_step.checks([good], [good])] == [

@@ -5,16 +5,16 @@ sizes of a partition.
     [--deepspeed]
 
 "fused" is plain ``torch.optim.AdamW(fused=True)``: fp32 gradient in, nothing out. The pass reads a
-16-bit gradient and writes a 16-bit weight and the block means besides; "interval 4" carries out
-four steps in one pass, per step. Arrays lie where the arena places them; "head to tail" is the
-placement before, one array behind the other on page boundaries. Every contender gets the same
-number of threads; "cores" is the CPU time that it took per second, to check that.
+16-bit gradient and writes a 16-bit weight and the block means besides. Arrays lie where the arena
+places them; "head to tail" is the placement before, one array behind the other on page boundaries.
+Every contender gets the same number of threads; "cores" is the CPU time that it took per second, to
+check that.
 
 "GB/s" are the bytes that a contender has to read and write, over its time: 28 an element for a step
 of Adam (the pass: p, m and v in and out, 2 bytes each of gradient and weight; fused: the same with
-an fp32 gradient and no other weight), 20 with moments in bf16, 16 with 8 bits, 34 for four steps in
-one pass, and 8 for the plain copy of an fp32 array, which shows what the memory can do. A copy also
-reads each cache line of its output before it overwrites it, which is not counted.
+an fp32 gradient and no other weight), 20 with moments in bf16, 16 with 8 bits, and 8 for the plain
+copy of an fp32 array, which shows what the memory can do. A copy also reads each cache line of its
+output before it overwrites it, which is not counted.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 from tests.perf import report
 from tests.support.arenas import arena_kinds
 
-INTERVAL, BLOCK_SIZE = 4, 32
+BLOCK_SIZE = 32
 SIZES = {
     1 << 24: "2^24",
     1 << 26: "2^26",
@@ -70,7 +70,6 @@ class Contender:
 
     run: Callable[[], object]
     nbytes: float
-    steps: int = 1
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
@@ -80,8 +79,8 @@ class Contender:
         time.sleep(_SETTLE_SECONDS)
         wall, cpu = time.perf_counter(), time.process_time()
         self.run()
-        self.wall.append((time.perf_counter() - wall) / self.steps)
-        self.cpu.append((time.process_time() - cpu) / self.steps)
+        self.wall.append(time.perf_counter() - wall)
+        self.cpu.append(time.process_time() - cpu)
         assert torch.get_num_threads() == threads, (
             "a contender has changed the threads of the next one"
         )
@@ -93,7 +92,7 @@ class Contender:
 
     def gb_per_s(self, numel: int) -> list[float]:
         """Bytes over time of each run."""
-        return [self.nbytes * numel / (self.steps * seconds) / 1e9 for seconds in self.wall]
+        return [self.nbytes * numel / seconds / 1e9 for seconds in self.wall]
 
     @property
     def cores(self) -> float:
@@ -114,24 +113,22 @@ def head_to_tail(specs: Sequence[ArraySpec]) -> ArenaLayout:
 def pass_arena(
     numel: int, plan: Callable[[Sequence[ArraySpec]], ArenaLayout], state: StateLayout = ADAM_STATE
 ) -> Arena:
-    kinds = arena_kinds(INTERVAL, layout=state)
+    kinds = arena_kinds(layout=state)
     arena = Arena.create(plan(kinds.of(0, numel)))
-    for slot in range(INTERVAL):
-        arena.tensor("g", slot=slot).normal_()
+    arena.tensor("g").normal_()
     arena.tensor("v").fill_(128 if state.is_coded else 1e-2)
     for kind in state.scales:
         arena.tensor(kind).fill_(100)
     return arena
 
 
-def pass_runner(kernel: Kernel, arena: Arena, steps: int) -> Callable[[], None]:
-    p, m, v, means = (arena.array(kind) for kind in ("p", "m", "v", "block_means"))
-    published = arena.array("y", slot=steps - 1)
-    grads = tuple(arena.array("g", slot=slot) for slot in range(steps))
-    adam = tuple(AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100 + k, 0.5) for k in range(steps))
-    publish = Publish(0.99, 1e-3, 0.0, 0.0, adam[-1].bias_correction2_sqrt, 1e-8)
+def pass_runner(kernel: Kernel, arena: Arena) -> Callable[[], None]:
+    kinds = ("p", "m", "v", "g", "y", "block_means")
+    p, m, v, g, y, means = (arena.array(kind) for kind in kinds)
+    adam = AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.1, True, 100, 0.5)
+    publish = Publish(0.99, 1e-3, 0.0, 0.0, adam.bias_correction2_sqrt, 1e-8)
     scales = (arena.array("m_scales"), arena.array("v_scales")) if m.dtype == "int8" else None
-    adam_pass = AdamPass(p, m, v, grads, adam, published, means, BLOCK_SIZE, publish, scales=scales)
+    adam_pass = AdamPass(p, m, v, (g,), (adam,), y, means, BLOCK_SIZE, publish, scales=scales)
 
     def run() -> None:
         assert arena.fileno >= 0, "the pass holds addresses in the arena"
@@ -173,28 +170,19 @@ def contenders(numel: int, threads: int, deepspeed: bool = False) -> dict[str, C
     """Everything that is timed at one size."""
     native, reference = load_kernel(library_path(), threads), load_kernel(None, threads)
     spread, tight = pass_arena(numel, plan_layout), pass_arena(numel, head_to_tail)
-    step, interval = STATE_BYTES + 2 + 2, STATE_BYTES + 2 * INTERVAL + 2
+    step = STATE_BYTES + 2 + 2
     found = {
         COPY: Contender(_copy_runner(numel), 8),
         BASE: Contender(_optimizer_runner(torch.optim.AdamW, numel, fused=True), STATE_BYTES + 4),
         f"{BASE}, placed as the arena does": Contender(placed_fused_runner(numel), STATE_BYTES + 4),
-        f"pass, {native.name}": Contender(pass_runner(native, spread, 1), step),
-        f"pass, {native.name}, head to tail": Contender(pass_runner(native, tight, 1), step),
-        f"pass, {native.name}, interval {INTERVAL}": Contender(
-            pass_runner(native, spread, INTERVAL), interval, INTERVAL
-        ),
-        f"pass, {native.name}, interval {INTERVAL}, head to tail": Contender(
-            pass_runner(native, tight, INTERVAL), interval, INTERVAL
-        ),
-        "pass, torch operations": Contender(pass_runner(reference, spread, 1), step),
+        f"pass, {native.name}": Contender(pass_runner(native, spread), step),
+        f"pass, {native.name}, head to tail": Contender(pass_runner(native, tight), step),
+        "pass, torch operations": Contender(pass_runner(reference, spread), step),
     }
     for name, (dtype, nbytes) in ROUNDED_BYTES.items():
         rounded = pass_arena(numel, plan_layout, replace(ADAM_STATE, moment_dtype=dtype))
-        whole = nbytes + 2
         title = f"pass, {native.name}, {name} moments"
-        found[title] = Contender(pass_runner(native, rounded, 1), whole + 2)
-        every = pass_runner(native, rounded, INTERVAL)
-        found[f"{title}, interval {INTERVAL}"] = Contender(every, whole + 2 * INTERVAL, INTERVAL)
+        found[title] = Contender(pass_runner(native, rounded), nbytes + 4)
     if deepspeed:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -233,27 +221,19 @@ def comparisons_of(
     """The native pass beside torch's and DeepSpeed's Adam, and everybody's bytes beside those of a
     copy."""
     kernel = next(name for name in found if name.startswith("pass, "))
-    passes = {
-        "1": found[kernel],
-        str(INTERVAL): found[f"{kernel}, interval {INTERVAL}"],
-    }
-    for name in ROUNDED_BYTES:
-        title = f"{kernel}, {name} moments"
-        passes |= {
-            f"1, {name} moments": found[title],
-            f"{INTERVAL}, {name} moments": found[f"{title}, interval {INTERVAL}"],
-        }
+    passes = {"fp32": found[kernel]}
+    passes |= {name: found[f"{kernel}, {name} moments"] for name in ROUNDED_BYTES}
     size = f"{numel:,} elements ({SIZES.get(numel, 'given')})"
     comparisons = [
         report.compare(
-            f"CPU Adam, {size}, interval {interval}",
+            f"CPU Adam, {size}, {moments} moments",
             rival,
             "ms per step",
             one.milliseconds,
             found[rival].milliseconds,
             (threads, threads),
         )
-        for interval, one in passes.items()
+        for moments, one in passes.items()
         for rival in (BASE, DEEPSPEED)
         if rival in found
     ]
@@ -267,7 +247,7 @@ def comparisons_of(
             (threads, threads),
         )
         for name, one in {
-            "CPU Adam, interval 1": passes["1"],
+            "CPU Adam": passes["fp32"],
             f"{BASE}, as a yardstick": found[BASE],
         }.items()
     ]

@@ -43,14 +43,13 @@ SIDES = (
     sides.OFFLOAD_TORCH,
     sides.UPSTREAM_SEQUENTIAL,
     sides.UPSTREAM_OVERLAPPED,
-    sides.PREDICTIVE_1,
-    sides.PREDICTIVE_4,
+    sides.PREDICTIVE,
     sides.SELECTIVE_4_LAG,
-    sides.PREDICTIVE_1_SLOW,
+    sides.PREDICTIVE_SLOW,
 )
 WARM_UP_STEPS = 28  # five intervals of 4 are synchronous, two more settle
 LONGER, SHORTER = 2.0, 0.25
-OURS = (sides.PREDICTIVE_1.name, sides.PREDICTIVE_4.name, sides.SELECTIVE_4_LAG.name)
+OURS = (sides.PREDICTIVE.name, sides.SELECTIVE_4_LAG.name)
 RIVALS = (
     sides.OFFLOAD_DEEPSPEED.name,
     sides.OFFLOAD_TORCH.name,
@@ -208,7 +207,7 @@ def checks(
             }
         )
 
-    fast, slow = (sides.PREDICTIVE_1.name, sides.PREDICTIVE_4.name), sides.PREDICTIVE_1_SLOW.name
+    fast, slow = (sides.PREDICTIVE.name,), sides.PREDICTIVE_SLOW.name
     for row in (row for row in longer if row["variant"] in fast):
         add(
             row,

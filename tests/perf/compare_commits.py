@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("commit_process.py")
 WAYS: dict[str, tuple[int, dict[str, object]]] = {
     "stage 2, predictive": (2, {"update_interval": 1, "full_warm_up_rounds": 1}),
-    "stage 2, predictive, interval 4": (2, {"update_interval": 4, "full_warm_up_rounds": 4}),
     "stage 3, predictive": (3, {"update_interval": 1, "full_warm_up_rounds": 1}),
+    "stage 3, exact": (3, {"update_rule": "exact", "full_warm_up_rounds": 1}),
     "stage 2, selective": (2, {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}),
 }
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}

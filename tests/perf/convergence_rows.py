@@ -20,9 +20,8 @@ ROWS: dict[str, tuple[Side, ...]] = {
     "adamw": (sides.ADAMW,),
     "accumulation": (sides.ACCUMULATION,),
     "upstream": (sides.UPSTREAM_SEQUENTIAL, sides.UPSTREAM_OVERLAPPED),
-    "predictive": (sides.PREDICTIVE_1, sides.PREDICTIVE_4),
+    "predictive": (sides.PREDICTIVE,),
     "look-ahead": (sides.NADAM,),
-    "published": (sides.PREDICTIVE_1_FP32, sides.PREDICTIVE_4_FP32),
     "selective": (sides.SELECTIVE_4, sides.SELECTIVE_4_LAG, sides.SELECTIVE_2),
 }
 SELECTIVE_LIMITS = (
@@ -30,14 +29,13 @@ SELECTIVE_LIMITS = (
     (sides.SELECTIVE_4_LAG, 2.19),
     (sides.SELECTIVE_2, 2.03),
 )
-OURS = (sides.PREDICTIVE_1, sides.PREDICTIVE_4, sides.SELECTIVE_4, sides.SELECTIVE_4_LAG)
+OURS = (sides.PREDICTIVE, sides.SELECTIVE_4, sides.SELECTIVE_4_LAG)
 TUNED_SIDES = (
     sides.ADAMW,
     sides.ACCUMULATION,
     sides.UPSTREAM_SEQUENTIAL,
     sides.UPSTREAM_OVERLAPPED,
-    sides.PREDICTIVE_1,
-    sides.PREDICTIVE_4,
+    sides.PREDICTIVE,
 )
 
 

@@ -91,14 +91,6 @@ def _of_the_optimizer() -> list[Part]:
             50,
             "cpu_adam",
         ),
-        _part(
-            "save",
-            "tests.perf.bench_save",
-            "--millions 32 --turns 3 --steps 4",
-            "--millions 1 --turns 1 --steps 2 --device-ms 10",
-            150,
-            "save",
-        ),
     ]
 
 

@@ -97,21 +97,6 @@ def _upstream(name: str, overlap: bool) -> Side:
     )
 
 
-def _predictive(interval: int, publish_dtype: str | None = None) -> Side:
-    zenflow: dict[str, Any] = {
-        "update_rule": "predictive",
-        "update_interval": interval,
-        "overlap_step": True,
-    }
-    # the default is for long runs
-    zenflow["full_warm_up_rounds"] = 1 if interval == 1 else 5 * interval
-    name = f"predictive, interval {interval}"
-    if publish_dtype is not None:
-        zenflow["publish_dtype"] = publish_dtype
-        name += f", y in {publish_dtype}"
-    return Side(name, zenflow=zenflow, extended=True)
-
-
 def _selective(interval: int, overlap: bool) -> Side:
     zenflow = {
         "update_rule": "selective",
@@ -137,13 +122,13 @@ OFFLOAD_TORCH = Side("ZeRO-Offload, torch fused AdamW", adam="torch fused")
 OFFLOAD_DEEPSPEED = Side("ZeRO-Offload, DeepSpeedCPUAdam", adam="deepspeed")
 UPSTREAM_SEQUENTIAL = _upstream("sequential", False)
 UPSTREAM_OVERLAPPED = _upstream("overlapped", True)
-PREDICTIVE_1 = _predictive(1)
-PREDICTIVE_4 = _predictive(4)
-PREDICTIVE_1_SLOW = replace(
-    PREDICTIVE_1, name="predictive, interval 1, worker of torch operations", native=False
+PREDICTIVE = Side(
+    "predictive",
+    # the default of 10 is for long runs
+    zenflow={"update_rule": "predictive", "overlap_step": True, "full_warm_up_rounds": 1},
+    extended=True,
 )
-PREDICTIVE_1_FP32 = _predictive(1, "float32")
-PREDICTIVE_4_FP32 = _predictive(4, "float32")
+PREDICTIVE_SLOW = replace(PREDICTIVE, name="predictive, worker of torch operations", native=False)
 SELECTIVE_4 = _selective(4, False)
 SELECTIVE_4_LAG = _selective(4, True)
 SELECTIVE_2 = _selective(2, False)

@@ -67,7 +67,6 @@ class Round:
 
     number: int
     stage: int
-    interval: int
     ranks: int
     form: str
     """One of `FORMS`."""
@@ -81,13 +80,13 @@ _START_SECONDS = 5.0
 def plan_round(seed: int, number: int, longest_delay_seconds: float) -> Round:
     """Round `number` (from 0): every kind once, in random order, on random ranks, at random times.
 
-    Stages, intervals and numbers of ranks take turns: twelve rounds see each combination. Each
+    Stages and numbers of ranks take turns: six rounds see each combination. Each
     stage sees another form with each of its rounds, from one on that the seed chooses.
     """
     draw = random.Random(seed * 1_000_003 + number)
     kinds = list(Kind)
     draw.shuffle(kinds)
-    ranks = (2, 3)[number // 2 % 2]
+    ranks = (2, 3)[number % 2]
     faults: list[Fault] = []
     for kind in kinds:
         # The first step after some faults is awaited, because only it shows what they did.
@@ -98,4 +97,4 @@ def plan_round(seed: int, number: int, longest_delay_seconds: float) -> Round:
         delay = draw.uniform(0.0, _START_SECONDS if starting else longest_delay_seconds)
         faults.append(Fault(kind, draw.randrange(ranks), starting, delay, draw.random()))
     form = FORMS[(number // 3 + seed) % len(FORMS)]
-    return Round(number, 1 + (number + 1) % 3, (4, 1)[number % 2], ranks, form, tuple(faults))
+    return Round(number, 1 + (number + 1) % 3, ranks, form, tuple(faults))

@@ -4,8 +4,8 @@ run to the bit.
     python -m tests.soak.run --minutes 30 --seed 1
 
 A round is a training run of two or three ranks: one fault of each kind, then it goes on for a while
-to its end; after it the same steps are trained undisturbed. Stages, intervals, numbers of ranks and
-forms (moments of 8 bits, Lion, ...) take turns from round to round until the time is up. After each
+to its end; after it the same steps are trained undisturbed. Stages, numbers of ranks and forms
+(moments of 8 bits, Lion, ...) take turns from round to round until the time is up. After each
 fault: do all ranks end in time, with the error that they should have, and does no process stay? Or,
 if the run must survive the fault: does it?
 """
@@ -74,7 +74,6 @@ def common_flags(plan: Round, settings: Settings) -> list[str]:
     """What both runs are given."""
     flags = [
         f"--stage={plan.stage}",
-        f"--interval={plan.interval}",
         f"--form={settings.form or plan.form}",
     ]
     return [*flags, f"--group-timeout-seconds={settings.group_timeout_seconds}"]
@@ -104,9 +103,7 @@ def compare(disturbed: Path, undisturbed: Path, record: RoundRecord) -> None:
 
 def run_round(plan: Round, settings: Settings, folder: Path) -> RoundRecord:
     """One round; what goes wrong is in the record."""
-    record = RoundRecord(
-        plan.number, plan.stage, plan.interval, plan.ranks, settings.form or plan.form
-    )
+    record = RoundRecord(plan.number, plan.stage, plan.ranks, settings.form or plan.form)
     disturbed, undisturbed = folder / "disturbed", folder / "undisturbed"
     try:
         disturbed_run(plan, settings, disturbed, record)
@@ -152,9 +149,6 @@ def parse_args() -> tuple[argparse.Namespace, Settings]:
     )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the report")
     parser.add_argument(
-        "--write-docs", action="store_true", help="write docs/lab/archive/soak.md too"
-    )
-    parser.add_argument(
         "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="default: any"
     )
     parser.add_argument("--form", choices=FORMS, help="of every round; default: each in turn")
@@ -180,8 +174,6 @@ def main() -> int:
     begin = time.monotonic()
     records = soak(settings, args.minutes, args.output, args.round)
     text = write_report(records, settings, time.monotonic() - begin, args.output)
-    if args.write_docs:
-        (ROOT / "docs" / "lab" / "archive" / "soak.md").write_text(text)
     print(text)
     return int(any(record.failure for record in records))
 

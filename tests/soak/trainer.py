@@ -59,7 +59,6 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--stage", type=int, required=True)
-    parser.add_argument("--interval", type=int, required=True)
     parser.add_argument("--form", choices=FORMS, default="plain")
     parser.add_argument(
         "--save-every", type=int, default=0, help="steps between checkpoints; 0: none"
@@ -143,7 +142,6 @@ class Trainer:
         form = settings_of(self.args.form, self.args.stage)
         config = zenflow_config(
             self.args.stage,
-            update_interval=self.args.interval,
             worker_timeout_seconds=self.args.worker_timeout_seconds,
             **form.get("zenflow", {}),
         )

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.lanes import Speeds, lanes_of, traffic_of
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.search import Measured, search_measured
 from deepspeed_ext.zenflow.plan.share import ChainTimes, is_worth_it, with_host_share
+from tests.support.planned import decided
 
 __all__ = ["FREE", "GRID", "LINKS", "NUMEL", "RANKS", "WORKERS", "Machine"]
 
@@ -58,7 +57,7 @@ class Machine:
         shards = self.stage == 3
         caller = Caller("bfloat16", "bfloat16", takes_gradients=True, partitions_weights=shards)
         facts = ZenFlowFacts((rank,) * len(self.ranks), caller)
-        return decide(facts, ZenFlowConfig(**config), host_share=share)
+        return decided(facts, config, host_share=share)
 
     @cached_property
     def speeds(self) -> list[Speeds]:
@@ -84,9 +83,7 @@ class Machine:
         assert now.measures_share
         lanes = [lanes_of(now, speeds) for speeds in self.speeds]
         times = [ChainTimes(DEVICE, each.host, max(each.down, each.up)) for each in lanes]
-        found = search_measured(
-            now, True, [Measured.of(now, True, each, self.unused(now)) for each in times]
-        )
+        found = search_measured(now, [Measured.of(now, each, self.unused(now)) for each in times])
         moves = is_worth_it(now, found.share)
         return with_host_share(found.plan, found.share, "") if moves else now
 

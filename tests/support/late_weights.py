@@ -53,11 +53,7 @@ def outcome(config: dict[str, Any], model: Callable[[], Any] = WithFrozen) -> di
         engine = make_engine(config, model=model, groups=two_groups)
         losses = train(engine, batches(5 * accumulation, dist.get_rank()))
         assert engine.skipped_steps < 4
-        found = {
-            "losses": losses,
-            "weights": weights_of(engine),
-            "masters": masters_of(engine),
-        }
+        found = {"losses": losses, "weights": weights_of(engine), "masters": masters_of(engine)}
         engine.destroy()
     return found
 

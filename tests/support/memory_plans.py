@@ -41,7 +41,6 @@ def sections(draw: Any, stage: int) -> ZenFlowConfig:
         given |= {
             "update_rule": "predictive",
             "update_interval": draw(st.sampled_from([None, 1, 2, 5])),
-            "publish_dtype": draw(st.sampled_from([None, "float32"])),
             "overlap_step": draw(st.sampled_from([None, False])),
             "state_dtype": draw(dtypes),
         }

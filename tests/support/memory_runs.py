@@ -59,26 +59,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "predictive": {"zenflow": {"full_warm_up_rounds": 1}},
     "predictive, bf16 moments": {"zenflow": {"full_warm_up_rounds": 1, "state_dtype": "bfloat16"}},
     "predictive, int8 moments": {"zenflow": {"full_warm_up_rounds": 1, "state_dtype": "int8"}},
-    "predictive, copies inside of the step": {
-        "zenflow": {"full_warm_up_rounds": 1, "hide_transfers": False}
-    },
-    "predictive, warm-up of 3": {"zenflow": {"full_warm_up_rounds": 3}},
-    "predictive, warm-up of 3, copies inside of the step": {
-        "zenflow": {"full_warm_up_rounds": 3, "hide_transfers": False}
-    },
-    "predictive, warm-up of 3, async_save": {
-        "zenflow": {"full_warm_up_rounds": 3, "async_save": True}
-    },
+    "predictive, async_save": {"zenflow": {"full_warm_up_rounds": 3, "async_save": True}},
     "ZeRO-Offload, offload_param": {"offload_optimizer": CPU, "offload_param": CPU},
     "predictive, offload_param": {
         "offload_optimizer": CPU,
         "offload_param": CPU,
         "zenflow": {"full_warm_up_rounds": 1},
-    },
-    "predictive, warm-up of 3, offload_param": {
-        "offload_optimizer": CPU,
-        "offload_param": CPU,
-        "zenflow": {"full_warm_up_rounds": 3},
     },
     "selective, interval 2, offload_param": {"offload_param": CPU, "zenflow": SELECTIVE},
     "predictive, half on the host": {
@@ -87,10 +73,6 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "predictive, gradients_on_host": {
         "zenflow": {"full_warm_up_rounds": 1, "gradients_on_host": True}
-    },
-    "predictive, warm-up of 3, gradients_on_host": {
-        "offload_optimizer": CPU,
-        "zenflow": {"full_warm_up_rounds": 3, "gradients_on_host": True},
     },
     "selective, interval 2, gradients_on_host": {
         "zenflow": {**SELECTIVE, "gradients_on_host": True}

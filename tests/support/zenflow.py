@@ -15,6 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 import deepspeed_ext
 from tests.support.compare import base_config
 from tests.support.models import OddModel, batches
+from tests.support.planned import copies_as
 
 RULES: dict[str, dict[str, Any]] = {
     "predictive": {"full_warm_up_rounds": 2},
@@ -79,9 +80,9 @@ def make_engine(
     module = model()
     initialize = deepspeed_ext.initialize if extended else deepspeed.initialize
     parameters = groups(module) if groups else [p for p in module.parameters() if p.requires_grad]
-    engine, *_ = initialize(
-        model=module, model_parameters=parameters, config=copy.deepcopy(config), **how
-    )
+    config = copy.deepcopy(config)
+    with copies_as(config.get("zero_optimization", {}).get("zenflow") or {}):
+        engine, *_ = initialize(model=module, model_parameters=parameters, config=config, **how)
     return engine
 
 

@@ -149,13 +149,11 @@ def _notes(setup: Setup, plan: ZenFlowPlan | None, *, is_known: bool) -> Iterato
             "is moved to the accelerator whole; not counted"
         )
     if zenflow is not None and not gradients_leave:
-        if zenflow.hide_transfers is None and not is_known:
+        if not is_known:
             yield (
                 "the landing buffers are left out if a rank would "
                 "have less than a tenth of its accelerator memory free"
             )
-        if zenflow.hide_transfers is False and setup.partitions_weights:
-            yield "a slow link may keep one more flat gradient of a sub-group alive"
         if zenflow.gradients_on_host is None and setup.stage != 1 and not is_known:
             share = f"{MOST_FOR_GRADIENTS:.0%}"
             yield f"gradients go to the host if they would take more than {share} of what is free"

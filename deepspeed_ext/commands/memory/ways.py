@@ -25,8 +25,7 @@ SELECTIVE: dict[str, Any] = {
 }
 """The settings of the published ZenFlow."""
 PLACES: tuple[dict[str, bool], ...] = (
-    {"hide_transfers": True},
-    {"hide_transfers": False, "gradients_on_host": False},
+    {"gradients_on_host": False},
     {"gradients_on_host": True},
 )
 """Gradients leave the accelerator beside the next step, inside the step, or during backward."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
-from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.share import with_host_share
@@ -130,7 +130,6 @@ class Remedy:
         change: a field with its value, as a config would give it.
         price: what it costs, as the end of a sentence.
         worker, link: factors on the durations of the pass and of the copies.
-        hides: whether it moves copies from inside the step to beside it.
         room: bytes of accelerator memory that it takes.
     """
 
@@ -138,7 +137,6 @@ class Remedy:
     price: str
     worker: float = 1.0
     link: float = 1.0
-    hides: bool = False
     room: int = 0
 
 
@@ -177,12 +175,6 @@ def remedies_of(plan: ZenFlowPlan, *, is_settled: bool = False) -> tuple[Remedy,
 
 def _remedies(plan: ZenFlowPlan, is_settled: bool) -> Iterator[Remedy]:
     rule = plan.rule
-    if plan.copies is Copies.INSIDE_STEP and (is_settled or not plan.measures_share):
-        places = replace(plan.places, published=Place.ACCELERATOR)
-        partitions = tuple(replace(each, places=places) for each in plan.partitions)
-        room = replace(plan, partitions=partitions).held.landing_bytes
-        price = f"and takes {_size(room)} of the accelerator"
-        yield Remedy("hide_transfers true", price, hides=True, room=room)
     if not isinstance(rule, PredictiveSettings):
         return
     chooses = plan.has_share or plan.measures_share or is_settled
@@ -256,7 +248,7 @@ def _best(found: Sequence[tuple[float, Remedy]]) -> tuple[float, Remedy] | None:
 def _helped(step: MeasuredStep, remedy: Remedy) -> float:
     """The slowdown with `remedy`: what limits the step shrinks by its factor, and everything else
     stays."""
-    exposed = 0.0 if remedy.hides else remedy.link * step.exposed_copies
+    exposed = remedy.link * step.exposed_copies
     worker, link = remedy.worker * step.worker, remedy.link * (step.link or step.exposed_copies)
     total = step.total - step.exposed_copies + exposed
     if step.limit is Limit.WORKER:

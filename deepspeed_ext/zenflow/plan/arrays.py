@@ -148,15 +148,13 @@ class Dtypes:
     published: str
 
     @classmethod
-    def of(cls, weights: str, summed: str, published: str | None) -> Dtypes:
-        """The dtypes of a run, with ``publish_dtype`` as given.
+    def of(cls, weights: str, summed: str) -> Dtypes:
+        """The dtypes of a run. y has the weights' dtype.
 
         Gradients are handed over in the weights' dtype, or for fp16 weights in that of their sums:
         fp16 cannot represent gradients that were added up in fp32; bf16 has the range of fp32.
         """
-        return cls(
-            weights, summed, summed if weights == "float16" else weights, published or weights
-        )
+        return cls(weights, summed, summed if weights == "float16" else weights, weights)
 
     @property
     def sums_apart(self) -> bool:

@@ -46,7 +46,7 @@ from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.plan.rules import settings_of
 from deepspeed_ext.zenflow.plan.search import Option, expected_times, search
-from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS
+from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS, share_reason
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = ["MOST_FOR_GRADIENTS", "decide"]
@@ -55,8 +55,7 @@ MOST_FOR_GRADIENTS = 0.5
 """Fraction of the accelerator's free memory that gradients may take."""
 
 LEAST_FREE = 0.1
-"""Fraction of the accelerator's memory that must stay free beside landing buffers, unless the user
-asks for them."""
+"""Fraction of the accelerator's memory that must stay free beside landing buffers."""
 
 Partitions = tuple[Run, ...]
 _BESIDE = "copies beside the next step"
@@ -90,7 +89,7 @@ def decide(
         ConfigError: the section contradicts itself.
     """
     caller = facts.caller
-    dtypes = Dtypes.of(caller.weights_dtype, caller.summed_dtype, config.publish_dtype)
+    dtypes = Dtypes.of(caller.weights_dtype, caller.summed_dtype)
     layout = replace(facts.layout, moment_dtype=config.state_dtype)
     rule = settings_of(config, layout, steps_per_epoch)
     choice = _Choice(facts, config, rule, dtypes)
@@ -169,19 +168,19 @@ class _Choice:
         ):
             rule = replace(rule, warm_up_steps=max(rule.warm_up_steps, MEASURED_STEPS + 2))
         return ZenFlowPlan(
-            rule,
-            self.dtypes,
-            partitions,
-            host_share,
-            found,
-            shortage,
-            (*reasons, of_weights, of_chunks),
-            self.facts.caller,
-            measures,
-            self.facts.mine.cpus,
-            self.config.async_save,
-            weights_arrive,
-            self.peeks,
+            rule=rule,
+            dtypes=self.dtypes,
+            partitions=partitions,
+            host_share=host_share,
+            chunks=found,
+            shortage=shortage,
+            reasons=(*reasons, of_weights, of_chunks),
+            caller=self.facts.caller,
+            measures_share=measures,
+            cpus=self.facts.mine.cpus,
+            saves_beside=self.config.async_save,
+            weights_arrive=weights_arrive,
+            peeks=self.peeks,
         )
 
     # -- the rule ----------------------------------------------------------------------------------
@@ -211,9 +210,8 @@ class _Choice:
         arrive during the forward."""
         config, caller = self.config, self.facts.caller
         is_open = config.rule == "predictive" and config.update_rule is None
-        leaves = config.gradients_on_host
-        if leaves is None:
-            leaves = bool(self.tight) and not config.hide_transfers
+        asked = config.gradients_on_host
+        leaves = bool(self.tight) if asked is None else asked
         return (
             is_open
             and config.overlapped
@@ -259,8 +257,6 @@ class _Choice:
             return [(False, "at this stage a rank keeps gradients of other partitions")]
         if wanted is not None:
             return [(wanted, "the config says so")]
-        if self.config.hide_transfers:
-            return [(False, "hide_transfers needs gradients on the accelerator")]
         if host_share != 1.0:
             return [(False, "what steps on the accelerator needs its gradients there")]
         return self._gradients_by_memory()
@@ -293,8 +289,7 @@ class _Choice:
             return [(False, f"{why}; but a host is short: {short}" if tight else why)]
         if tight:
             return [(True, why)]
-        is_open = self.config.hide_transfers is None
-        return [(False, why), *([(True, why)] if is_open else [])]
+        return [(False, why), (True, why)]
 
     def _gradient_bytes(self, partitions: Partitions) -> int:
         """Bytes of accelerator memory that gradients take if they stay there until their step: all
@@ -331,12 +326,12 @@ class _Choice:
         """The fraction of each partition that steps on the host; `wanted`, if it is known, because
         of `why`."""
         if wanted is not None:
-            return wanted, Reason(f"offload_optimizer.ratio = {wanted:.4g}", why)
+            return wanted, share_reason(wanted, why)
         if self.facts.is_on_cpu:
-            return 1.0, Reason("offload_optimizer.ratio = 1", "the CPU is the accelerator")
+            return 1.0, share_reason(1.0, "the CPU is the accelerator")
         if self.measures_share(wanted):
             why = f"until {MEASURED_STEPS} steps have been measured, the host steps all of it"
-            return 1.0, Reason("offload_optimizer.ratio = 1", why, is_open=True)
+            return 1.0, share_reason(1.0, why, is_open=True)
         return self.share_that_fits()
 
     def measures_share(self, wanted: float | None) -> bool:
@@ -378,7 +373,7 @@ class _Choice:
             f"{self._later(rank.partitions):,}, and {self.config.offload_reserve_fraction:.0%} "
             "stay free for activations (zenflow.offload_reserve_fraction)"
         )
-        return share, Reason(f"offload_optimizer.ratio = {share:.4g}", why, is_open=True)
+        return share, share_reason(share, why, is_open=True)
 
     def _units(self, rank: RankFacts) -> int:
         """The largest share of a rank's optimizer that fits on its accelerator, of `UNITS`; 0 if
@@ -402,9 +397,7 @@ class _Choice:
         for run in self._on_host(partitions, host_share):
             kept = self.rule.nbytes(run.numel, DTYPE_BYTES[self.dtypes.weights]).kept
             nbytes += sum(kept.values()) * run.times
-        if self.config.hide_transfers is not False:
-            nbytes += self._landing_bytes(partitions, _ON_ACCELERATOR, host_share)
-        return nbytes
+        return nbytes + self._landing_bytes(partitions, _ON_ACCELERATOR, host_share)
 
     def _share_bytes(self, partitions: Partitions, host_share: float) -> int:
         return sum(
@@ -422,20 +415,19 @@ class _Choice:
 
     def landing(self, places: Places, host_share: float) -> list[tuple[Places, Reason]]:
         """Whether y may land on the accelerator beside the next step: one answer, or both."""
-        wanted, inside = self.config.hide_transfers, "copies inside the step"
+        inside = "copies inside the step"
         if places.copies is not Copies.INSIDE_STEP:
             return [
-                (places, Reason("no copies of gradients and y", "the host computes the weights"))
+                (
+                    places,
+                    _of_copies("no copies of gradients and y", "the host computes the weights"),
+                )
             ]
         if self.peeks:
-            return [(places, Reason(inside, "exact weights are copied to where they are used"))]
+            return [(places, _of_copies(inside, "exact weights are copied to where they are used"))]
         beside = replace(places, published=Place.ACCELERATOR)
-        if wanted is not None:
-            name = _BESIDE if wanted else inside
-            why = f"zenflow.hide_transfers is {str(wanted).lower()}"
-            return [(beside if wanted else places, Reason(name, why))]
         if self.facts.refuses_landing:
-            return [(places, Reason(inside, "a rank could not allocate the landing buffers"))]
+            return [(places, _of_copies(inside, "a rank could not allocate the landing buffers"))]
         needs = self._by_shape(partial(self._landing_bytes, places=places, host_share=host_share))
         missing = {
             needs[rank.partitions] - self._left(rank, host_share)
@@ -447,8 +439,8 @@ class _Choice:
             f"{LEAST_FREE:.0%} must stay free on any rank"
         )
         if (most := max(missing, default=0)) > 0:
-            return [(places, Reason(inside, f"{why}: {most:,} bytes are missing"))]
-        return [(beside, Reason(_BESIDE, why)), (places, Reason(inside, why))]
+            return [(places, _of_copies(inside, f"{why}: {most:,} bytes are missing"))]
+        return [(beside, _of_copies(_BESIDE, why)), (places, _of_copies(inside, why))]
 
     def _landing_bytes(self, partitions: Partitions, places: Places, host_share: float) -> int:
         kinds = kinds_of(self.rule, self.dtypes, places)
@@ -537,6 +529,10 @@ class _Choice:
 
 def _total(partitions: Sequence[Run]) -> int:
     return sum(run.numel * run.times for run in partitions)
+
+
+def _of_copies(decision: str, why: str) -> Reason:
+    return Reason(decision, why, about="copies")
 
 
 def _arriving(arrives: WeightsArrival, why: str) -> tuple[WeightsArrival, Reason]:

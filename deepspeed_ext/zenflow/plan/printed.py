@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 
@@ -21,10 +21,7 @@ def as_config(plan: ZenFlowPlan) -> dict[str, Any]:
         if rule.warm_up_steps is not None:
             section["full_warm_up_rounds"] = rule.warm_up_steps
     if places.weights is Place.ACCELERATOR:
-        leaves = places.gradient is Place.HOST
-        section["gradients_on_host"] = leaves
-        if not leaves:
-            section["hide_transfers"] = plan.copies is Copies.BESIDE_STEP
+        section["gradients_on_host"] = places.gradient is Place.HOST
     found: dict[str, Any] = {"zenflow": section}
     if places.weights is Place.ACCELERATOR:
         found["offload_optimizer"] = {"device": "cpu", "ratio": plan.host_share}

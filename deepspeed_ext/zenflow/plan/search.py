@@ -130,33 +130,28 @@ class Measured:
     def of(
         cls,
         now: ZenFlowPlan,
-        may_expose: bool,
         times: ChainTimes,
         room: int,
         changes_threads: bool = False,
     ) -> Measured:
         """Derive it from `room` bytes of the accelerator above the peak of a step."""
-        ways = ways_on(now, may_expose)
+        ways = ways_on(now)
         least = tuple(fitting_units(plan, room, now) for plan in ways)
         return cls(times, least, changes_threads)
 
 
-def ways_on(now: ZenFlowPlan, may_expose: bool) -> list[ZenFlowPlan]:
+def ways_on(now: ZenFlowPlan) -> list[ZenFlowPlan]:
     """The plans that a run with the plan `now` may move to, each with any share on the host up to
-    now's.
-
-    Args:
-        may_expose: whether landing buffers may give way to a larger share on the accelerator.
-    """
-    if may_expose and now.copies is Copies.BESIDE_STEP and now.rule.overlapped:
+    now's: landing buffers may give way to a larger share on the accelerator."""
+    if now.copies is Copies.BESIDE_STEP and now.rule.overlapped:
         return [now, with_copies_inside(now)]
     return [now]
 
 
-def search_measured(now: ZenFlowPlan, may_expose: bool, ranks: Sequence[Measured]) -> Found:
+def search_measured(now: ZenFlowPlan, ranks: Sequence[Measured]) -> Found:
     """The best plan to move to, from what every rank has measured."""
     times = tuple(each.times for each in ranks)
-    ways = ways_on(now, may_expose)
+    ways = ways_on(now)
     if any(each.link <= 0.0 for each in times):  # the time of exposed copies is unknown
         ways = ways[:1]
     options = []

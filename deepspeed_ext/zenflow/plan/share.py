@@ -29,6 +29,7 @@ __all__ = [
     "hiding_units",
     "is_worth_it",
     "relaid",
+    "share_reason",
     "step_seconds",
     "with_copies_inside",
     "with_heads",
@@ -122,7 +123,8 @@ def with_copies_inside(plan: ZenFlowPlan) -> ZenFlowPlan:
     places = replace(plan.places, published=Place.HOST, handed_over=Place.HOST)
     partitions = tuple(replace(each, places=places) for each in plan.partitions)
     why = "landing buffers gave way to a larger share of the optimizer"
-    reasons = (*plan.reasons, Reason("zenflow.hide_transfers = False", why, is_open=True))
+    reason = Reason(f"copies {Copies.INSIDE_STEP.value}", why, True, "copies")
+    reasons = _with_reason(plan, reason)
     return replace(plan, partitions=partitions, chunks=None, reasons=reasons)
 
 
@@ -155,16 +157,24 @@ def with_heads(plan: ZenFlowPlan, heads: Sequence[int], host_share: float, why: 
     """`with_host_share`, given how many elements of each partition step on the accelerator."""
     pairs = zip(plan.partitions, heads, strict=True)
     partitions = tuple(replace(each, head=head) for each, head in pairs)
-    name = "offload_optimizer.ratio"
-    others = [each for each in plan.reasons if not each.decision.startswith(name)]
-    reason = Reason(f"{name} = {host_share:.4g}", why, is_open=True)
+    reason = share_reason(host_share, why, is_open=True)
     return replace(
         plan,
         partitions=partitions,
         host_share=host_share,
-        reasons=(*others, reason),
+        reasons=_with_reason(plan, reason),
         measures_share=False,
     )
+
+
+def _with_reason(plan: ZenFlowPlan, reason: Reason) -> tuple[Reason, ...]:
+    """The plan's reasons, with `reason` in place of the one about the same."""
+    return (*(each for each in plan.reasons if each.about != reason.about), reason)
+
+
+def share_reason(host_share: float, why: str, *, is_open: bool = False) -> Reason:
+    """Why `host_share` of each partition steps on the host."""
+    return Reason(f"offload_optimizer.ratio = {host_share:.4g}", why, is_open, "share")
 
 
 def with_threads(plan: ZenFlowPlan, threads: int) -> ZenFlowPlan:

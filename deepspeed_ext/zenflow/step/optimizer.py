@@ -125,6 +125,7 @@ class HostOptimizer:
         self._metrics = link.metrics
         self.plan: StepPlan | None = None
         self.is_offloaded = False
+        self._changes = 0
         self.mover: Mover | None = None
         self._parked: Parked | None = None
         used = weakref.WeakMethod(self._used)
@@ -142,6 +143,11 @@ class HostOptimizer:
         self.share, self.coded = state.share, state.coded
         self.link.arrivals.partitions = state.partitions
 
+    @property
+    def version(self) -> int:
+        """Changes whenever p does, by a step, a load or a user's write."""
+        return self._changes + self.shown.writes
+
     # -- one optimizer step ------------------------------------------------------------------------
 
     def begin_step(self) -> None:
@@ -158,6 +164,7 @@ class HostOptimizer:
                 self.link.raise_deferred()
             with self.link.deferring_errors():
                 self._take_over()
+            self._changes += 1
             self.plan = self.rule.schedule.plan()  # from here on, an interrupted step is noticed
             with self.link.deferring_errors():
                 self._metrics.begin_step()
@@ -355,6 +362,7 @@ class HostOptimizer:
             WorkerError: this rank's worker has failed.
         """
         if changes := self.shown.changes():
+            self._changes += 1
             self._settle(shows_moments=True)
             write(changes)
             for change in changes:
@@ -467,6 +475,7 @@ class HostOptimizer:
             counts: for each partition, number of updates that the new values have had; None: as
                 many as the old ones.
         """
+        self._changes += 1
         self.counts = self.counts if counts is None else list(counts)
         self.rule.schedule.restart()
         for partition in self.partitions:

@@ -41,56 +41,13 @@ from deepspeed_ext.zenflow.step.partition import WholeState
 __all__ = ["Change", "ShownState", "ShownTensor", "plain", "write"]
 
 _MOST_UPDATES = 1 << 62
-_VIEWS = {"data", "detach", "narrow", "view", "view_as", "alias"}
-_LIKE = {"empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"}
-_DESCRIPTIONS = {
-    *(
-        "_base",
-        "_is_view",
-        "_version",
-        "data_ptr",
-        "device",
-        "dim",
-        "dtype",
-        "element_size",
-        "grad",
-        "grad_fn",
-    ),
-    *(
-        "is_complex",
-        "is_contiguous",
-        "is_cpu",
-        "is_cuda",
-        "is_floating_point",
-        "is_leaf",
-        "is_meta",
-        "is_pinned",
-    ),
-    *(
-        "is_sparse",
-        "is_quantized",
-        "itemsize",
-        "layout",
-        "names",
-        "nbytes",
-        "ndim",
-        "nelement",
-        "numel",
-        "output_nr",
-    ),
-    *(
-        "requires_grad",
-        "requires_grad_",
-        "retains_grad",
-        "shape",
-        "size",
-        "storage_offset",
-        "stride",
-        "__len__",
-    ),
-    *("untyped_storage", "is_inference", "register_hook", "__hash__"),
+_USES_NO_VALUES = {
+    *("__hash__", "__len__", "data_ptr", "detach", "dim", "element_size", "is_contiguous"),
+    *("is_floating_point", "is_pinned", "narrow", "nelement", "numel", "size", "stride"),
+    *("untyped_storage", "view", "full_like"),
 }
-_USES_NO_VALUES = frozenset(_VIEWS | _LIKE | _DESCRIPTIONS)
+"""Methods that describe a tensor, or return views. DeepSpeed calls them at any time, also after a
+worker has failed."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -136,12 +93,11 @@ class ShownTensor(torch.Tensor):
         kwargs = kwargs or {}
         shown = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ShownTensor)]
         name = func.__name__
-        if name in ("__get__", "__set__", "__delete__"):
-            name = func.__self__.__name__
-        if name not in _USES_NO_VALUES:
+        # a property has no values of its own: those that return tensors return views
+        if name not in ("__get__", "__set__", "__delete__") and name not in _USES_NO_VALUES:
             for owner in {each.shown_by for each in shown}:
                 if (state := owner()) is not None:
-                    state.used()
+                    state.used(writes=_writes(name, args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__reduce_ex__":
                 return func(plain(args[0]), *args[1:], **kwargs)
@@ -152,6 +108,14 @@ class ShownTensor(torch.Tensor):
             if type(result) in (tuple, list):
                 return type(result)(_shown_again(each, memory) for each in result)
             return _shown_again(result, memory)
+
+
+def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function may write to a shown tensor: ``p.add_``, ``p += 1``, ``out=p``."""
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    is_in_place = is_in_place or name.startswith("__i") or name == "__setitem__"
+    written = (args[:1] if is_in_place else (), kwargs.get("out"))
+    return any(isinstance(each, ShownTensor) for each in tree_leaves(written))
 
 
 def _shown_again(result: Any, memory: Mapping[int, weakref.ref[ShownState]]) -> Any:
@@ -245,6 +209,7 @@ class ShownState:
     Attributes:
         masters: the handles on p, in order of the partitions; each a leaf that requires a gradient,
             1-D fp32 [n].
+        writes: how often users have written in place.
     """
 
     def __init__(
@@ -258,6 +223,7 @@ class ShownState:
         self._optimizer = optimizer
         self._step_value = step_value
         self._use: Callable[[], None] | None = use
+        self.writes = 0
         self._is_quiet = False
         self._handles = [_Handles(state, owner) for state in states]
 
@@ -273,10 +239,11 @@ class ShownState:
         handles = self._handles[partition]
         return handles.master if moment is None else handles.moments[moment]
 
-    def used(self) -> None:
+    def used(self, *, writes: bool) -> None:
         """Report that a handle's values are accessed."""
         if self._use is not None and not self._is_quiet:
             self._use()
+            self.writes += writes
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -20,7 +20,6 @@ __all__ = [
     "Refusal",
     "require_compilable",
     "require_group_timeout",
-    "require_publishable",
     "require_section",
     "require_shared_folder",
     "require_spreadable",
@@ -201,19 +200,6 @@ def require_compilable(is_deepcompile: bool) -> None:
         )
 
 
-def require_publishable(zenflow: ZenFlowConfig, weights_dtype: str) -> None:
-    """Check ``publish_dtype`` once the dtype of the weights is known.
-
-    Raises:
-        ConfigError: it is neither the weights' dtype nor float32.
-    """
-    if zenflow.publish_dtype not in (None, "float32", weights_dtype):
-        raise ConfigError(
-            f'zero_optimization.zenflow.publish_dtype = "{zenflow.publish_dtype}" with a '
-            f'{weights_dtype} model: set it to "{weights_dtype}" or "float32", or leave it out'
-        )
-
-
 def require_group_timeout(timeout_seconds: float, group_timeout_seconds: float) -> None:
     """Check the longest wait for the worker, during which the other ranks wait in a collective.
 
@@ -244,11 +230,6 @@ def _of_gradients(section: Any) -> list[Refusal]:
             given and section.stage == 1,
             "DeepSpeed keeps the whole gradient on the "
             "accelerator until it is reduced: use stage 2",
-        ),
-        Refusal(
-            f"{name} with hide_transfers = true",
-            given and bool(zenflow.hide_transfers),
-            "copies beside the next step start from gradients on the accelerator",
         ),
         Refusal(
             f"{name} with {_ratio(section)}",

@@ -39,19 +39,3 @@ def test_a_saved_model_is_the_rounded_masters(stage: int, kind: str, tmp_path: P
         LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters()
     )
     assert_same({name: saved[name].detach() for name in found["masters"]}, found["masters"])
-
-
-def test_predicted_weights_are_saved_on_request(tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    section = {**OVERLAPPED, "save_predicted_weights": True}
-    (found,) = run_ranks(1, saved_by_trainer, 2, "whole", section, str(tmp_path))
-    saved = dict(
-        LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters()
-    )
-    different = sum(
-        not torch.equal(saved[name], found["masters"][name])
-        for name in saved
-        if name in found["masters"]
-    )
-    assert different == found["others"] > 0

@@ -23,17 +23,18 @@ ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
 HOUR = 3600
 
 
-class Forgetful(set[str]):
-    """Holds what is put into it, and denies it."""
+class LastOnly(set[str]):
+    """Holds what was put into it last."""
 
-    def __contains__(self, item: object) -> bool:
-        return False
+    def add(self, item: str) -> None:
+        self.clear()
+        super().add(item)
 
 
 @pytest.fixture
 def of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that is saved here is known to be of this process."""
-    monkeypatch.setattr(checkpoint_folder, "_in_use", Forgetful())
+    """Only the newest save is known to be of this process."""
+    monkeypatch.setattr(checkpoint_folder, "_in_use", LastOnly())
 
 
 def begun(folder: Path, tag: str, save_id: str) -> CheckpointFolder:
@@ -126,28 +127,6 @@ def test_a_rest_that_cannot_be_removed_stops_no_save(
     assert names(tmp_path) == ["ours", "theirs.dsext-saving.a"]
 
 
-def test_a_swap_that_a_reader_completes_has_succeeded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job that loads the tag between the renames takes them for a crash."""
-    saved(tmp_path, "t", "older")
-    ours = begun(tmp_path, "t", "new")
-    rename = os.rename
-
-    def after_a_reader(source: str, target: str) -> None:
-        if source == ours.staging:
-            with monkeypatch.context() as patched:
-                patched.setattr(os, "rename", rename)
-                CheckpointFolder(str(tmp_path), "t", SAVED_NAMES).finish_swap()
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", after_a_reader)
-    ours.swap()
-    ours.end()
-    assert ours.state().saved == "new"
-    assert names(tmp_path) == ["t"]
-
-
 @pytest.mark.parametrize(("is_gone", "left"), [(False, "older"), (True, "new")])
 def test_the_only_copy_is_not_given_up(is_gone: bool, left: str, tmp_path: Path) -> None:
     """Whoever has removed the older save."""
@@ -201,47 +180,6 @@ def test_a_folder_that_appears_during_a_save_is_replaced_unless_it_holds_a_save(
         assert (tmp_path / "t" / name).read_text() == "theirs"
 
 
-@pytest.mark.parametrize("is_completed", [True, False])
-def test_a_swap_that_cannot_be_finished_is_an_error_unless_another_job_finished_it(
-    is_completed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun(tmp_path, "t", "new")
-    saved(tmp_path, "t", "older")
-    os.rename(tmp_path / "t", tmp_path / "t.dsext-replaced.new")
-
-    def fail(source: str, target: str) -> None:
-        if is_completed:
-            os.rename(source, target)
-        raise OSError(5, "Input/output error", source)
-
-    monkeypatch.setattr(_files, "rename", fail)
-    ours = CheckpointFolder(str(tmp_path), "t", SAVED_NAMES)
-    if is_completed:
-        ours.finish_swap()
-        assert ours.state().saved == "new"
-    else:
-        with pytest.raises(OSError, match="Input/output error"):
-            ours.finish_swap()
-
-
-def test_a_save_of_another_job_between_the_renames_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, rename = begun(tmp_path, "t", "new"), os.rename
-
-    def after_another_job(source: str, target: str) -> None:
-        if source == ours.staging:
-            with monkeypatch.context() as patched:
-                patched.setattr(os, "rename", rename)
-                saved(tmp_path, "t", "another")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", after_another_job)
-    with pytest.raises(CheckpointError, match="another job has saved under"):
-        ours.swap()
-    assert CheckpointFolder(str(tmp_path), "t", SAVED_NAMES).state().saved == "another"
-
-
 @pytest.mark.usefixtures("of_another_job")
 def test_a_save_removes_what_an_earlier_one_of_its_tag_has_replaced(tmp_path: Path) -> None:
     """The earlier one has swapped and has not ended."""
@@ -250,13 +188,3 @@ def test_a_save_removes_what_an_earlier_one_of_its_tag_has_replaced(tmp_path: Pa
     assert names(tmp_path) == ["t", "t.dsext-replaced.new"]
     saved(tmp_path, "t", "newest")
     assert names(tmp_path) == ["t"]
-
-
-@pytest.mark.usefixtures("of_another_job")
-@pytest.mark.parametrize("tag", ["before", "theirs"])
-def test_what_another_job_has_just_replaced_is_left_to_it(tag: str, tmp_path: Path) -> None:
-    """It has swapped and has not ended, and its process lives; whatever the names of the tags."""
-    saved(tmp_path, tag, "older")
-    begun(tmp_path, tag, "new").swap()
-    saved(tmp_path, "ours", "b")
-    assert names(tmp_path) == sorted(["ours", tag, f"{tag}.dsext-replaced.new"])

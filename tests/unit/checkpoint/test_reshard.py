@@ -132,15 +132,7 @@ def applied_at_home(run: Run, folder: str) -> None:
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        (Run(2, 2, "predictive"), Run(3, 3, "offload")),
         (Run(3, 3, "selective"), Run(2, 1, "predictive")),
-        (Run(2, 1, "predictive"), Run(2, 2, "offload")),
-        (Run(2, 2, "predictive", "rounded"), Run(3, 3, "predictive", "rounded")),
-        (Run(2, 2, "predictive", "coded"), Run(3, 3, "predictive")),
-        pytest.param(Run(3, 3, "predictive"), Run(1, 2, "zero"), marks=pytest.mark.full),
-        pytest.param(
-            Run(3, 3, "predictive", "rounded"), Run(1, 2, "predictive"), marks=pytest.mark.full
-        ),
         pytest.param(Run(2, 1, "selective"), Run(4, 2, "offload"), marks=pytest.mark.full),
     ],
 )

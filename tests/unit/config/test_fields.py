@@ -416,6 +416,9 @@ def test_weights_arrive_late_under_the_exact_rule_unless_steps_wait() -> None:
 OLD_VALUES = {
     "update_rule": ("measured",),
     "update_interval": ("measured",),
+    "hide_transfers": (True, False),
+    "publish_dtype": ("float32", "float16"),
+    "save_predicted_weights": (True, False),
     "weights_arrive_in_forward": (True, False),
     "select_block_size": (256,),
     "overlap_lag": (1, 2),

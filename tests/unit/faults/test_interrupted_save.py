@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,9 +19,45 @@ from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.crash.driver import MODES, Disks, commit_save, load, make_engine, save
 from tests.support.inject import Interruption
-from tests.support.two_jobs import LateWriter
 
 ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
+
+
+class LateWriter:
+    """Stands for the thread: it writes only once somebody waits for it, or at once.
+
+    Attributes:
+        is_late: whether it writes late.
+    """
+
+    is_late = True
+
+    def submit(self, job: Callable[..., None], *args: Any) -> Future[None]:
+        future = LateFuture(job, args)
+        if not self.is_late:
+            future.exception()
+        return future
+
+    def end(self) -> None:
+        """Nothing has to end."""
+
+
+class LateFuture(Future[None]):
+    """Runs when its result is asked for."""
+
+    def __init__(self, job: Callable[..., None], args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._job, self._args = job, args
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self.done():
+            try:
+                self._job(*self._args)
+            except BaseException as error:
+                self.set_exception(error)
+            else:
+                self.set_result(None)
+        return super().exception(timeout)
 
 
 def interrupt() -> None:

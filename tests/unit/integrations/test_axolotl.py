@@ -43,10 +43,3 @@ def test_it_adds_the_measurements_before_the_reporters(plugin: Any) -> None:
     ours, last = trainer.callback_handler.callbacks
     assert type(ours).__name__ == "MeasurementsCallback"
     assert last is reporter
-
-
-def test_without_axolotl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "axolotl", None)
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    with pytest.raises(ImportError, match="pip install axolotl"):
-        importlib.import_module(MODULE)

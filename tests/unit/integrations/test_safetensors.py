@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from deepspeed_ext.errors import UnsupportedError
-from deepspeed_ext.integrations import safetensors
+from deepspeed_ext.integrations import safetensors, shared_memory
 from tests.support.same import assert_same
 
 
@@ -44,6 +47,29 @@ def test_a_later_model_replaces_an_earlier_one(tmp_path: Path) -> None:
         assert (len(files) > 1) == (size < 1 << 20)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(each.nbytes for each in untied().values())
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """The averaged weights of a user begin with the same word."""
+    pytest.importorskip("safetensors")
+    for name in ("model_ema.safetensors", "model.reference.safetensors", "config.json"):
+        (tmp_path / name).write_text("mine")
+    for size in (300, 1 << 20, 300):
+        files = safetensors.save(tensors().items(), tmp_path, size)
+    found = {path.name for path in tmp_path.iterdir()} - {path.name for path in files}
+    assert found == {"model_ema.safetensors", "model.reference.safetensors", "config.json"}
+
+
+def test_what_another_process_hands_over_is_saved(tmp_path: Path) -> None:
+    """Its tensors are views of one memory that the next bucket overwrites."""
+    pytest.importorskip("safetensors")
+    ours, theirs = multiprocessing.Pipe()
+    hands = partial(shared_memory.hand_over, tensors().items(), ours, 1000)
+    thread = threading.Thread(target=hands)
+    thread.start()
+    safetensors.save(shared_memory.receive(theirs), tmp_path)
+    thread.join()
+    assert_same(untied(), dict(sorted(loaded(tmp_path).items())))
 
 
 def fails() -> Iterator[tuple[str, torch.Tensor]]:

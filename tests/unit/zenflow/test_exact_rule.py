@@ -30,7 +30,6 @@ def test_training_has_the_bits_of_steps_that_wait(stage: int, device: str) -> No
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16 moments": {"state_dtype": "bfloat16"},
     "int8 moments": {"state_dtype": "int8"},
-    "fp32 y": {"publish_dtype": "float32"},
     "copies inside the step": {"hide_transfers": False},
     "gradients on the host": {"gradients_on_host": True},
 }
@@ -67,7 +66,7 @@ GROUPS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "a share on the accelerator": (
         2,
         3,
-        {"publish_dtype": "float32"},
+        {},
         {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "overlap_comm": True},
     ),
 }

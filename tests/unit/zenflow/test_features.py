@@ -92,14 +92,13 @@ def test_overflowed_steps_change_nothing(stage: int, zenflow: dict) -> None:
     assert found["finite"]
 
 
-def publish_variants(config: dict) -> dict[str, Any]:
+def measured_run(config: dict) -> dict[str, Any]:
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, batches(30, dist.get_rank()))
     adam = engine.optimizer.host_optimizer
     adam.drain()
     found = {
         "losses": losses,
-        "published": str(adam.partitions[0].publish_dtype),
         "figures": engine.optimizer.measurements(),
         "bytes_a_parameter": resident_bytes(adam.link.arena)
         / sum(p.master.numel() for p in adam.partitions),
@@ -108,18 +107,9 @@ def publish_variants(config: dict) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("zenflow", "published"),
-    [
-        ({"publish_dtype": "float32"}, "torch.float32"),
-        ({"update_interval": None}, "torch.bfloat16"),
-    ],
-)
-def test_variants_train_and_are_measured(zenflow: dict, published: str) -> None:
-    config = zenflow_config(2, **zenflow)
-    found = run_ranks(1, publish_variants, config)[0]
+def test_a_run_trains_and_is_measured() -> None:
+    found = run_ranks(1, measured_run, zenflow_config(2))[0]
     assert found["losses"][-1] < found["losses"][0]
-    assert found["published"] == published
     figures = found["figures"]
     # At this lr the rounding of W to bf16 is larger than a step. Dithering has the root of two of
     # its error, and the prediction may not add much to it.
@@ -131,7 +121,7 @@ def test_variants_train_and_are_measured(zenflow: dict, published: str) -> None:
     assert figures["zenflow_bytes_down"] > 0
     assert figures["zenflow_worker_ms"] > 0
     assert figures["zenflow_wait_ms"] >= 0
-    assert 1 <= figures["zenflow_interval"] <= 8
+    assert figures["zenflow_interval"] == 1
     pages = "".join(
         (ROOT / "docs" / f"{page}.md").read_text() for page in ("zenflow", "flattening")
     )

@@ -108,7 +108,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "interval 1": {},
     "interval 2": RULES["predictive"],
     "without overlap": {"overlap_step": False},
-    "y in fp32": {"publish_dtype": "float32"},
     "measured": {},
     "selective": RULES["selective"],
     "selective, state on the host": RULES["selective"] | {"offload": True},
@@ -469,7 +468,6 @@ def refusal(config: dict[str, Any]) -> str:
     ("stage", "zenflow", "zero", "named"),
     [
         (1, {}, {}, "gradients_on_host = true at stage 1"),
-        (2, {"hide_transfers": True}, {}, "hide_transfers = true"),
         (3, {}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio"),
         (
             2,

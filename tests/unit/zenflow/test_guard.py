@@ -316,7 +316,7 @@ def apart(config: dict[str, Any], steps: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("dtype", "zenflow"),
-    [(torch.bfloat16, {"publish_dtype": "float32"}), (torch.float32, {})],
+    [(torch.float32, {})],
 )
 def test_the_sample_is_predicted_as_by_the_accelerator(dtype: torch.dtype, zenflow: dict) -> None:
     """To the bit with a worker of torch operations; the native kernel rounds in another order."""

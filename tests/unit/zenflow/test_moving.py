@@ -159,7 +159,7 @@ def moved_and_begun(
     ("dtype", "fields"),
     [
         (torch.bfloat16, {}),
-        (torch.bfloat16, {"hide_transfers": False, "publish_dtype": "float32"}),
+        (torch.bfloat16, {"hide_transfers": False}),
         (torch.bfloat16, {"overlap_step": False}),
         (torch.bfloat16, {"full_warm_up_rounds": 3}),
         (torch.bfloat16, {"state_dtype": "bfloat16"}),
@@ -182,7 +182,6 @@ def test_a_run_that_moves_is_one_that_began_with_the_share(
     ("dtype", "fields"),
     [
         (torch.bfloat16, {}),
-        (torch.bfloat16, {"publish_dtype": "float32"}),
     ],
 )
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -269,7 +268,7 @@ def test_an_estimate_tells_what_a_step_on_the_accelerator_takes() -> None:
     step = MeasuredStep(0.2955, 0.022, 0.0103, 0.3378, gather=0.0007, estimate=0.004)
     times = tuner._contended(alone, step, plan)
     assert times.there == pytest.approx(28 / 6 * step.estimate)
-    assert search_measured(plan, False, [Measured.of(plan, False, times, 1 << 40)]).share == 0.0
+    assert search_measured(plan, [Measured.of(plan, times, 1 << 40)]).share == 0.0
 
 
 def test_auto_stays_where_the_worker_keeps_up(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ NVME = {"device": "nvme", "nvme_path": "/tmp"}
 
 SECTION: dict[str, tuple[int, dict[str, Any]]] = {
     "stage = 0": (0, {}),
-    "publish_dtype": (2, {"zenflow": {"publish_dtype": "float16"}}),
     "select_interval": (2, {"zenflow": {"select_interval": 2, "update_interval": 4}}),
     'offload_optimizer.device = "nvme"': (3, {"offload_optimizer": NVME}),
     'offload_param.device = "nvme"': (3, {"offload_param": NVME}),

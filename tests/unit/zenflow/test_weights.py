@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 import deepspeed_ext
 from deepspeed_ext.adapter.weight_stream import _Exchange
@@ -166,21 +168,73 @@ def test_a_rank_that_stops_to_read_lets_no_other_one_wait(rank: int) -> None:
     assert "another rank has stopped reading the weights" in found[1 - rank]
 
 
-def steps_meanwhile() -> None:
+def stops_and_calls_on(stage: int) -> str:
+    """The consumer of rank 0 raises, and its traceback keeps the iterator alive while `finally`
+    wakes the engine; the error of the rank, in the end."""
+    engine = make_engine(zenflow_config(stage), model=partial(Named, stage))
+    train(engine, batches(1, rank=0))
+    stream = deepspeed_ext.weights(engine, SMALL)
+    try:
+        engine.offload_states()
+        try:
+            for number, _ in enumerate(stream):
+                if number == 2 and deepspeed.comm.get_rank() == 0:
+                    raise KeyError("of the consumer")
+        finally:
+            engine.reload_states()
+    except (KeyError, StateError) as error:
+        found = str(error)
+    train(engine, batches(1, rank=0))
+    assert_same(in_order(exported(engine)), in_order(dict(deepspeed_ext.weights(engine, SMALL))))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_next_call_of_a_rank_that_stopped_ends_the_others_stream(stage: int) -> None:
+    found = run_ranks(2, stops_and_calls_on, stage, timeout_seconds=60)
+    assert found[0] == "'of the consumer'"
+    assert "another rank has stopped reading the weights" in found[1]
+
+
+CHANGES: dict[str, Callable[[Any, str], object]] = {
+    "a step": lambda engine, folder: train(engine, batches(1, rank=0)),
+    "a load": lambda engine, folder: engine.load_checkpoint(folder, tag="t"),
+    "a write": lambda engine, folder: safe_set_full_fp32_param(
+        engine.module.up.weight, torch.zeros(engine.module.up.weight.shape)
+    ),
+}
+LEAVES: dict[str, Callable[[Any, str], object]] = {
+    "a save": lambda engine, folder: engine.save_checkpoint(folder, tag="u"),
+    "sleep": lambda engine, folder: engine.offload_states(),
+    "a read": lambda engine, folder: safe_get_full_fp32_param(engine.module.up.weight),
+    "another stream": lambda engine, folder: list(deepspeed_ext.weights(engine)),
+}
+
+
+def held_across(what: str, folder: str) -> None:
     engine = make_engine(zenflow_config(2), model=Named)
     train(engine, batches(1, rank=0))
+    engine.save_checkpoint(folder, tag="t")
+    expected = dict(deepspeed_ext.weights(engine))
     streams = deepspeed_ext.weights(engine, SMALL), deepspeed_ext.weight_parts(engine)
-    for stream in streams:
-        next(stream)
-    train(engine, batches(1, rank=0))
-    for stream in streams:
-        with pytest.raises(StateError, match=r"has stepped .step 2, was 1."):
-            list(stream)
+    first = [next(stream) for stream in streams]
+    if what in CHANGES:
+        CHANGES[what](engine, folder)
+        for stream in streams:
+            with pytest.raises(StateError, match=r"changed the weights|has stopped reading"):
+                list(stream)
+    else:
+        LEAVES[what](engine, folder)
+        assert_same(in_order(expected), in_order(dict([first[0], *streams[0]])))
     engine.destroy()
 
 
-def test_a_step_while_weights_are_read_is_an_error() -> None:
-    run_ranks(2, steps_meanwhile)
+@pytest.mark.parametrize("what", [*CHANGES, *LEAVES])
+def test_what_changes_the_weights_ends_a_stream_and_nothing_else_does(
+    what: str, tmp_path: Path
+) -> None:
+    run_ranks(2, held_across, what, str(tmp_path), timeout_seconds=60)
 
 
 def refusals() -> None:

@@ -81,7 +81,7 @@ def test_more_ranks_never_hold_more_each(setup: Setup, params: int, ranks: int) 
         assert many.nbytes(place, Phase.BETWEEN) <= few.nbytes(place, Phase.BETWEEN) + slack
 
 
-SHARED = [{}, {"hide_transfers": False}, {"publish_dtype": "float32"}]
+SHARED: list[dict[str, Any]] = [{}]
 
 
 @settings(deadline=None, max_examples=60)

@@ -54,7 +54,7 @@ def once_each(ways: list[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("stage", "way"), params)
 
 
-@once_each(["predictive", "predictive, warm-up of 3", "selective, interval 2"])
+@once_each(["predictive", "selective, interval 2"])
 def test_arena_and_partitions_are_planned_to_the_byte(stage: int, way: str) -> None:
     config = memory_config(stage, way, sub_group_size=PARAMS // 8)
     plan = planned(config, 2)
@@ -231,11 +231,10 @@ def measured_in_small_chunks(stage: int, way: str) -> list[Measured]:
 @pytest.mark.parametrize(
     ("stage", "way"),
     [
-        pytest.param(1, "predictive, warm-up of 3", marks=pytest.mark.full),
+        pytest.param(1, "predictive", marks=pytest.mark.full),
         pytest.param(2, "predictive", marks=pytest.mark.full),
         pytest.param(2, "predictive, int8 moments", marks=A_MINUTE),
         (3, "predictive"),
-        pytest.param(3, "predictive, warm-up of 3", marks=pytest.mark.full),
         pytest.param(3, "predictive, offload_param", marks=pytest.mark.full),
     ],
 )
@@ -294,7 +293,7 @@ def test_hot_state_of_all_ranks_is_planned_and_no_rank_has_more_than_twice_its_s
     assert all(rank.kept <= 2 * share * (1 + TOLERANCE) for rank in ranks)
 
 
-@pytest.mark.parametrize("way", ["predictive", "predictive, warm-up of 3"])
+@pytest.mark.parametrize("way", ["predictive"])
 def test_what_the_estimate_keeps_is_planned_to_the_byte(way: str) -> None:
     config = memory_config(3, way)
     plan = planned(config, 2)

@@ -26,9 +26,7 @@ from tests.support.zenflow import make_engine, zenflow_config
 ON_HOST = {"device": "cpu"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {}),
-    "copies in the step": ({"hide_transfers": False}, {}),
     "int8": ({"state_dtype": "int8"}, {}),
-    "y in fp32": ({"publish_dtype": "float32"}, {}),
     "gradients on the host": ({"gradients_on_host": True}, {}),
     "a share": ({}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
     "a share of codes": (

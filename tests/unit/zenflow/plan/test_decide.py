@@ -26,6 +26,7 @@ from deepspeed_ext.zenflow.plan.places import (
 from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.printed import as_config
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
+from tests.support.planned import decided
 
 GIB, MIB = 1 << 30, 1 << 20
 SELECTIVE = {"topk_ratio": 0.1, "select_interval": 16}
@@ -45,7 +46,7 @@ def one_rank(numel: int, free: int | None = None, total: int | None = None) -> R
 
 
 def plan_of(facts: ZenFlowFacts, *, host_share: float | None = 1.0, **config: Any) -> ZenFlowPlan:
-    return decide(facts, ZenFlowConfig(**config), host_share=host_share)
+    return decided(facts, config, host_share=host_share)
 
 
 # -- one decision at a time ------------------------------------------------------------------------
@@ -132,7 +133,7 @@ def test_a_share_is_not_measured_if_weights_arrive_in_the_forward() -> None:
 def test_gradients_have_the_weights_dtype_but_what_fp16_cannot_hold(
     weights: str, summed: str, expected: str
 ) -> None:
-    assert Dtypes.of(weights, summed, None).gradient == expected
+    assert Dtypes.of(weights, summed).gradient == expected
 
 
 @pytest.mark.parametrize(
@@ -159,8 +160,6 @@ def test_gradients_go_to_the_host_beyond_half_of_what_is_free(
     ("config", "host_share", "caller", "expected"),
     [
         ({}, 1.0, {}, Copies.WEIGHTS),
-        ({"hide_transfers": False}, 1.0, {}, Copies.WEIGHTS),
-        ({"hide_transfers": True}, 1.0, {}, Copies.BESIDE_STEP),
         ({"gradients_on_host": False}, 1.0, {}, Copies.INSIDE_STEP),
         ({}, 0.5, {}, Copies.INSIDE_STEP),
         ({}, None, {}, Copies.WEIGHTS),
@@ -280,22 +279,16 @@ def test_on_the_cpu_everything_is_on_the_host_but_a_given_share() -> None:
     assert early.arrival is Arrival.IN_BACKWARD
 
 
-@pytest.mark.parametrize(
-    ("wanted", "free", "expected"),
-    [(None, 3120, True), (None, 3119, False), (True, 0, True), (False, 1 << 20, False)],
-)
-def test_landing_buffers_leave_a_tenth_of_the_memory_free_unless_they_are_asked_for(
-    wanted: bool | None, free: int, expected: bool
-) -> None:
+@pytest.mark.parametrize(("free", "expected"), [(3120, True), (3119, False)])
+def test_landing_buffers_leave_a_tenth_of_the_memory_free(free: int, expected: bool) -> None:
     """Those of 500 elements under the selective rule take 1,000 bytes, and gradients and their flat
     copy 2,000. A model that just fits must not end for want of memory because of them."""
     rank = one_rank(500, free, 1200)
-    plan = plan_of(facts_of(rank, takes_gradients=False), hide_transfers=wanted, **SELECTIVE)
+    plan = plan_of(facts_of(rank, takes_gradients=False), **SELECTIVE)
     assert (plan.copies is Copies.BESIDE_STEP) is expected
     assert plan.held.landing_bytes == (1000 if expected else 0)
     refused = replace(facts_of(rank, takes_gradients=False), refuses_landing=True)
-    if wanted is None:
-        assert plan_of(refused, **SELECTIVE).copies is Copies.INSIDE_STEP
+    assert plan_of(refused, **SELECTIVE).copies is Copies.INSIDE_STEP
 
 
 def test_a_share_of_the_optimizer_and_landing_buffers_do_not_take_the_same_memory() -> None:
@@ -316,7 +309,6 @@ def test_a_share_of_the_optimizer_and_landing_buffers_do_not_take_the_same_memor
         ({"hide_transfers": False}, {}),
         ({}, {"weights": Place.HOST}),
         ({}, {"is_on_cpu": True}),
-        ({"publish_dtype": "float32"}, {}),
         ({**SELECTIVE}, {}),
     ],
 )
@@ -407,7 +399,6 @@ def sections(draw: st.DrawFn) -> dict[str, Any]:
     section: dict[str, Any] = {
         "update_interval": draw(st.sampled_from([None, 1, 2, 5])),
         "hide_transfers": draw(st.sampled_from([None, True, False])),
-        "publish_dtype": draw(st.sampled_from([None, "float32"])),
     }
     if section["hide_transfers"] is not True:
         section["gradients_on_host"] = draw(st.sampled_from([None, True, False]))

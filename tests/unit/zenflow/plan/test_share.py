@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.arrays import PAGE_BYTES, ArrayKey, plan_layout
-from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
@@ -28,6 +26,7 @@ from deepspeed_ext.zenflow.plan.share import (
     relaid,
     with_host_share,
 )
+from tests.support.planned import decided
 
 GIB = 1 << 30
 RATIO = "offload_optimizer.ratio"
@@ -45,15 +44,15 @@ def plan_of(
     caller = Caller("bfloat16", "bfloat16", takes_gradients=True)
     limits = () if host is None else (("machine", host),)
     rank = RankFacts(tuple(Run(numel) for numel in numels), 80 * GIB, 80 * GIB, host_free=limits)
-    return decide(ZenFlowFacts((rank,), caller), ZenFlowConfig(**config), host_share=share)
+    return decided(ZenFlowFacts((rank,), caller), config, host_share=share)
 
 
 def test_a_new_share_replaces_its_reason_and_no_other() -> None:
     plan = plan_of(GIB, update_rule="exact")
     moved = with_host_share(with_host_share(plan, 0.5, "first"), 0.25, "second")
-    named = [each for each in moved.reasons if each.decision.startswith(RATIO)]
+    named = [each for each in moved.reasons if each.about == "share"]
     assert [each.why for each in named] == ["second"]
-    kept = [each for each in plan.reasons if each.decision.partition(" =")[0] != RATIO]
+    kept = [each for each in plan.reasons if each.about != "share"]
     assert [each for each in moved.reasons if each not in named] == kept
 
 
@@ -94,18 +93,17 @@ def test_what_fits_is_as_much_as_there_is_room_for(first: int, second: int, room
 
 
 @pytest.mark.parametrize(
-    ("config", "may_expose", "ways"),
+    ("config", "ways"),
     [
-        ({}, True, [Copies.BESIDE_STEP, Copies.INSIDE_STEP]),
-        ({}, False, [Copies.BESIDE_STEP]),
-        ({"hide_transfers": False}, True, [Copies.INSIDE_STEP]),
-        ({"overlap_step": False}, True, [Copies.BESIDE_STEP]),
+        ({}, [Copies.BESIDE_STEP, Copies.INSIDE_STEP]),
+        ({"hide_transfers": False}, [Copies.INSIDE_STEP]),
+        ({"overlap_step": False}, [Copies.BESIDE_STEP]),
     ],
 )
 def test_copies_beside_the_step_may_give_way_where_steps_overlap(
-    config: dict[str, Any], may_expose: bool, ways: list[Copies]
+    config: dict[str, Any], ways: list[Copies]
 ) -> None:
-    assert [plan.copies for plan in ways_on(plan_of(GIB, **config), may_expose)] == ways
+    assert [plan.copies for plan in ways_on(plan_of(GIB, **config))] == ways
 
 
 def test_before_anything_is_measured_times_are_those_of_bytes() -> None:
@@ -131,7 +129,6 @@ plans = st.sampled_from(
     [
         {},
         {"hide_transfers": False},
-        {"publish_dtype": "float32"},
         {"state_dtype": "int8"},
     ]
 )
@@ -170,12 +167,12 @@ def test_arrays_keep_their_place_and_what_moves_lies_before_them(
         assert offset + spec.nbytes <= place + was.nbytes
     layout = plan.rule.layout
     for kind in {*layout.kept, *layout.shown}:
-        for index, decided in enumerate(moved.partitions):
+        for index, each in enumerate(moved.partitions):
             spec, offset = after.by_key()[ArrayKey(kind, index)]
             _, place = at[ArrayKey(kind, index)]
             per = plan.rule.block_size if kind in layout.scales else 1
             assert offset == place + spec.before_bytes
-            assert (spec.before, spec.numel) == (decided.head // per, -(-decided.on_host // per))
+            assert (spec.before, spec.numel) == (each.head // per, -(-each.on_host // per))
     arrays = sorted((offset, spec.nbytes) for spec, offset in after.arrays if spec.numel)
     pages = [(begin // PAGE_BYTES, -(-(begin + size) // PAGE_BYTES)) for begin, size in arrays]
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(pages))
