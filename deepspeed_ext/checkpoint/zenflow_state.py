@@ -322,7 +322,6 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
     rule.schedule.load_state_dict(saved.schedule, saved.position)
-    host.lock_slots()
     host.counts = saved.counts
     for partition, values in zip(host.partitions, saved.partitions, strict=True):
         partition.collected = values.collected

@@ -513,9 +513,9 @@ class HostOptimizer:
         self.decided = plan
         self._hold(replace(self._state, partitions=partitions, share=share))
         self.rule.restart(None, partitions)
-        self.lock_slots()
+        self._lock_slots()
 
-    def lock_slots(self) -> None:
+    def _lock_slots(self) -> None:
         """Page-lock the slots of gradients that are whole on the host. Nothing may be in flight."""
         if self.decided.places.handed_over is Place.HOST:
             self.link.transfers.keep_whole()
