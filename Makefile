@@ -185,7 +185,6 @@ docs: $(VENV)/.stamp-dev  ## write the config reference, the tables of what fits
 	python -m tests.support.all_collectives
 	python -m tools.architecture
 	python -m tools.architecture_picture
-	python -m tools.plan_picture > /dev/null
 	python -m tools.front_picture
 	python -m tools.step_picture
 	python -m tools.front_tables

@@ -34,10 +34,10 @@ from deepspeed_ext.runtime.backend import (
     local_rank,
     shares_host_memory,
 )
-from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.device_queues import single_queue
 from deepspeed_ext.runtime.garbage import earlier_objects_left_out
 from deepspeed_ext.runtime.log import logger, warn_once
+from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import GridRanks, RankGroup, raise_together
 from deepspeed_ext.runtime.words import counted
 from deepspeed_ext.zenflow.plan.phases import Phase, nbytes_of

@@ -15,16 +15,19 @@ from typing import Any
 import psutil
 
 from deepspeed_ext.adapter import shared_buffers
-from deepspeed_ext.cores.placement import usable_cores
+from deepspeed_ext.cores.plan import usable_cores
 from deepspeed_ext.cores.threads import can_set_memory_policy
 from deepspeed_ext.cores.topology import find_allowed, omp_binding, read_topology
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
 from deepspeed_ext.runtime import builds
-from deepspeed_ext.runtime.cgroup import read_cpu_quota_cores
-from deepspeed_ext.runtime.cpulist import format_cpulist
 from deepspeed_ext.runtime.device_queues import single_queue
-from deepspeed_ext.runtime.host_memory import available_host_bytes, total_host_bytes
 from deepspeed_ext.runtime.launcher_variables import plan_launch
+from deepspeed_ext.runtime.proc import (
+    available_host_bytes,
+    format_cpulist,
+    read_cpu_quota_cores,
+    total_host_bytes,
+)
 from deepspeed_ext.runtime.words import counted, one_line
 
 __all__ = ["Check", "as_json", "as_text", "examine"]
@@ -75,12 +78,10 @@ def as_json(checks: list[Check]) -> dict[str, object]:
 
 def as_text(checks: list[Check]) -> str:
     """Describe the report for people, with a remedy for each problem."""
-    width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
-        lines.append(f"{check.status:<8} {check.name:<{width}}  {check.detail}")
-        if check.remedy:
-            lines.append(f"{'':<8} {'':<{width}}  -> {check.remedy}")
+        lines.append(f"{check.status:<8} {check.name:<15}  {check.detail}")
+        lines += [f"{'':<26}-> {check.remedy}"] if check.remedy else []
     return "\n".join(lines)
 
 
@@ -159,8 +160,7 @@ def check_backends() -> Check:
     import torch.distributed as dist
 
     if not dist.is_available():
-        remedy = "install a torch that has it"
-        return _problem("torch was built without torch.distributed", remedy)
+        return _problem("torch was built without torch.distributed", "install one that has it")
     on_cpu = _accelerator().device_name() == "cpu"
     wanted = "gloo" if on_cpu else _accelerator().communication_backend_name()
     # Accelerators with their own build of torch, such as NPU
@@ -252,13 +252,6 @@ def check_shared_buffers() -> Check:
     )
 
 
-def check_file_descriptors() -> Check:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 1024:
-        return _warning(f"limited to {soft}", f"ulimit -n {min(hard, 65536)}")
-    return _ok(f"up to {soft}")
-
-
 def check_cpu_quota() -> Check:
     quota = read_cpu_quota_cores()
     if quota is None:
@@ -275,10 +268,10 @@ def check_cores() -> Check:
     topology = read_topology()
     found = find_allowed(topology)
     cores = usable_cores(topology, found.cpus)
-    nodes, kinds = {core.node for core in cores}, {core.kind for core in cores}
+    nodes = {core.node for core in cores}
     detail = (
         f"{len(cores)} of {len(topology.cores)} cores allowed (CPUs {format_cpulist(found.cpus)}), "
-        f"{counted(len(nodes), 'NUMA node')}, {counted(len(kinds), 'kind')} of core"
+        f"{counted(len(nodes), 'NUMA node')}"
     )
     if found.warnings:
         return _warning(f"{detail}; {found.warnings[0]}", "see the message")

@@ -167,7 +167,6 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="plan for training on the CPU: PyTorch keeps half [if DS_ACCELERATOR is cpu]",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
-    plan.add_argument("--svg", metavar="FILE", help="also draw the plan into this file")
     of_cores = _arguments(plan) - {"json"}
     _add_memory(plan)
     of_memory = _arguments(plan) - of_cores - {"json", "memory"}
@@ -379,18 +378,14 @@ def _require_of_one_plan(arguments: argparse.Namespace, of_other: set[str]) -> N
 
 def _plan_cores(arguments: argparse.Namespace) -> int:
     from deepspeed_ext.cores.plan import PlanRequest, plan_host
-    from deepspeed_ext.cores.report import plan_svg, plan_text, read_host
-    from deepspeed_ext.runtime.output_file import OutputFile
+    from deepspeed_ext.cores.report import plan_text, read_host
 
-    picture = None if arguments.svg is None else OutputFile.check(arguments.svg, "--svg")
     root = "/" if arguments.root is None else arguments.root
     host = read_host(root, arguments.allowed, arguments.gpu_node)
     on_cpu = bool(arguments.on_cpu) or (root == "/" and os.environ.get("DS_ACCELERATOR") == "cpu")
     request = PlanRequest(arguments.pt_reserved_cores, arguments.optimizer_cores, on_cpu=on_cpu)
     plan = host.with_warnings(plan_host(host.topology, host.ranks, request))
     print(json.dumps(plan.as_json()) if arguments.json else plan_text(host.topology, plan))
-    if picture is not None:
-        picture.write(plan_svg(host.topology, plan).encode())
     return 0
 
 

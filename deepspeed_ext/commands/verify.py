@@ -93,9 +93,11 @@ def run_from_cli(arguments: Namespace) -> tuple[str, bool]:
     Raises:
         ConfigError: the config cannot be read, or DeepSpeed refuses it.
     """
-    from deepspeed_ext.cores import accelerators
+    from deepspeed_ext.runtime.backend import get_accelerator
 
-    config, count = read_json(arguments.config), accelerators.count()
+    config, count = read_json(arguments.config), 0
+    if get_accelerator().device_name() != "cpu":
+        count = get_accelerator().device_count()
     if arguments.ranks is not None and 0 < count < arguments.ranks:
         has = f"this machine has {counted(count, 'accelerator')}, and each rank needs one"
         raise ConfigError(f"--ranks {arguments.ranks}: {has}")

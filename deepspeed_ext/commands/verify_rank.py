@@ -231,7 +231,7 @@ class Rank:
                 self.engine.save_checkpoint(str(self.folder / "saved"), tag="saved")
                 self.middle = self.state()
             optimizer = self.engine.optimizer
-            scale = getattr(optimizer, "loss_scale", getattr(optimizer, "cur_scale", 1.0))
+            scale = getattr(optimizer, "loss_scale", 1.0)
             group, loss = dict(optimizer.param_groups[0]), self.step(number)
             norm = self.engine.get_global_grad_norm()
             is_skipped = bool(getattr(optimizer, "overflow", False))

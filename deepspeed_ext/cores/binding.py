@@ -1,4 +1,10 @@
-"""Binds an engine's threads to its core plan, until the engine ends.
+"""Agrees with the other ranks on one core plan per host, and binds this process's threads to it
+until the engine ends.
+
+Ranks with the same boot id are on one host, even if host names differ: containers on one host share
+its CPU numbers. Every rank computes the plan of its host from the same reports. A rank that cannot
+read its host, or must not be bound, still takes part in every collective, and leaves its host
+unbound.
 
 All engines of a process share its threads. The first binding records the threads' previous state,
 and the end of the last binding restores it. In between, the plan of the latest binding is in force.
@@ -13,17 +19,16 @@ import multiprocessing
 import os
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from deepspeed_ext.config import CoreBindingConfig
-from deepspeed_ext.cores import accelerators, initial_mask
-from deepspeed_ext.cores.exchange import Agreement, agree, report_rank
-from deepspeed_ext.cores.plan import PlanRequest, RankPlan
+from deepspeed_ext.cores import initial_mask
+from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, RankPlan, plan_host
 from deepspeed_ext.cores.report import plan_text
 from deepspeed_ext.cores.threads import (
     Masks,
@@ -33,17 +38,178 @@ from deepspeed_ext.cores.threads import (
     restore,
     thread_masks,
 )
-from deepspeed_ext.cores.topology import omp_binding, read_online
+from deepspeed_ext.cores.topology import (
+    Topology,
+    find_allowed,
+    omp_binding,
+    read_accelerator_node,
+    read_online,
+    read_topology,
+)
+from deepspeed_ext.errors import UnsupportedError
 from deepspeed_ext.runtime.backend import get_accelerator
-from deepspeed_ext.runtime.cgroup import read_cpuset
-from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
 from deepspeed_ext.runtime.log import logger, warn_once
-from deepspeed_ext.runtime.procfs import read_text
-from deepspeed_ext.runtime.ranks import RankGroup, together
+from deepspeed_ext.runtime.proc import (
+    format_cpulist,
+    host_id,
+    read_cpu_quotas,
+    read_cpuset,
+    read_text,
+)
+from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 from deepspeed_ext.runtime.switches import is_off
 from deepspeed_ext.runtime.words import counted
 
-__all__ = ["CoreBinding", "Verification"]
+__all__ = ["Agreement", "CoreBinding", "RankReport", "agree", "pci_address", "report_rank"]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank tells the others. Small, because ranks of all hosts receive it."""
+
+    rank: int
+    boot_id: str
+    """Identifies the running kernel, hence the host."""
+    facts: RankFacts
+    topology_digest: str | None
+    """None if this rank cannot read its host."""
+    disabled: str | None = None
+    """Why this rank must not be bound; None if it may be."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The result of `agree` on one rank."""
+
+    mine: RankPlan | None
+    """None if this rank stays unbound."""
+    host: HostPlan | None
+    """Plan of this rank's host; None if the host stays unbound."""
+    topology: Topology | None
+    """This rank's host; None if it cannot be read."""
+    warnings: tuple[str, ...] = ()
+    leads_host: bool = True
+    """Whether this rank logs for its host."""
+    request: PlanRequest = field(default_factory=PlanRequest)
+    """What the plan was asked for."""
+
+    def summary(self) -> str:
+        """Describe the CPUs of each rank of this host, for a log."""
+        if self.host is None or self.topology is None:
+            return "unbound"
+        return plan_text(self.topology, self.host)
+
+
+def report_rank(
+    rank: int,
+    local_rank: int,
+    *,
+    pci_address: str | None = None,
+    disabled: str | None = None,
+    root: Path | str = "/",
+) -> tuple[RankReport, Topology | None, tuple[str, ...]]:
+    """Read this rank's host and return the report, the topology and warnings.
+
+    If the host cannot be read, the topology is None and a warning says why. If this rank must not
+    be bound, the host is not read.
+
+    Args:
+        rank, local_rank, disabled: see `RankReport` and `RankFacts`.
+        pci_address: PCI address of the rank's accelerator; None if unknown.
+        root: directory that holds ``sys`` and ``proc``.
+
+    Raises:
+        ConfigError: the settings contradict each other or the host.
+    """
+    facts, topology = RankFacts(local_rank, frozenset()), None
+    warnings: tuple[str, ...] = ()
+    try:
+        if disabled is None:
+            topology = read_topology(root)
+            found = find_allowed(topology, root)
+            warnings = found.warnings
+            node = read_accelerator_node(topology, pci_address, root) if pci_address else None
+            facts = RankFacts(local_rank, found.cpus, node, read_cpu_quotas(root))
+    except (UnsupportedError, OSError) as unreadable:
+        topology, warnings = None, (str(unreadable),)
+    digest = topology.digest() if topology else None
+    return RankReport(rank, host_id(root), facts, digest, disabled), topology, warnings
+
+
+def agree(
+    mine: RankReport,
+    topology: Topology | None,
+    ranks: RankGroup,
+    request: PlanRequest,
+    warnings: tuple[str, ...] = (),
+) -> Agreement:
+    """Exchange reports and plan this host. A collective: every rank of `ranks` calls it.
+
+    Args:
+        topology: this rank's host; None if it cannot be read.
+        warnings: of this rank, put before those of the plan.
+
+    Raises:
+        PlanMismatchError: on every rank, if ranks asked for different things.
+        RankError: on every rank, if a host cannot be planned.
+    """
+    require_same_plan("core binding", request, ranks)
+    found = ranks.gather_among(mine.boot_id, mine).values()
+    with together(ranks):
+        peers = sorted(found, key=lambda peer: (peer.facts.local_rank, peer.rank))
+        position = next(index for index, peer in enumerate(peers) if peer.rank == mine.rank)
+        unbound = Agreement(None, None, topology, warnings, position == 0, request)
+        if problem := _why_unbound(peers):
+            return replace(
+                unbound, warnings=(*warnings, f"no core binding on this host: {problem}")
+            )
+        # Local ranks may repeat (ranks started by hand, several containers); positions do not.
+        facts = [replace(peer.facts, local_rank=index) for index, peer in enumerate(peers)]
+        assert topology is not None, "its digest is that of every rank"
+        host = plan_host(topology, facts, request)
+        plan = next((rank for rank in host.ranks if rank.local_rank == position), None)
+        return replace(unbound, mine=plan, host=host, warnings=(*warnings, *host.warnings))
+
+
+def _why_unbound(peers: Sequence[RankReport]) -> str:
+    """Say why the ranks of a host must all stay unbound; "" if they need not."""
+    if disabled := [f"rank {peer.rank}: {peer.disabled}" for peer in peers if peer.disabled]:
+        return "; ".join(disabled)
+    digests = {peer.topology_digest for peer in peers}
+    if len(digests) > 1:
+        return "its ranks see different CPUs (separate containers, or no /sys)"
+    return "its CPUs cannot be read" if None in digests else ""
+
+
+def pci_address() -> str | None:
+    """Return the PCI address of the current device, such as ``0000:3b:00.0``; None if DeepSpeed
+    trains on the CPU, or torch does not report it.
+
+    A failure is a warning, because a plan needs no address.
+    """
+    interface = getattr(torch, "accelerator", None)  # torch 2.6
+    if get_accelerator().device_name() == "cpu" or interface is None:
+        return None
+    try:
+        if not interface.is_available():
+            return None
+        module = torch.get_device_module(interface.current_accelerator())
+        read_properties = getattr(module, "get_device_properties", lambda index: None)
+        properties = read_properties(interface.current_device_index())
+        parts = [
+            getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
+        ]
+        if not all(isinstance(part, int) for part in parts):
+            return None
+        domain, bus, device = parts
+        return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+    except Exception as error:  # drivers raise errors of any kind
+        warn_once(
+            f"core binding: the accelerator's PCI address cannot be read ({type(error).__name__}: "
+            f"{error}); plans do not take its NUMA node into account"
+        )
+        return None
+
 
 _RUNTIME = re.compile(r"/(?:libgomp|libiomp5|libomp)[^/]*\.so[^/]*$")
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -172,15 +338,6 @@ def _confine(plan: RankPlan) -> None:
     confine(plan.pytorch, pin_each_thread="isolated" in plan.flags)
 
 
-def _confine_again(plan: RankPlan) -> None:
-    """Confine the threads that have started outside the plan in force; `plan` if none is.
-
-    Raises:
-        OSError: the kernel refused.
-    """
-    _confine(_in_force() or plan)
-
-
 def _release_threads(plan: RankPlan) -> None:
     """End a binding: the previous binding's plan applies again or, after the last one, the original
     state. Never raises."""
@@ -209,43 +366,6 @@ def _release_threads(plan: RankPlan) -> None:
 
 
 DISABLE_VARIABLE = "DSEXT_BIND"
-
-
-@dataclass(frozen=True)
-class Verification:
-    """Threads outside the plan, and planned CPUs that are gone, as the kernel reports them."""
-
-    trainer: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Thread id -> mask, for this process."""
-    worker: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Thread id -> mask, for the optimizer process."""
-    lost: frozenset[int] = frozenset()
-    """Planned CPUs that have left the cpuset or gone offline: start the job again."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether every thread is within the plan and no CPU is lost."""
-        return not (self.trainer or self.worker or self.lost)
-
-    def __str__(self) -> str:
-        """Describe in one line what is outside the plan and what to do."""
-        problems = []
-        if self.lost:
-            problems.append(
-                f"CPUs {format_cpulist(self.lost)} of the plan have gone offline or left this "
-                "job's cpuset, and their threads share the remaining CPUs: start the job again"
-            )
-        for name, threads in (
-            ("this process", self.trainer),
-            ("the optimizer process", self.worker),
-        ):
-            if threads:
-                cpus = format_cpulist(frozenset().union(*threads.values()))
-                problems.append(
-                    f"{counted(len(threads), 'thread')} of {name} may run outside the plan, on "
-                    f"CPUs {cpus}"
-                )
-        return "; ".join(problems) or "every thread is within the plan"
 
 
 class CoreBinding:
@@ -293,30 +413,30 @@ class CoreBinding:
         """
         off = is_off(DISABLE_VARIABLE)
         with together(ranks):
-            report, topology = report_rank(
+            request = PlanRequest(
+                pt_reserved_cores,
+                config.optimizer_cores if separate else None,
+                separate,
+                on_cpu=get_accelerator().is_synchronized_device(),
+            )
+            report, topology, warnings = report_rank(
                 ranks.rank,
                 local_rank,
-                PlanRequest(
-                    pt_reserved_cores,
-                    config.optimizer_cores if separate else None,
-                    separate,
-                    on_cpu=get_accelerator().is_synchronized_device(),
-                ),
-                pci_address=None if off else accelerators.pci_address(),
+                pci_address=None if off else pci_address(),
                 disabled=f"{DISABLE_VARIABLE}=0" if off else None,
             )
-        binding = cls(agree(report, topology, ranks))
+        binding = cls(agree(report, topology, ranks, request, warnings))
         if undo is not None:
             undo.callback(binding.restore)
         for warning in binding.agreement.warnings if binding.agreement.leads_host else ():
             warn_once(f"core binding: {warning}")
         if config.dry_run:
-            logger.info(f"core binding, dry run:\n{binding.summary()}")
+            logger.info(f"core binding, dry run:\n{binding.agreement.summary()}")
             binding.plan = None
         if binding.plan is not None:
-            binding._bind_threads(binding.plan, parse_cpulist(report.allowed))
+            binding._bind_threads(binding.plan, report.facts.allowed)
         if binding.plan is not None and binding.agreement.leads_host:
-            logger.debug(f"core binding:\n{binding.summary()}")
+            logger.debug(f"core binding:\n{binding.agreement.summary()}")
         return binding
 
     @property
@@ -349,23 +469,22 @@ class CoreBinding:
             f"training continues unbound"
         )
 
-    def refresh(self, worker_pid: int | None = None) -> Verification:
-        """Confine threads that started outside the plan since `start`, then `verify` and warn about
-        what remains."""
+    def refresh(self, worker_pid: int | None = None) -> str:
+        """Confine threads that started outside the plan since `start`; then warn about, and return,
+        what `verify` finds."""
         if self.plan is not None:
             try:
-                _confine_again(self.plan)
+                _confine(_in_force() or self.plan)
             except Exception as error:  # as in `_bind_threads`
                 self._give_up(error)
         found = self.verify(worker_pid)
-        if not found.ok:
-            warn_once(f"core binding: {found}")
-        if self.plan is not None and (advice := self._loader_advice(self.plan)):
-            warn_once(f"core binding: {advice}")
+        for text in (found, self._loader_advice(self.plan) if self.plan is not None else ""):
+            if text:
+                warn_once(f"core binding: {text}")
         return found
 
-    def _loader_advice(self, plan: RankPlan) -> str | None:
-        """Advice if data loader workers share too few cores with PyTorch; else None.
+    def _loader_advice(self, plan: RankPlan) -> str:
+        """Advice if data loader workers share too few cores with PyTorch; else "".
 
         The plan predates the data loaders, whose workers inherit PyTorch's mask. They are daemons
         that this process started through multiprocessing.
@@ -373,25 +492,40 @@ class CoreBinding:
         request = self.agreement.request
         loaders = sum(child.daemon for child in multiprocessing.active_children())
         if not plan.optimizer or request.is_split_given or plan.pytorch_threads > loaders:
-            return None
+            return ""
         return (
             f"{loaders} data loader processes share {plan.pytorch_threads} cores with PyTorch. If "
             "the accelerator waits for data, set zenflow.pt_reserved_cores to "
             f"{loaders + plan.pytorch_threads}"
         )
 
-    def verify(self, worker_pid: int | None = None) -> Verification:
-        """Compare the masks of all threads of this process and the optimizer process with the plan.
+    def verify(self, worker_pid: int | None = None) -> str:
+        """Say which threads may run outside the plan, and which planned CPUs are gone; "" if all is
+        well.
 
         Args:
             worker_pid: process id of the optimizer process; None if there is none.
         """
         if self.plan is None:
-            return Verification()
+            return ""
+        problems = []
         planned = frozenset((_in_force() or self.plan).pytorch)
         lost = planned - ((read_cpuset() or planned) & (read_online() or planned))
+        if lost:
+            problems.append(
+                f"CPUs {format_cpulist(lost)} of the plan have gone offline or left this "
+                "job's cpuset, and their threads share the remaining CPUs: start the job again"
+            )
         worker = outside(self.plan.optimizer, worker_pid) if worker_pid is not None else {}
-        return Verification(outside(planned), worker, lost)
+        stray = {"this process": outside(planned), "the optimizer process": worker}
+        for name, masks in stray.items():
+            if masks:
+                cpus = format_cpulist(frozenset().union(*masks.values()))
+                problems.append(
+                    f"{counted(len(masks), 'thread')} of {name} may run outside the plan, on "
+                    f"CPUs {cpus}"
+                )
+        return "; ".join(problems)
 
     def restore(self) -> None:
         """Restore the masks and thread counts from before `start`. If another binding of this
@@ -399,9 +533,3 @@ class CoreBinding:
         if self._release is not None:
             self._release()  # does nothing the second time
         self.plan = None
-
-    def summary(self) -> str:
-        """Describe the CPUs of each rank of this host, for a log."""
-        if self.agreement.host is None:
-            return "unbound"
-        return plan_text(self.agreement.topology, self.agreement.host)

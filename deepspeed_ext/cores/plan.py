@@ -1,26 +1,25 @@
 """Plans which CPUs of one host each rank's PyTorch threads and optimizer get: a pure function of
-plain facts. `split_cores` divides a rank's cores between the two, for bound and unbound runs
-alike."""
+plain facts.
 
-import hashlib
-import json
+Ranks with the same CPUs divide them. Each NUMA node takes as many of the ranks as its cores allow
+evenly, those whose accelerator is on it first, and gives each an equal slice of whole cores; so a
+rank's threads and its optimizer are on one node, and no two ranks sit crosswise. With fewer ranks
+than nodes, each rank gets several whole nodes. Ranks whose CPUs overlap only in part stay unbound:
+one rank's threads would be confined to another's cores. So do ranks that would divide cores of
+different speeds, because every step waits for the slowest rank.
+
+Within a rank, PyTorch keeps the first cores of the slice, with all their hardware threads, and the
+optimizer gets one hardware thread of each remaining core, because its pass is memory-bound.
+"""
+
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
 
-from deepspeed_ext.cores.placement import (
-    CoreDemand,
-    Pool,
-    RoleCores,
-    divide_cores,
-    home_node,
-    place_roles,
-    usable_cores,
-)
 from deepspeed_ext.cores.topology import Core, Topology
-from deepspeed_ext.runtime.cgroup import CpuQuota
-from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.proc import CpuQuota, format_cpulist
 from deepspeed_ext.runtime.reserved_cores import DEFAULT_RESERVED_FRACTION, check_reserved_cores
 from deepspeed_ext.runtime.words import counted
 
@@ -31,6 +30,7 @@ __all__ = [
     "RankPlan",
     "plan_host",
     "split_cores",
+    "usable_cores",
     "within_quota",
 ]
 
@@ -51,7 +51,7 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user or the tuner asks for.
+    """What the user asks for.
 
     Raises:
         ValueError: a value is out of its range.
@@ -70,7 +70,7 @@ class PlanRequest:
 
     @property
     def is_split_given(self) -> bool:
-        """Whether the split of a rank's cores was configured or measured."""
+        """Whether the split of a rank's cores was configured."""
         return self.pt_reserved_cores is not None or self.optimizer_cores is not None
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class RankPlan:
     pytorch_threads: int
     """Number of training cores, which is the number of OpenMP threads."""
     numa_node: int
-    """Home node: the accelerator's if that is known; -1 if the CPUs are on no node."""
+    """Node of the first training core; -1 if it is on no node."""
     optimizer_node: int
     """Node of the optimizer's cores; -1 if they are on no node, or on several."""
     flags: tuple[str, ...] = ()
@@ -111,8 +111,7 @@ class HostPlan:
 
     ranks: tuple[RankPlan, ...]
     unbound: tuple[int, ...] = ()
-    """Local ranks that are not in `ranks`, because their CPUs overlap only partly with those of
-    another rank."""
+    """Local ranks that are not in `ranks`; a warning says why."""
     idle: tuple[int, ...] = ()
     """Allowed CPUs of unused cores; unused hardware threads of used cores are not included."""
     warnings: tuple[str, ...] = ()
@@ -122,10 +121,6 @@ class HostPlan:
         names = ("local_rank", "pytorch", "optimizer", "numa_node", "flags")
         ranks = [{name: getattr(rank, name) for name in names} for rank in self.ranks]
         return {"ranks": ranks, "idle": self.idle, "warnings": self.warnings}
-
-    def digest(self) -> str:
-        """Return a hash with which ranks check that they hold the same plan."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def plan_host(
@@ -142,167 +137,180 @@ def plan_host(
     Raises:
         ValueError: a rank has no allowed CPU that is online.
     """
-    return _HostPlanner(
-        topology, sorted(ranks, key=lambda rank: rank.local_rank), request or PlanRequest()
-    ).run()
+    for rank in ranks:
+        if not rank.allowed & topology.cpus:
+            raise ValueError(
+                f"local rank {rank.local_rank}: none of its CPUs "
+                f"{format_cpulist(rank.allowed) or '(none)'} is "
+                f"online (online: {format_cpulist(topology.cpus)})"
+            )
+    ordered = sorted(ranks, key=lambda rank: rank.local_rank)
+    return _HostPlanner(topology, ordered, request or PlanRequest()).run()
 
 
+def usable_cores(topology: Topology, allowed: frozenset[int]) -> dict[Core, tuple[int, ...]]:
+    """Return the cores that a rank may use, each with its allowed CPUs, in node-major order.
+
+    Isolated CPUs and low-power cores are left out unless the rank has no others.
+    """
+    allowed = allowed - topology.isolated - topology.low_power or allowed
+    usable = {
+        core: tuple(pu for pu in core.pus if pu in allowed)
+        for core in sorted(topology.cores, key=lambda core: core.order)
+    }
+    return {core: pus for core, pus in usable.items() if pus}
+
+
+@dataclass
 class _HostPlanner:
-    def __init__(
-        self, topology: Topology, ranks: Sequence[RankFacts], request: PlanRequest
-    ) -> None:
-        for rank in ranks:
-            if not rank.allowed & topology.cpus:
-                raise ValueError(
-                    f"local rank {rank.local_rank}: none of its CPUs "
-                    f"{format_cpulist(rank.allowed) or '(none)'} is "
-                    f"online (online: {format_cpulist(topology.cpus)})"
-                )
-        self.topology = topology
-        self.ranks = ranks
-        self.request = request
-        self.usable = [usable_cores(topology, rank.allowed) for rank in ranks]
-        self.sharers = Counter(quota.group for rank in ranks for quota in rank.quotas)
-        self.warnings: list[str] = []
+    topology: Topology
+    ranks: Sequence[RankFacts]
+    request: PlanRequest
+    warnings: list[str] = field(default_factory=list)
 
     def run(self) -> HostPlan:
-        division = divide_cores(self.usable)
-        plans: dict[int, RankPlan] = {}
-        for pool in division.pools:
-            plans |= self._plan_pool(pool)
-        for index, core in division.oversubscribed.items():
-            plans[index] = self._on_one_core(index, core, oversubscribed=True)
-        ordered = tuple(plans[index] for index in sorted(plans))
-        unbound = tuple(self.ranks[index].local_rank for index in division.unbound)
-        idle = () if unbound else self._idle(ordered)
-        self._warn_about_flags(ordered)
-        if unbound:
-            self.warnings.append(
-                f"local ranks {format_cpulist(unbound)} stay unbound, because their CPUs overlap "
-                "only in part: give each rank its own CPUs, or all ranks the same ones"
-            )
+        groups: dict[tuple[tuple[Core, tuple[int, ...]], ...], list[RankFacts]] = {}
+        for rank in self.ranks:
+            usable = usable_cores(self.topology, rank.allowed)
+            groups.setdefault(tuple(usable.items()), []).append(rank)
+        holders = Counter(core for items in groups for core, _ in items)
+        plans, overlapping, uneven = list[RankPlan](), list[int](), list[int]()
+        for items, members in groups.items():
+            local_ranks = [rank.local_rank for rank in members]
+            if any(holders[core] > 1 for core, _ in items):
+                overlapping += local_ranks
+            elif self.topology.is_hybrid and len(members) > 1:
+                uneven += local_ranks
+            else:
+                plans += self._plan_group(members, dict(items))
+        plans.sort(key=lambda plan: plan.local_rank)
+        self._warn_about_flags(plans)
+        self._warn_unbound(overlapping, "their CPUs overlap only in part", ", or all the same ones")
+        self._warn_unbound(uneven, "they would divide cores of different speeds", "")
+        unbound = tuple(sorted(overlapping + uneven))
+        idle = () if unbound else self._idle(plans)
         if idle:
             self.warnings.append(f"CPUs {format_cpulist(idle)} stay idle")
-        return HostPlan(ordered, unbound, idle, tuple(self.warnings))
+        return HostPlan(tuple(plans), unbound, idle, tuple(self.warnings))
 
-    def _plan_pool(self, pool: Pool) -> dict[int, RankPlan]:
-        demands = {rank: self._demand(rank, pool) for rank in pool.shares}
-        roles_of = place_roles(self.topology, pool, demands)
-        plans = {}
-        for rank, roles in roles_of.items():
-            if roles.training and not roles.optimizer and self.request.separate:
-                plans[rank] = self._on_one_core(rank, roles.training[0], oversubscribed=False)
+    def _plan_group(
+        self, ranks: Sequence[RankFacts], usable: dict[Core, tuple[int, ...]]
+    ) -> Iterator[RankPlan]:
+        """Plan ranks that may use the same cores."""
+        cores = list(usable)
+        if len(cores) < len(ranks):
+            for index, rank in enumerate(ranks):
+                core = cores[index % len(cores)]
+                yield self._on_one_core(rank, core, usable[core], is_crowded=True)
+            return
+        if len(ranks) == 1:
+            whose = f"{counted(len(cores), 'core')} of its own"
+        else:
+            whose = f"a slice of {len(cores)} cores shared by {len(ranks)} ranks"
+        for rank, mine in self._divide(ranks, cores):
+            if len(mine) == 1 and self.request.separate:
+                yield self._on_one_core(rank, mine[0], usable[mine[0]], is_crowded=False)
             else:
-                plans[rank] = self._on_own_cores(rank, pool, demands[rank], roles)
-        return plans
+                yield self._on_own_cores(rank, mine, usable, whose)
 
-    def _demand(self, rank: int, pool: Pool) -> CoreDemand:
-        """Compute a rank's demand from its number of cores, the quota and the request."""
-        counts = {kind: count for kind, count in sorted(pool.shares[rank].items()) if count}
-        facts = self.ranks[rank]
-        near = pool.cores if facts.accelerator_node is not None else _node_major_part(pool, rank)
-        home = home_node(self.topology, facts.accelerator_node, near)
-        total = within_quota(sum(counts.values()), self._quota_cores(facts))
-        fastest = min(counts)
-        if not self.request.separate or total == 1:
-            return CoreDemand(home, total, tuple(counts), 0, fastest, spread_training=True)
-        reserved, limit = self.request.pt_reserved_cores, self.request.optimizer_cores
-        training, optimizer = split_cores(total, reserved, limit, on_cpu=self.request.on_cpu)
-        self._warn_about_split(rank, total, training, optimizer)
-        training = min(training, counts[fastest])
-        left = counts | {fastest: counts[fastest] - training}
-        # Use one kind only: a static loop over equal chunks is as slow as its slowest core.
-        kind = max(left, key=lambda kind: (left[kind], -kind))
-        optimizer = total - training if limit is None else min(total - training, limit)
-        return CoreDemand(home, training, (fastest,), min(optimizer, left[kind]), kind)
+    def _divide(
+        self, ranks: Sequence[RankFacts], cores: Sequence[Core]
+    ) -> Iterator[tuple[RankFacts, list[Core]]]:
+        """Yield each rank with its cores, nearest to its home first; at least as many cores as
+        ranks."""
+        nodes = sorted({core.node for core in cores})
+        number = min(len(nodes), len(ranks))
+        cuts = [index * len(nodes) // number for index in range(number + 1)]
+        places = [nodes[first:last] for first, last in pairwise(cuts)]
+        held = [[core for core in cores if core.node in place] for place in places]
+        homes = [self._nearest(rank.accelerator_node, nodes) for rank in ranks]
+        for index, members in enumerate(_seated(self.topology, homes, places, held)):
+            home = homes[members[0]] if members else None
+            if home is None or home not in places[index]:
+                most = Counter(core.node for core in held[index])
+                home = max(most, key=lambda node: (most[node], -node))
+            near_first = sorted(
+                held[index], key=lambda core: (self.topology.distance(home, core.node), core.order)
+            )
+            left = iter(near_first)
+            for position, member in enumerate(members):
+                share = (len(near_first) + len(members) - 1 - position) // len(members)
+                limit = within_quota(share, self._quota_cores(ranks[member]))
+                yield ranks[member], list(islice(left, limit))
 
-    def _quota_cores(self, facts: RankFacts) -> float | None:
+    def _nearest(self, wanted: int | None, nodes: Sequence[int]) -> int | None:
+        if wanted is None:
+            return None
+        return min(nodes, key=lambda node: (self.topology.distance(wanted, node), node))
+
+    def _quota_cores(self, rank: RankFacts) -> float | None:
         """The rank's share of the tightest quota, in cores; None if there is none."""
-        return min(
-            (quota.cores / self.sharers[quota.group] for quota in facts.quotas), default=None
-        )
-
-    def _warn_about_split(self, rank: int, total: int, training: int, optimizer: int) -> None:
-        reserved, limit = self.request.pt_reserved_cores, self.request.optimizer_cores
-        if limit is not None and limit > total - 1:
-            self._warn(
-                rank,
-                f"has {counted(total, 'core')}: its optimizer gets {optimizer} instead of {limit}",
-            )
-        if isinstance(reserved, int) and reserved > training:
-            self._warn(
-                rank, f"has {counted(total, 'core')}: PyTorch gets {training} instead of {reserved}"
-            )
+        sharers = Counter(quota.group for other in self.ranks for quota in other.quotas)
+        return min((quota.cores / sharers[quota.group] for quota in rank.quotas), default=None)
 
     def _on_own_cores(
-        self, rank: int, pool: Pool, demand: CoreDemand, roles: RoleCores
+        self,
+        rank: RankFacts,
+        cores: Sequence[Core],
+        usable: dict[Core, tuple[int, ...]],
+        whose: str,
     ) -> RankPlan:
-        facts, usable = self.ranks[rank], self.usable[rank]
-        training = tuple(sorted(pu for core in roles.training for pu in usable[core]))
-        optimizer = tuple(sorted(usable[core][0] for core in roles.optimizer))
-        is_split = len({core.node for core in roles.optimizer}) > 1
-        if is_split and self.request.is_split_given:
-            self._warn(
-                rank,
-                "optimizer is split over several NUMA nodes: "
-                f"no node has {counted(len(roles.optimizer), 'core')}",
+        training, optimizer = len(cores), 0
+        if self.request.separate:
+            reserved, limit = self.request.pt_reserved_cores, self.request.optimizer_cores
+            training, optimizer = split_cores(
+                len(cores), reserved, limit, on_cpu=self.request.on_cpu
             )
-        owned = sum(pool.shares[rank].values())
-        sharers = (
-            "of its own"
-            if len(pool.shares) == 1
-            else f"of {len(pool.cores)} shared by {counted(len(pool.shares), 'rank')}"
-        )
-        why = f"{self._why_home(facts, demand.home)}; {self._why_split()}"
-        reason = f"{counted(owned, 'core')} {sharers}; {why}"
+            for role, got, wanted in (
+                ("its optimizer", optimizer, limit),
+                ("PyTorch", training, reserved),
+            ):
+                if isinstance(wanted, int) and wanted > got:
+                    self.warnings.append(
+                        f"local rank {rank.local_rank} has {counted(len(cores), 'core')}: "
+                        f"{role} gets {got} instead of {wanted}"
+                    )
+        rest = cores[training:]
+        by_node = ([core for core in rest if core.node == other.node] for other in rest)
+        chosen = next((part for part in by_node if len(part) >= optimizer), rest)[:optimizer]
+        nodes = {core.node for core in chosen or cores[:1]}
+        home = cores[0].node
         return RankPlan(
-            local_rank=facts.local_rank,
-            pytorch=training,
-            optimizer=optimizer,
-            pytorch_threads=len(roles.training),
-            numa_node=demand.home,
-            optimizer_node=-1 if is_split else _main_node(roles.optimizer, demand.home),
-            flags=(*(["split"] if is_split else []), *self._common_flags(rank)),
-            reason=reason,
+            local_rank=rank.local_rank,
+            pytorch=tuple(sorted(pu for core in cores[:training] for pu in usable[core])),
+            optimizer=tuple(sorted(usable[core][0] for core in chosen)),
+            pytorch_threads=training,
+            numa_node=home,
+            optimizer_node=min(nodes) if len(nodes) == 1 else -1,
+            flags=(*(["split"] if len(nodes) > 1 else []), *self._common_flags(rank)),
+            reason=f"{whose}; {_why_home(rank, home)}; {self._why_split()}",
         )
 
-    def _on_one_core(self, rank: int, core: Core, *, oversubscribed: bool) -> RankPlan:
+    def _on_one_core(
+        self, rank: RankFacts, core: Core, pus: tuple[int, ...], *, is_crowded: bool
+    ) -> RankPlan:
         """Plan a single core for both roles: each gets a hardware thread if there are two, else
         they share one."""
-        facts, pus = self.ranks[rank], self.usable[rank][core]
-        separate = self.request.separate
-        flags = ["shared"] if oversubscribed or (len(pus) == 1 and separate) else []
-        flags += ["smt"] if len(pus) > 1 and separate else []
+        is_separate = self.request.separate
+        flags = ["shared"] if is_crowded or (len(pus) == 1 and is_separate) else []
+        flags += ["smt"] if len(pus) > 1 and is_separate else []
         return RankPlan(
-            local_rank=facts.local_rank,
-            pytorch=pus[:1] if separate else pus,
-            optimizer=pus[1:2] or pus[:1] if separate else (),
+            local_rank=rank.local_rank,
+            pytorch=pus[:1] if is_separate else pus,
+            optimizer=(pus[1:2] or pus[:1]) if is_separate else (),
             pytorch_threads=1,
             numa_node=core.node,
             optimizer_node=core.node,
             flags=(*flags, *self._common_flags(rank)),
-            reason="more ranks than cores" if oversubscribed else "a single core",
+            reason="more ranks than cores" if is_crowded else "a single core",
         )
 
-    def _common_flags(self, rank: int) -> list[str]:
-        facts = self.ranks[rank]
-        flags = []
-        quota = self._quota_cores(facts)
-        if quota is not None and quota < 2:
-            flags.append("throttle_risk")
-        if facts.allowed & self.topology.cpus <= self.topology.isolated:
+    def _common_flags(self, rank: RankFacts) -> list[str]:
+        quota = self._quota_cores(rank)
+        flags = ["throttle_risk"] if quota is not None and quota < 2 else []
+        if rank.allowed & self.topology.cpus <= self.topology.isolated:
             flags.append("isolated")
         return flags
-
-    def _why_home(self, facts: RankFacts, home: int) -> str:
-        if facts.accelerator_node is None:
-            return f"home node {home} has most of them"
-        if facts.accelerator_node == home:
-            return f"home node {home} is the accelerator's"
-        return (
-            f"home node {home} is the nearest with cores "
-            f"to the accelerator's node {facts.accelerator_node}"
-        )
 
     def _why_split(self) -> str:
         if not self.request.separate:
@@ -310,31 +318,26 @@ class _HostPlanner:
         if self.request.pt_reserved_cores is not None:
             return f"{self.request.pt_reserved_cores} kept for PyTorch as requested"
         if self.request.optimizer_cores is not None:
-            return f"{self.request.optimizer_cores} for the optimizer as requested or tuned"
+            return f"{self.request.optimizer_cores} for the optimizer as requested"
         if self.request.on_cpu:
-            return "half kept for PyTorch (nothing requested or tuned)"
-        return "few kept for PyTorch beside an accelerator (nothing requested or tuned)"
+            return "half kept for PyTorch"
+        return "few kept for PyTorch beside an accelerator"
 
     def _idle(self, plans: Sequence[RankPlan]) -> tuple[int, ...]:
-        used = {
-            self.topology.core_of[cpu] for plan in plans for cpu in (*plan.pytorch, *plan.optimizer)
-        }
+        core_of = self.topology.core_of
+        used = {core_of[cpu] for plan in plans for cpu in (*plan.pytorch, *plan.optimizer)}
         allowed = frozenset().union(*(rank.allowed for rank in self.ranks))
-        return tuple(
-            sorted(
-                pu
-                for core in self.topology.cores
-                if core not in used
-                for pu in core.pus
-                if pu in allowed
-            )
-        )
+        return tuple(sorted(cpu for cpu in allowed & core_of.keys() if core_of[cpu] not in used))
 
-    def _warn(self, rank: int, text: str) -> None:
-        self.warnings.append(f"local rank {self.ranks[rank].local_rank} {text}")
+    def _warn_unbound(self, local_ranks: Sequence[int], why: str, or_else: str) -> None:
+        if local_ranks:
+            self.warnings.append(
+                f"local ranks {format_cpulist(local_ranks)} stay unbound, because {why}: "
+                f"give each rank its own CPUs{or_else}"
+            )
 
     def _warn_about_flags(self, plans: Sequence[RankPlan]) -> None:
-        texts: Mapping[str, str] = {
+        texts = {
             "shared": (
                 "must share a core between its roles or with other ranks: give the job more cores"
             ),
@@ -351,18 +354,47 @@ class _HostPlanner:
                 self.warnings.append(f"{which} {', '.join(flagged)} {text}")
 
 
-def _node_major_part(pool: Pool, rank: int) -> Sequence[Core]:
-    """Return the rank's cores if the pool were cut in node-major order."""
-    start = sum(
-        sum(shares.values()) for other, shares in sorted(pool.shares.items()) if other < rank
-    )
-    count = sum(pool.shares[rank].values())
-    return pool.cores[start : start + count] if start + count <= len(pool.cores) else pool.cores
+def _seated(
+    topology: Topology,
+    homes: Sequence[int | None],
+    places: Sequence[Sequence[int]],
+    held: Sequence[Sequence[Core]],
+) -> list[list[int]]:
+    """Return the ranks of each place, as indices of ``homes``.
+
+    Args:
+        homes: node nearest to each rank's accelerator; None if that is unknown.
+        places: nodes of each place.
+        held: cores of each place.
+    """
+    indices = range(len(places))
+    wanted = Counter(index for index in indices for home in homes if home in places[index])
+    seats: Counter[int] = Counter()
+    for _ in homes:  # to the place that then has most cores per rank
+        seats[
+            max(indices, key=lambda i: (len(held[i]) / (seats[i] + 1), wanted[i] - seats[i], -i))
+        ] += 1
+    seated: list[list[int]] = [[] for _ in places]
+    for is_home_free in (True, False):
+        for rank, home in enumerate(homes):
+            open_places = [index for index in indices if len(seated[index]) < seats[index]]
+            if is_home_free:
+                open_places = [index for index in open_places if home in places[index]]
+            if open_places and not any(rank in members for members in seated):
+                nearest = min(
+                    open_places,
+                    key=lambda i: 0 if home is None else topology.distance(home, places[i][0]),
+                )
+                seated[nearest].append(rank)
+    return [sorted(members) for members in seated]
 
 
-def _main_node(cores: Sequence[Core], default: int) -> int:
-    nodes = Counter(core.node for core in cores)
-    return min(nodes, key=lambda node: (-nodes[node], node), default=default)
+def _why_home(rank: RankFacts, home: int) -> str:
+    if rank.accelerator_node is None:
+        return f"on node {home}"
+    if rank.accelerator_node == home:
+        return f"on node {home}, the accelerator's"
+    return f"on node {home}; the accelerator's node {rank.accelerator_node} has no cores or no room"
 
 
 FEWEST_BESIDE, MOST_BESIDE, ONE_OF = 2, 4, 8

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed_ext.cores import initial_mask
-from deepspeed_ext.cores.placement import usable_cores
-from deepspeed_ext.cores.plan import RankPlan, split_cores, within_quota
+from deepspeed_ext.cores.plan import RankPlan, split_cores, usable_cores, within_quota
 from deepspeed_ext.cores.topology import (
     OMP_BINDING_VARIABLES,
     find_allowed,
@@ -27,9 +26,7 @@ from deepspeed_ext.cores.topology import (
     status_mask,
 )
 from deepspeed_ext.errors import ConfigError, UnsupportedError
-from deepspeed_ext.runtime.cgroup import read_cpu_quota_cores
-from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist
-from deepspeed_ext.runtime.procfs import numbered
+from deepspeed_ext.runtime.proc import format_cpulist, numbered, parse_cpulist, read_cpu_quota_cores
 
 __all__ = [
     "Masks",

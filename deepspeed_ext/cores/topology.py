@@ -1,14 +1,14 @@
 """Reads the cores of a host from Linux's sysfs, and which of its CPUs this process may use.
 
-Nothing is inferred from CPU numbers. Hardware threads, NUMA nodes, packages, caches and speeds all
-come from sysfs, with a fallback for every file that older kernels, containers or broken firmware
-leave out. The allowed CPUs are those that the user or the scheduler allows this process: no plan
-uses any other. Tests supply their own directory tree.
+Nothing is inferred from CPU numbers. Hardware threads, NUMA nodes, caches and speeds come from
+sysfs, with a fallback for every file that containers or broken firmware leave out. The allowed CPUs
+are those that the user or the scheduler allows this process: no plan uses any other. Tests supply
+their own directory tree.
 """
 
+import contextlib
 import hashlib
 import json
-import math
 import os
 import sys
 from collections import Counter
@@ -19,13 +19,13 @@ from pathlib import Path
 
 from deepspeed_ext.cores import initial_mask
 from deepspeed_ext.errors import ConfigError, UnsupportedError
-from deepspeed_ext.runtime.cgroup import read_cpuset
-from deepspeed_ext.runtime.cpulist import format_cpulist, parse_cpulist, parse_cpumask
-from deepspeed_ext.runtime.procfs import (
+from deepspeed_ext.runtime.proc import (
+    format_cpulist,
     numbered,
+    parse_cpulist,
     parse_whole,
-    positive,
     read_cpus,
+    read_cpuset,
     read_int,
     read_text,
 )
@@ -37,18 +37,15 @@ __all__ = [
     "OMP_BINDING_VARIABLES",
     "Topology",
     "find_allowed",
-    "flat_topology",
     "omp_binding",
     "read_accelerator_node",
-    "read_cache_bytes",
     "read_online",
     "read_topology",
     "status_mask",
 ]
 
-# Cores whose capacity or clock differs by less than
-# this fraction are of one kind (turbo bins, rounding).
-SAME_KIND_FRACTION = 0.10
+# Cores whose capacity is at least this fraction of the fastest one's count as equal.
+SAME_SPEED_FRACTION = 0.9
 
 
 @dataclass(frozen=True)
@@ -61,14 +58,8 @@ class Core:
     """CPU numbers of its online hardware threads (processing units), ascending."""
     node: int = 0
     """NUMA node; -1 if sysfs assigns none."""
-    package: int = 0
-    """Socket."""
     cache: int = -1
     """Lowest CPU number that shares its last-level cache; -1 if unknown."""
-    kind: int = 0
-    """0 for the fastest kind of core on this host, 1 for the next, and so on."""
-    is_low_power: bool = False
-    """Whether it is a low-power island core (LP-E); these are used only if there are no others."""
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -87,7 +78,11 @@ class Topology:
     distances: tuple[tuple[int, ...], ...] = ()
     """Row and column i belong to ``nodes[i]``; empty if unknown."""
     isolated: frozenset[int] = frozenset()
-    """CPUs without the scheduler's load balancing (isolcpus)."""
+    """CPUs without the scheduler's load balancing (isolcpus); used only if there are no others."""
+    low_power: frozenset[int] = frozenset()
+    """CPUs of low-power island cores (LP-E); used only if there are no others."""
+    is_hybrid: bool = False
+    """Whether some cores are slower than others."""
 
     @cached_property
     def cpus(self) -> frozenset[int]:
@@ -110,7 +105,8 @@ class Topology:
 
     def digest(self) -> str:
         """Return a hash that is equal for two ranks that see the same host."""
-        facts = asdict(self) | {"isolated": sorted(self.isolated)}
+        sets = {"isolated": sorted(self.isolated), "low_power": sorted(self.low_power)}
+        facts = asdict(self) | sets
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -121,7 +117,7 @@ def read_online(root: Path | str = "/") -> frozenset[int]:
     containers, invents CPU numbers.
     """
     base = Path(root, "sys/devices/system/cpu")
-    online = read_cpus(base, "online")
+    online = read_cpus(base / "online")
     if not online:
         online = frozenset(
             cpu for cpu, path in numbered(base, "cpu") if read_int(path / "online") != 0
@@ -156,29 +152,20 @@ def read_topology(root: Path | str = "/") -> Topology:
         cpu: frozenset({cpu}) for cpu in online - described
     }
     nodes, distances, node_of = _read_nodes(root / "sys/devices/system/node", online)
-    kind_of, low_power = _read_kinds(root, online, described)
+    low_power, is_hybrid = _read_speeds(root, online)
     cores = [
         Core(
             id=first,
             pus=tuple(sorted(full)),
             node=node_of.get(first, -1),
-            package=_read_package(base / f"cpu{first}/topology") if first in described else 0,
             cache=_read_cache(base / f"cpu{first}/cache") if first in described else -1,
-            kind=kind_of.get(first, 0),
-            is_low_power=bool(full & low_power),
         )
         for first, full in siblings.items()
         if first == min(full)
     ]
-    isolated = read_cpus(base, "isolated") or frozenset()
-    return Topology(
-        tuple(sorted(cores, key=lambda core: core.order)), nodes, distances, isolated & online
-    )
-
-
-def flat_topology(cpus: frozenset[int]) -> Topology:
-    """Return the topology to use without sysfs: every CPU is its own core, on one node."""
-    return Topology(tuple(Core(id=cpu, pus=(cpu,)) for cpu in sorted(cpus)), nodes=())
+    isolated = read_cpus(base / "isolated") or frozenset()
+    ordered = tuple(sorted(cores, key=lambda core: core.order))
+    return Topology(ordered, nodes, distances, isolated & online, low_power, is_hybrid)
 
 
 def _read_siblings(base: Path, online: frozenset[int]) -> dict[int, frozenset[int]]:
@@ -187,8 +174,8 @@ def _read_siblings(base: Path, online: frozenset[int]) -> dict[int, frozenset[in
     siblings_of: dict[int, frozenset[int]] = {}
     for cpu in online:
         topology = base / f"cpu{cpu}/topology"
-        found = read_cpus(topology, "core_cpus_list", "core_cpus")
-        found = found or read_cpus(topology, "thread_siblings_list", "thread_siblings")
+        found = read_cpus(topology / "core_cpus_list")
+        found = found or read_cpus(topology / "thread_siblings_list")
         siblings_of[cpu] = (found or frozenset()) & online
     return {
         cpu: full
@@ -208,7 +195,7 @@ def _read_nodes(
         return (), (), dict.fromkeys(online, 0)
     node_of: dict[int, int] = {}
     for node, path in paths.items():
-        for cpu in read_cpus(path, "cpulist", "cpumap") or ():
+        for cpu in read_cpus(path / "cpulist") or ():
             node_of.setdefault(cpu, node)
     rows: list[tuple[int, ...]] = []
     for path in paths.values():
@@ -227,68 +214,28 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
         return ()
 
 
-def _read_package(topology: Path) -> int:
-    package = read_int(topology / "physical_package_id")
-    if package is not None and package >= 0:
-        return package
-    members = read_cpus(topology, "package_cpus_list", "package_cpus")
-    members = members or read_cpus(topology, "core_siblings_list", "core_siblings")
-    return min(members) if members else 0
-
-
 def _read_cache(directory: Path) -> int:
     """Read the lowest CPU that shares the highest-level data cache; -1 if unknown."""
     best_level, lowest = 0, -1
     for _, index in numbered(directory, "index"):
         level = read_int(index / "level") or 0
-        shared = read_cpus(index, "shared_cpu_list", "shared_cpu_map")
+        shared = read_cpus(index / "shared_cpu_list")
         if level > best_level and shared and read_text(index / "type") != "Instruction":
             best_level, lowest = level, min(shared)
     return lowest
 
 
-def read_cache_bytes(root: Path | str = "/") -> int:
-    """Return the bytes of all last-level caches of the host together; 0 if unknown."""
-    sizes: dict[int, dict[frozenset[int], int]] = {}
-    for _, cpu in numbered(Path(root, "sys/devices/system/cpu"), "cpu"):
-        for _, index in numbered(cpu / "cache", "index"):
-            shared = read_cpus(index, "shared_cpu_list", "shared_cpu_map") or frozenset()
-            size = (read_text(index / "size") or "0").upper()
-            number = positive(size.rstrip("KMG"))
-            of_level = sizes.setdefault(read_int(index / "level") or 0, {})
-            of_level[shared] = number << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0)
-    return sum(sizes[max(sizes)].values()) if sizes else 0
-
-
-def _read_kinds(
-    root: Path, online: frozenset[int], described: frozenset[int]
-) -> tuple[dict[int, int], frozenset[int]]:
-    """Read (kind of each CPU, low-power CPUs) from the PMUs of each kind, or else capacities, or
-    else clocks."""
+def _read_speeds(root: Path, online: frozenset[int]) -> tuple[frozenset[int], bool]:
+    """Read (low-power CPUs, whether cores differ in speed) from the PMU of each kind of core, or
+    else from capacities."""
     names = ("cpu_core", "cpu_atom", "cpu_lowpower")
-    pmus = [read_cpus(root / "sys/devices" / name, "cpus") or frozenset() for name in names]
-    if pmus[0] & online and (pmus[1] | pmus[2]) & online:
-        return {cpu: kind for kind in (2, 1, 0) for cpu in pmus[kind] & online}, pmus[2]
-    for name in ("cpu_capacity", "cpufreq/base_frequency", "cpufreq/cpuinfo_max_freq"):
-        speeds = {
-            cpu: read_int(root / f"sys/devices/system/cpu/cpu{cpu}" / name) for cpu in described
-        }
-        known = {cpu: speed for cpu, speed in speeds.items() if speed is not None and speed > 0}
-        if len(known) == len(online):
-            return _group_by_speed(known), frozenset()
-    return dict.fromkeys(online, 0), frozenset()
-
-
-def _group_by_speed(speeds: dict[int, int]) -> dict[int, int]:
-    """Group CPUs by speed: kind 0 is within 10 % of the fastest, kind 1 within 10 % of the fastest
-    of the rest, ..."""
-    kind_of_speed: dict[int, int] = {}
-    kind, top = -1, math.inf
-    for speed in sorted(set(speeds.values()), reverse=True):
-        if speed < (1 - SAME_KIND_FRACTION) * top:
-            kind, top = kind + 1, speed
-        kind_of_speed[speed] = kind
-    return {cpu: kind_of_speed[speed] for cpu, speed in speeds.items()}
+    kinds = [read_cpus(root / f"sys/devices/{name}/cpus") or frozenset() for name in names]
+    if kinds[0] & online:
+        return kinds[2] & online, bool((kinds[1] | kinds[2]) & online)
+    base = root / "sys/devices/system/cpu"
+    speeds = [read_int(path / "cpu_capacity") or 0 for cpu, path in numbered(base, "cpu")]
+    is_hybrid = min(speeds, default=0) < SAME_SPEED_FRACTION * max(speeds, default=0)
+    return frozenset(), is_hybrid and min(speeds) > 0
 
 
 def read_accelerator_node(
@@ -304,7 +251,7 @@ def read_accelerator_node(
     node = read_int(device / "numa_node")
     if any(core.node == node for core in topology.cores):
         return node
-    local = read_cpus(device, "local_cpulist", "local_cpus") or frozenset()
+    local = read_cpus(device / "local_cpulist") or frozenset()
     # Firmware that knows nothing, or a single node, reports every CPU as local: ignore that.
     if local & topology.cpus and not local >= topology.cpus:
         votes = Counter(topology.core_of[cpu].node for cpu in local & topology.cpus)
@@ -392,16 +339,11 @@ def _thread_masks(root: Path) -> list[frozenset[int]]:
 def status_mask(status: Path) -> frozenset[int] | None:
     """Read the allowed CPUs from a ``/proc/<pid>/status`` file; None if the file is gone or has no
     such line."""
-    fields = dict(
-        line.split(":", 1) for line in (read_text(status) or "").splitlines() if ":" in line
-    )
-    for name, parse in (("Cpus_allowed_list", parse_cpulist), ("Cpus_allowed", parse_cpumask)):
-        try:
-            mask = parse(fields.get(name, ""))
-        except ValueError:
-            continue
-        if mask:
-            return mask
+    for line in (read_text(status) or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == "Cpus_allowed_list":
+            with contextlib.suppress(ValueError):
+                return parse_cpulist(value) or None
     return None
 
 

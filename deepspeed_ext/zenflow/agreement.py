@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from deepspeed_ext.runtime import host_memory, memory
+from deepspeed_ext.runtime import memory, proc
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.procfs import host_id
+from deepspeed_ext.runtime.proc import host_id
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, RankFacts, Run, ZenFlowFacts
@@ -42,7 +42,7 @@ def facts_of_all(
             memory.free_accelerator_bytes(),
             memory.total_accelerator_bytes(),
             host_id(),
-            tuple(sorted(host_memory.available_by_limit().items())),
+            tuple(sorted(proc.available_by_limit().items())),
             cpus,
         )
     return ZenFlowFacts(

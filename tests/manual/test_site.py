@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.paths import ROOT
-from tools import architecture, front_picture, plan_picture, serve_site, step_picture
+from tools import architecture, front_picture, serve_site, step_picture
 
 site = pytest.importorskip(
     "tools.manual_site", reason="MkDocs is not installed: the extra `docs` has it"
@@ -89,13 +89,6 @@ def test_a_click_on_a_picture_opens_it() -> None:
 
 def test_the_picture_of_measured_steps_is_current() -> None:
     assert step_picture.PICTURE.read_text() == step_picture.picture(), "run `make docs`"
-
-
-def test_the_picture_of_a_core_plan_is_current(tmp_path: Path) -> None:
-    assert plan_picture.draw(tmp_path / "plan.svg") == 0
-    assert plan_picture.PICTURE.read_text() == (tmp_path / "plan.svg").read_text(), (
-        "run `make docs`"
-    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.runtime.host_memory import available_host_bytes
+from deepspeed_ext.runtime.proc import available_host_bytes
 from tests.support.ranks import RankPool
 
 TIMEOUT_SECONDS = 1200.0

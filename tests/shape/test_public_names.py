@@ -56,7 +56,7 @@ COMMANDS = {
     "plan": "--all --allowed --config --dtype --for --gpu-gb --gpu-node --gpus "
     "--gpus-per-host --help --host-gb --host-gbps --json --largest-param "
     "--link-gbps --memory --model --on-cpu --optimizer-cores --params "
-    "--pt-reserved-cores --root --svg --tflops --tokens --write",
+    "--pt-reserved-cores --root --tflops --tokens --write",
     "run": "--help arguments script",
     "verify": "--config --help --json --ranks --steps --timeout",
 }

@@ -26,7 +26,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.adapter.gather_hooks import FetchedParameter, GatherHandle
 from deepspeed_ext.adapter.weight_stream import _Entry, _Exchange
 from deepspeed_ext.checkpoint.layout import Placement
-from deepspeed_ext.cores.exchange import agree, report_rank
+from deepspeed_ext.cores.binding import agree, report_rank
 from deepspeed_ext.cores.plan import PlanRequest
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError
 from deepspeed_ext.flatten import exchange as flat_exchange
@@ -140,8 +140,8 @@ def errors(ranks: RankGroup) -> None:
 
 
 def core_plan(ranks: RankGroup) -> None:
-    report, topology = report_rank(ranks.rank, ranks.rank, PlanRequest())
-    assert len(agree(report, topology, ranks).topology.cores) > 0
+    report, topology, _ = report_rank(ranks.rank, ranks.rank)
+    assert agree(report, topology, ranks, PlanRequest()).leads_host == (ranks.rank == 0)
 
 
 def partitioned(values: torch.Tensor, ranks: RankGroup) -> FetchedParameter:

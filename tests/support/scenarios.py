@@ -140,7 +140,7 @@ def life_of_a_binding() -> dict[str, Any]:
     torch.set_num_threads(3)
     _torch_work()
     answer["later"] = _masks()
-    answer["ok"] = binding.refresh().ok
+    answer["problems"] = binding.refresh()
     binding.restore()
     binding.restore()
     answer |= {"before": before, "after": _masks(), "main": os.getpid()}
@@ -194,15 +194,15 @@ def different_bindings() -> dict[str, Any]:
     plan, answer = list(first.plan.pytorch), {"first": _state()}
     second = _start(separate=False)
     answer["second"] = _state()
-    ok = [first.refresh().ok, second.refresh().ok]
+    problems = [first.refresh(), second.refresh()]
     second.restore()
     answer["again"] = _state()
-    ok.append(first.refresh().ok)
+    problems.append(first.refresh())
     first.restore()
     answer["none"] = _state()
     stop.set()
     threads = [answer[name]["threads"] for name in ("first", "second", "again", "none")]
-    return answer | {"plan": plan, "threads": threads, "ok": ok}
+    return answer | {"plan": plan, "threads": threads, "problems": problems}
 
 
 def confine_under_churn() -> dict[str, Any]:
@@ -269,7 +269,7 @@ def refused(call: int, code: int) -> dict[str, Any]:
         "before": before,
         "after": _masks(),
         "threads": torch.get_num_threads(),
-        "ok": binding.refresh().ok,
+        "problems": binding.refresh(),
     }
     for stop in stops:
         stop.set()
@@ -325,7 +325,7 @@ def situation() -> dict[str, Any]:
     late = _idle_thread()
     torch.zeros(1 << 20).add_(1)
     answer = {
-        "ok": binding.refresh().ok,
+        "problems": binding.refresh(),
         "masks": _masks(),
         "warnings": heard,
         "threads": torch.get_num_threads(),
@@ -346,10 +346,9 @@ def stray_thread_is_seen() -> dict[str, Any]:
     binding = _start()
     tid = next(tid for tid in _masks() if tid != os.getpid())
     os.sched_setaffinity(tid, binding.plan.optimizer)
-    seen = {tid: sorted(mask) for tid, mask in binding.verify().trainer.items()}
-    mended = binding.refresh().ok
+    seen, left = binding.verify(), binding.refresh()
     stop.set()
-    return {"tid": tid, "seen": seen, "optimizer": list(binding.plan.optimizer), "mended": mended}
+    return {"seen": seen, "left": left, "optimizer": list(binding.plan.optimizer)}
 
 
 def worker_process(place: str) -> dict[str, Any]:
@@ -397,8 +396,8 @@ def trainer_with_worker() -> dict[str, Any]:
         moved = binding.verify(worker.pid)
         worker.communicate("")
     return {
-        "ok": found.ok,
-        "moved": len(moved.worker),
+        "problems": found,
+        "moved": moved,
         "threads": threads,
         "cpus": len(binding.plan.optimizer),
     }

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deepspeed_ext.cores.topology import Core
-from deepspeed_ext.runtime.cpulist import format_cpulist
+from deepspeed_ext.runtime.proc import format_cpulist, parse_cpulist
 
-CAPACITY = (1024, 700, 300)
-PMU = ("cpu_core", "cpu_atom", "cpu_lowpower")
-
-
-def cpumask(cpus: Iterable[int]) -> str:
-    """The kernel's hex spelling of a CPU set, in groups of 32 bits."""
-    mask = sum(1 << cpu for cpu in cpus)
-    groups = []
-    while True:
-        groups.append(f"{mask & 0xFFFFFFFF:08x}")
-        mask >>= 32
-        if not mask:
-            return ",".join(reversed(groups))
+CAPACITY = (1024, 700)
 
 
 def write(path: Path, text: str) -> None:
@@ -35,6 +23,8 @@ def write_host(
     old: bool = False,
     nodes: Sequence[int] | None = None,
     distances: Mapping[tuple[int, int], int] | None = None,
+    efficient: str = "",
+    low_power: str = "",
     kinds: str = "pmu",
     quota: str | None = None,
     cpuset: str | None = None,
@@ -46,12 +36,11 @@ def write_host(
     Args:
         root: an empty directory.
         cores: with all their hardware threads; a core of node -1 is in no node.
-        old: spell as kernels of 2015 did: hex masks, ``thread_siblings_list``, control groups of
-            version 1.
+        old: spell as kernels of 2015 did: ``thread_siblings_list``, control groups of version 1.
         nodes: every node, those without cores included; by default the nodes of the cores.
         distances: between two nodes, 20 where not given.
-        kinds: how kinds of cores show: ``pmu``, ``capacity`` or ``frequency``; nothing is written
-            for a single kind.
+        efficient, low_power: CPU lists of slower cores.
+        kinds: how slower cores show: ``pmu`` or ``capacity``.
         quota: ``"<quota> <period>"`` of the process's control group.
         cpuset: CPU list of the process's control group.
         mask: CPU list that the process is allowed; by default all.
@@ -63,15 +52,14 @@ def write_host(
     write(base / "isolated", isolated)
     for core in cores:
         _write_core(base, core, cores, old)
-    _write_nodes(root / "sys/devices/system/node", cores, nodes, distances or {}, old)
-    if len({core.kind for core in cores}) > 1:
-        _write_kinds(root, cores, kinds)
+    _write_nodes(root / "sys/devices/system/node", cores, nodes, distances or {})
+    if efficient:
+        _write_kinds(root, frozenset(online), efficient, low_power, kinds)
     _write_process(root, online, old, quota, cpuset, mask)
     return root
 
 
 def _write_core(base: Path, core: Core, cores: Sequence[Core], old: bool) -> None:
-    package = [cpu for other in cores if other.package == core.package for cpu in other.pus]
     sharing = (
         [cpu for other in cores if other.cache == core.cache for cpu in other.pus]
         if core.cache >= 0
@@ -79,14 +67,9 @@ def _write_core(base: Path, core: Core, cores: Sequence[Core], old: bool) -> Non
     )
     for cpu in core.pus:
         topology = base / f"cpu{cpu}/topology"
-        if old:
-            write(topology / "thread_siblings", cpumask(core.pus))
-            write(topology / "core_siblings", cpumask(package))
-        else:
+        if not old:
             write(topology / "core_cpus_list", format_cpulist(core.pus))
-            write(topology / "thread_siblings_list", format_cpulist(core.pus))
-            write(topology / "package_cpus_list", format_cpulist(package))
-        write(topology / "physical_package_id", str(core.package))
+        write(topology / "thread_siblings_list", format_cpulist(core.pus))
         # Never unique: this is why nothing may be keyed on it.
         write(topology / "core_id", "0")
         if sharing:
@@ -96,10 +79,7 @@ def _write_core(base: Path, core: Core, cores: Sequence[Core], old: bool) -> Non
                 cache = base / f"cpu{cpu}/cache/index{index}"
                 write(cache / "level", str(level))
                 write(cache / "type", kind)
-                write(cache / "size", "32768K" if level == 3 else "32K")
-                write(cache / "shared_cpu_map", cpumask(cpus))
-                if not old:
-                    write(cache / "shared_cpu_list", format_cpulist(cpus))
+                write(cache / "shared_cpu_list", format_cpulist(cpus))
 
 
 def _write_nodes(
@@ -107,40 +87,30 @@ def _write_nodes(
     cores: Sequence[Core],
     nodes: Sequence[int] | None,
     distances: Mapping[tuple[int, int], int],
-    old: bool,
 ) -> None:
     ids = sorted(
         set(nodes) if nodes is not None else {core.node for core in cores if core.node >= 0}
     )
     for node in ids:
         cpus = [cpu for core in cores if core.node == node for cpu in core.pus]
-        write(base / f"node{node}/cpumap", cpumask(cpus))
-        if not old:
-            write(base / f"node{node}/cpulist", format_cpulist(cpus))
+        write(base / f"node{node}/cpulist", format_cpulist(cpus))
         row = [10 if other == node else distances.get((node, other), 20) for other in ids]
         write(base / f"node{node}/distance", " ".join(map(str, row)))
 
 
-def _write_kinds(root: Path, cores: Sequence[Core], kinds: str) -> None:
-    if kinds == "pmu":
-        for kind, name in enumerate(PMU):
-            cpus = [
-                cpu
-                for core in cores
-                if (2 if core.is_low_power else core.kind) == kind
-                for cpu in core.pus
-            ]
-            if cpus:
-                write(root / "sys/devices" / name / "cpus", format_cpulist(cpus))
+def _write_kinds(
+    root: Path, online: frozenset[int], efficient: str, low_power: str, kinds: str
+) -> None:
+    slow = parse_cpulist(efficient)
+    if kinds == "capacity":
+        for cpu in online:
+            capacity = CAPACITY[cpu in slow] - cpu % 2  # a little different, as turbo bins are
+            write(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity", str(capacity))
         return
-    name = {"capacity": "cpu_capacity", "frequency": "cpufreq/base_frequency"}[kinds]
-    for core in cores:
-        for position, cpu in enumerate(core.pus):
-            # Values of one kind differ a little, as turbo bins do.
-            write(
-                root / f"sys/devices/system/cpu/cpu{cpu}" / name,
-                str(CAPACITY[core.kind] - position),
-            )
+    fast = format_cpulist(online - slow - parse_cpulist(low_power))
+    lists = {"cpu_core": fast, "cpu_atom": efficient, "cpu_lowpower": low_power}
+    for name, cpus in lists.items():
+        write(root / f"sys/devices/{name}/cpus", cpus)
 
 
 def _write_process(

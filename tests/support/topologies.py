@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deepspeed_ext.cores.topology import Core
-from deepspeed_ext.runtime.cpulist import parse_cpulist
+from deepspeed_ext.runtime.proc import parse_cpulist
 
 
 @dataclass(frozen=True)
@@ -26,36 +26,34 @@ class Case:
     quota: str | None = None
     options: dict[str, float] = field(default_factory=dict)
     on_cpu: bool = True
+    efficient: str = ""
+    low_power: str = ""
+    unbound: tuple[int, ...] = ()
 
 
 def cores(
     number: int, sibling_step: int = 0, per_node: int = 0, first_node: int = 0, node_step: int = 1
 ) -> list[Core]:
-    """``number`` cores i with siblings i, i + sibling_step; a node and package for every
-    ``per_node`` of them."""
+    """``number`` cores i with siblings i, i + sibling_step; a node for every ``per_node`` of
+    them."""
     made = []
     for i in range(number):
         place = i // per_node if per_node else 0
         pus = (i, i + sibling_step) if sibling_step else (i,)
         first_of_node = place * per_node
-        made.append(Core(i, pus, first_node + node_step * place, place, first_of_node))
+        made.append(Core(i, pus, first_node + node_step * place, first_of_node))
     return made
 
 
-def adjacent(
-    number: int, threads: int, first: int = 0, node: int = 0, package: int = 0, kind: int = 0
-) -> list[Core]:
+def adjacent(number: int, threads: int, first: int = 0, node: int = 0) -> list[Core]:
     """``number`` cores whose ``threads`` hardware threads have neighbouring numbers."""
     starts = range(first, first + number * threads, threads)
-    return [
-        Core(start, tuple(range(start, start + threads)), node, package, first, kind)
-        for start in starts
-    ]
+    return [Core(start, tuple(range(start, start + threads)), node, first) for start in starts]
 
 
-HYBRID = tuple(adjacent(6, 2) + adjacent(8, 1, first=12, kind=1))
-LOW_POWER = tuple(Core(cpu, (cpu,), cache=20, kind=2, is_low_power=True) for cpu in (20, 21))
-EVEN_ODD = tuple(Core(i, (i,), i % 2, i % 2, i % 2) for i in range(32))
+HYBRID = tuple(adjacent(6, 2) + adjacent(8, 1, first=12))
+LOW_POWER = tuple(Core(cpu, (cpu,), cache=20) for cpu in (20, 21))
+EVEN_ODD = tuple(Core(i, (i,), i % 2, i % 2) for i in range(32))
 ALL_64_SMT = "0-127"
 SPARSE = "0,4-11,21-26,30-46"
 
@@ -132,15 +130,17 @@ CASES = (
         (("0", "1"), ("2", "3")),
         flags=("smt",),
     ),
-    Case("T12 hybrid", HYBRID, ("0-19",), (("0-11", "12-19"),), threads=(6,)),
+    Case("T12 hybrid", HYBRID, ("0-19",), (("0-12", "13-19"),), threads=(7,), efficient="12-19"),
+    Case("T12 hybrid, two ranks", HYBRID, ("0-19",) * 2, (), unbound=(0, 1), efficient="12-19"),
     Case(
-        "T12 hybrid, two ranks",
-        HYBRID,
-        ("0-19",) * 2,
-        (("0-5", "12-15"), ("6-11", "16-19")),
-        threads=(3, 3),
+        "T13 low power",
+        HYBRID + LOW_POWER,
+        ("0-21",),
+        (("0-12", "13-19"),),
+        idle="20-21",
+        efficient="12-19",
+        low_power="20-21",
     ),
-    Case("T13 low power", HYBRID + LOW_POWER, ("0-21",), (("0-11", "12-19"),), idle="20-21"),
     Case(
         "T14 quota of 8 cores",
         tuple(cores(64, 64)),
@@ -160,7 +160,7 @@ CASES = (
     ),
     Case(
         "T15 nodes 0 and 8, eight threads a core",
-        tuple(adjacent(10, 8) + adjacent(10, 8, first=80, node=8, package=1)),
+        tuple(adjacent(10, 8) + adjacent(10, 8, first=80, node=8)),
         ("0-159",) * 4,
         (("0-23", "24,32"), ("40-63", "64,72"), ("80-103", "104,112"), ("120-143", "144,152")),
         gpu_nodes=(0, 0, 8, 8),
@@ -171,9 +171,9 @@ CASES = (
         "T19 tuned",
         tuple(cores(64, 0, 32)),
         ("0-63",) * 2,
-        (("0-5", "6-15"), ("16-21", "22-31")),
+        (("0-21", "22-31"), ("32-53", "54-63")),
         gpu_nodes=(0, 0),
-        idle="32-63",
+        homes=(0, 1),
         options={"optimizer_cores": 10},
     ),
     Case(
@@ -222,6 +222,31 @@ CASES = (
         ("0-3",) * 2,
         (("0", "1"), ("2", "3")),
         on_cpu=False,
+    ),
+    Case(
+        "T27 three of four GPUs on one node",
+        tuple(cores(64, 0, 32)),
+        ("0-63",) * 4,
+        (("0-1", "2-15"), ("16-17", "18-31"), ("32-33", "34-47"), ("48-49", "50-63")),
+        gpu_nodes=(0, 0, 0, 1),
+        homes=(0, 0, 1, 1),
+        on_cpu=False,
+    ),
+    Case(
+        "T28 fewer ranks than nodes",
+        tuple(cores(32, 0, 4)),
+        ("0-31",) * 2,
+        (("4-5", "0-3,6-15"), ("24-25", "16-23,26-31")),
+        gpu_nodes=(1, 6),
+        flags=("split",),
+        on_cpu=False,
+    ),
+    Case(
+        "T29 threads of one core in two masks",
+        tuple(cores(4, 4)),
+        ("0-3", "4-7"),
+        (),
+        unbound=(0, 1),
     ),
     Case("T21 one CPU", tuple(cores(1)), ("0",), (("0", "0"),), flags=("shared",)),
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -94,9 +95,8 @@ class Faulty(verify_rank.Rank):
                 time.sleep(0.1)
             if "step twice" in self.faults:
                 super().step(number)
-        stale = "stale weight" in self.faults
-        stale = stale or ("stale weight on a rank" in self.faults and self.number == 1)
-        if not stale or self.engines > 1 or number < STEP:
+        fault = "stale weight on a rank" if self.number == 1 else "stale weight"
+        if not {fault, "stale weight"} & self.faults or self.engines > 1 or number < STEP:
             return super().step(number)
         parameter = dict(self.engine.module.named_parameters())[PARAMETER]
         before = parameter.detach().clone()
@@ -124,8 +124,8 @@ class Faulty(verify_rank.Rank):
 
     def end(self) -> None:
         super().end()
-        if "leaves a process" in self.faults and not os.fork():
-            time.sleep(60)
+        if "leaves a process" in self.faults:
+            subprocess.Popen(["sleep", "60"], start_new_session=True)
         if "ends badly" in self.faults:
             os._exit(7)
 

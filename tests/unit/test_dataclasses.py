@@ -19,7 +19,7 @@ PLANNERS = (
 )
 SCHEDULES = ("schedule.py", "guard.py")
 FILLED_IN = {
-    "cores/placement.py:RoleCores",
+    "cores/plan.py:_HostPlanner",
     "cores/binding.py:_Before",
     "gather/launch.py:PendingParameter",
     "runtime/start_profile.py:Phase",

@@ -18,8 +18,8 @@ from deepspeed_ext.commands.memory.report import as_json, as_text
 from deepspeed_ext.commands.memory.setup import Model, Ranks, typical_largest
 from deepspeed_ext.commands.memory.traffic import Machine
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.host_memory import total_host_bytes
 from deepspeed_ext.runtime.output_file import OutputFile
+from deepspeed_ext.runtime.proc import total_host_bytes
 
 __all__ = ["run_from_cli"]
 

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_ext.cores.placement import CoreDivision, divide_cores, usable_cores
-from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, plan_host
+from deepspeed_ext.cores.plan import HostPlan, PlanRequest, RankFacts, plan_host, usable_cores
 from deepspeed_ext.cores.report import plan_text
 from deepspeed_ext.cores.topology import Core, Topology
-from deepspeed_ext.runtime.cgroup import CpuQuota
+from deepspeed_ext.runtime.proc import CpuQuota
 
 planned = settings(max_examples=250, deadline=None, derandomize=True, database=None)
 
@@ -46,23 +45,16 @@ def number_cpus(style: str, cores: int, threads: int) -> list[tuple[int, ...]]:
 
 
 @st.composite
-def topologies(
-    draw: st.DrawFn, max_nodes: int = 4, max_cores: int = 6, kinds: bool = True
-) -> Topology:
+def topologies(draw: st.DrawFn, max_nodes: int = 4, max_cores: int = 6) -> Topology:
     nodes = draw(st.integers(1, max_nodes))
     per_node = draw(st.integers(1, max_cores))
     threads = draw(st.sampled_from([1, 2, 2, 4, 8]))
     style = draw(st.sampled_from(["adjacent", "strided", "alternating"]))
-    nodes_in_package = draw(st.sampled_from([1, 2]))
-    slow = draw(st.integers(0, per_node - 1)) if kinds else 0
     step = draw(st.sampled_from([1, 8]))
     cores = []
     for index, pus in enumerate(number_cpus(style, nodes * per_node, threads)):
-        node, position = divmod(index, per_node)
-        kind = int(position >= per_node - slow)
-        cores.append(
-            Core(min(pus), pus, step * node, node // nodes_in_package, node * per_node, kind)
-        )
+        node = index // per_node
+        cores.append(Core(min(pus), pus, step * node, node * per_node))
     rows = tuple(
         tuple(10 if a == b else 20 + abs(a - b) for b in range(nodes)) for a in range(nodes)
     )
@@ -91,9 +83,8 @@ def hosts(
     max_cores: int = 6,
     max_nodes: int = 4,
 ) -> Host:
-    """A host with 1 to 6 ranks; ``plain`` leaves out kinds of cores, quotas, isolated CPUs and
-    requests."""
-    topology = draw(topologies(max_nodes=max_nodes, max_cores=max_cores, kinds=not plain))
+    """A host with 1 to 6 ranks; ``plain`` leaves out quotas, isolated CPUs and requests."""
+    topology = draw(topologies(max_nodes=max_nodes, max_cores=max_cores))
     form = form or draw(st.sampled_from(["same", "disjoint", "random"]))
     rng = random.Random(draw(st.integers(0, 10**6)))
     masks = random_masks(rng, topology, draw(st.integers(1, 6)), form)
@@ -109,19 +100,6 @@ def hosts(
         request = PlanRequest(reserved, draw(st.sampled_from([None, None, 1, 3])))
     ranks = tuple(RankFacts(rank, mask, nodes[rank], quotas) for rank, mask in enumerate(masks))
     return Host(topology, ranks, request)
-
-
-def shares_of(host: Host) -> CoreDivision:
-    usable = [usable_cores(host.topology, rank.allowed) for rank in host.ranks]
-    return divide_cores(usable)
-
-
-def core_counts(division: CoreDivision, number: int) -> list[int]:
-    """Cores of each rank; 0 for a rank that has none to itself."""
-    owned = {
-        rank: sum(share.values()) for pool in division.pools for rank, share in pool.shares.items()
-    }
-    return [owned.get(rank, 0) for rank in range(number)]
 
 
 @planned
@@ -163,47 +141,75 @@ def test_nouns_agree_with_their_numbers(host: Host) -> None:
 
 @planned
 @given(hosts())
-def test_optimizer_has_one_thread_a_core_of_one_kind(host: Host) -> None:
+def test_optimizer_has_one_thread_a_core(host: Host) -> None:
     for rank in host.plan().ranks:
         cores = [host.topology.core_of[cpu] for cpu in rank.optimizer]
         assert len(set(cores)) == len(cores)
-        assert len({core.kind for core in cores}) == 1
+
+
+def nodes_and_sizes(host: Host) -> list[tuple[set[int], int]]:
+    """(nodes, number of cores) of each rank."""
+    found = []
+    for rank in host.plan().ranks:
+        cores = {host.topology.core_of[cpu] for cpu in (*rank.pytorch, *rank.optimizer)}
+        found.append(({core.node for core in cores}, len(cores)))
+    return found
 
 
 @planned
-@given(hosts(form="same"))
-def test_equal_masks_get_equal_shares(host: Host) -> None:
+@given(hosts(form="same", plain=True))
+def test_ranks_are_whole_on_one_node_and_share_it_equally(host: Host) -> None:
     usable = usable_cores(host.topology, host.ranks[0].allowed)
-    counts = core_counts(shares_of(host), len(host.ranks))
-    if len(usable) >= len(host.ranks):
-        assert max(counts) - min(counts) <= 1
-        assert sum(counts) == len(usable)
+    held = Counter(core.node for core in usable)
+    if len(host.ranks) > len(usable):
+        return
+    placed = nodes_and_sizes(host)
+    if len(host.ranks) < len(held):
+        for nodes, number in placed:  # whole nodes each, none of them another rank's, but for
+            others = [other for other, _ in placed if other & nodes]  # very unequal nodes
+            assert len(others) > 1 or number == sum(held[node] for node in nodes)
+        return
+    assert all(len(nodes) == 1 for nodes, _ in placed)
+    for node in held:
+        sizes = [number for nodes, number in placed if node in nodes]
+        assert not sizes or (max(sizes) - min(sizes) <= 1 and sum(sizes) == held[node])
+    # no other distribution of the ranks among the nodes gives the poorest rank more
+    most = max(
+        number
+        for number in range(1, max(held.values()) + 1)
+        if sum(cores // number for cores in held.values()) >= len(host.ranks)
+    )
+    assert min(number for _, number in placed) == most
+
+
+@planned
+@given(hosts(form="same", plain=True))
+def test_a_rank_leaves_its_accelerators_node_only_if_that_is_full(host: Host) -> None:
+    usable = usable_cores(host.topology, host.ranks[0].allowed)
+    nodes = {core.node for core in usable}
+    if not len(nodes) <= len(host.ranks) <= len(usable) or nodes != set(host.topology.nodes):
+        return
+    plan = host.plan()
+    wanted = [rank.accelerator_node for rank in host.ranks]
+    for rank in plan.ranks:
+        home = wanted[rank.local_rank]
+        if home not in (None, rank.numa_node):
+            there = [other.local_rank for other in plan.ranks if other.numa_node == home]
+            assert all(wanted[other] == home for other in there)
 
 
 @planned
 @given(hosts(form="random", max_cores=3, max_nodes=2))
-def test_ranks_are_unbound_exactly_if_their_cores_and_cpus_overlap_in_part(host: Host) -> None:
+def test_ranks_are_unbound_exactly_if_their_cores_overlap_in_part(host: Host) -> None:
     usable = [usable_cores(host.topology, rank.allowed) for rank in host.ranks]
-    component = {rank: {rank} for rank in range(len(usable))}
-    for rank, cores in enumerate(usable):
-        for other in range(rank):
-            if set(cores) & set(usable[other]):
-                joined = component[rank] | component[other]
-                component |= dict.fromkeys(joined, joined)
-    unbound = set()
-    for rank, members in component.items():
-        cpus = [cpu for member in members for pus in usable[member].values() for cpu in pus]
-        if len(cpus) > len(set(cpus)) and any(
-            set(usable[member]) != set(usable[rank]) for member in members
-        ):
-            unbound.add(rank)
+    unbound = {
+        rank
+        for rank, mine in enumerate(usable)
+        if any(mine.keys() & other.keys() and mine != other for other in usable)
+    }
     plan = host.plan()
-    assert set(plan.unbound) >= unbound
-    for rank in set(plan.unbound) - unbound:  # hardware threads of its cores are other ranks', too
-        assert any(set(usable[rank]) & set(usable[other]) for other in component[rank] - {rank})
-    assert {rank.local_rank for rank in plan.ranks} == set(range(len(host.ranks))) - set(
-        plan.unbound
-    )
+    assert set(plan.unbound) == unbound
+    assert {rank.local_rank for rank in plan.ranks} == set(range(len(host.ranks))) - unbound
 
 
 @planned
@@ -253,39 +259,6 @@ def test_counts_do_not_depend_on_cpu_numbers(host: Host, seed: int) -> None:
 
 
 @planned
-@given(hosts(form="same", plain=True), st.sampled_from([None, 0.2, 1, 3]))
-def test_optimizer_stays_in_one_node_that_could_hold_it(
-    host: Host, reserved: float | int | None
-) -> None:
-    plan = plan_host(host.topology, host.ranks, PlanRequest(reserved))
-    node_of = {cpu: core.node for cpu, core in host.topology.core_of.items()}
-    held = Counter(core.node for core in usable_cores(host.topology, host.ranks[0].allowed))
-    for rank in plan.ranks:
-        if len({node_of[cpu] for cpu in rank.optimizer}) > 1:
-            assert max(held.values()) < len(rank.optimizer)
-        # What earlier ranks' optimizers hold is not to be had.
-        held -= Counter(node_of[cpu] for cpu in rank.optimizer)
-
-
-@planned
-@given(hosts(form="disjoint"))
-def test_a_rank_alone_has_its_optimizer_in_one_node(host: Host) -> None:
-    plan = host.plan()
-    usable = [set(usable_cores(host.topology, rank.allowed)) for rank in host.ranks]
-    for rank, mine in enumerate(usable):
-        if any(mine & others for other, others in enumerate(usable) if other != rank):
-            continue
-        cores = [
-            host.topology.core_of[cpu]
-            for each in plan.ranks
-            if each.local_rank == rank
-            for cpu in each.optimizer
-        ]
-        held = Counter(core.node for core in mine if core.kind == cores[0].kind)
-        assert len({core.node for core in cores}) == 1 or max(held.values()) < len(cores)
-
-
-@planned
 @given(hosts())
 def test_every_allowed_core_is_used_or_reported_idle(host: Host) -> None:
     plan = host.plan()
@@ -320,28 +293,15 @@ def test_in_process_plan_uses_disjoint_whole_cores(host: Host) -> None:
 def test_a_rank_with_a_quota_uses_no_more_cores_than_it_has_time_for(request_: PlanRequest) -> None:
     """Also where the optimizer's cores are not limited otherwise, or it asks for more, and more
     cores are allowed and free."""
-    topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(16)), (0,), ((10,),))
+    topology = Topology(tuple(Core(cpu, (cpu,)) for cpu in range(16)), (0,), ((10,),))
     plan = plan_host(
         topology, [RankFacts(0, topology.cpus, None, (CpuQuota("a", 6.0),))], request_
     ).ranks[0]
     assert len({*plan.pytorch, *plan.optimizer}) == 6
 
 
-def test_ranks_whose_accelerators_are_unknown_stay_in_one_node_each_while_there_is_room() -> None:
-    """Three ranks for two nodes of four cores: only the last one takes what the others have left in
-    both."""
-    cores = tuple(Core(cpu, (cpu,), cpu // 4, 0, cpu // 4 * 4, 0) for cpu in range(8))
-    topology = Topology(cores, (0, 1), ((10, 21), (21, 10)))
-    plans = plan_host(topology, [RankFacts(rank, topology.cpus) for rank in range(3)]).ranks
-    assert [{cpu // 4 for cpu in (*plan.pytorch, *plan.optimizer)} for plan in plans] == [
-        {0},
-        {1},
-        {0, 1},
-    ]
-
-
 def test_the_home_of_a_rank_without_a_known_accelerator_is_where_most_of_its_cores_are() -> None:
-    cores = tuple(Core(cpu, (cpu,), cpu // 4, 0, cpu // 4 * 4, 0) for cpu in range(8))
+    cores = tuple(Core(cpu, (cpu,), cpu // 4) for cpu in range(8))
     topology = Topology(cores, (0, 1), ((10, 21), (21, 10)))
     for mask, home in (({3, 4, 5, 6}, 1), ({0, 1, 2, 7}, 0), ({2, 3, 4, 5}, 0)):
         (plan,) = plan_host(topology, [RankFacts(0, frozenset(mask))]).ranks
@@ -357,14 +317,14 @@ def test_an_optimizer_without_a_core_is_refused(count: int) -> None:
 
 @pytest.mark.parametrize(("limit", "warned"), [(2, False), (3, False), (4, True), (5, True)])
 def test_a_rank_that_has_too_few_cores_for_its_optimizer_says_so(limit: int, warned: bool) -> None:
-    topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(4)), (0,), ((10,),))
+    topology = Topology(tuple(Core(cpu, (cpu,)) for cpu in range(4)), (0,), ((10,),))
     plan = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=limit))
     assert any(f"instead of {limit}" in warning for warning in plan.warnings) is warned
     assert len(plan.ranks[0].optimizer) == min(limit, 3)
 
 
 def test_a_rank_that_must_share_says_so_and_one_with_room_says_nothing() -> None:
-    topology = Topology(tuple(Core(cpu, (cpu,), 0, 0, 0, 0) for cpu in range(4)), (0,), ((10,),))
+    topology = Topology(tuple(Core(cpu, (cpu,)) for cpu in range(4)), (0,), ((10,),))
     crowded = plan_host(topology, [RankFacts(rank, frozenset({0})) for rank in range(2)])
     assert [warning for warning in crowded.warnings if "must share a core" in warning] == [
         "each of local ranks 0, 1 must share a core between its roles "
@@ -373,78 +333,45 @@ def test_a_rank_that_must_share_says_so_and_one_with_room_says_nothing() -> None
     assert plan_host(topology, [RankFacts(0, topology.cpus)]).warnings == ()
 
 
-def nodes_of(cores_per_node: int, kinds: list[int]) -> Topology:
-    """Cores of these kinds, on as many nodes of equal size as they fill."""
-    cores = tuple(
-        Core(
-            cpu,
-            (cpu,),
-            cpu // cores_per_node,
-            cpu // cores_per_node,
-            cpu // cores_per_node * cores_per_node,
-            kind,
-        )
-        for cpu, kind in enumerate(kinds)
-    )
-    nodes = range(len(kinds) // cores_per_node)
-    return Topology(
-        cores, tuple(nodes), tuple(tuple(10 if a == b else 20 for b in nodes) for a in nodes)
-    )
+def nodes_of(cores_per_node: int, number: int) -> Topology:
+    """Cores on as many nodes of equal size as they fill."""
+    cores = (Core(cpu, (cpu,), cpu // cores_per_node) for cpu in range(number))
+    nodes = range(number // cores_per_node)
+    rows = tuple(tuple(10 if a == b else 20 for b in nodes) for a in nodes)
+    return Topology(tuple(cores), tuple(nodes), rows)
 
 
-def test_a_rank_without_a_fast_core_at_home_trains_on_the_nearest_that_is_free() -> None:
-    topology = nodes_of(1, [1, 0])
-    (plan,) = plan_host(
-        topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=1)
-    ).ranks
-    assert (plan.pytorch, plan.optimizer) == ((1,), (0,))
-
-
-def test_an_optimizer_that_fits_into_no_node_is_spread_over_several() -> None:
-    topology = nodes_of(1, [1, 0, 1])
-    (plan,) = plan_host(
-        topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=2)
-    ).ranks
-    assert (plan.pytorch, plan.optimizer) == ((1,), (0, 2))
+@pytest.mark.parametrize(
+    ("request_", "pytorch", "optimizer", "flags"),
+    [
+        (PlanRequest(2, 2), (0, 1), (2, 3), ()),
+        (PlanRequest(2, 4), (0, 1), (4, 5, 6, 7), ()),
+        (PlanRequest(2, 5), (0, 1), (2, 3, 4, 5, 6), ("split",)),
+    ],
+)
+def test_an_optimizer_is_on_one_node_if_one_can_hold_it(
+    request_: PlanRequest, pytorch: object, optimizer: object, flags: object
+) -> None:
+    topology = nodes_of(4, 8)
+    (plan,) = plan_host(topology, [RankFacts(0, topology.cpus)], request_).ranks
+    assert (plan.pytorch, plan.optimizer, plan.flags) == (pytorch, optimizer, flags)
 
 
 def test_a_host_that_says_nothing_of_nodes_has_node_0() -> None:
-    assert Topology((Core(0, (0,), 0, 0, 0, 0),)).nodes == (0,)
+    assert Topology((Core(0, (0,)),)).nodes == (0,)
 
 
 def test_a_rank_with_one_core_is_told_that_it_is_shared_and_nothing_of_a_split() -> None:
-    topology = nodes_of(1, [0])
+    topology = nodes_of(1, 1)
     plan = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(optimizer_cores=2))
     assert (plan.ranks[0].pytorch, plan.ranks[0].optimizer) == ((0,), (0,))
     assert [warning for warning in plan.warnings if "must share a core" not in warning] == []
 
 
-def test_an_optimizer_on_the_trainers_threads_leaves_no_kind_of_core_unused() -> None:
-    topology = nodes_of(2, [0, 1])
-    (plan,) = plan_host(topology, [RankFacts(0, topology.cpus)], PlanRequest(separate=False)).ranks
-    assert (plan.pytorch, plan.optimizer) == ((0, 1), ())
-
-
 @pytest.mark.parametrize(
-    ("ranks", "owned"), [(1, "8 cores of its own"), (2, "4 cores of 8 shared by 2 ranks")]
+    ("ranks", "owned"), [(1, "8 cores of its own"), (2, "a slice of 8 cores shared by 2 ranks")]
 )
 def test_a_plan_says_whose_the_cores_are(ranks: int, owned: str) -> None:
-    topology = nodes_of(8, [0] * 8)
+    topology = nodes_of(8, 8)
     plans = plan_host(topology, [RankFacts(rank, topology.cpus) for rank in range(ranks)]).ranks
     assert all(plan.reason.startswith(f"{owned}; ") for plan in plans)
-
-
-def test_ranks_that_share_a_core_but_no_cpu_each_get_a_core_of_their_own() -> None:
-    """As a launcher binds that counts hardware threads: rank 1 has the second thread of the second
-    core only."""
-    topology = Topology((Core(0, (0, 1), 0, 0, 0, 0), Core(2, (2, 3), 0, 0, 0, 0)), (0,), ((10,),))
-    plan = plan_host(topology, [RankFacts(0, frozenset({0, 1, 2})), RankFacts(1, frozenset({3}))])
-    assert [{*rank.pytorch, *rank.optimizer} for rank in plan.ranks] == [{0, 1}, {3}]
-
-
-def test_training_cores_leave_their_home_for_an_optimizer_that_fits_nowhere_else() -> None:
-    """Seven cores on nodes of four and three: only the first node can hold an optimizer of four."""
-    cores = tuple(Core(cpu, (cpu,), cpu // 4, 0, cpu // 4 * 4, 0) for cpu in range(7))
-    topology = Topology(cores, (0, 1), ((10, 21), (21, 10)))
-    (plan,) = plan_host(topology, [RankFacts(0, topology.cpus, 0)], PlanRequest(3, 4)).ranks
-    assert (plan.pytorch, plan.optimizer) == ((4, 5, 6), (0, 1, 2, 3))

@@ -197,8 +197,8 @@ HARMLESS = {
         "zenflow/rules/predictive/probe.py:Sample.predicted",
     ),
     "a file of the kernel that cannot be read counts as absent": (
-        "runtime/procfs.py:read_text",
-        "runtime/procfs.py:_read",
+        "runtime/proc.py:read_text",
+        "runtime/proc.py:_read",
     ),
     "plans do without the accelerator's NUMA node, with a warning": ("cores/accelerators.py:",),
     "threads that cannot be bound stay unbound, with a warning": (

@@ -30,7 +30,7 @@ from deepspeed_ext.adapter.engine import Engine
 from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError, WorkerError
-from deepspeed_ext.runtime import host_memory as memory
+from deepspeed_ext.runtime import proc as memory
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module

@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError, OutOfMemoryError, WorkerError
-from deepspeed_ext.runtime import host_memory as memory
+from deepspeed_ext.runtime import proc as memory
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.crash.driver import CONFIG
 from tests.support.crash.driver import JointCheckpointEngine as Joint

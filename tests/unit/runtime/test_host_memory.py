@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from deepspeed_ext.flatten.plan import FlattenFacts, choose_tier
-from deepspeed_ext.runtime import host_memory as memory
 from deepspeed_ext.runtime import memory as allocation
+from deepspeed_ext.runtime import proc as memory
 
 GIB = 1 << 30
 

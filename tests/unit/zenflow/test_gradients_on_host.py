@@ -19,7 +19,7 @@ from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state, s
 from torch import nn
 
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError
-from deepspeed_ext.runtime import host_memory, memory
+from deepspeed_ext.runtime import memory, proc
 from deepspeed_ext.zenflow.transfers import weight_upload
 from tests.support.compare import allow_fp16
 from tests.support.experts import ExpertModel, expert_groups, replicas_differ
@@ -500,7 +500,7 @@ def chosen(config: dict[str, Any], free: list[int], has_host_room: bool = True) 
         room["its control group"] = 15 * numel // dist.get_world_size()
     with (
         patch.object(memory, "free_accelerator_bytes", lambda: free[dist.get_rank()]),
-        patch.object(host_memory, "available_by_limit", lambda: room),
+        patch.object(proc, "available_by_limit", lambda: room),
     ):
         engine = make_engine(config)
     found = goes_to_host(engine)
