@@ -121,7 +121,7 @@ setup(
     package_data={
         "deepspeed_ext": [
             "py.typed",
-            "adapter/contract.json",
+            "adapter/*.json",
             "zenflow/worker/kernel/*.cpp",
             "zenflow/worker/kernel/*.h",
         ]

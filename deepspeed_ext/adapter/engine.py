@@ -3,10 +3,9 @@ of `parts`, which do the work."""
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from deepspeed_ext.adapter.engine_settings import EngineSettings
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.late_weights import complete_weights_of
 from deepspeed_ext.adapter.parts import Parts, destroy_parts
-from deepspeed_ext.adapter.reached_state import EVALUATES_PREDICTED, wrap_accelerate
+from deepspeed_ext.adapter.reached_state import wrap_accelerate
 from deepspeed_ext.adapter.readiness import Readiness, Work
 from deepspeed_ext.adapter.resharding import LoadingRun, RunLayout, only_weights
 from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
@@ -42,11 +41,17 @@ from deepspeed_ext.adapter.zero_config import ZeroConfig
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.runtime.backend import dist, group_timeout_seconds, local_rank
-from deepspeed_ext.runtime.log import log_once
+from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together, require_same_plan, together
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import require_compilable
+from deepspeed_ext.zenflow.step.supported import (
+    IDLE,
+    require_compilable,
+    require_section,
+    require_shared_folder,
+    require_spreadable,
+)
 
 __all__ = ["Engine", "HybridEngine", "PipeEngine"]
 
@@ -98,9 +103,10 @@ class Engine(EngineSettings):
         `_set_distributed_vars` raises the errors of both."""
         parts, settings = self._parts, self._settings
         with parts.refused.deferring_errors():
-            parts.require_supported(
-                settings, self._zenflow, self.use_node_local_storage(), **self._spread()
-            )
+            if self._zenflow is not None:
+                require_section(settings)
+                require_shared_folder(settings, self.use_node_local_storage())
+                require_spreadable(self._zenflow, **self._spread())
             super()._do_sanity_check()
 
     def _configure_expert_parallel(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,8 +163,8 @@ class Engine(EngineSettings):
         settings = self._settings
         if settings is not None and dist.get_rank() == 0:
             Parts.warn_of_idle_fields(settings, int(self.zero_optimization_stage()), self.optimizer)
-            if self._zenflow is not None:
-                Parts.warn_of_replaced(self._replaced_settings())
+            for setting in self._replaced_settings() if self._zenflow is not None else ():
+                logger.warning(f"{setting} has no effect: {IDLE[setting]}")
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
         parts, settings, zenflow = self._parts, self._settings, self._zenflow
@@ -174,6 +180,7 @@ class Engine(EngineSettings):
         parts.zenflow = zenflow_of(zero_optimizer)
         if parts.zenflow is not None:
             wrap_accelerate(Engine)
+            parts.zenflow.state.evaluation.watch(self.module)
         if int(self.zero_optimization_stage()) == ZERO_STAGE_WEIGHTS:
             parts.attach_gather(self.module, settings, self.seq_data_parallel_group)
         return zero_optimizer
@@ -206,10 +213,12 @@ class Engine(EngineSettings):
         """Compile the module as DeepSpeed does.
 
         Raises:
-            ConfigError: with ZenFlow, the config asks for DeepCompile.
+            ConfigError: with ZenFlow, the config asks for DeepCompile, or an argument for compiled
+                autograd.
         """
         if self._zenflow is not None:
-            require_compilable(self.is_deepcompile_enabled())
+            is_autograd_compiled = kwargs.get("compiled_autograd_enabled") or any(args[3:])
+            require_compilable(self.is_deepcompile_enabled(), bool(is_autograd_compiled))
         super().compile(*args, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -218,7 +227,7 @@ class Engine(EngineSettings):
         Raises:
             StateError: its weights are offloaded, or a step, backward pass or load was interrupted.
         """
-        self._require(Readiness.require_states_here, OffloadStateTypeEnum.lp_params)
+        self._require(Readiness.require_states_here, states=[OffloadStateTypeEnum.lp_params])
         with self._recording(Work.BACKWARD):  # some modules run backward inside
             return super().forward(*inputs, **kwargs)
 
@@ -236,6 +245,8 @@ class Engine(EngineSettings):
         """Check readiness at the beginning of a backward pass, also of ``loss.backward()``; runs
         once for each `forward` of the loss."""
         self._require(Readiness.require_saveable)
+        if (zenflow := self._parts.zenflow) is not None:
+            zenflow.state.evaluation.end()
         super()._backward_prologue()
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -248,10 +259,11 @@ class Engine(EngineSettings):
                 Nothing has changed.
             StateError: as `backward`, or there was no backward pass since the last step.
         """
-        self._require(Readiness.require_states_here)
+        self._between_steps(Readiness.require_states_here)
         managed = self.managed_gradient_accumulation()
         ends_step = not managed or self.is_gradient_accumulation_boundary()
         if ends_step and (zenflow := self._parts.zenflow) is not None:
+            zenflow.warn_of_untrained(self.module)
             self._parts.require_known_state(partial(zenflow.readiness.require_steppable, managed))
         with self._recording(Work.STEP):
             super().step(lr_kwargs)
@@ -272,18 +284,19 @@ class Engine(EngineSettings):
         zenflow = self._parts.zenflow
         return nullcontext() if zenflow is None else zenflow.readiness.recording(work)
 
-    def _require(self, check: Callable[..., None], *states: Any) -> None:
-        """With ZenFlow, call a method of `Readiness`; in a forked process, raise an error."""
+    def _require(self, *checks: Callable[..., None], states: Sequence[Any] = ()) -> None:
+        """With ZenFlow, call methods of `Readiness`; in a forked process, raise an error."""
         if (zenflow := self._parts.zenflow) is not None:
             zenflow.begin_call()
-            check(zenflow.readiness, *states)
+            for check in checks:
+                check(zenflow.readiness, *states)
 
-    def eval(self) -> None:
-        """Evaluate as DeepSpeed does, with training's weights; log if ZenFlow predicts them."""
-        super().eval()
-        rule = None if self._parts.zenflow is None else self._parts.zenflow.host.decided.rule
-        if rule and rule.overlapped and self.global_rank == 0:
-            log_once(logging.INFO, EVALUATES_PREDICTED)
+    def _between_steps(self, *checks: Callable[..., None], states: Sequence[Any] = ()) -> None:
+        """`_require`, for a call that may come only between steps; with training's weights."""
+        if (zenflow := self._parts.zenflow) is not None:
+            zenflow.readiness.require_closed()
+            self._require(*checks, states=states)
+            zenflow.state.evaluation.end()
 
     # -- states on the host ------------------------------------------------------------------------
 
@@ -303,14 +316,12 @@ class Engine(EngineSettings):
                 states, including those offloaded before, are on the accelerator again.
         """
         super_call = partial(super().offload_states, include, device, pin_memory, non_blocking)
-        if (zenflow := self._parts.zenflow) is None:
+        if self._parts.zenflow is None:
             super_call()
             return
-        zenflow.begin_call()
+        self._between_steps()
         try:
-            self._parts.offloader.offload(
-                super_call, self.module, self.optimizer, self._parts.ranks, pins=pin_memory
-            )
+            self._parts.offload(super_call, self.module, self.optimizer, pins=pin_memory)
         except Exception:
             self.reload_states()
             raise
@@ -328,11 +339,11 @@ class Engine(EngineSettings):
                 some and call this again.
         """
         super_call = partial(super().reload_states, *args, **kwargs)
-        if (zenflow := self._parts.zenflow) is None:
+        if self._parts.zenflow is None:
             super_call()
             return
-        zenflow.begin_call()
-        self._parts.offloader.reload(super_call, self._parts.ranks)
+        self._between_steps()
+        self._parts.reload(super_call)
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -353,7 +364,7 @@ class Engine(EngineSettings):
                 `destroy` on rank 0.
             WorkerError: with ZenFlow, on every rank, if any rank's optimizer process has failed.
         """
-        self._require(Readiness.require_saveable)
+        self._between_steps(Readiness.require_saveable)
         self._parts.require_known_state()
         self._parts.settle()
         client_state = {} if client_state is None else client_state
@@ -381,8 +392,7 @@ class Engine(EngineSettings):
         dtype. A collective; do not step inside. May be nested."""
         if (zenflow := self._parts.zenflow) is None:
             return nullcontext()
-        zenflow.begin_call()
-        zenflow.readiness.require_states_here(OffloadStateTypeEnum.lp_params)
+        self._between_steps(Readiness.require_states_here, states=[OffloadStateTypeEnum.lp_params])
         return zenflow.state.exact_weights()
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -416,7 +426,7 @@ class Engine(EngineSettings):
             StateError: an exception has interrupted a step or a backward pass, or states are
                 offloaded.
         """
-        self._require(Readiness.require_loadable)
+        self._between_steps(Readiness.require_loadable)
         self._parts.settle()
         if not self.load_universal_checkpoint():
             tag = self._parts.saver.begin_load(load_dir, tag)
@@ -505,5 +515,10 @@ class PipeEngine(PipelineEngine, Engine):
     """DeepSpeed's pipeline engine on top of ours."""
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
-        self._require(Readiness.require_steppable, True)  # a pipeline calls no `step`
+        self._require(Readiness.require_steppable, states=[True])  # a pipeline calls no `step`
         super()._take_model_step(*args, **kwargs)
+
+    def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate with the weights that would be saved; no module runs as a whole."""
+        with self.exporting():
+            return super().eval_batch(*args, **kwargs)

@@ -76,10 +76,6 @@ class EngineSettings(DeepSpeedEngine):
             "makes_experts": self._config.expert_parallel_config.enabled,
         }
 
-    @property
-    def _rounds_moments(self) -> bool:
-        return self._zenflow is not None and self._zenflow.state_dtype != "float32"
-
     def _replaced_settings(self) -> list[str]:
         """The keys of `supported.IDLE` that the config turns on."""
         given = {
@@ -91,6 +87,6 @@ class EngineSettings(DeepSpeedEngine):
             "bf16.bf16_master_weights_and_grads": super().bf16_master_weights_and_gradients(),
             "fp16.fp16_master_weights_and_grads": super().fp16_master_weights_and_gradients(),
             "bf16.bf16_optimizer_states": super().bf16_optimizer_states()
-            and not self._rounds_moments,
+            and (self._zenflow is None or self._zenflow.state_dtype == "float32"),
         }
         return [name for name, is_on in given.items() if is_on]

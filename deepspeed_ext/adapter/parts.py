@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -40,14 +40,8 @@ from deepspeed_ext.zenflow.plan.rules import limits_of
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
-from deepspeed_ext.zenflow.step.supported import (
-    IDLE,
-    require_section,
-    require_shared_folder,
-    require_spreadable,
-)
 
-__all__ = ["Offloader", "Parts", "Saver", "destroy_parts"]
+__all__ = ["Parts", "Saver", "destroy_parts"]
 
 
 class Saver:
@@ -167,50 +161,6 @@ class Saver:
         return kept
 
 
-class Offloader:
-    """Moves the states of one engine off the accelerator between two steps, and back.
-
-    Both methods are collectives and take the overridden method of DeepSpeed's engine as
-    `super_call`.
-    """
-
-    def __init__(self) -> None:
-        self._frozen: Parked | None = None
-
-    def offload(
-        self,
-        super_call: Callable[[], None],
-        module: Any,
-        optimizer: Any,
-        world: RankGroup,
-        *,
-        pins: bool,
-    ) -> None:
-        """Move the states that `super_call` moves, and with the weights also frozen ones; with
-        `pins` to page-locked memory.
-
-        Raises:
-            OutOfMemoryError: on every rank, if any rank's host lacks the memory.
-        """
-        with together(world, otherwise=None), _refusals("the host", "states to offload"):
-            super_call()
-            if OffloadStateTypeEnum.lp_params in optimizer.offloaded_states:
-                self._frozen = self._frozen or Parked(_frozen_weights(module), pins=pins)
-
-    def reload(self, super_call: Callable[[], None], world: RankGroup) -> None:
-        """Move all states back.
-
-        Raises:
-            OutOfMemoryError: on every rank, if any accelerator lacks the memory; free some and call
-                this again.
-        """
-        with together(world, otherwise=None), _refusals("the accelerator", "states to reload"):
-            super_call()
-            if self._frozen is not None:
-                self._frozen.restore()
-                self._frozen = None
-
-
 def _frozen_weights(module: Any) -> list[Any]:
     """The frozen weights; at stage 3, this rank's partitions of them."""
     return [
@@ -247,7 +197,7 @@ class Parts:
         binding: this rank's placement on the host's cores; None: unbound.
         gather: the single-parameter gather at stage 3; None: DeepSpeed gathers.
         zenflow: the parts of the ZenFlow optimizer; None: there is none.
-        saver, resharder, offloader: save, load and move the engine's states.
+        saver, resharder: save and load the engine's states.
     """
 
     def __init__(self, undo: ExitStack, mpu: Any = None) -> None:
@@ -259,7 +209,7 @@ class Parts:
         self.zenflow: ZenFlowParts | None = None
         self.saver = Saver()
         self.resharder = Resharder()
-        self.offloader = Offloader()
+        self._frozen: Parked | None = None
         self._cores_refreshed = False
 
     @cached_property
@@ -269,26 +219,6 @@ class Parts:
         return ranks_of_model(self._mpu, keeps_scratch=True)
 
     # -- while the engine is built -----------------------------------------------------------------
-
-    @staticmethod
-    def require_supported(
-        settings: ZeroConfig | None, zenflow: ZenFlowConfig | None, node_local: bool, **spread: Any
-    ) -> None:
-        """Check the config of an engine.
-
-        Args:
-            settings: the ``zero_optimization`` section; None: without our fields.
-            zenflow: its ``zenflow`` section; None: unused.
-            node_local: whether each node saves to its own storage.
-            spread: how the model is spread over ranks; see `require_spreadable`.
-
-        Raises:
-            ConfigError: ``zenflow`` is combined with an unsupported setting.
-        """
-        if zenflow is not None:
-            require_section(settings)
-            require_shared_folder(settings, node_local)
-            require_spreadable(zenflow, **spread)
 
     @staticmethod
     def switches(settings: ZeroConfig | None, zenflow: ZenFlowConfig | None) -> dict[str, bool]:
@@ -403,12 +333,6 @@ class Parts:
                 + (limits_of(zenflow) or "with offload_param, the whole optimizer is on the host")
             )
 
-    @staticmethod
-    def warn_of_replaced(settings: Sequence[str]) -> None:
-        """Warn of settings of DeepSpeed that ZenFlow replaces; called on rank 0."""
-        for setting in settings:
-            logger.warning(f"{setting} has no effect: {IDLE[setting]}")
-
     # -- while it trains ---------------------------------------------------------------------------
 
     def after_model_step(self, monitor: Any, samples: int, logs: bool) -> None:
@@ -461,6 +385,38 @@ class Parts:
         if self.zenflow is not None:
             self.zenflow.state.settle()
 
+    # -- states on the host, both ways collectives -------------------------------------------------
+
+    def offload(
+        self, super_call: Callable[[], None], module: Any, optimizer: Any, *, pins: bool
+    ) -> None:
+        """Move the states that `super_call`, DeepSpeed's method, moves off the accelerator, and
+        with the weights also frozen ones; with `pins` to page-locked memory.
+
+        Raises:
+            OutOfMemoryError: on every rank, if any rank's host lacks the memory.
+        """
+        with together(self.ranks, otherwise=None), _refusals("the host", "states to offload"):
+            super_call()
+            if OffloadStateTypeEnum.lp_params in optimizer.offloaded_states:
+                self._frozen = self._frozen or Parked(_frozen_weights(module), pins=pins)
+
+    def reload(self, super_call: Callable[[], None]) -> None:
+        """Move all states back.
+
+        Raises:
+            OutOfMemoryError: on every rank, if any accelerator lacks the memory; free some and call
+                this again.
+        """
+        with (
+            together(self.ranks, otherwise=None),
+            _refusals("the accelerator", "states to reload"),
+        ):
+            super_call()
+            if self._frozen is not None:
+                self._frozen.restore()
+                self._frozen = None
+
     # -- at its end --------------------------------------------------------------------------------
 
     def detach_gather(self, module: Any) -> None:
@@ -484,8 +440,9 @@ class Parts:
         afterwards.callback(kept.raise_here)
         if self.binding is not None:
             afterwards.callback(self.binding.restore)
-        if host is not None:
-            afterwards.callback(host.close)
+        if self.zenflow is not None:
+            self.zenflow.state.evaluation.close()
+            afterwards.callback(self.zenflow.host.close)
         return afterwards
 
 

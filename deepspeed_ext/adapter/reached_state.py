@@ -5,12 +5,23 @@ alone run inside it: DeepSpeed's ``save_16bit_model`` and its consolidation at s
 engine overrides, and accelerate's, so the Hugging Face Trainer's. At stages 1 and 2 accelerate
 copies the state dict of the bare module on every rank, where no override of ours runs, so
 `wrap_accelerate` wraps that method.
+
+A forward in evaluation mode without gradients first enters `ExactWeights`, too, by `Evaluation`;
+whatever trains, saves or loads next leaves them, so training goes on as if there had been no
+evaluation. That is a copy of the partitions and, at stages 1 and 2, a gather each way.
+
+Note: [who evaluates]
+The change of weights is a collective, but at stages 1 and 2 a script may evaluate on one rank
+alone. So ranks first meet at the process group's store, where the first to write decides: all have
+come, or one has waited in vain. Then each evaluates with the weights it has.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -27,6 +38,7 @@ from deepspeed_ext.checkpoint.zenflow_state import SavedState, read_saved_state
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError, WorkerError
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
+from deepspeed_ext.runtime.log import warn_once
 from deepspeed_ext.runtime.ranks import (
     RankGroup,
     agreed,
@@ -40,13 +52,11 @@ from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.shown_state import ShownTensor, plain
 
-__all__ = ["EVALUATES_PREDICTED", "ExactWeights", "ReachedState", "wrap_accelerate"]
+__all__ = ["Evaluation", "ExactWeights", "ReachedState", "wrap_accelerate"]
 
-EVALUATES_PREDICTED = (
-    "evaluation uses the weights that training uses, which anticipate the update in flight; saved "
-    "models have the exact ones. To evaluate the exact ones, use `with "
-    "engine.optimizer.exact_weights(): ...`"
-)
+LONGEST_MEETING_SECONDS = 30.0
+_PAUSE_SECONDS = 0.002
+_GO, _NO = b"go", b"no"
 _ROOM = 2
 """A copy stays on the accelerator if this many times its size are free there."""
 
@@ -57,7 +67,7 @@ class ExactWeights:
 
     Args:
         weights: returns a partition's weights, 1-D [n], in the model's dtype.
-        drain: waits on all ranks until p is final.
+        drain: waits on all ranks until p is final; its argument is that of `enter`.
         spread: copies the given tensors, if any, to this rank's partitions, and gathers the weights
             on all ranks.
     """
@@ -66,14 +76,14 @@ class ExactWeights:
         self,
         host: HostOptimizer,
         weights: Callable[[int], torch.Tensor],
-        drain: Callable[[], None],
+        drain: Callable[[bool], None],
         spread: Callable[[Sequence[torch.Tensor] | None], None],
     ) -> None:
         self._host = host
         self._weights = weights
         self._drain = drain
         self._spread = spread
-        self._is_inside = False
+        self._predicted: list[torch.Tensor] | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -85,21 +95,34 @@ class ExactWeights:
                 weights are unchanged.
             WorkerError: on every rank, if any rank's optimizer process has failed.
         """
-        if self._is_inside:
+        if self._predicted is not None:
             yield
             return
-        self._drain()
+        try:
+            self.enter()
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, *, takes_over: bool = True) -> None:
+        """Give the model p, until `leave`. A collective.
+
+        Args:
+            takes_over: see `HostOptimizer.drain`.
+        """
+        self._drain(takes_over)
         with together(self._host.ranks):
             indices = range(len(self._host.states))
             predicted = [self._aside(self._weights(index)) for index in indices]
-        self._is_inside = True
-        try:
-            with together(self._host.ranks):
-                self._round()
-            self._spread(None)
-            yield
-        finally:
-            self._is_inside = False
+        self._predicted = predicted
+        with together(self._host.ranks):
+            self._round()
+        self._spread(None)
+
+    def leave(self) -> None:
+        """Undo `enter`. A collective."""
+        predicted, self._predicted = self._predicted, None
+        if predicted is not None:
             self._spread(predicted)
 
     def _aside(self, weights: torch.Tensor) -> torch.Tensor:
@@ -116,6 +139,87 @@ class ExactWeights:
             parts = self._weights(index).split(CONVERTED_NUMEL)
             for part, p in zip(parts, state.master.detach().split(CONVERTED_NUMEL), strict=True):
                 part.copy_(p)
+
+
+class Evaluation:
+    """Switches one model between the weights of training and those that would be saved.
+
+    Args:
+        enter, leave: replace the weights, and put them back; collectives.
+        updates: number of updates so far, the same on all ranks.
+        ranks: number of ranks that must meet first; 1: forward is a collective anyway.
+    """
+
+    def __init__(
+        self,
+        enter: Callable[[], None],
+        leave: Callable[[], None],
+        updates: Callable[[], int],
+        ranks: int,
+    ) -> None:
+        self._enter, self._leave = enter, leave
+        self._updates = updates
+        self._ranks = ranks
+        self._meets = True
+        self._meetings = 0
+        self.is_on = False
+        self._handle: Any = None
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Follow the forwards of `module`, also those that no engine sees."""
+        mine = weakref.ref(self)
+
+        def before_forward(module: torch.nn.Module, inputs: Any) -> None:
+            if not torch.compiler.is_compiling() and (evaluation := mine()) is not None:
+                evaluation.before_forward(module)
+
+        self._handle = module.register_forward_pre_hook(before_forward, prepend=True)
+
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """Called before `module` runs; a collective if the weights change."""
+        evaluates = not module.training and not torch.is_grad_enabled()
+        if not evaluates:
+            self.end()
+        elif not self.is_on and self._updates() > 0 and self._all_meet():
+            with torch.inference_mode(False), torch.no_grad():
+                self._enter()
+            self.is_on = True
+
+    def end(self) -> None:
+        """Go back to the weights of training. A collective if they were replaced."""
+        if self.is_on:
+            self.is_on = False
+            with torch.inference_mode(False), torch.no_grad():
+                self._leave()
+
+    def close(self) -> None:
+        """Follow no more forwards."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _all_meet(self) -> bool:
+        """Whether all ranks evaluate now; see Note: [who evaluates]."""
+        if self._ranks == 1 or not self._meets:
+            return self._ranks == 1
+        store = torch.distributed.distributed_c10d._get_default_store()
+        name = f"deepspeed_ext evaluation {self._updates()} {self._meetings}"
+        come, ends = store.add(f"{name} come", 1), time.monotonic() + LONGEST_MEETING_SECONDS
+        decision = _GO if come == self._ranks else b""
+        while not decision:
+            time.sleep(_PAUSE_SECONDS)
+            if store.check([name]):
+                decision = store.get(name)
+            elif time.monotonic() > ends:
+                decision = _NO
+        self._meets = store.compare_set(name, "", decision.decode()) == _GO
+        self._meetings += 1
+        if not self._meets:
+            warn_once(
+                f"not all ranks evaluated within {LONGEST_MEETING_SECONDS:g} s, so evaluation uses "
+                "the weights that training uses, which anticipate the update in flight. Evaluate "
+                "on every rank"
+            )
+        return self._meets
 
 
 _wrapped: set[type] = set()
@@ -159,6 +263,7 @@ class ReachedState:
     Attributes:
         exact_weights: context in which the model has p, rounded to its dtype, in place of predicted
             weights; see `ExactWeights`.
+        evaluation: gives the model these weights while it is evaluated.
     """
 
     def __init__(
@@ -175,8 +280,15 @@ class ReachedState:
         self._scale = scale
         self._require_groups = require_groups
         self._copies = True
-        drain = partial(self.drain_together, shows_moments=False)
+        drain = partial(self._drain_together, False)
         self.exact_weights = ExactWeights(host, partitions.weights, drain, partitions.spread)
+        self.evaluation = Evaluation(
+            # a script may have moved the optimizer's state away, to have memory for this
+            partial(self.exact_weights.enter, takes_over=False),
+            self.exact_weights.leave,
+            lambda: host.updates if host.decided.rule.overlapped else 0,
+            1 if partitions.saved_weights is not None else host.ranks.size,
+        )
 
     @cached_property
     def host_ranks(self) -> RankGroup:
@@ -199,9 +311,12 @@ class ReachedState:
     def drain_together(self, *, shows_moments: bool = True) -> None:
         """Call `HostOptimizer.drain` on all ranks; raise on all if any rank's worker has failed. A
         collective."""
+        self._drain_together(shows_moments, takes_over=True)
+
+    def _drain_together(self, shows_moments: bool, takes_over: bool) -> None:
         self.settle()
         with together(self._host.ranks, WorkerError):
-            self._host.drain(shows_moments=shows_moments)
+            self._host.drain(shows_moments=shows_moments, takes_over=takes_over)
 
     # -- saving ------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 """Decides which calls on an optimizer may run: none that depends on work that an exception
-interrupted, or on offloaded states.
+interrupted, none inside an open step or load, and none on offloaded states.
 
 Note: [the end of a backward pass]
 A pass is open from our first hook in a graph task until that task's final callback. Autograd calls
@@ -11,8 +11,9 @@ calls nothing of ours when it raises. A nested graph task belongs to the pass of
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import CheckpointError, ConfigError, StateError
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
-__all__ = ["BackwardPass", "Interruption", "Readiness", "Work"]
+__all__ = ["BackwardPass", "Readiness", "Work"]
 
 _REMEDY = "build a new engine, and load the last checkpoint"
 
@@ -45,56 +46,13 @@ class Work(enum.Enum):
     )
 
 
-class Interruption:
-    """The only record of interrupted work, written when an exception leaves that work.
-
-    Attributes:
-        work: what was interrupted; None: nothing.
-    """
-
-    def __init__(self) -> None:
-        self.work: Work | None = None
-        self._cause = ""
-
-    @contextmanager
-    def recorded(self, work: Work, has_begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Wrap `work`; record an exception that leaves it, if `has_begun` then returns True."""
-        try:
-            yield
-        except GeneratorExit:  # a signal handler raised after the block: the work is complete
-            raise
-        except BaseException as error:
-            if has_begun():
-                self.record(work, error)
-            raise
-
-    def record(self, work: Work, error: BaseException | None) -> None:
-        """Record that `error` interrupted `work`; None: an unknown exception."""
-        said = f" ({error})" if str(error or "") else ""
-        self._cause = "an exception" if error is None else f"{type(error).__name__}{said}"
-        self.work = work
-
-    def healed(self) -> None:
-        """Clear the record, after a complete load has replaced all state."""
-        self.work = None
-
-    def require_none(self, *unless: Work) -> None:
-        """Check that no work was interrupted, other than `unless`.
-
-        Raises:
-            StateError: some was.
-        """
-        if self.work is not None and self.work not in unless:
-            raise StateError(f"{self._cause} interrupted {self.work.value}")
-
-
-_NO_TASK = -1
 _TWICE = (
-    "a parameter got a second gradient inside one engine.backward(loss), from a nested pass: a "
-    "hook that runs the model again, as GradCache's does, or a reentrant checkpoint. DeepSpeed "
-    "reduces each parameter once in that call. Call loss.backward() instead, or use checkpoints "
-    "with use_reentrant=False"
+    "a parameter got a second gradient inside one engine.backward(loss), from a nested pass, and "
+    "DeepSpeed reduces each parameter once in that call. If the pass is that of a checkpoint, use "
+    "use_reentrant=False; if a hook runs the model again, as GradCache's does, call "
+    "loss.backward() in place of engine.backward(loss)"
 )
+_NO_TASK = -1
 
 
 class BackwardPass(BackwardHookStateManager):
@@ -107,33 +65,26 @@ class BackwardPass(BackwardHookStateManager):
 
     Args:
         begins: called before a pass begins.
-        parameters: returns the trained parameters.
 
     Attributes:
         passes: number of passes that have ended.
+        graph_tasks: ids of those that have reduced gradients in the newest call of the engine.
     """
 
-    def __init__(self, begins: Callable[[], None], parameters: Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, begins: Callable[[], None]) -> None:
         super().__init__()
         self.passes = 0
-        self._begins, self._parameters = begins, parameters
+        self.graph_tasks: set[int] = set()
+        self._begins = begins
         self._is_open = False
         self._graph_task = _NO_TASK
-        # graph tasks that reduced gradients, for each call that is recorded
-        self._tasks: list[set[int]] = []
-        self._reduced = 0  # gradients, in all passes
-        # `_reduced` and `_left()` when the last pass began
-        self._reduced_before = 0
-        self._left_before: list[Any] = []
-
-    # -- what DeepSpeed calls ----------------------------------------------------------------------
+        self._has_reduced = False  # in this pass
 
     def enter_backward(self) -> None:
         if not self._is_open:
             self._begins()
-            self._reduced_before, self._left_before = self._reduced, self._left()
             self._is_open, self._graph_task = True, torch._C._current_graph_task_id()
-            self.post_backward_callback_queued = False
+            self._has_reduced = self.post_backward_callback_queued = False
         if self.backward_active_depth == 0:
             super().enter_backward()
 
@@ -142,9 +93,8 @@ class BackwardPass(BackwardHookStateManager):
         output of the engine."""
         if not self._is_open and self.backward_seen_this_step:
             self.enter_backward()
-        for tasks in self._tasks:
-            tasks.add(torch._C._current_graph_task_id())
-        self._reduced += 1
+        self._has_reduced = True
+        self.graph_tasks.add(torch._C._current_graph_task_id())
 
     def queue_post_backward_callback(self) -> bool:
         """Queue the callback on the graph task that began the pass."""
@@ -156,60 +106,37 @@ class BackwardPass(BackwardHookStateManager):
         self.passes += self._is_open
         self._is_open = False
 
-    # -- interruptions -----------------------------------------------------------------------------
-
-    @contextmanager
-    def recorded(self, interruption: Interruption) -> Iterator[None]:
-        """Wrap a call that may reduce gradients, perhaps inside a pass that goes on.
-
-        Raises:
-            StateError: DeepSpeed has refused a second gradient of a parameter, from a nested pass.
-        """
-        was_open, before = self._is_open, self._reduced
-        self._tasks.append(set())
-        try:
-            # inside an outer pass, unreduced gradients may be those of that pass
-            with interruption.recorded(
-                Work.BACKWARD, lambda: self._has_changed(before, may_be_left=not was_open)
-            ):
-                yield
-        except BaseException as error:
-            if not was_open:
-                self._close()
-            if len(self._tasks[-1]) > 1 and isinstance(error, AssertionError):
-                raise StateError(_TWICE) from error
-            raise
-        finally:
-            self._tasks.pop()
-
-    def notice(self, interruption: Interruption) -> None:
-        """Record a pass that an exception has ended; see [the end of a backward pass]."""
-        if self._is_open and torch._C._current_graph_task_id() == _NO_TASK:
-            if self._has_changed(self._reduced_before):
-                interruption.record(Work.BACKWARD, None)
-            self._close()
-
-    def _has_changed(self, reduced_before: int, *, may_be_left: bool = True) -> bool:
-        """Whether gradients were reduced since then, or autograd has left unreduced ones."""
-        if self._reduced != reduced_before:
-            return True
-        return may_be_left and self._is_open and self._left() != self._left_before
-
-    def _left(self) -> list[Any]:
-        """Identity and version of each parameter's gradient."""
-        gradients = (param.grad for param in self._parameters())
-        return [
-            gradient if gradient is None else (id(gradient), gradient._version)
-            for gradient in gradients
-        ]
-
-    def _close(self) -> None:
+    def ended_early(self) -> bool:
+        """Close a pass that an exception has ended; return whether there was one that had reduced
+        gradients. See Note: [the end of a backward pass]."""
+        if not self._is_open or torch._C._current_graph_task_id() != _NO_TASK:
+            return False
         self._is_open, self.backward_active_depth = False, 0
+        return self._has_reduced
+
+
+class _Running:
+    """Context of one piece of work. It lives as long as the frame that entered it, so work whose
+    context was left without notice, by an exception between two lines, is not taken for running."""
+
+    def __init__(self, readiness: Readiness, work: Work) -> None:
+        self._readiness, self.work = readiness, work
+
+    def __enter__(self) -> None:
+        self._readiness.begins(self)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        place: TracebackType | None,
+    ) -> None:
+        self._readiness.ends(self, error)
 
 
 class Readiness:
-    """Tracks interrupted work and offloaded states of one optimizer. The engine checks it before a
-    call and records in it how the call ends.
+    """Which calls on one optimizer may run. The engine asks before a call, and runs what steps,
+    loads or may reduce gradients inside `recording`.
 
     Args:
         config: the ``zenflow`` section.
@@ -231,44 +158,70 @@ class Readiness:
         self._backward_pass = backward_pass
         self._offloaded = offloaded
         self._has_gradients = has_gradients
-        self._interruption = Interruption()
-        self._is_loading: bool | None = None
-        """Whether the current load has begun to write; None: no load runs."""
+        self._running: tuple[Work, weakref.ref[_Running]] | None = None
+        self._interrupted: tuple[Work, str] | None = None  # the work, and what interrupted it
+        self._load_writes = False
         self._passes_taken = 0
         """Number of backward passes that had ended when the last step did."""
 
     # -- recording ---------------------------------------------------------------------------------
 
-    def recording(self, work: Work) -> AbstractContextManager[None]:
-        """Wrap a call that steps, loads, or may reduce gradients; record an exception that leaves
-        it after it has begun to change state."""
-        if work is Work.BACKWARD:
-            return self._backward_pass.recorded(self._interruption)
-        return self._recording_load() if work is Work.LOAD else self._interruption.recorded(work)
+    def recording(self, work: Work) -> _Running:
+        """Context of a call that steps, loads, or may reduce gradients. An exception that leaves it
+        after it has begun to change state is remembered; work inside other work is part of that."""
+        return _Running(self, work)
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Wrap the optimizer's step, which takes the gradients of all backward passes so far."""
-        with self.recording(Work.STEP):
-            yield
-            self._passes_taken = self._backward_pass.passes
+    def begins(self, running: _Running) -> None:
+        if self._now() is None:
+            self._load_writes = False
+            self._backward_pass.graph_tasks.clear()
+            self._running = running.work, weakref.ref(running)
 
-    @contextmanager
-    def _recording_load(self) -> Iterator[None]:
-        """Wrap a load; record an exception that leaves it once it has begun to write."""
-        self._is_loading = False
-        try:
-            with self._interruption.recorded(Work.LOAD, lambda: bool(self._is_loading)):
-                yield
-            if self._is_loading:
-                self._interruption.healed()
-        finally:
-            self._is_loading = None
+    def ends(self, running: _Running, error: BaseException | None) -> None:
+        if self._running is None or self._running[1]() is not running:
+            return
+        if error is not None:
+            self._note(running.work, error)
+        elif running.work is Work.LOAD and self._load_writes:
+            self._interrupted = None
+        self._running = None
+        if isinstance(error, AssertionError) and len(self._backward_pass.graph_tasks) > 1:
+            raise StateError(_TWICE) from error
+
+    def took_gradients(self) -> None:
+        """Note that a step has taken the gradients of all backward passes so far."""
+        self._passes_taken = self._backward_pass.passes
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether a backward pass has ended since the last step."""
+        return self._backward_pass.passes != self._passes_taken
 
     def load_begins(self) -> None:
         """Note that a load writes weights, optimizer or counters from now on."""
-        if self._is_loading is not None:
-            self._is_loading = True
+        self._load_writes = True
+
+    def _now(self) -> Work | None:
+        """The work that runs now."""
+        if self._running is None:
+            return None
+        work, running = self._running
+        if running() is None:  # left by an exception that came while its context was left
+            self._running = None
+            self._note(work, None)
+            return None
+        return work
+
+    def _note(self, work: Work, error: BaseException | None) -> None:
+        has_begun = {
+            Work.STEP: lambda: True,
+            Work.LOAD: lambda: self._load_writes,
+            Work.BACKWARD: self._backward_pass.ended_early,
+        }
+        if has_begun[work]():
+            told = f" ({error})" if str(error or "") else ""
+            name = "an exception" if error is None else f"{type(error).__name__}{told}"
+            self._interrupted = work, name
 
     # -- checks, before anything changes -----------------------------------------------------------
 
@@ -301,12 +254,25 @@ class Readiness:
         if self._host.link.failed:  # all ranks get its error
             return
         self._host.kind.require_steppable(predicts=self._predicts)
-        has_passed = self._backward_pass.passes != self._passes_taken
-        if not has_passed or (managed and not self._has_gradients()):
+        if not self.has_passed or (managed and not self._has_gradients()):
             raise StateError(
                 "step() was called, but no backward pass since the last step has completed the "
                 "gradients: call engine.backward(loss) before each step(), with a loss that "
                 "depends on what engine(...) returned"
+            )
+
+    def require_closed(self) -> None:
+        """Check that no step or load of this engine runs now.
+
+        Raises:
+            StateError: one does, so this is called by a signal handler or another thread.
+        """
+        if (work := self._now()) in (Work.STEP, Work.LOAD):
+            name = "an optimizer step" if work is Work.STEP else "a load"
+            raise StateError(
+                f"{name} of this engine is running, so a call from a signal handler or another "
+                "thread must wait; nothing has changed, and it goes on. Let the handler only set a "
+                "flag, and check the flag between steps"
             )
 
     def require_states_here(self, *states: Any) -> None:
@@ -338,9 +304,12 @@ class Readiness:
         Raises:
             StateError: an exception has interrupted it.
         """
-        self._backward_pass.notice(self._interruption)
-        if not self._host.link.failed:  # otherwise all ranks get its error
-            self._interruption.require_none(*unless)
+        if self._now() is None:
+            self._note(Work.BACKWARD, None)
+        if self._interrupted is not None and not self._host.link.failed:  # all ranks get its error
+            work, cause = self._interrupted
+            if work not in unless:
+                raise StateError(f"{cause} interrupted {work.value}")
 
     def _require_here(self, states: Collection[Any]) -> None:
         away = set(self._offloaded())

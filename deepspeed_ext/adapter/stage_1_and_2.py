@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
+from deepspeed_ext.adapter.readiness import Work
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizer,
     OffloadDeviceEnum,
@@ -136,10 +137,6 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         self.flatten_plans.append(plan)
         return flat
 
-    def _update_model_bit16_weights(self, group_index: int) -> None:
-        with self.startup.phase("point parameters at views"):
-            super()._update_model_bit16_weights(group_index)
-
     def get_data_parallel_partitions(
         self, tensor: torch.Tensor, group_id: int
     ) -> list[torch.Tensor]:
@@ -148,18 +145,6 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
             rank = dist.get_rank(group=self.real_dp_process_group[group_id])
             self._direct_buffers.expect_master_of(partitions[rank])
         return partitions
-
-    def initialize_optimizer_states(self) -> None:
-        with self.startup.phase("gradient partitions"):
-            super().initialize_optimizer_states()
-
-    def initialize_gradient_partitioning_data_structures(self) -> None:
-        with self.startup.phase("gradient bookkeeping"):
-            super().initialize_gradient_partitioning_data_structures()
-
-    def create_gradient_handling_hooks(self) -> None:
-        with self.startup.phase("gradient hooks"):
-            super().create_gradient_handling_hooks()
 
     def _link_all_hp_params(self) -> None:
         """Link in the order of the partitions. DeepSpeed links in the order of the groups, so with
@@ -374,9 +359,13 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
                     total.add_(part)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients, including those that a pass at the boundary has completed."""
+        """Zero the gradients, including those of earlier micro-steps, and those that a pass at the
+        boundary has completed."""
         super().zero_grad(set_to_none)
         if not self.zenflow_parts.driver.current.takes_gradients:
+            self.all_grad_tensors.clear()
+            if self._host_gradients is not None:
+                self.reset_cpu_buffers()
             for completed in self.averaged_gradients.values():
                 for part in completed or ():
                     part.zero_()
@@ -388,8 +377,9 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         # DeepSpeed's CPU offload copies weights through these buffers; ours are in place already
         receivers = parts.driver.current.receivers
         buffers = Swap(self, "param_buffer_of_bit16_for_cpu_offload_groups", receivers)
-        with parts.readiness.stepping(), swapped(buffers):
+        with parts.readiness.recording(Work.STEP), swapped(buffers):
             parts.driver.run(super_call, lambda: self.overflow)
+            parts.readiness.took_gradients()
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
         """DeepSpeed's norm, computed from each gradient's norm without fp64 copies."""

@@ -12,6 +12,7 @@ import torch
 
 from deepspeed_ext.adapter.gradients import HostGradients, gradient_norm
 from deepspeed_ext.adapter.late_weights import LateWeights
+from deepspeed_ext.adapter.readiness import Work
 from deepspeed_ext.adapter.upstream import (
     DeepSpeedZeroOptimizerStage3,
     OffloadDeviceEnum,
@@ -33,6 +34,8 @@ from deepspeed_ext.zenflow.start import ZenFlowStart
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
+_NO_GRADIENTS = "Gradients are only available immediately after backward and before engine step"
+"""DeepSpeed's words at stages 1 and 2."""
 _PAGE_LOCKED = ("lp_param_contiguous_pin_buffer", "lp_grad_partitions_flat_pin_buffers")
 """DeepSpeed's page-locked buffers. Once they exist, it reloads from them even states that were
 offloaded without them."""
@@ -50,6 +53,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     grad_partitions_flat_buffer: torch.Tensor
     inf_or_nan_tracker: torch.Tensor
     zenflow_parts: ZenFlowParts
+    _has_gradients = False
+    """Whether gradients of the next step were offloaded."""
 
     def __init__(
         self,
@@ -200,6 +205,8 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             return super().get_fp32_grad_partitions()
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        if not self.zenflow_parts.readiness.has_passed:  # it would be lost
+            raise ValueError(_NO_GRADIENTS)
         super().set_fp32_grad_for_param(value, param)
         self._note_changed(param)
 
@@ -223,12 +230,16 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         earlier passes of this step. DeepSpeed would take zeros."""
         super().independent_gradient_partition_epilogue()
         if self.averaged_gradients:
-            offset = 0
-            for index, group in enumerate(self.fp16_groups):
-                sizes = [param.partition_numel() for param in group]
-                flat = self.grad_partitions_flat_buffer[offset : offset + sum(sizes)]
-                self.averaged_gradients[index] = list(flat.split(sizes))
-                offset += sum(sizes)
+            self._find_gradients()
+
+    def _find_gradients(self) -> None:
+        """Let DeepSpeed's step find the gradients in its buffer."""
+        offset = 0
+        for index, group in enumerate(self.fp16_groups):
+            sizes = [param.partition_numel() for param in group]
+            flat = self.grad_partitions_flat_buffer[offset : offset + sum(sizes)]
+            self.averaged_gradients[index] = list(flat.split(sizes))
+            offset += sum(sizes)
 
     # -- stepping ----------------------------------------------------------------------------------
 
@@ -251,14 +262,18 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
             if self._late_weights is None:
                 places, prefetches = self._partitions.places(), Prefetches(self)
                 self._late_weights = LateWeights(self.host_optimizer, places, prefetches)
-            # the forward gathers persistent parameters, too
+            # gathered below, when they are on their way
             kept = [Swap(self, "persistent_parameters", [])]
-        with parts.readiness.stepping(), swapped(*kept):
+        with parts.readiness.recording(Work.STEP), swapped(*kept):
             parts.driver.run(super_call, lambda: self.overflow)
+            parts.readiness.took_gradients()
         with self.host_optimizer.link.deferring_errors():
             self._partitions.order_gathers()
             if self._late_weights is not None:
                 self._late_weights.choose_prefetches()
+        if kept and self.persistent_parameters and not self.overflow:
+            # scripts and modules read them without a gather
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
 
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Any:
         """As in DeepSpeed, but computed from each gradient's norm, which needs no fp64 copy of the
@@ -308,12 +323,16 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
                 if hasattr(self, name):
                     delattr(self, name)
         trained = torch.nn.ParameterList(self._partitions.trained())
+        self._has_gradients = self._has_gradients or bool(self.averaged_gradients)
         with swapped(Swap(self, "module", trained)):
             left = self.zenflow_parts.offload(include, pins=pin_memory)
             super().offload_states(left, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         super().reload_states(non_blocking)
+        if self._has_gradients:  # DeepSpeed forgets where they are
+            self._find_gradients()
+            self._has_gradients = False
         self.host_optimizer.reload()
 
     # -- state -------------------------------------------------------------------------------------

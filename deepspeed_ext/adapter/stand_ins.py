@@ -1,12 +1,13 @@
-"""Small objects of ours that DeepSpeed uses in place of its own, and the list of all such objects.
+"""Small objects of ours that DeepSpeed uses in place of its own.
 
-The list is the counterpart of `contract`. A test compares it with DeepSpeed's source.
+``stand_ins.json`` lists all such objects, the counterpart of `contract`: which functions of
+DeepSpeed use an object of ours, by which expressions they refer to it, and its attributes that they
+use (``()``: they call it). A test compares the list with DeepSpeed's source.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from deepspeed_ext.adapter.upstream import Swap, ThroughputTimer, adam_module, lion_module
 from deepspeed_ext.runtime.backend import get_accelerator
 
-__all__ = ["STAND_INS", "StandIn", "StreamThroughputTimer", "WeakEngine", "held_optimizers"]
+__all__ = ["StreamThroughputTimer", "WeakEngine", "held_optimizers"]
 
 
 class WeakEngine:
@@ -126,91 +127,3 @@ def held_lion(
         optimizer, model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}
     )
     return optimizer
-
-
-@dataclass(frozen=True)
-class StandIn:
-    """An object of ours that DeepSpeed finds in place of one of its own. A test compares `uses`
-    with DeepSpeed's source.
-
-    Attributes:
-        ours: our class, as ``module:Class``; the module is relative to `deepspeed_ext.adapter` or
-            has its full name.
-        where: the functions of DeepSpeed that use it, as ``module:Class.function``.
-        known_as: the expressions by which they refer to it; ``*`` stands for anything.
-        uses: its attributes that they use; ``()``: they call it.
-    """
-
-    ours: str
-    where: tuple[str, ...]
-    known_as: tuple[str, ...]
-    uses: frozenset[str]
-
-
-_STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
-_STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3."
-_COORDINATOR = (
-    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator."
-)
-_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
-
-STAND_INS = (
-    StandIn(
-        "step:GradientReceiver",
-        (f"{_STAGE_1_AND_2}step", f"{_STAGE_1_AND_2}_optimizer_step"),
-        ("self.single_partition_of_fp32_groups[*]",),
-        frozenset({"data", "dtype", "grad"}),
-    ),
-    StandIn(
-        "step:GradientReceiver",
-        tuple(
-            f"{_STAGE_3}{name}"
-            for name in (
-                "step",
-                "_optimizer_step",
-                "_prepare_sub_group",
-                "_prepare_fp32_grad_for_sub_group",
-                "unscale_and_clip_grads",
-                "_reassign_or_swap_out_partitioned_parameters",
-                "_release_sub_group",
-            )
-        ),
-        ("self.fp32_partitioned_groups_flat[*]",),
-        frozenset({"data", "dtype", "grad", "numel"}),
-    ),
-    StandIn(
-        "stand_ins:WeakEngine",
-        (f"{_ENGINE}_create_module_forward_pre_hook", f"{_ENGINE}_create_module_forward_post_hook"),
-        ("self",),
-        frozenset({"_forward_epilogue", "_forward_prologue", "module"}),
-    ),
-    StandIn(
-        "upstream:_RoomyAccelerator",
-        (f"{_STAGE_1_AND_2}__init__",),
-        ("get_accelerator()",),
-        frozenset(
-            {
-                "Stream",
-                "available_memory",
-                "current_device_name",
-                "device_name",
-                "is_available",
-                "is_synchronized_device",
-                "pin_memory",
-            }
-        ),
-    ),
-    StandIn(
-        "resharding:_OpenedFile",
-        (f"{_ENGINE}_load_checkpoint",),
-        ("self.checkpoint_engine",),
-        frozenset({"load"}),
-    ),
-    StandIn(
-        "gather_hooks:GatherHandle",
-        (f"{_COORDINATOR}fetch_sub_module", f"{_COORDINATOR}_clean_inflight_param_registry"),
-        ("self.__inflight_param_registry.pop(*)", "handle"),
-        frozenset({"wait"}),
-    ),
-)
-"""Our objects that DeepSpeed uses as if they were its own."""

@@ -28,7 +28,9 @@ the ranks exchange the weights     persistent parameters are gathered \
 scheduler, ``zero_grad``, counters the same
 ================================== ================================== ============================
 
-A test records the calls of real steps and compares them with `CALLS`.
+A test records the calls of real steps and compares them with ``step_calls.json``: the optimizer
+methods that DeepSpeed calls, by part of the step. ``get_grad_norm_direct`` is called for each
+parameter group or sub-group, and stage 3 with fp16 calls ``check_overflow`` first.
 
 If gradients are on the host before the step, DeepSpeed follows its CPU-offload path: it calls
 ``complete_grad_norm_calculation_for_cpu_offload`` in place of ``get_grad_norm_direct``, and
@@ -56,7 +58,7 @@ from deepspeed_ext.adapter.zero_partitions import ZeroPartitions
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 
-__all__ = ["CALLS", "AutocastScale", "GradientReceiver", "Step", "StepDriver", "StepPhase"]
+__all__ = ["AutocastScale", "GradientReceiver", "Step", "StepDriver", "StepPhase"]
 
 
 class AutocastScale:
@@ -101,32 +103,6 @@ class AutocastScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         self._scaler.load_state_dict(state)
-
-
-_OF_A_PARTITION = ("unscale_and_clip_grads", "_optimizer_step")
-CALLS = {
-    "stages 1 and 2": {
-        "before": ("step", "check_overflow", "get_grad_norm_direct"),
-        "overflow": ("zero_grad",),
-        "partition": ("_get_preflattened_grad_partition", *_OF_A_PARTITION),
-        "after": (),
-    },
-    "stage 3": {
-        "before": ("step", "get_grad_norm_direct", "zero_grad"),
-        "overflow": ("zero_grad",),
-        "partition": _OF_A_PARTITION,
-        "after": (),
-    },
-    "gradients on the host": {
-        "before": ("step", "complete_grad_norm_calculation_for_cpu_offload"),
-        "overflow": ("zero_grad", "reset_cpu_buffers"),
-        "partition": _OF_A_PARTITION,
-        "after": ("reset_cpu_buffers",),
-    },
-}
-"""The optimizer methods that DeepSpeed calls, by part of the step: before the factor is known; on
-an overflow, instead of the rest; for each partition; afterwards. ``get_grad_norm_direct`` is called
-for each parameter group or sub-group, and stage 3 with fp16 calls ``check_overflow`` first."""
 
 
 class StepPhase(enum.Enum):

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
 from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.readiness import BackwardPass, Readiness, Work
 from deepspeed_ext.adapter.step import AutocastScale, StepDriver
@@ -67,6 +69,7 @@ class ZenFlowParts:
 
     Attributes:
         host: owns the optimizer process, the arena and the partitions in it.
+        partitions: this rank's partitions.
         driver: drives a step.
         state: saves, loads and exports state.
         readiness: decides which calls may run.
@@ -75,6 +78,7 @@ class ZenFlowParts:
     """
 
     host: HostOptimizer
+    partitions: ZeroPartitions
     driver: StepDriver
     state: ReachedState
     readiness: Readiness
@@ -100,7 +104,7 @@ class ZenFlowParts:
         scaler = zero.torch_autocast_gradscaler
         scale = None if scaler is None else AutocastScale(scaler)
         driver = StepDriver(host, partitions, scale)
-        backward_pass = BackwardPass(partial(_begin_backward, zero), partitions.trained)
+        backward_pass = BackwardPass(partial(_begin_backward, zero))
         readiness = Readiness(
             host,
             start.run.config,
@@ -109,7 +113,24 @@ class ZenFlowParts:
             has_gradients=lambda: driver.gradients is not None or partitions.has_gradients,
         )
         state = ReachedState(host, partitions, ranks, scale, readiness.require_groups)
-        return cls(host, driver, state, readiness, backward_pass)
+        return cls(host, partitions, driver, state, readiness, backward_pass)
+
+    def warn_of_untrained(self, module: torch.nn.Module) -> None:
+        """Warn of parameters with gradients that no step uses, once for each set of them: what is
+        trained was decided at ``deepspeed.initialize``."""
+        trained = {id(param) for param in self.partitions.trained()}
+        names = [
+            name
+            for name, param in module.named_parameters()
+            if param.grad is not None and param.requires_grad and id(param) not in trained
+        ]
+        if names:
+            warn_once(
+                f"{counted(len(names), 'parameter')} of the model, such as {names[0]}, got a "
+                "gradient but will not change: what is trained was decided when the engine was "
+                "built. Change the model before deepspeed.initialize; what is frozen only later, "
+                "or for some steps, must require gradients there"
+            )
 
     @property
     def moments(self) -> list[str]:

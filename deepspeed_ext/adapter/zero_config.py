@@ -20,15 +20,12 @@ from deepspeed_ext.adapter.upstream import (
     swapped,
 )
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
-from deepspeed_ext.config.file import is_deeper, read_json, require_fields, shown
+from deepspeed_ext.config.file import read_json, require_fields, shown
 from deepspeed_ext.config.zenflow import OF_ONE_RULE
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.rules import limits_of
 
 __all__ = ["Config", "ZeroConfig"]
-
-DEEPEST = 16
-"""Maximum nesting of ``zero_optimization``; the deepest existing field has 3 levels."""
 
 
 class ZenFlowSection(ZenFlowConfig, DeepSpeedZenFlowConfig):
@@ -119,21 +116,12 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         return section.model_copy(update={"state_dtype": "bfloat16"})
 
     def __init__(self, **data: Any) -> None:
-        if is_deeper(data, DEEPEST):
-            raise ConfigError(
-                f"zero_optimization is nested more than {DEEPEST} levels deep, which no field "
-                "needs: remove the nested value"
-            ) from None
         try:
             super().__init__(**data)
         except ValidationError as error:
             if message := self._explain(error):
                 raise ConfigError(message) from None  # it contains all of pydantic's message
             raise
-        except RecursionError:  # from a check of DeepSpeed that prints the value
-            raise ConfigError(
-                "zero_optimization: a value is nested too deeply for any field: remove it"
-            ) from None
         if message := self._contradictions():
             raise ConfigError(message)
 

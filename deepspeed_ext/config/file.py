@@ -11,7 +11,7 @@ from typing import Any
 from deepspeed_ext.config.zero import ZeroFields
 from deepspeed_ext.errors import ConfigError
 
-__all__ = ["count_in", "is_deeper", "read_json", "require_fields", "section_of", "shown"]
+__all__ = ["count_in", "read_json", "require_fields", "section_of", "shown"]
 
 MOST_BYTES = 1 << 20
 """A larger file is not a config, and hjson takes two seconds per MiB."""

@@ -16,7 +16,7 @@ from studies.numerics import analysis, plots, rows, student, table
 from studies.numerics.language import RareExperts
 from studies.numerics.rows import Row, store, stored
 from studies.numerics.rule import AdamW, Gradient, Hyper, NAdam, Start
-from studies.numerics.rules import RULES, SPLITTING
+from studies.numerics.rules import RETIRED, RULES, SPLITTING
 from studies.numerics.settings import SETTINGS, Setting
 from studies.numerics.tasks import TASKS
 from studies.numerics.through_deepspeed import run_engine
@@ -165,13 +165,13 @@ def test_with_v_itself_ours_is_closer_to_adamw_than_with_one_mean() -> None:
 
 def test_every_rule_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SETTINGS, "test", Setting(steps=10, ranks=2))
-    for rule in RULES:
+    for rule in RULES.keys() - RETIRED:
         training = Training(Row("toy", rule, "test", 0, RATE))
         training.run()
         assert training.progress.losses[-1] < training.progress.losses[0], rule
 
 
-@pytest.mark.parametrize("rule", ["ours-4", "feedback", "acco", "nadam"])
+@pytest.mark.parametrize("rule", ["ours-1", "feedback", "acco", "nadam"])
 def test_an_interrupted_row_continues_to_the_bit(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,7 +233,7 @@ def checks(
 
 
 def worker_seconds(contestants: Sequence[Contestant]) -> float:
-    """The longest pass of a worker of interval 1; 0 if there is none."""
+    """The longest pass of a worker that steps each time; 0 if there is none."""
     passes = [
         statistics.median(f.worker or 0.0 for f in contestant.steps(8, 0.0))
         for contestant in contestants

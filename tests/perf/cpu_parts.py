@@ -96,10 +96,7 @@ def _of_the_optimizer() -> list[Part]:
 
 def _trainings_and_plans() -> list[Part]:
     rows = "--rows adamw upstream predictive --rates 0.001"
-    runs = (
-        "ZeRO ZeRO-Offload 'predictive, interval 1' "
-        "'predictive, interval 2' 'selective, interval 2'"
-    )
+    runs = "ZeRO ZeRO-Offload predictive 'selective, interval 2'"
     return [
         _part(
             "convergence",

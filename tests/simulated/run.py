@@ -3,7 +3,7 @@ bit.
 
     python -m tests.simulated.run --seeds 1000 [--first 0] [--only exact]
 
-The cases take turns: stages 1 to 3, both rules, intervals 1 and 2, accumulation, copies beside and
+The cases take turns: stages 1 to 3, both rules, accumulation, copies beside and
 inside of the step, flatten tiers and the single-parameter gather, one and two ranks. A seed that
 fails is printed with what failed: a difference, a race with its trace, an error. The same seed
 fails again.

@@ -88,9 +88,10 @@ def touched() -> set[tuple[str, str]]:
             else None
         )
         for node in tree.body if module is not None else ():
-            kind = getattr(module, node.name) if isinstance(node, ast.ClassDef) else None
-            if kind is not None and not hasattr(kind, "model_fields"):
-                nodes[kind] = node
+            if isinstance(node, ast.ClassDef):
+                kind = getattr(module, node.name)
+                if not hasattr(kind, "model_fields"):
+                    nodes[kind] = node
     for kind in nodes:
         if not inspect.isabstract(kind):
             found |= set(of_subclass(kind, nodes))

@@ -309,6 +309,8 @@ class _Choice:
     def known_share(self, given: float | None, *, is_asked: bool) -> tuple[float | None, str]:
         """The fraction of each partition that steps on the host, if it follows from the config or
         from a host that is short of memory, and why; None: it is chosen or measured."""
+        if not self.facts.layout.counts_updates:
+            return 1.0, f"{self.facts.layout.name} steps on the host"
         if given is not None or is_asked:
             there = self.facts.caller.weights is Place.HOST
             why = "offload_param keeps the weights on the host" if there else "the config says so"

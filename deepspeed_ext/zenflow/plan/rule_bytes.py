@@ -42,12 +42,9 @@ def share_step_bytes(
     numel: int, block_size: int, layout: StateLayout = ADAM_STATE, *, on_host: bool = False
 ) -> int:
     """Bytes of temporaries while `numel` elements step beside the worker, if no kernel can run: two
-    fp32 arrays of one chunk, and three numbers per block. Lion has no kernel and takes three fp32
-    arrays."""
+    fp32 arrays of one chunk, and three numbers per block."""
     at_once = HOST_CHUNK_NUMEL if on_host else ACCELERATOR_CHUNK_NUMEL
     chunk = min(numel, chunk_of(at_once, block_size))
-    if not layout.counts_updates:
-        return 3 * FLOAT_BYTES * chunk
     if layout.moment_dtype != "float32":  # and both moments in fp32
         chunk = min(chunk, chunk_of(ROUNDED_CHUNK_NUMEL, block_size))
         per_element = 4 * FLOAT_BYTES + _ROUNDING_BYTES[layout.moment_dtype]

@@ -328,19 +328,21 @@ class HostOptimizer:
 
     # -- state -------------------------------------------------------------------------------------
 
-    def drain(self, *, shows_moments: bool = True) -> None:
+    def drain(self, *, shows_moments: bool = True, takes_over: bool = True) -> None:
         """Wait until p, m, v and their step count include every gradient that was handed over.
         Later steps are bitwise unaffected.
 
         Args:
             shows_moments: whether to show coded moments in fp32; otherwise whatever writes them to
                 a file decodes them (see `CodedMoments`).
+            takes_over: whether to take over what a user has changed; otherwise the next step does.
 
         Raises:
             WorkerError: this rank's worker has failed.
         """
         self._settle(shows_moments)
-        self._take_over()
+        if takes_over:
+            self._take_over()
 
     def _settle(self, shows_moments: bool) -> None:
         """`drain`, without taking over what a user has changed."""

@@ -225,6 +225,7 @@ class ShownState:
         self._use: Callable[[], None] | None = use
         self.writes = 0
         self._is_quiet = False
+        self._group_count = len(optimizer.param_groups)
         self._handles = [_Handles(state, owner) for state in states]
 
     @property
@@ -322,6 +323,11 @@ class ShownState:
 
     def _require_masters(self) -> None:
         ours = {id(handles.master) for handles in self._handles}
+        if len(self._optimizer.param_groups) > self._group_count:
+            raise StateError(
+                "groups cannot be added to the optimizer after initialize: remove "
+                f"param_groups[{self._group_count}]"
+            )
         for number, group in enumerate(self._optimizer.param_groups):
             if any(id(param) not in ours for param in group["params"]):
                 raise StateError(

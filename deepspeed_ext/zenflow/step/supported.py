@@ -120,13 +120,6 @@ def require_section(section: Any) -> None:
     )
 
 
-def _ratio(section: Any) -> str:
-    """The ratio and its value, as a refusal names them."""
-    share = section.host_share
-    value = '"auto" (or "fit")' if share is None else f"{share:g}"
-    return f"offload_optimizer.ratio = {value}"
-
-
 def _field(section: Any, name: str) -> Any:
     """The value of a field that some releases of DeepSpeed lack; None: this one does."""
     return section.model_dump(include={name}).get(name)
@@ -184,13 +177,22 @@ def require_spreadable(
     )
 
 
-def require_compilable(is_deepcompile: bool) -> None:
-    """Check ``compile.deepcompile`` before the model is compiled; without ``engine.compile`` it has
-    no effect.
+def require_compilable(is_deepcompile: bool, is_autograd_compiled: bool) -> None:
+    """Check what ``engine.compile`` is asked for, before the model is compiled.
+
+    Args:
+        is_deepcompile: ``compile.deepcompile``, which has no effect without ``engine.compile``.
+        is_autograd_compiled: the argument ``compiled_autograd_enabled``.
 
     Raises:
-        ConfigError: it is on.
+        ConfigError: either is on.
     """
+    if is_autograd_compiled:
+        raise ConfigError(
+            "zero_optimization.zenflow does not support engine.compile with "
+            "compiled_autograd_enabled=True (a compiled backward pass cannot queue the callback "
+            "that completes the gradients): leave that argument out"
+        )
     if is_deepcompile:
         raise ConfigError(
             "zero_optimization.zenflow does not support engine.compile() with compile.deepcompile "
@@ -223,7 +225,8 @@ def _of_gradients(section: Any) -> list[Refusal]:
     """What contradicts ``gradients_on_host: true``, which has no effect with ``offload_param``."""
     name, zenflow, offload = "gradients_on_host = true", section.zenflow, section.offload_optimizer
     given = bool(zenflow.gradients_on_host) and section.offload_param is None
-    on_accelerator = offload is not None and section.host_share != 1.0
+    share = section.host_share
+    ratio = '"auto" (or "fit")' if share is None else f"{share:g}"
     return [
         Refusal(
             f"{name} at stage 1",
@@ -232,8 +235,8 @@ def _of_gradients(section: Any) -> list[Refusal]:
             "accelerator until it is reduced: use stage 2",
         ),
         Refusal(
-            f"{name} with {_ratio(section)}",
-            given and on_accelerator,
+            f"{name} with offload_optimizer.ratio = {ratio}",
+            given and offload is not None and share != 1.0,
             "what steps on the accelerator needs its gradients there",
         ),
     ]

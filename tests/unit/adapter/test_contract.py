@@ -136,7 +136,7 @@ def test_attributes_with_a_default_are_in_the_contract() -> None:
 def test_keyword_arguments_that_we_read_are_in_the_contract() -> None:
     """Of the optimizers' constructors: ``kwargs["x"]``."""
     used = {
-        node.slice.value
+        str(node.slice.value)
         for path in ADAPTER.glob("*stage*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("kwargs", "arguments")

@@ -293,7 +293,7 @@ def test_passes_inside_the_engines_own_are_one_true_error(stage: int) -> None:
     """DeepSpeed's own is an assertion, without a text at stage 3. In ``loss.backward()`` they
     train."""
     (said,) = run_ranks(1, nested_twice, stage)
-    assert "Call loss.backward() instead" in said
+    assert "call loss.backward() in place of" in said
 
 
 def steps_without_backward(stage: int, accumulation: int) -> list[str]:

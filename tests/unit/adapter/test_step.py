@@ -4,6 +4,7 @@ follow it."""
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
@@ -12,13 +13,18 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.adapter.step import CALLS, GradientReceiver, Step, StepPhase
+from deepspeed_ext.adapter.contract import PAGE
+from deepspeed_ext.adapter.step import GradientReceiver, Step, StepPhase
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, on_device
 from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, zenflow_config
 
 STAGES = (1, 2, 3)
+CALLS: dict[str, dict[str, tuple[str, ...]]] = {
+    kind: {part: tuple(names) for part, names in parts.items()}
+    for kind, parts in json.loads(PAGE.with_name("step_calls.json").read_text()).items()
+}
 
 
 def documented(stage: int) -> dict[str, tuple[str, ...]]:

@@ -7,7 +7,6 @@ test_entry.py.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,21 +146,6 @@ def test_a_mistake_names_field_value_and_what_was_meant(
     assert len(message) < 300
     for part in says:
         assert part in message
-
-
-@pytest.mark.parametrize(
-    "section", ["zenflow", "core_binding", "flatten_tier", "offload_optimizer", "unknown"]
-)
-@pytest.mark.parametrize(
-    "container", [lambda inner: {"a": inner}, lambda inner: [inner]], ids=["dicts", "lists"]
-)
-def test_deep_nesting_is_one_clear_error(section: str, container: Any) -> None:
-    value: Any = 1
-    for _ in range(2000):
-        value = container(value)
-    assert re.fullmatch(
-        r"zero_optimization is nested more than \d+ levels deep.*", message_of(**{section: value})
-    )
 
 
 def numbers_of(model: Any, name: str) -> list[Any]:

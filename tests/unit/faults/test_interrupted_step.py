@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -72,6 +73,8 @@ class Run:
             )
         except Exception as error:
             found["error"] = (type(error).__name__, str(error))
+            with pytest.raises(StateError, match="interrupted"), TemporaryDirectory() as folder:
+                engine.save_checkpoint(folder)
         engine.destroy()
         return found
 

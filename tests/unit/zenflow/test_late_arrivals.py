@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param
 
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.plan.places import WeightsArrival
@@ -47,9 +48,34 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
     return found
 
 
+def persistent_after_steps(config: dict[str, Any]) -> list[tuple[bool, bool]]:
+    """Of each persistent parameter after each step: is it whole, and p."""
+    engine, found = make_engine(config), []
+    assert engine.optimizer.host_optimizer.decided.weights_arrive is WeightsArrival.IN_FORWARD
+    for batch in batches(3, dist.get_rank()):
+        train(engine, [batch])
+        shown = [
+            (param, param.detach().clone())
+            for param in engine.module.parameters()
+            if param.ds_persist
+        ]
+        for param, value in shown:
+            p = safe_get_full_fp32_param(param).to(value.dtype)
+            found.append((value.numel() == param.ds_numel, torch.equal(value, p)))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_persistent_parameters_are_whole_when_a_step_returns(ranks: int) -> None:
+    for found in run_ranks(ranks, persistent_after_steps, exact_config(3)):
+        assert len(found) > 3
+        assert all(whole and same for whole, same in found)
+
+
 def test_weights_arrive_when_forward_uses_them_and_before_backward() -> None:
     config = exact_config(3)
-    config["zero_optimization"] |= {"sub_group_size": 250}
+    config["zero_optimization"] |= {"sub_group_size": 250, "stage3_param_persistence_threshold": 0}
     ((*found, left),) = run_ranks(1, arrivals, config, pool="exact True")
     assert left == 0
     total = found[1][0]
@@ -131,6 +157,13 @@ def test_chunks_depart_in_the_order_in_which_the_last_forward_used_them(device: 
 # -- errors ----------------------------------------------------------------------------------------
 
 
+def nothing_persists() -> dict[str, Any]:
+    """A step waits for nothing: all parameters are gathered in the forward."""
+    config = exact_config(3)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return config
+
+
 def after_a_death(config: dict[str, Any]) -> list[Any]:
     """One rank's worker dies while weights are on their way."""
     engine = make_engine(config)
@@ -154,7 +187,7 @@ def after_a_death(config: dict[str, Any]) -> list[Any]:
 
 
 def test_if_a_worker_dies_missing_weights_are_nan_and_every_rank_gets_the_error() -> None:
-    found = run_ranks(2, after_a_death, exact_config(3), pool="exact True")
+    found = run_ranks(2, after_a_death, nothing_persists(), pool="exact True")
     assert found == [[True, True]] * 2
 
 
@@ -175,4 +208,5 @@ def waited_for_after_a_death(config: dict[str, Any]) -> bool:
 
 
 def test_weights_that_a_dead_worker_leaves_behind_do_not_look_right() -> None:
-    assert run_ranks(1, waited_for_after_a_death, exact_config(3), pool="exact True") == [True]
+    config = nothing_persists()
+    assert run_ranks(1, waited_for_after_a_death, config, pool="exact True") == [True]

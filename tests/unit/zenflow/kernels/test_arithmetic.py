@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.zenflow.kernels import AdamConstants, definition, host, rounded
-from deepspeed_ext.zenflow.kernels.lion import define_predict_lion, step_lion
+from deepspeed_ext.zenflow.kernels.lion import define_predict_lion
 from deepspeed_ext.zenflow.kernels.rounded import define_rounded_step
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, LionStep
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.roots import root
 
 BLOCK, NUMEL = 32, 32 * 5 + 7
@@ -24,7 +24,6 @@ STEPS = [
     for decoupled in (True, False)
     for corrects in (True, False)
 ]
-LION = LionStep(1e-3, 0.9, 0.99, 0.1, 3, 0.5)
 
 EXACT = {
     *(
@@ -115,7 +114,6 @@ def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], 
         "predict, Lion": lambda: define_predict_lion(
             weights, published, grad, known, 0.05, 0.9, 1e-3, BLOCK
         ),
-        "step, Lion": lambda: step_lion(p, m, rows, LION),
     }
 
 

@@ -68,21 +68,6 @@ def test_the_estimate_does_not_depend_on_chunks(
     assert set((results[0].float() - y.float()).sign().tolist()) == {-1.0, 1.0}
 
 
-def test_what_steps_on_the_accelerator_is_lion() -> None:
-    """Beside fp64: p to the last bit but where a sign turns, m to the last bit."""
-    g = torch.Generator().manual_seed(2)
-    p, m = torch.randn(40, 32, generator=g), torch.randn(40, 32, generator=g) * 1e-3
-    grad = (torch.randn(40, 32, generator=g) * 1e-2).bfloat16()
-    direction = 0.9 * m.double() + 0.1 * 0.5 * grad.double()
-    expected_p = (1 - 1e-4) * p.double() - torch.full_like(direction, 1e-3).copysign(direction)
-    expected_m = 0.99 * m.double() + 0.01 * 0.5 * grad.double()
-    weights = torch.empty(40, 32, dtype=torch.bfloat16)
-    lion().step_rows((p, m), grad, weights, STEP)
-    assert torch.equal(weights, p.bfloat16())
-    torch.testing.assert_close(p.double(), expected_p, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(m.double(), expected_m, rtol=1e-6, atol=1e-9)
-
-
 def test_hyperparameters_are_read_at_each_step() -> None:
     kind = lion(weight_decay=0.2)
     kind.optimizer.param_groups[0]["lr"] = 0.5

@@ -10,7 +10,6 @@ import pytest
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import share_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 NUMEL, BLOCKS = 3 * 32 + 5, 4
@@ -47,7 +46,6 @@ def test_a_step_has_temporaries_of_fp32(
         (ADAM_STATE, 2 * 4, 3 * 4 * (NUMEL // 32)),
         (replace(ADAM_STATE, moment_dtype="bfloat16"), 4 * 4 + 3 * 8, 3 * 4 * (NUMEL // 32)),
         (replace(ADAM_STATE, moment_dtype="int8"), 4 * 4 + 42, 3 * 4 * (NUMEL // 32)),
-        (LION_STATE, 3 * 4, 0),
     ],
 )
 def test_a_share_has_temporaries_of_its_moments(
