@@ -33,8 +33,7 @@ from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.memory import is_out_of_memory
-from deepspeed_ext.runtime.parked import Parked
+from deepspeed_ext.runtime.memory import Parked, is_out_of_memory
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, together, within
 from deepspeed_ext.zenflow.plan.rules import limits_of
 from deepspeed_ext.zenflow.start import ZenFlowStart

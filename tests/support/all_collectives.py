@@ -29,8 +29,7 @@ from deepspeed_ext.checkpoint.layout import Placement
 from deepspeed_ext.cores.binding import agree, report_rank
 from deepspeed_ext.cores.plan import PlanRequest
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError
-from deepspeed_ext.flatten import exchange as flat_exchange
-from deepspeed_ext.flatten import rollback, tiers
+from deepspeed_ext.flatten import tiers
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.gather.launch import can_group, gather_singles, gather_together
 from deepspeed_ext.runtime.ranks import (
@@ -182,9 +181,9 @@ def shared_bucket(ranks: RankGroup) -> None:
 def flat_buffer(ranks: RankGroup) -> None:
     """Slices of a flat buffer, in place: as suits the backend, and as suits others."""
     for way in (
-        flat_exchange.exchange_of(ranks),
-        flat_exchange.broadcasts,
-        flat_exchange.all_gather,
+        tiers.exchange_of(ranks),
+        tiers.broadcasts,
+        tiers.all_gather,
     ):
         for numel in (1, 1000):
             expected = torch.arange(ranks.size * numel, dtype=torch.float32)
@@ -207,7 +206,7 @@ def flattened(ranks: RankGroup) -> None:
         own = flat.numel() // ranks.size
         for parameter in parameters:
             parameter.data = torch.empty(0, device=ranks.device)
-        rollback.restore_parameters(
+        tiers.restore_parameters(
             layout, ranks, flat[ranks.rank * own : (ranks.rank + 1) * own].clone()
         )
         for value, parameter in zip(values, parameters, strict=True):
@@ -258,7 +257,7 @@ def communicate(way: str) -> str:
     ranks = ranks_that_communicate()
     WAYS[way](ranks)
     get_accelerator().synchronize()
-    return flat_exchange.backend_of(ranks)
+    return tiers.backend_of(ranks)
 
 
 # -- which collectives that reaches ----------------------------------------------------------------

@@ -20,8 +20,8 @@ from typing import Any
 
 from deepspeed_ext.commands.memory.model_references import inert
 from deepspeed_ext.errors import ConfigError, UnsupportedError
-from deepspeed_ext.runtime.child_process import python_command
 from deepspeed_ext.runtime.confined import offline
+from deepspeed_ext.runtime.process import python_command
 from deepspeed_ext.runtime.words import quoted
 
 __all__ = ["ModelFile", "read_model"]

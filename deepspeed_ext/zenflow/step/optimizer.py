@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed_ext.runtime.parked import Parked
+from deepspeed_ext.runtime.memory import Parked
 from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind

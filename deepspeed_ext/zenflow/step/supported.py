@@ -78,7 +78,6 @@ def require_section(section: Any) -> None:
     }
     rounds, limits = zenflow.state_dtype != "float32", limits_of(zenflow)
     of_rule = f'update_rule = "{zenflow.rule}"'
-    shares = section.offload_optimizer is not None and section.host_share not in (None, 1.0)
     state_dtype = f'zenflow.state_dtype = "{zenflow.state_dtype}"'
     _refuse(
         Refusal(
@@ -99,7 +98,6 @@ def require_section(section: Any) -> None:
             rounds and bool(limits),
             limits,
         ),
-        Refusal(f"{_ratio(section)} with {of_rule}", shares and bool(limits), limits),
         *_of_gradients(section),
         Refusal(
             f"{state_dtype} with block_size above {LARGEST_CODED_BLOCK}",

@@ -22,8 +22,7 @@ from typing import Any
 
 from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.runtime import files
-from deepspeed_ext.runtime.child_process import end_with_parent
-from deepspeed_ext.runtime.page_nodes import nodes_of_pages, placement_warning, sampled_pages
+from deepspeed_ext.runtime.process import end_with_parent
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
 from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -116,8 +115,6 @@ def _serve(channel: Channel, arena_fd: int) -> None:
     arena = Arena(arena_fd, plan.layout)
     arena.close()  # the mapping outlives the descriptor
     _touch(arena, kernel, [spec.key for spec, _ in plan.layout.arrays if spec.touched], plan)
-    if warning is None and placement is not None:
-        warning = _misplaced(arena, plan, placement.numa_node)
     _say(channel, Ready(os.getpid(), kernel.name, tuple(sorted(os.sched_getaffinity(0))), warning))
     while True:
         submission: Submission = _next(channel)
@@ -158,15 +155,6 @@ def _touch(arena: Arena, kernel: Kernel, keys: Sequence[ArrayKey], plan: WorkerP
                 )
         else:
             arena.tensor(*key).neg_().neg_()  # writes to every page without changing values
-
-
-def _misplaced(arena: Arena, plan: WorkerPlan, node: int) -> str | None:
-    """A warning if touched memory is not on `node`: a full node silently spills to others."""
-    if node < 0:
-        return None
-    touched = [array for array in plan.layout.arrays if array.spec.touched and array.spec.numel]
-    pages = sampled_pages([(arena.address + offset, spec.nbytes) for spec, offset in touched])
-    return placement_warning(nodes_of_pages(pages), node)
 
 
 def block_bytes(arena: Arena, key: ArrayKey, block_size: int) -> int:

@@ -86,7 +86,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine._backward_prologue",
         "adapter/parts.py:Parts.require_known_state",
         "cores/exchange.py:_require_same_host_plan",
-        "flatten/exchange.py:broadcasts",
+        "flatten/tiers.py:broadcasts",
         "adapter/step.py:StepDriver.run",
         "adapter/step.py:StepDriver.begin",
         "adapter/step.py:StepDriver.take",
@@ -106,7 +106,7 @@ CANNOT_BE_AGREED_ON = {
     ),
     "cannot fail, and is around code with collectives": (
         "runtime/profiling.py:in_profile",
-        "runtime/own_process.py:",  # compares two numbers
+        "runtime/process.py:OwnProcess",  # compares two numbers
         "adapter/upstream.py:swapped",
         "zenflow/step/stream.py:Stream.are_",  # whether two dicts are empty
         "zenflow/step/optimizer.py:HostOptimizer.complete_weights",  # which keeps what fails
@@ -164,7 +164,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/zero_partitions.py:SubGroupPartitions.stand_in",
         "adapter/zero_partitions.py:SubGroupPartitions.trained",
         "adapter/zero_partitions.py:SubGroupPartitions.waits_after_weights",
-        "flatten/direct_buffers.py:NoMasters.__init__",
+        "flatten/staging.py:NoMasters.__init__",
         "adapter/readiness.py:Readiness.",
         "zenflow/step/schedule.py:",
         "zenflow/rules/predictive/schedule.py:",
