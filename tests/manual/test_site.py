@@ -42,7 +42,7 @@ def test_pages_of_the_archive_are_outside_of_the_search() -> None:
         return not page.meta.get("search", {}).get("exclude", False)
 
     assert not is_searched(f"{site.ARCHIVE}gpu.md")
-    assert is_searched("fits.md")
+    assert is_searched("memory.md")
 
 
 @pytest.mark.parametrize(

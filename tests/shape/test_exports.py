@@ -18,7 +18,6 @@ USED_OTHERWISE = {
         )
     ),
     # by name, when they are needed
-    *(f"deepspeed_ext.commands.memory.command.parse_{what}" for what in ("gib", "speed")),
     "deepspeed_ext.zenflow.worker.main.main",  # by the name of its module
 }
 

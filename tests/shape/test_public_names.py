@@ -53,10 +53,10 @@ COMMANDS = {
     "": "--help --version",
     "config": "--help name",
     "doctor": "--help --json",
-    "plan": "--all --allowed --config --dtype --for --gpu-gb --gpu-node --gpus "
-    "--gpus-per-host --help --host-gb --host-gbps --json --largest-param "
-    "--link-gbps --memory --model --on-cpu --optimizer-cores --params "
-    "--pt-reserved-cores --root --tflops --tokens --write",
+    "plan": "--all --allowed --card --config --dtype --for --fused-loss --gpu-gb --gpu-node "
+    "--gpus --gpus-per-host --help --host --host-gb --host-gbps --json --keep-activations "
+    "--largest-param --link-gbps --memory --model --on-cpu --optimizer-cores --params "
+    "--pt-reserved-cores --root --seq-len --tflops --tokens --write",
     "run": "--help arguments script",
     "verify": "--config --help --json --ranks --steps --timeout",
 }

@@ -49,7 +49,7 @@ from deepspeed_ext.zenflow.plan.search import Option, expected_times, search
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS, share_reason
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["MOST_FOR_GRADIENTS", "decide"]
+__all__ = ["decide"]
 
 MOST_FOR_GRADIENTS = 0.5
 """Fraction of the accelerator's free memory that gradients may take."""
@@ -519,8 +519,8 @@ class _Choice:
         kinds = kinds_of(self.rule, self.dtypes, places)
         runs = self._on_host(partitions, host_share)
         if self.peeks:
-            sizes = [run.numel for run in runs for _ in range(run.times)]
-            slots = weight_slots(sizes, self.rule.block_size, self.dtypes)
+            most = max((run.numel for run in runs), default=0)
+            slots = weight_slots(_total(runs), most, self.rule.block_size, self.dtypes)
         arrays = sum(bytes_at_start(kinds.of(0, run.numel)) * run.times for run in runs)
         return arrays + bytes_at_start(slots) + sums * _total(partitions)
 

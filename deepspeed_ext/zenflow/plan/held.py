@@ -58,8 +58,6 @@ _MOST_PLACED = 32
 _FLOAT_BYTES = 4
 _DECODING_BYTES = 16
 """Per element that is decoded: its value, two fp32 temporaries, and a value of the chunk before."""
-_ENCODING_BYTES = 21
-"""Temporaries per element that is encoded."""
 
 
 def passing(most: int, chunks: int = 1) -> Part:
@@ -133,18 +131,6 @@ class Held:
     def share_bytes(self) -> int:
         """Bytes of the state on the accelerator."""
         return sum(share_bytes(self.rule, each.head) * each.times for each in self.partitions)
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of this rank's checkpoint file: p and the moments, and the rule's state."""
-        layout = self.rule.layout
-        moment = _FLOAT_BYTES if layout.is_coded else DTYPE_BYTES[layout.moment_dtype]
-        weights = self._item if self.caller.partitions_weights else 0
-        each = _FLOAT_BYTES + len(layout.moments) * moment + weights
-        return each * self.numel + self._saved_bytes()
-
-    def _saved_bytes(self) -> int:
-        return sum(sum(self._of_rule(each.on_host).saved) * each.times for each in self.partitions)
 
     def _of_rule(self, numel: int) -> RuleBytes:
         return self.rule.nbytes(numel, self._item)
@@ -283,12 +269,6 @@ class Held:
             return {"step": [self._computing()]}
         if phase is Phase.SAVE:
             return self._saving()
-        if phase is Phase.LOAD:
-            return {"load": [self._shown()], "adopt": [self._shown(), *self._adopted()]}
-        if phase is Phase.SLEEP and self.partitions[0].places.weights is Place.ACCELERATOR:
-            left = [part for part in self._on_accelerator() if part.kind != _LANDING]
-            away = {f"{part.kind}, away": part.nbytes for part in left}
-            return {"asleep": [*self._on_host(), *_parts(away, Memory.PAGE_LOCKED)]}
         return {}
 
     def _starting(self) -> Moments:
@@ -318,7 +298,9 @@ class Held:
         if self.saves_beside:  # what is not in the arena is copied, until it is written
             weights = self._item * self.numel if self.caller.partitions_weights else 0
             copies = {
-                "copy of the rule's state": self._saved_bytes(),
+                "copy of the rule's state": sum(
+                    sum(self._of_rule(each.on_host).saved) * each.times for each in self.partitions
+                ),
                 "copy of the weights": weights,
             }
             return found | {"module": [shown, *_parts(copies, Memory.PAGEABLE)]}
@@ -336,22 +318,6 @@ class Held:
     def _shown(self) -> Part:
         """The accelerator's share, shown on the host."""
         return Part("shown state", self.share_bytes, Memory.ARENA)
-
-    def _adopted(self) -> list[Part]:
-        """Loaded moments: an fp32 copy if they are kept in 16 bits; codes are made from shown fp32
-        values."""
-        layout = self.rule.layout
-        if not layout.is_coded:
-            on_host = sum(each.on_host * each.times for each in self.partitions)
-            size = 0 if layout.moment_dtype == "float32" else on_host
-            size *= len(layout.moments) * _FLOAT_BYTES
-            return [Part("loaded moments", size, Memory.PAGEABLE)]
-        size = len(layout.moments) * _FLOAT_BYTES * self.numel
-        shown = Part("shown moments", size, Memory.ARENA)
-        return [
-            shown,
-            Part("codes being made", _ENCODING_BYTES * self._coded_at_once, Memory.PAGEABLE),
-        ]
 
     @property
     def _coded_at_once(self) -> int:

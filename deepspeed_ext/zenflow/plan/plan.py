@@ -146,8 +146,9 @@ class ZenFlowPlan:
         if self.chunks is not None and self.chunks.slots:
             yield from slot_arrays(self.chunks.slots, self.chunks.slot_numel, self.dtypes)
         if self.peeks:
-            sizes = [each.on_host for each in self.partitions for _ in range(each.times)]
-            yield from weight_slots(sizes, self.rule.block_size, self.dtypes)
+            total = sum(each.on_host * each.times for each in self.partitions)
+            most = max((each.on_host for each in self.partitions), default=0)
+            yield from weight_slots(total, most, self.rule.block_size, self.dtypes)
 
     @cached_property
     def layout(self) -> ArenaLayout:
