@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import mmap
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -29,7 +28,6 @@ __all__ = [
     "can_page_lock",
     "free_accelerator_bytes",
     "host_empty",
-    "host_pages",
     "is_out_of_memory",
     "total_accelerator_bytes",
     "unused_accelerator_bytes",
@@ -124,15 +122,6 @@ def _page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         "Raise the limit on locked memory (ulimit -l, --ulimit memlock=-1) or free host memory"
     )
     return None
-
-
-def host_pages(nbytes: int) -> torch.Tensor:
-    """Allocate at least `nbytes` bytes of zeroed host memory on pages of their own, so that these
-    can be page-locked; 1-D uint8. A forked process does not inherit it."""
-    whole = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @functools.cache

@@ -38,7 +38,6 @@ from deepspeed_ext.runtime.ranks import (
     raise_together,
     require_same_plan,
 )
-from deepspeed_ext.zenflow.rules.selective.selection import select
 from tests.support.paths import ROOT
 from tests.support.same import first_difference
 
@@ -214,14 +213,6 @@ def flattened(ranks: RankGroup) -> None:
             same(value, parameter.detach(), f"restored after {tier.__name__}")
 
 
-def hot_blocks(ranks: RankGroup) -> None:
-    """The selection of blocks over all ranks."""
-    scores = torch.arange(64.0, device=ranks.device) + 100 * ranks.rank
-    ids = select(scores, 0.25, ranks)
-    counts = ranks.all_gather(torch.tensor(len(ids), device=ranks.device))
-    assert int(counts.sum()) == 16 * ranks.size, "a quarter of the blocks of all ranks"
-
-
 def weights_from_the_host(ranks: RankGroup) -> None:
     """Whole tensors of which each rank holds a part, on all ranks and on one, in a group of the
     host."""
@@ -256,7 +247,6 @@ WAYS: dict[str, Callable[[RankGroup], None]] = {
         shared_bucket,
         flat_buffer,
         flattened,
-        hot_blocks,
         weights_from_the_host,
     )
 }

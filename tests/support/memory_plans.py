@@ -50,7 +50,6 @@ def sections(draw: Any, stage: int) -> ZenFlowConfig:
             "update_interval": draw(st.sampled_from([None, 2, 4])),
             "topk_ratio": draw(st.floats(0.01, 0.9)),
             "overlap_step": draw(st.booleans()),
-            "overlap_lag": draw(st.sampled_from([1, 2])),
             "offload": draw(st.booleans()),
             "select_interval": draw(st.sampled_from([None, 4])),
         }

@@ -32,7 +32,6 @@ from deepspeed_ext.zenflow.worker.kernel import (
     Array,
     Kernel,
     LionPass,
-    MeanPass,
     NativeKernel,
     load_kernel,
 )
@@ -48,7 +47,6 @@ from deepspeed_ext.zenflow.worker.messages import (
     Done,
     Failed,
     LionPartitionPass,
-    MeanPartitionPass,
     PartitionPass,
     Ready,
     Submission,
@@ -59,7 +57,7 @@ from deepspeed_ext.zenflow.worker.messages import (
 
 __all__ = ["block_bytes", "main", "write_from_arena"]
 
-PER_BLOCK = ("block_means", "known", "updates", "m_scales", "v_scales")
+PER_BLOCK = ("block_means", "known", "m_scales", "v_scales")
 """Kinds of arrays with one or more values per block."""
 
 _WATCH_SECONDS = 0.2
@@ -191,10 +189,8 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, plan: Worke
             continue
         if isinstance(work, PartitionPass):
             kernel.run(_adam_pass(work, arena, block_size))
-        elif isinstance(work, LionPartitionPass):
-            kernel.run_lion(_lion_pass(work, arena, block_size))
         else:
-            kernel.run_mean(_mean_pass(work, arena, block_size))
+            kernel.run_lion(_lion_pass(work, arena, block_size))
         seconds += time.perf_counter() - begin
     return Done(submission.number, seconds, failed_write)
 
@@ -269,12 +265,6 @@ def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
         scales,
         peeks=work.peek_slot is not None,
     )
-
-
-def _mean_pass(work: MeanPartitionPass, arena: Arena, block_size: int) -> MeanPass:
-    p, m, v, published, *grads = _arrays(work, arena, ADAM_STATE)
-    updates = _per_block(work, arena, "updates", block_size)
-    return MeanPass(p, m, v, tuple(grads), work.scales, work.step, updates, published, block_size)
 
 
 def _lion_pass(work: LionPartitionPass, arena: Arena, block_size: int) -> LionPass:
