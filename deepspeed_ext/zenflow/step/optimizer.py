@@ -471,11 +471,6 @@ class HostOptimizer:
             for count, each in zip(self.counts, self.partitions, strict=True)
         ]
 
-    @property
-    def updates(self) -> int:
-        """Updates of the partition that has had the most."""
-        return max(self.counts, default=0)
-
     def masters_changed(self, counts: Sequence[int] | None = None) -> None:
         """Start over with synchronous steps from p, m, v, which were written from outside. Nothing
         may be in flight.
