@@ -479,9 +479,9 @@ INTRODUCTION = """# What fits, and what is hidden
 <!-- Written by `make docs` from tools/fits.py and the plan of memory; edit those. -->
 
 **Computed, not measured.** The numbers are those of [`deepspeed-ext plan --memory`](memory.md), whose bytes are
-[within 2 %](lab/archive/memory_plan.md) of runs on a simulated accelerator, and within 1 % of three
-[on an H100](lab/archive/gpu.md#beside-the-plan). Times are bytes over assumed speeds: published steps of others took
-[up to five times as long](lab/archive/time_model.md).
+[within 2 %](design/memory_model.md) of runs on a simulated accelerator, and within 1 % of three
+[on an H100](results/gpu.md#beside-the-plan). Times are bytes over assumed speeds: published steps of others took
+[up to five times as long](design/time_model.md).
 
 """
 MEMORY = """
@@ -528,7 +528,7 @@ Tokens per GPU and optimizer step from which ours exposes nothing of the optimiz
 model, because transfers, the pass, forward and backward all grow with its parameters. With experts, multiply by all
 parameters over those that a token uses. The host's memory decides at interval 1: on PCIe all GPUs share it, so more
 GPUs change nothing; with NVLink-C2C every GPU brings a host. With half of the assumed speed of the host it takes twice
-the tokens; most published runs reached [9 to 76 %](lab/archive/time_model.md#what-explains-the-bad-rows) of it.
+the tokens; most published runs reached [9 to 76 %](design/time_model.md#what-explains-the-bad-rows) of it.
 
 """
 SECONDS = """
@@ -553,15 +553,15 @@ ASSUMED = """
   itself has fewer, and may need more.
 - **DeepSpeed-ZenFlow** was read in its source: ZeRO-Offload with gradient accumulation, and 16 bytes per parameter more
   on the host. That is 36 at stage 2 without page-locking, where 36.4 were
-  [measured](lab/archive/zenflow_step.md#memory).
+  [measured](results/zenflow_step.md#memory).
 - **FlashOptim**: 7 bytes per parameter as its documentation says, gradient included; at stage 2 on each GPU (DDP), at
   stage 3 divided among them (FSDP2), with two layers gathered. Not run here.
 - **Page-locked memory**: DeepSpeed's is torch's, which takes a power of two of bytes for each array, as [an
-  H100](lab/archive/gpu.md#beside-the-plan) showed. With `"pin_memory": false` ZeRO-Offload holds 18.2 bytes at stage 2.
+  H100](results/gpu.md#beside-the-plan) showed. With `"pin_memory": false` ZeRO-Offload holds 18.2 bytes at stage 2.
 
 """
 SPEEDS = """
-Those of the [time model](lab/archive/time_model.md#inputs): links as others have measured them,
+Those of the [time model](design/time_model.md#inputs): links as others have measured them,
 host memory at 80 % of its peak, GPUs at half of their dense 16-bit peak. Grace-Hopper's link
 is not the same both ways: others measured 411 to
 421 GB/s up and 170 down on four superchips, and [346 up, 15 % less down](https://github.com/NVIDIA/nvbandwidth/issues/23)

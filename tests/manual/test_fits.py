@@ -89,7 +89,7 @@ def test_deepspeeds_zenflow_holds_what_was_measured() -> None:
     plan = plan_memory(SEVEN_B, one, replace(upstream.setup(2), rounds_pinned=False))
     nbytes = plan.on_host(Phase.BETWEEN) + upstream.host_extra(SEVEN_B, one, 2)
     nbytes += upstream.device_extra(SEVEN_B, one, 2)
-    table = (ROOT / "docs" / "lab" / "archive" / "zenflow_step.md").read_text()
+    table = (ROOT / "docs" / "results" / "zenflow_step.md").read_text()
     (measured,) = re.findall(r"\| upstream ZenFlow, overlapped \| (3\d\.\d+) \|", table)
     assert nbytes / SEVEN_B.params == pytest.approx(float(measured), rel=0.01)
 

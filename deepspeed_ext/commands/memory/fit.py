@@ -37,7 +37,7 @@ rank of a host."""
 _MOST_TIMES_SMALLER = 10**6
 SAME_TIME = 0.85
 """Ways count as equally fast unless one takes less than this fraction of the other's time: times
-are arithmetic, and most runs are slower (docs/lab/archive/time_model.md)."""
+are arithmetic, and most runs are slower (docs/design/time_model.md)."""
 
 
 @dataclass(frozen=True)
