@@ -252,7 +252,7 @@ def test_stock_deepspeed_refuses_every_zenflow_section_of_ours() -> None:
     """Else a run in which the extension is off would train with DeepSpeed's own ZenFlow, without an
     error."""
     found, used = zenflow_sections(), set()
-    assert len(found) > 100
+    assert len(found) > 60
     places = {where for where, _ in found}
     assert {
         "README.md",
