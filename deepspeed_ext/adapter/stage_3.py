@@ -26,7 +26,7 @@ from deepspeed_ext.adapter.upstream import (
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
 from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
 from deepspeed_ext.errors import CheckpointError
-from deepspeed_ext.flatten.direct_buffers import NoMasters
+from deepspeed_ext.flatten.staging import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
 from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival

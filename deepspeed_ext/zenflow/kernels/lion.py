@@ -14,12 +14,11 @@ import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.zenflow.kernels import launch
-from deepspeed_ext.zenflow.kernels.definition import Chunks, chunk_numel
+from deepspeed_ext.zenflow.kernels.definition import Chunks
 from deepspeed_ext.zenflow.kernels.prepare import PREPARED_NUMEL, first_elements
-from deepspeed_ext.zenflow.worker.kernel import LionStep
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 
-__all__ = ["define_predict_lion", "estimates", "predict_lion", "step_lion"]
+__all__ = ["define_predict_lion", "estimates", "predict_lion"]
 
 _WORD_BITS = 32
 
@@ -79,23 +78,6 @@ def _signs(words: torch.Tensor, numel: int) -> torch.Tensor:
     """The first `numel` sign bits of each row of `words`, bool."""
     bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
     return (words[:, :, None] >> bits).bitwise_and_(1).view(len(words), -1)[:, :numel].bool()
-
-
-def step_lion(p: torch.Tensor, m: torch.Tensor, grad: torch.Tensor, step: LionStep) -> None:
-    """Take one step of `worker.kernel.lion_pass` in place, with every product and sum rounded.
-
-    Args:
-        p, m: fp32 [k, block_size], one row per block.
-        grad: [k, block_size], any float dtype, on their device.
-        step: the update's constants.
-    """
-    rows = chunk_numel(p.device, p.shape[1]) // p.shape[1]
-    first, second = step.complements
-    for p_rows, m_rows, grads in zip(p.split(rows), m.split(rows), grad.split(rows), strict=True):
-        g = grads.float() * step.grad_scale
-        direction = m_rows.mul(step.beta1).add_(g * first)
-        p_rows.mul_(step.decay).sub_(torch.full_like(g, step.lr).copysign_(direction))
-        m_rows.mul_(step.beta2).add_(g.mul_(second))
 
 
 def estimates(

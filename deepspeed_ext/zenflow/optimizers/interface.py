@@ -196,7 +196,6 @@ class OptimizerKind(ABC):
 
     # -- the share on the accelerator --------------------------------------------------------------
 
-    @abstractmethod
     def step_rows(
         self, state: Sequence[torch.Tensor], grad: torch.Tensor, weights: torch.Tensor, step: Any
     ) -> None:
@@ -208,6 +207,7 @@ class OptimizerKind(ABC):
             grad, weights: [k, block_size], any float dtype, on their device.
             step: the update's constants.
         """
+        raise NotImplementedError
 
     def step_kernels(
         self,

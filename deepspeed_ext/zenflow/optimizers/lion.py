@@ -125,15 +125,3 @@ class LionKind(OptimizerKind):
         alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
         return kernels.estimates(device, block_size, weights, published, grad, (), alignments)
-
-    @torch.no_grad()
-    def step_rows(
-        self,
-        state: Sequence[torch.Tensor],
-        grad: torch.Tensor,
-        weights: torch.Tensor,
-        step: LionStep,
-    ) -> None:
-        p, m = state
-        kernels.step_lion(p, m, grad, step)
-        weights.copy_(p)

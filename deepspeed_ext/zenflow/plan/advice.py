@@ -178,9 +178,11 @@ def _remedies(plan: ZenFlowPlan, is_settled: bool) -> Iterator[Remedy]:
     if not isinstance(rule, PredictiveSettings):
         return
     chooses = plan.has_share or plan.measures_share or is_settled
+    if not rule.layout.counts_updates:
+        return
     if not chooses:
         yield from _shares(plan)
-    if rule.layout.moment_dtype == "float32" and rule.layout.counts_updates:
+    if rule.layout.moment_dtype == "float32":
         layout = replace(rule.layout, moment_dtype="bfloat16")
         yield _with(plan, "state_dtype bfloat16", _BF16_PRICE, replace(rule, layout=layout))
 

@@ -119,7 +119,7 @@ def applied_at_home(run: Run, folder: str) -> None:
     """Write down what a run of the same layout makes of a checkpoint whose interval it does not
     have."""
     config = run.config
-    config["zero_optimization"]["zenflow"] |= {"overlap_step": True}
+    config["zero_optimization"]["zenflow"] |= {"update_interval": 1, "overlap_step": True}
     config["zero_optimization"]["zenflow"].pop("select_interval", None)
     engine = make_engine(config, model=partial(Model, 1.0), groups=two_groups)
     engine.load_checkpoint(folder, tag="t")

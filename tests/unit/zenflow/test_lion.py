@@ -47,11 +47,6 @@ def lion_config(
     return config
 
 
-def with_ratio(config: dict[str, Any], ratio: float) -> dict[str, Any]:
-    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
-    return config
-
-
 def on_host(config: dict[str, Any]) -> dict[str, Any]:
     config["zero_optimization"] |= {
         "offload_param": {"device": "cpu"},
@@ -330,31 +325,6 @@ def test_experts_resume_to_the_bit(tmp_path: Path) -> None:
 
 
 # -- other settings --------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
-@pytest.mark.parametrize("stage", STAGES)
-def test_without_overlap_any_ratio_is_close_to_zero_offload(stage: int, ratio: float) -> None:
-    """What steps on the accelerator rounds every product, so p differs in its last bit, and by two
-    learning rates where that turns a sign."""
-    config = with_ratio(lion_config(stage, torch.float32, overlap_step=False), ratio)
-    for expected, actual in run_ranks(2, with_and_without, config, 12):
-        assert actual.losses == pytest.approx(expected.losses, rel=1e-4)
-        assert difference(expected, actual) < 1e-2
-
-
-@pytest.mark.full  # `test_accelerator_share.py` has it with Adam
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_resume_with_a_share_on_the_accelerator_is_exact(
-    stage: int, device: str, tmp_path: Path
-) -> None:
-    ranks = 2 if device == "cpu" else 1
-    assert (
-        failed_resumes(ranks, with_ratio(lion_config(stage), 0.4), 2, 3, str(tmp_path), device)
-        == []
-    )
 
 
 @pytest.mark.sampled(4)

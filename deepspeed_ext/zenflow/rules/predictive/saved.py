@@ -42,6 +42,8 @@ class PredictivePartitionValues(PartitionValues):
     def apply_collected(
         self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
     ) -> None:
+        if not self.gradients:
+            return
         p, m, v = state
         gradients = [gradient[begin : begin + p.numel()] for gradient in self.gradients]
         first = self.on_accelerator + begin

@@ -144,7 +144,7 @@ def plan_of(*, host_share: float | None = 1.0, lion: bool = False, **config: obj
         (plan_of(gradients_on_host=True), ["state_dtype bfloat16"]),
         (plan_of(hide_transfers=False), [SHARE, "state_dtype bfloat16"]),
         (plan_of(overlap_step=False), []),
-        (plan_of(lion=True), [SHARE]),
+        (plan_of(lion=True), []),
         (plan_of(topk_ratio=0.1), []),
     ],
 )

@@ -1,4 +1,5 @@
-"""Lets an object tell the process that made it from processes forked later.
+"""Starts Python processes of this package, ends them with the process that started them, and lets
+an object tell the process that made it from processes forked later.
 
 # Note: [Forked processes]
 
@@ -11,11 +12,35 @@ The child may use the plain module.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
+from pathlib import Path
 
 from deepspeed_ext.errors import StateError
 
-__all__ = ["OwnProcess"]
+__all__ = ["OwnProcess", "end_with_parent", "python_command"]
+
+START_PROCESS = Path(__file__).resolve().parent / "start_process.py"
+_PR_SET_PDEATHSIG = 1
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs ``main()`` of a module of this copy of the package.
+
+    Args:
+        arguments: the module's ``sys.argv[1:]``.
+    """
+    return [sys.executable, str(START_PROCESS), module, *arguments]
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends.
+
+    The thread may already have ended; the caller checks this afterwards.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class OwnProcess:
