@@ -27,7 +27,8 @@ from tools import architecture, architecture_picture
 
 pytestmark = pytest.mark.cpu(reason='Accelerate chooses the device by itself, and knows no "sim"')
 
-ARCHIVE = "docs/lab/archive"
+RECORDS = ("docs/design/", "docs/results/")
+"""Folders whose pages hold the commands of the commits that they measured."""
 NOT_RUN = {
     (
         "docs/getting_started.md",
@@ -50,11 +51,8 @@ SECTIONS = [
     "Troubleshooting",
 ]
 BLOCKS = [
-    block
-    for block in pages.blocks()
-    if not block.is_recipe and not block.page.startswith(f"{ARCHIVE}/")
+    block for block in pages.blocks() if not block.is_recipe and not block.page.startswith(RECORDS)
 ]
-"""Pages of the archive hold the commands of the commits that they measured."""
 
 
 def reason_not_run(block: Block) -> str | None:
@@ -236,7 +234,7 @@ def zenflow_sections() -> list[tuple[str, dict[str, Any]]]:
     found = []
     for path in paths:
         where = str(path.relative_to(ROOT))
-        if not where.startswith(f"{ARCHIVE}/") and path.name != "schema.json":
+        if not where.startswith(RECORDS) and path.name != "schema.json":
             found += [
                 (where, section) for section in pages.objects_after('"zenflow":', path.read_text())
             ]
@@ -284,7 +282,7 @@ def test_ready_configs_and_snippets_of_stage_3_save_a_model_that_loads() -> None
     field = "stage3_gather_16bit_weights_on_model_save"
     texts = [
         *(ROOT / "configs").glob("*.json"),
-        *(path for path in pages.PAGES if "/lab/" not in str(path)),
+        *(path for path in pages.PAGES if not str(path.relative_to(ROOT)).startswith(RECORDS)),
     ]
     zero = [
         each

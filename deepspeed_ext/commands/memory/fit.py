@@ -37,7 +37,7 @@ GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * _GIB, 8 * _GIB, _GIB // 2
 rank of a host."""
 SAME_TIME = 0.85
 """Ways count as equally fast unless one takes less than this fraction of the other's time: times
-are arithmetic, and most runs are slower (docs/lab/archive/time_model.md)."""
+are arithmetic, and most runs are slower (docs/design/time_model.md)."""
 _CONTENTION = 0.2
 """Seconds by which a second of the host's pass delays forward and backward: on an H200, 336 ms of
 pass, 73 % of it on the host, made 307 ms of 258 (gpu_h200_default.json)."""

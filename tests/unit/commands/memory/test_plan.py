@@ -310,7 +310,7 @@ MEASURED_ON_AN_H100 = [
     ("ZeRO-Offload", Setup(stage=2, offload=True, pins=True), 32.36, 20.125),
     ("ours", Setup(stage=2, zenflow=ZenFlowConfig(update_interval=1)), 18.40, None),
 ]
-"""docs/lab/archive/gpu.md: GiB by which the process and its worker grew, and what torch had
+"""docs/results/gpu.md: GiB by which the process and its worker grew, and what torch had
 page-locked."""
 LIBRARIES_GIB = 1.24  # ZeRO's growth, which has nothing on the host
 
