@@ -56,9 +56,8 @@ class Run:
         published = [[Results(torch.full((numel,), 9.0), None)] for numel in NUMELS]
         metrics: Any = self.metrics
         self.stream = Stream(ANY, published, 2, metrics, Copies.NONE, self.slots, 1.0)
-        self.stream.partitions = [  # type: ignore[assignment]
-            SimpleNamespace(weights=lambda weights=weights: weights) for weights in self.weights
-        ]
+        views: Any = [SimpleNamespace(weights=lambda each=each: each) for each in self.weights]
+        self.stream.partitions = views
         self.courier: Courier = self.stream._courier  # type: ignore[assignment]
 
     def step(self) -> None:
