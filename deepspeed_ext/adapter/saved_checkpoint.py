@@ -164,6 +164,11 @@ class SavedPartitions:
             has_state = len(tensors) > 1 or self.scalars[index]
             for name in {*tensors, *(moments if has_state else ())}:
                 if (found := tensors.get(name)) is None or not _is_flat(found, allowed):
+                    if found is None and len(tensors) > 1:
+                        raise CheckpointError(
+                            f"{self.path} is of another optimizer, which keeps no {name}: "
+                            f"{LOAD_ANOTHER}"
+                        )
                     is_now = "missing" if found is None else f"{tuple(found.shape)} {found.dtype}"
                     raise CheckpointError(
                         f"{self.path}: {name} of partition {index} is {is_now}, by the shapes of "

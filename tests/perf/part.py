@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from deepspeed_ext.runtime.progress import Progress
 from tests.perf import report
+from tests.support.progress import Progress
 from tools.stale_locks import remove_stale_locks
 
 SHOWN_LINES, SHOWN_OF_BAD_LINES = 40, 200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ext.runtime.progress import Progress
+from tests.support.progress import Progress
 
 
 def test_a_line_every_few_seconds_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
