@@ -38,7 +38,7 @@ Every field of `zero_optimization`, `offload_optimizer` and `offload_param` has 
 """
 NOT_SETTINGS = """
 Domino, DeepSpeed's layers whose tensor-parallel communication overlaps, is a module that a model uses and not a
-setting; it concerns the forward and backward pass only. [Expert groups](zenflow.md#experts) have a test of their own.
+setting; it concerns the forward and backward pass only. [Expert groups](rules.md#experts) have a test of their own.
 """
 
 

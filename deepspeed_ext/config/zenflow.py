@@ -51,11 +51,11 @@ class ZenFlowConfig(ConfigSection):
     """
 
     update_rule: RuleName | None = None
-    """``predictive``: exact Adam, AdamW or Lion on the host for every step; the weights on the
+    """``predictive``: Adam, AdamW or Lion on the host for every step; the weights on the
     accelerator include an estimate of the update in flight. ``selective``: ZenFlow as published.
-    ``exact``: the steps of ``predictive`` without an estimate, so weights are those of Adam, AdamW
-    or Lion to the bit; at stage 3 they arrive during the next forward, which waits for what has not
-    arrived. Not given: ``selective`` if ``topk_ratio`` or a ``select_*`` field is given,
+    ``exact``: weights are those of Adam, AdamW or Lion to the bit; at stage 3 the next forward
+    waits for what has not arrived. Not given: ``selective`` if ``topk_ratio`` or a ``select_*``
+    field is given; ``exact`` at stage 3 where gradients leave in backward (``gradients_on_host``);
     otherwise ``predictive``."""
 
     update_interval: Interval | None = None
