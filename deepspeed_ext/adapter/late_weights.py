@@ -51,7 +51,8 @@ class LateWeights:
         _join_gathers()
         for number in places:
             _owners[number] = self
-        host.put_first(self._parts(param for param in persistent if param.ds_id in places))
+        mine = self._parts(param for param in persistent if param.ds_id in places)
+        host.complete_weights(mine, first=True)
 
     def complete(self, params: Iterable[Any]) -> None:
         """Complete the weights of `params`, all of this optimizer, to those of the last step, for

@@ -210,7 +210,7 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
         "kernel": host.link.process.ready.kernel,
         "block_size": host.rule.block_size,
         "schedule": host.rule.schedule.state_dict(),
-        "updates": max(host.counts, default=0),
+        "updates": host.updates,
         **({} if layout.name == ADAM_STATE.name else {"optimizer": layout.name}),
         **({} if layout.moment_dtype == "float32" else {"moment_dtype": layout.moment_dtype}),
         **({} if host.mover is None else {"plan": _plan_of(host, host.mover)}),
@@ -218,7 +218,7 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
             {
                 "numel": state.master.numel(),
                 "on_accelerator": state.master.numel() - partition.master.numel(),
-                **({} if count == max(host.counts, default=0) else {"updates": count}),
+                **({} if count == host.updates else {"updates": count}),
                 "collected": [asdict(step) for step in partition.collected],
                 "gradients": _collected_gradients(host, partition),
                 **saved,

@@ -310,22 +310,22 @@ class HostOptimizer:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def complete_weights(self, parts: Iterable[tuple[int, Span]] | None = None) -> None:
+    def complete_weights(
+        self, parts: Iterable[tuple[int, Span]] | None = None, *, first: bool = False
+    ) -> None:
         """Complete the last step's weights that are used now, on this rank alone. Waits only if
         weights arrive in forward (`ZenFlowPlan.weights_arrive`).
 
         Args:
             parts: ZeRO's partitions, and spans of their elements; None: everything.
+            first: whether these parts come before all others from the coming step on.
         """
-        self.link.complete(None if parts is None else self._on_host(parts))
-
-    def put_first(self, parts: Iterable[tuple[int, Span]]) -> None:
-        """Let these weights arrive before all others, in every step whose weights arrive in the
-        forward; arguments as for `complete_weights`."""
-        self.link.arrivals.put_first(self._on_host(parts))
+        used = None if parts is None else self._on_host(parts)
+        if first and used:
+            self.link.arrivals.put_first(used)
+        self.link.complete(used)
 
     def _on_host(self, parts: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
-        """Parts of ZeRO's partitions as those of what steps on the host."""
         heads = [0] * len(self.partitions) if self.share is None else self.share.numels
         return [
             (index, Span(max(0, span.begin - heads[index]), span.end - heads[index]))
@@ -470,6 +470,11 @@ class HostOptimizer:
             count - len(each.collected)
             for count, each in zip(self.counts, self.partitions, strict=True)
         ]
+
+    @property
+    def updates(self) -> int:
+        """Updates of the partition that has had the most."""
+        return max(self.counts, default=0)
 
     def masters_changed(self, counts: Sequence[int] | None = None) -> None:
         """Start over with synchronous steps from p, m, v, which were written from outside. Nothing

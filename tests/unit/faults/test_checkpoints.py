@@ -305,7 +305,7 @@ def die_while_saving(config: dict, folder: str) -> str:
 def load_latest(config: dict, folder: str) -> int:
     engine = make_engine(config)
     engine.load_checkpoint(folder)
-    updates = max(engine.optimizer.host_optimizer.counts)
+    updates = engine.optimizer.host_optimizer.updates
     engine.destroy()
     return updates
 
