@@ -56,7 +56,10 @@ class SmallModel(nn.Module):
             self.embedding = nn.Embedding(VOCABULARY, WIDTH)
             self.mix = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, bias=False)
             self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
-            self.norm, self.gain = nn.LayerNorm(WIDTH), nn.Parameter(torch.full((1,), 1.5))
+            self.norm, self.gain = (
+                nn.LayerNorm(WIDTH),
+                nn.Parameter(torch.full((1,), 1.5, dtype=torch.float32, device="cpu")),
+            )
             self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
             self.head.weight = self.embedding.weight
             nn.init.normal_(self.embedding.weight, std=0.1)
@@ -77,8 +80,8 @@ def data_of(step: int, config: Mapping[str, Any], device: Any) -> Iterator[Tenso
     for _ in range(config["gradient_accumulation_steps"]):
         first = torch.randint(COMMON, (count, 1), generator=draw)
         rare = torch.randint(COMMON, VOCABULARY, (count, LENGTH), generator=draw)
-        tokens = (first + 7 * torch.arange(LENGTH)) % COMMON
-        is_rare = torch.rand(count, LENGTH, generator=draw) < 0.1
+        tokens = (first + 7 * torch.arange(LENGTH, dtype=torch.int64, device="cpu")) % COMMON
+        is_rare = torch.rand(count, LENGTH, dtype=torch.float32, device="cpu", generator=draw) < 0.1
         yield torch.where(is_rare, rare, tokens).to(device)
 
 
@@ -105,7 +108,7 @@ def train_plainly(
     for number, step in enumerate(steps):
         optimizer.param_groups[0].update(lr=step.group["lr"], betas=step.group["betas"])
         sums = {name: torch.zeros_like(master) for name, master in masters.items()}
-        loss_sum = torch.zeros((), device=engine.device)
+        loss_sum = torch.zeros((), dtype=torch.float32, device=engine.device)
         for tokens in data_of(number, config, engine.device):
             loss = model(tokens)
             (loss * step.loss_scale).backward()

@@ -180,12 +180,13 @@ def _best(found: Sequence[Fit]) -> Fit:
 
 
 def _simplicity(fit: Fit) -> tuple[float, ...]:
-    """Without offload, then with the exact rule, then at the lower stage, then with less on the
-    GPU."""
+    """Without offload, then with the exact rule, then with weights on the GPU, then at the lower
+    stage, then with less of the optimizer on the GPU."""
     zenflow, plan = fit.setup.zenflow, fit.plan.zenflow
     is_predicted = zenflow is not None and zenflow.rule != "exact"
     moved = 0.0 if plan is None else 1.0 - plan.host_share
-    return (not fit.setup.on_accelerator, is_predicted, fit.setup.stage, moved, fit.seconds)
+    offloaded = not fit.setup.on_accelerator, is_predicted, fit.setup.offload_param
+    return (*offloaded, fit.setup.stage, moved, fit.seconds)
 
 
 def _fitting(found: Sequence[Fit]) -> list[Fit]:

@@ -170,12 +170,6 @@ def warnings_body(stage: int, zero: dict[str, Any], other: dict[str, Any]) -> li
             "flatten_tier has no effect: this run uses ZeRO stage 1 with BF16_Optimizer",
         ),
         (
-            2,
-            {"zenflow": {"topk_ratio": 0.1, "block_size": 64}},
-            {},
-            "zenflow.block_size has no effect: this run uses the selective update rule",
-        ),
-        (
             3,
             {"zenflow": {"weights_arrive_in_forward": True}},
             {},

@@ -116,11 +116,10 @@ MID_INTERVAL = STEPS + 1
 
 
 def applied_at_home(run: Run, folder: str) -> None:
-    """Write down what a run of the same layout makes of a checkpoint whose interval it does not
+    """Write down what a run of the same layout makes of a checkpoint whose rule it does not
     have."""
     config = run.config
-    config["zero_optimization"]["zenflow"] |= {"update_interval": 1, "overlap_step": True}
-    config["zero_optimization"]["zenflow"].pop("select_interval", None)
+    config["zero_optimization"]["zenflow"] = {"update_rule": "predictive"}
     engine = make_engine(config, model=partial(Model, 1.0), groups=two_groups)
     engine.load_checkpoint(folder, tag="t")
     expected = {"state": state_of(engine), "beside": beside(engine)}
@@ -137,8 +136,8 @@ def applied_at_home(run: Run, folder: str) -> None:
     ],
 )
 def test_collected_gradients_are_applied(saved: Run, resumed: Run, module_folder: Path) -> None:
-    """Saved in the middle of an interval: as where the layout stays and the interval changes, to
-    the bit."""
+    """Saved in the middle of an interval: as where the layout stays and the rule changes, to the
+    bit."""
     folder, _ = saved_by(saved, module_folder, MID_INTERVAL)
     before = torch.load(Path(folder, "expected"))
     run_ranks(saved.ranks, applied_at_home, saved, folder, pool=saved.pool)

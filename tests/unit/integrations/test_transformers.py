@@ -53,7 +53,7 @@ def test_without_our_fields_equals_upstream(stage: int, tmp_path: Path) -> None:
     ("gpu", "host", "section"),
     [
         ("24", "96", {"gradients_on_host": True, "state_dtype": "int8"}),
-        ("80", "512", {"stage": 2, "hide_transfers": True}),
+        ("80", "512", {"stage": 3, "update_rule": "exact"}),
         ("12", "256", {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}),
     ],
 )

@@ -19,7 +19,7 @@ from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValu
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
-from tests.support.ranks import is_simulated, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.resuming import failed_resumes
 from tests.support.same import assert_same, first_difference
 from tests.support.state_access import looking_on, state_of
@@ -264,23 +264,6 @@ def chosen(config: dict[str, Any]) -> dict[str, float]:
     }
     engine.destroy()
     return found
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("reserve", "fits"), [(0.25, True), (0.9999999, False)])
-def test_auto_under_the_selective_rule_takes_what_fits_beside_the_reserve(
-    reserve: float, fits: bool
-) -> None:
-    ratio = "auto" if fits else "fit"
-    config = config_of(2, ratio, "selective", offload_reserve_fraction=reserve)
-    (found,) = run_ranks(1, chosen, config, device="accelerator")
-    assert (found["on the accelerator"] > 0.99 * found["all"] - 32) == fits
-    assert (found["on the accelerator"] == 0) != fits
-
-
-def test_auto_leaves_all_on_the_host_where_that_is_the_accelerator() -> None:
-    (found,) = run_ranks(1, chosen, config_of(2, "auto", "selective"))
-    assert (found["on the accelerator"] == 0) != is_simulated("cpu")
 
 
 @pytest.mark.parametrize(

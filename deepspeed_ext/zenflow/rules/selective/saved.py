@@ -54,7 +54,11 @@ class SelectivePartitionValues(PartitionValues):
             return
         p, m, v = state
         first = begin // block_size
-        hot = torch.empty(0, dtype=torch.int64) if self.hot_blocks is None else self.hot_blocks
+        hot = (
+            torch.empty(0, dtype=torch.int64, device="cpu")
+            if self.hot_blocks is None
+            else self.hot_blocks
+        )
         ids = hot[(hot >= first) & (hot < first + p.numel() // block_size)] - first
         kept = [rows_of(array, block_size)[ids] for array in state]
         cold = replace(self.last, step=self.cold_updates)

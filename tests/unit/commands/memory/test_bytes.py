@@ -282,8 +282,7 @@ def test_the_bytes_of_zenflow_are_what_is_reckoned_by_hand(stage: Any) -> None:
 
 
 def test_a_save_beside_training_has_its_own_copy_of_what_is_not_in_the_arena() -> None:
-    """The count of updates of each block of 256 twice, as a copy is made of it and one of that, and
-    the numbers of the tenth that is hot."""
+    """The mean of the interval's gradients, and the numbers of the blocks that are hot, a tenth."""
     setup = Setup(
         2, zenflow=ZenFlowConfig(update_rule="selective", topk_ratio=0.1, async_save=True)
     )
@@ -294,8 +293,8 @@ def test_a_save_beside_training_has_its_own_copy_of_what_is_not_in_the_arena() -
         for part in held.held.moments(Place.HOST, Phase.SAVE)["module"]
         if part.kind == "copy of the rule's state"
     )
-    blocks = 2**20 // 256
-    assert copy.nbytes == 2 * 4 * blocks + 8 * -(-blocks // 10)
+    blocks = 2**20 // 32
+    assert copy.nbytes == 2 * 2**20 + 8 * -(-blocks // 10)
 
 
 def test_codes_are_read_in_the_memory_that_is_planned() -> None:

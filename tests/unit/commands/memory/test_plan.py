@@ -159,8 +159,6 @@ CONFIGS: list[tuple[Any, str]] = [
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "quantized weights or gradients"),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio below 1"),
     ({"zero_optimization": {"stage": 2, "zenflow": {"update_interval": 0}}}, "update_interval"),
-    ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1, "overlap_lag": 9, "overlap_step": True,
-                                                    "update_interval": 2}}}, "overlap_lag"),
     ({"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": -1}, "gradient_accumulation_steps"),
     ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16_optimizer"),
 ]  # fmt: skip

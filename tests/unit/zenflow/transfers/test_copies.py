@@ -103,7 +103,7 @@ def test_late_and_poisoned_copies_change_nothing(
         assert counts["gradients"] > 0 or device == "cpu"
         assert counts["published"] > 0
         assert (counts["hot state"] > 0) == rule.startswith("selective")
-        assert (counts["block means"] > 0) != rule.startswith("selective")
+        assert counts["block means"] > 0 or rule.startswith("selective")
         assert actual.losses == expected.losses
         assert_same(expected.weights, actual.weights, "weights")
         assert_same(expected.masters, actual.masters, "masters")
