@@ -189,7 +189,7 @@ class SavedPartitions:
                 require_sound(self.path)
             self._is_sound = True
         whole, saved = self.tensors[flat], self._saved
-        if saved is None or not saved.position:
+        if saved is None or not saved.partitions[flat].is_behind:
             return {name: tensor[begin:end] for name, tensor in whole.items()}
         size = saved.block_size
         first, last = begin // size * size, min(-(-end // size) * size, whole[MASTER].numel())

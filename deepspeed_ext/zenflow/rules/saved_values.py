@@ -86,6 +86,11 @@ class PartitionValues(ABC):
             moment_dtype: dtype that the rule rounded the moments to.
         """
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether p and the moments lack gradients that were collected."""
+        return bool(self.collected)
+
     def catch_up(
         self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
     ) -> None:

@@ -45,6 +45,10 @@ class SelectivePartitionValues(PartitionValues):
             most = min(hot.numel(), self.on_host // block_size)
             yield Shape("hot_blocks", hot, most, (torch.int64,))
 
+    @property
+    def is_behind(self) -> bool:
+        return self.last is not None
+
     def apply_collected(
         self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
     ) -> None:
