@@ -82,10 +82,10 @@ CANNOT_BE_AGREED_ON = {
     ),
     "holds a collective, and nothing before it that can fail": (
         "adapter/engine.py:Engine.forward",
+        "adapter/engine.py:Engine._between_steps",
         "adapter/engine.py:Engine.backward",
         "adapter/engine.py:Engine._backward_prologue",
         "adapter/parts.py:Parts.require_known_state",
-        "cores/exchange.py:_require_same_host_plan",
         "flatten/tiers.py:broadcasts",
         "adapter/step.py:StepDriver.run",
         "adapter/step.py:StepDriver.begin",
@@ -149,7 +149,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/resharding.py:Resharder.model_file",
         "adapter/resharding.py:only_weights",
         "adapter/readiness.py:BackwardPass.",
-        "adapter/readiness.py:Interruption.",
+        "adapter/readiness.py:_Running.",
         "adapter/step.py:Step.begin",
         "adapter/step.py:Step.of_",
         "adapter/step.py:Step.takes_gradients",
@@ -200,7 +200,7 @@ HARMLESS = {
         "runtime/proc.py:read_text",
         "runtime/proc.py:_read",
     ),
-    "plans do without the accelerator's NUMA node, with a warning": ("cores/accelerators.py:",),
+    "plans do without the accelerator's NUMA node, with a warning": ("cores/binding.py:pci_address",),
     "threads that cannot be bound stay unbound, with a warning": (
         *(
             f"cores/binding.py:{name}"
