@@ -35,10 +35,6 @@ NOT_RUN = {
         "export DSEXT_AUTOLOAD=1",
     ): "tests/unit/test_autoload.py runs processes with it",
     (
-        "docs/gpu.md",
-        "results=$OUT; unset OUT",
-    ): "tests/harness/test_gpu_suite.py runs it",
-    (
         "docs/trainers.md",
         "from accelerate import Accelerator",
     ): "tests/unit/zenflow/test_accelerate.py runs it",

@@ -1,20 +1,13 @@
-"""What this machine's memory and link can carry: the ceilings that copies are held against.
-
-python -m tests.perf.bandwidth [--mib 512] [--device cpu|accelerator]
-"""
+"""What this machine's memory and link can carry: the ceilings that copies are held against."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 from deepspeed.accelerator import get_accelerator
-
-from tests.perf import report
-from tests.support.ranks import run_ranks
 
 
 def measure(mib: int, repeats: int = 7) -> dict[str, float]:
@@ -56,22 +49,3 @@ def _gb_per_second(copy: Callable[[], object], nbytes: int, repeats: int) -> flo
         if turn >= 0:
             seconds.append(time.perf_counter() - begin)
     return nbytes / statistics.median(seconds) / 1e9
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mib", type=int, default=512, help="size of a copy (default 512 MiB)")
-    parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
-    args = parser.parse_args()
-    from tests.perf.bandwidth import measure as body  # found by its module's name in the rank
-
-    found = run_ranks(1, body, args.mib, device=args.device)[0]
-    rows = [{"copy": name, "GB/s": value} for name, value in found.items()]
-    print(report.table(rows, {"copy": "", "GB/s": ".1f"}))
-    print(f"\nwritten to {report.write('bandwidth', vars(args), rows)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -98,13 +98,11 @@ class Runner:
             self.turns[batch].append(self._call(limit, decoder_rank.stretch, steps, batch, settle))
 
     def meter(self, batch: Batch) -> None:
-        """What memory and profiler say, after the turns on a batch."""
+        """What memory and plan are, after the turns on a batch."""
         with self._noted():
             *_, limit = self.args.limits
             self.memory[batch] = self._call(limit, decoder_rank.memory)
             self.plans[batch] = self._call(limit, decoder_rank.plan)
-            use = self._call(limit, decoder_rank.use_of_device, SETTLING_STEPS, batch)
-            self.memory[batch] |= {"idle": use.get("compute_idle")}
 
     def _call(self, seconds: float, body: Any, *args: Any) -> Any:
         assert self._processes is not None, "it was started, and has not failed"
@@ -157,7 +155,6 @@ class Runner:
         if self.host_peak is not None:
             row["host peak GiB"] = self.host_peak / GIB
         if found := self.memory.get(batch):
-            row["idle share, no kernel"] = found.get("idle")
             row |= {
                 f"{name} GiB": found[name] and found[name] / GIB
                 for name in ("device", "host", "page-locked")
@@ -338,7 +335,7 @@ COLUMNS = {
     **dict.fromkeys(
         ("mean ms", "deviation ms", "least ms", "longest ms", "ms with warm-up"), ".1f"
     ),
-    **dict.fromkeys(("practicality", "wait ms", "worker ms", "idle share, no kernel"), ".2f"),
+    **dict.fromkeys(("practicality", "wait ms", "worker ms"), ".2f"),
     **dict.fromkeys(("card GiB", "device GiB", "planned device GiB"), ".2f"),
     **dict.fromkeys(("host GiB", "host peak GiB", "planned host GiB"), ".2f"),
     "error": "",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.zenflow.plan.printed import as_config
 from tests.perf import card, host_peak, processes
 from tests.perf.decoder_ways import WAYS, Way
-from tests.perf.idle import profiled
 from tests.perf.language_model import SHAPES, Llama
 from tests.perf.memory_now import tree_bytes
 
@@ -170,12 +169,3 @@ def memory() -> dict[str, float | None]:
         "host": tree_bytes() - _bench.baseline,
         "page-locked": host_peak.pinned(),
     }
-
-
-def use_of_device(count: int, batch: Batch) -> dict[str, float | None]:
-    """Body of a rank: what the profiler says of the device over `count` steps; empty where it says
-    nothing."""
-    assert _bench is not None
-    bench = _bench
-    use = profiled(lambda: bench.stretch(count, batch))
-    return {} if use is None else asdict(use)

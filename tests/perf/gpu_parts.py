@@ -100,20 +100,12 @@ def _beyond_two_calls() -> list[Part]:
         _decoder(
             "equal/more",
             "3b",
-            (*fp32, ways.TORCHAO),
+            (*fp32, ways.TORCHAO, ways.ZERO_OFFLOAD_OVERLAP),
             (USUAL,),
-            f"ours with moments in fp32, torchao's offload, on a card of {CARD_GIB} GB",
+            "as equal/3b: ours with moments in fp32, other forms of the rivals",
             turns=1,
             steps=10,
             card=CARD_GIB,
-        ),
-        _decoder(
-            "step/overlap_comm",
-            "1.5b",
-            (ways.ZERO_OFFLOAD, ways.ZERO_OFFLOAD_OVERLAP),
-            (USUAL,),
-            "ZeRO-Offload with and without overlap_comm",
-            turns=2,
         ),
     ]
 

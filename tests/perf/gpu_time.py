@@ -12,8 +12,8 @@ from tests.perf.decoder_ways import Way
 
 __all__ = ["convergence", "decoder", "start", "step"]
 
-BESIDE_TURNS = 5
-"""Steps on a batch that are in no turn: before the first one, and for the profiler."""
+BESIDE_TURNS = 2
+"""Steps on a batch that are in no turn: before the first one."""
 
 START_SECONDS = 20.0
 """Of a process with its ranks: imports of torch and DeepSpeed from a cold disk, the device's

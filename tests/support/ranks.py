@@ -100,9 +100,8 @@ class RankPool:
         self._require(self._collect(most), "start")
 
     def _environment(self, rank: int, device: str, group_timeout_seconds: float) -> dict[str, str]:
-        environment = dict(os.environ)
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            environment.pop(name, None)
+        unwanted = ("MASTER_ADDR", "MASTER_PORT")
+        environment = {name: each for name, each in os.environ.items() if name not in unwanted}
         environment.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),
