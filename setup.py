@@ -121,6 +121,8 @@ setup(
     package_data={
         "deepspeed_ext": [
             "py.typed",
+            "adapter/contract.json",
+            "commands/memory/known.json",
             "adapter/*.json",
             "zenflow/worker/kernel/*.cpp",
             "zenflow/worker/kernel/*.h",

@@ -1,2 +1,2 @@
-"""What was measured or reckoned once for a page of docs/lab, and can be run again; no command of a
-user needs it."""
+"""What was measured or reckoned once for a page of docs/design or docs/results, and can be run
+again; no command of a user needs it."""

@@ -4,15 +4,12 @@ people own.
     python -m tools.front_tables
 
 Steps come from the stored gpu_h200_rivals.json. What fits is computed by `tools.fits`, as
-docs/fits.md is.
+docs/memory.md is.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from itertools import product
-from typing import Any
 
 from tools import fits
 from tools.architecture import ROOT
@@ -28,13 +25,12 @@ NUMERICS = {
     "ZeRO-Offload": "AdamW",
 }
 """Of the ways in the table, by name in the picture of a step."""
-MACHINES: Sequence[tuple[str, int, int, Sequence[int]]] = (
-    ("RTX 4090, 24 GB", 1, 24, (64, 96, 192)),
-    ("2 x RTX 3090, 24 GB each", 2, 24, (128,)),
-    ("8 x H100, 80 GB each", 8, 80, (1024,)),
-)
-"""Name, GPUs, GB of each, and GB of host memory."""
-OFFLOAD = ((fits.ZERO_OFFLOAD, 2), (fits.ZERO_OFFLOAD, 3), (fits.SMALL[0], 3))
+MACHINES = {
+    "RTX 4090, 24 GB": fits.Owned("rtx4090", 1, (64, 96, 192)),
+    "2 x RTX 3090, 24 GB each": fits.Owned("rtx3090", 2, (128,)),
+    "8 x H100, 80 GB each": fits.Owned("h100", 8, (1024,)),
+}
+"""By name, with GB of host memory."""
 
 
 def steps_table() -> str:
@@ -45,7 +41,7 @@ def steps_table() -> str:
         row, bold = measured()[keys[name]], "**" if name == OURS else ""
         cells = [f"{row['mean ms']:,.0f} ms", f"{row['device GiB']:.1f}", f"{row['host GiB']:.1f}"]
         lines.append([f"{bold}{name}{bold}", *cells, numerics])
-    return fits._table(["way", "one step", "GPU GiB", "host GiB", "numerics"], lines)
+    return fits.table(["way", "one step", "GPU GiB", "host GiB", "numerics"], lines)
 
 
 def speed_up() -> float:
@@ -54,27 +50,14 @@ def speed_up() -> float:
     return by_name["ZeRO-Offload"] / by_name[OURS]
 
 
-def _ours(end: str) -> list[tuple[str, fits.Stage]]:
-    ways = product((fits.OURS, fits.IN_STEP, fits.EARLY), fits.STAGES)
-    return [*((name + end, stage) for name, stage in ways), (fits.SMALL[1] + end, 3)]
-
-
-def _largest(ways: Sequence[tuple[str, Any]], gpus: int, gpu: int, host: int) -> str:
-    found = [fits.largest(name, stage, gpus, gpu, host) for name, stage in ways]
-    shapes = [shape for shape in found if shape is not None]
-    return fits._billions(max(shapes, key=lambda shape: shape.params, default=None)) + "B"
-
-
 def fits_table() -> str:
-    """The largest model of ZeRO-Offload and ours, each in its best way."""
-    ways = (OFFLOAD, _ours(""), _ours(fits.ROUNDED), _ours(fits.CODED))
+    """The largest model of ZeRO-Offload, ours and FlashOptim, each in its best way."""
     rows = [
-        [name, f"{host:,} GB", *(_largest(way, gpus, gpu, host) for way in ways)]
-        for name, gpus, gpu, hosts in MACHINES
-        for host in hosts
+        [name, f"{host:,} GB", *(f"{billions}B" for billions in fits.row(machine, host))]
+        for name, machine in MACHINES.items()
+        for host in machine.host_gib
     ]
-    ours = "ours, fp32 moments", "bf16 moments", "8-bit moments"
-    return fits._table(["GPU", "host memory", "ZeRO-Offload", *ours], rows)
+    return fits.table(["GPU", "host memory", *fits.groups(), "FlashOptim"], rows)
 
 
 def page() -> str:

@@ -1,7 +1,7 @@
 """Hooks of MkDocs for the site of the manual (mkdocs.yml, `make docs-site`).
 
 - The navigation is read from docs/README.md, which lists the pages; a page that it does not list is
-  an error. Pages of the archive are outside of the navigation and of the search.
+  an error.
 - Pages link to files outside docs/. Each of them becomes a page with its text, so every link works
   without network.
 - A click on a picture opens it in full.
@@ -24,8 +24,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 OUTSIDE = "repository"
 """Folder of the site for files that are not in docs/."""
-ARCHIVE = "lab/archive/"
-"""Folder of docs/ whose pages are in the site, but neither in its navigation nor in its search."""
 
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 SECTION = re.compile(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -73,14 +71,14 @@ def text_of(path: Path) -> str:
 
 
 def navigation() -> list[dict[str, object]]:
-    """The pages in the order in which docs/README.md lists them; the archive has none."""
+    """The pages in the order in which docs/README.md lists them."""
 
     def listed(text: str) -> list[dict[str, object]]:
         found = [
             (title, site_uri(Path(os.path.normpath(DOCS / link))))
             for title, link in LISTED.findall(text)
         ]
-        return [{title: uri} for title, uri in found if not uri.startswith(ARCHIVE)]
+        return [{title: uri} for title, uri in found]
 
     front = (DOCS / "README.md").read_text()
     sections = [(title, listed(text)) for title, text in SECTION.findall(front)]
@@ -112,8 +110,6 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     folder = os.path.dirname(page.file.src_uri)
     source = source_of(page.file.src_uri)
-    if page.file.src_uri.startswith(ARCHIVE):
-        page.meta["search"] = {"exclude": True}
     for link, path in reversed(list(targets(source, markdown))):
         new = f"]({os.path.relpath(site_uri(path), folder or '.')}{link[2] or ''})"
         markdown = markdown[: link.start()] + new + markdown[link.end() :]

@@ -25,8 +25,8 @@ from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError, WorkerError
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.backend import local_world_size
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.own_process import OwnProcess
 from deepspeed_ext.runtime.proc import available_host_bytes
+from deepspeed_ext.runtime.process import OwnProcess
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.step.link import WorkerLink

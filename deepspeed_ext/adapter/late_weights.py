@@ -35,10 +35,15 @@ class LateWeights:
         prefetches: those of that optimizer's model, off while weights are in flight. DeepSpeed
             prefetches another bucket with each fetch, so it would soon be far ahead of the forward,
             and a fetch waits for earlier prefetches.
+        persistent: parameters that are complete when a step returns.
     """
 
     def __init__(
-        self, host: HostOptimizer, places: Mapping[int, Extent], prefetches: Prefetches
+        self,
+        host: HostOptimizer,
+        places: Mapping[int, Extent],
+        prefetches: Prefetches,
+        persistent: Iterable[Any],
     ) -> None:
         self._host = host
         self._places = places
@@ -46,17 +51,19 @@ class LateWeights:
         _join_gathers()
         for number in places:
             _owners[number] = self
+        host.put_first(self._parts(param for param in persistent if param.ds_id in places))
 
     def complete(self, params: Iterable[Any]) -> None:
         """Complete the weights of `params`, all of this optimizer, to those of the last step, for
         work on the current stream."""
         arrivals = self._host.link.arrivals
         if arrivals.are_due:
-            self._host.complete_weights(
-                (extent.partition, Span(extent.begin, extent.end))
-                for extent in (self._places[param.ds_id] for param in params)
-            )
+            self._host.complete_weights(self._parts(params))
         self.choose_prefetches()
+
+    def _parts(self, params: Iterable[Any]) -> list[tuple[int, Span]]:
+        extents = (self._places[param.ds_id] for param in params)
+        return [(extent.partition, Span(extent.begin, extent.end)) for extent in extents]
 
     def choose_prefetches(self) -> None:
         """Turn prefetches off while weights are in flight; called after each step and gather."""

@@ -33,9 +33,9 @@ from deepspeed_ext.cores.binding import CoreBinding
 from deepspeed_ext.errors import DeepSpeedExtError, OutOfMemoryError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.memory import is_out_of_memory
-from deepspeed_ext.runtime.parked import Parked
+from deepspeed_ext.runtime.memory import Parked, is_out_of_memory
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, together, within
+from deepspeed_ext.zenflow.plan.rules import limits_of
 from deepspeed_ext.zenflow.start import ZenFlowStart
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
@@ -328,8 +328,8 @@ class Parts:
             and offload.host_share != settings.host_share
         ):
             logger.warning(
-                "zero_optimization.offload_optimizer.ratio has no effect: with offload_param, the "
-                "whole optimizer is on the host"
+                "zero_optimization.offload_optimizer.ratio has no effect: "
+                + (limits_of(zenflow) or "with offload_param, the whole optimizer is on the host")
             )
 
     # -- while it trains ---------------------------------------------------------------------------

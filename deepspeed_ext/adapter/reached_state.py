@@ -286,7 +286,7 @@ class ReachedState:
             # a script may have moved the optimizer's state away, to have memory for this
             partial(self.exact_weights.enter, takes_over=False),
             self.exact_weights.leave,
-            lambda: host.updates if host.decided.rule.overlapped else 0,
+            lambda: max(host.counts, default=0) if host.decided.rule.overlapped else 0,
             1 if partitions.saved_weights is not None else host.ranks.size,
         )
 

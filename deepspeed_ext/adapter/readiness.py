@@ -154,7 +154,7 @@ class Readiness:
         has_gradients: Callable[[], bool],
     ) -> None:
         self._host = host
-        self._predicts = config.rule != "selective" and config.overlapped
+        self._predicts = config.predicts
         self._backward_pass = backward_pass
         self._offloaded = offloaded
         self._has_gradients = has_gradients

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,16 +29,15 @@ from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
 from deepspeed_ext.adapter.zero_partitions import GroupPartitions
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.errors import CheckpointError
-from deepspeed_ext.flatten.direct_buffers import DirectBuffers
-from deepspeed_ext.flatten.flattener import Flattener
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.flatten.plan import FlattenPlan
+from deepspeed_ext.flatten.staging import DirectBuffers
+from deepspeed_ext.flatten.tiers import Flattener
 from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import dist, get_accelerator
-from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.parked import Parked
+from deepspeed_ext.runtime.memory import Parked
+from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup, together, within
-from deepspeed_ext.runtime.start_profile import StartupProfile
 from deepspeed_ext.zenflow.plan.places import Arrival, Place
 from deepspeed_ext.zenflow.start import ZenFlowStart
 
@@ -55,7 +55,6 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
 
     Attributes:
         flatten_plans: the tier chosen for each parameter group, in order.
-        startup: seconds and bytes of each phase of the construction.
     """
 
     bit16_groups: list[list[Any]]
@@ -73,7 +72,7 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         self._construction_ranks = RankGroup.of(kwargs["dp_process_group"], keeps_scratch=True)
         with within(ranks, self._construction_ranks):
             self.flatten_plans: list[FlattenPlan] = []
-            self.startup = StartupProfile()
+            self._flatten_seconds = 0.0
             self._flatten_ranks: list[RankGroup] = []
             self._flattener: Flattener | None = Flattener(
                 settings.flatten_tier,
@@ -82,24 +81,16 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
                 check_replicas,
             )
             pins = pins_offload_buffers(kwargs["offload_optimizer_config"])
-            self._direct_buffers = DirectBuffers(
-                pins, self.startup, makes_masters=self._makes_masters
-            )
+            self._direct_buffers = DirectBuffers(pins, makes_masters=self._makes_masters)
             get_accelerator().reset_peak_memory_stats()
-            with (
-                self.startup.phase("other"),
-                swapped(accelerator_branch_only()),
-                self._direct_buffers,
-            ):
+            begin = time.perf_counter()
+            with swapped(accelerator_branch_only()), self._direct_buffers:
                 super().__init__(*args, **kwargs)
+            get_accelerator().synchronize()
+            self._startup_seconds = time.perf_counter() - begin
             self._flatten_ranks.clear()
             self._flattener = None  # later calls come from checkpoint loading and state offload
-            self.startup.peak_accelerator_bytes = int(get_accelerator().max_memory_allocated())
-            self.startup.finish()
-            if dist.get_rank() == 0:
-                logger.debug(
-                    f"start-up of the {self.zero_stage_string} optimizer\n{self.startup.table()}"
-                )
+            self._startup_peak_bytes = int(get_accelerator().max_memory_allocated())
 
     def flatten_dense_tensors_aligned(
         self,
@@ -132,8 +123,11 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         ranks = self._flatten_ranks[group_index]
         layout = GroupLayout.of(tensor_list, param_padding, alignment)
         # parameter groups of experts belong to fewer ranks
-        with self.startup.phase("flatten", layout.nbytes), within(self._construction_ranks, ranks):
+        begin = time.perf_counter()
+        with in_profile("startup.flatten"), within(self._construction_ranks, ranks):
             flat, plan = self._flattener.flatten(layout, ranks, group_index)
+            get_accelerator().synchronize()
+        self._flatten_seconds += time.perf_counter() - begin
         self.flatten_plans.append(plan)
         return flat
 
@@ -152,19 +146,20 @@ class ZeroOptimizer(DeepSpeedZeroOptimizer):
         return another parameter's state."""
         in_order, self.bit16_groups = self.bit16_groups, self.round_robin_bit16_groups
         try:
-            with self.startup.phase("link masters to parameters"):
-                super()._link_all_hp_params()
+            super()._link_all_hp_params()
         finally:
             self.bit16_groups = in_order
 
     def measurements(self) -> dict[str, float]:
         """Metrics for a training log, by name; units are in the names."""
-        flatten = sum(phase.seconds for phase in self.startup.phases if phase.name == "flatten")
-        times = {"startup_seconds": self.startup.seconds, "flatten_seconds": flatten}
+        times = {
+            "startup_seconds": self._startup_seconds,
+            "flatten_seconds": self._flatten_seconds,
+        }
         # on the CPU the peak would be that of the whole process
         if get_accelerator().device_name() == "cpu":
             return times
-        return times | {"startup_peak_accelerator_gib": self.startup.peak_accelerator_bytes / 2**30}
+        return times | {"startup_peak_accelerator_gib": self._startup_peak_bytes / 2**30}
 
 
 @dataclass
@@ -243,7 +238,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         treats nothing as offloaded."""
         self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
-        with self.startup.phase("optimizer process"), self._direct_buffers.resting():
+        with in_profile("startup.optimizer_process"), self._direct_buffers.resting():
             self.zenflow_parts = parts = ZenFlowParts.start(self, self._partitions, self._start)
         self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
         self._backward_hook_state = parts.backward_pass

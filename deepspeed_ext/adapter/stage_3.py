@@ -26,7 +26,7 @@ from deepspeed_ext.adapter.upstream import (
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
 from deepspeed_ext.adapter.zero_partitions import SubGroupPartitions
 from deepspeed_ext.errors import CheckpointError
-from deepspeed_ext.flatten.direct_buffers import NoMasters
+from deepspeed_ext.flatten.staging import NoMasters
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
 from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival
@@ -261,7 +261,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         if self.host_optimizer.decided.weights_arrive is WeightsArrival.IN_FORWARD:
             if self._late_weights is None:
                 places, prefetches = self._partitions.places(), Prefetches(self)
-                self._late_weights = LateWeights(self.host_optimizer, places, prefetches)
+                self._late_weights = LateWeights(
+                    self.host_optimizer, places, prefetches, self.persistent_parameters
+                )
             # gathered below, when they are on their way
             kept = [Swap(self, "persistent_parameters", [])]
         with parts.readiness.recording(Work.STEP), swapped(*kept):

@@ -22,8 +22,7 @@ partition``                                                           the first
                                                                       the first; hands the
                                                                       gradient over; after the
                                                                       last: writes all weights
-the ranks exchange the weights     persistent parameters are gathered selective rule: only what
-                                                                      has changed
+the ranks exchange the weights     persistent parameters are gathered \
 ``step`` returns                   the same                           ends the step;
                                                                       TAKING -> BETWEEN
 scheduler, ``zero_grad``, counters the same

@@ -12,8 +12,9 @@ import importlib
 import importlib.util
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,7 @@ from deepspeed_ext.adapter.contract import broken, release
 from deepspeed_ext.errors import UpstreamError
 from deepspeed_ext.runtime import builds, launch
 from deepspeed_ext.runtime.backend import get_accelerator, local_rank
+from deepspeed_ext.runtime.log import logger
 
 __all__ = [
     "BackwardHookStateManager",
@@ -231,14 +233,20 @@ def no_shared_buffers() -> Swap:
 
 def announced_builds() -> Swap:
     """Return a swap for the method that compiles or loads an operator of DeepSpeed: the first rank
-    of this host logs what is compiled and for how long, and torch prints nothing. If a build fails,
-    the error contains the compiler's output."""
+    of this host names a lock that it waits for, and torch prints nothing. If a build fails, the
+    error contains the compiler's output."""
     jit_load = OpBuilder.jit_load
 
     @functools.wraps(jit_load)
     def announced(self: OpBuilder, verbose: bool = True) -> Any:
-        with builds.announced(self.name) if local_rank() == 0 else nullcontext():
-            return jit_load(self, verbose=False)
+        for lock in builds.abandoned_locks() if local_rank() == 0 else ():
+            if lock.parent.name == self.name:
+                minutes = (time.time() - lock.stat().st_mtime) / 60
+                logger.warning(
+                    f"waiting for the lock {lock}, {minutes:.0f} minutes old, which a killed build "
+                    "seems to have left: delete it, unless another host builds the operator now"
+                )
+        return jit_load(self, verbose=False)
 
     return Swap(OpBuilder, "jit_load", announced)
 

@@ -98,7 +98,7 @@ class ZenFlowParts:
         others = [RankGroup.of(group) for group in later_groups(zero)]
         open_communicators([start.ranks, ranks, *holders, *others])
         weights = partitions.weights
-        host = start_optimizer(start, zero.optimizer, groups, weights, caller, ranks, holders)
+        host = start_optimizer(start, zero.optimizer, groups, weights, caller, ranks)
         if start.run.config.overlapped:
             _warn_of_mixed_blocks(partitions, host.rule.block_size)
         scaler = zero.torch_autocast_gradscaler

@@ -21,7 +21,9 @@ from deepspeed_ext.adapter.upstream import (
 )
 from deepspeed_ext.config import ZenFlowConfig, ZeroFields
 from deepspeed_ext.config.file import read_json, require_fields, shown
+from deepspeed_ext.config.zenflow import OF_ONE_RULE
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.plan.rules import limits_of
 
 __all__ = ["Config", "ZeroConfig"]
 
@@ -83,13 +85,12 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
     @property
     def host_share(self) -> float | None:
         """The share of the optimizer on the host with ZenFlow; None: "auto". 1 with CPU offload of
-        the weights."""
+        the weights, and with a rule that has no share (`RuleSettings.limits`)."""
         weights_there = self.offload_param is not None and self.offload_param.device == "cpu"
-        return (
-            1.0
-            if self.offload_optimizer is None or weights_there
-            else self.offload_optimizer.host_share
-        )
+        has_none = self.zenflow is not None and bool(limits_of(self.zenflow))
+        if self.offload_optimizer is None or weights_there or has_none:
+            return 1.0
+        return self.offload_optimizer.host_share
 
     @property
     def leaves_share_open(self) -> bool:
@@ -110,7 +111,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
             or "state_dtype" in section.model_fields_set
         ):
             return section
-        if section.rule == "selective":
+        if "state_dtype" not in OF_ONE_RULE[section.rule]:
             return section
         return section.model_copy(update={"state_dtype": "bfloat16"})
 

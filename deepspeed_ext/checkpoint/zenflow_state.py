@@ -21,19 +21,16 @@ import torch
 from pydantic import ConfigDict, SkipValidation, TypeAdapter
 from torch.utils._pytree import tree_map_only
 
+from deepspeed_ext.checkpoint.legacy_state import converted
 from deepspeed_ext.config.zenflow import StateDtype
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.proc import host_id
-from deepspeed_ext.runtime.ranks import raise_together
 from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
+from deepspeed_ext.zenflow.choose_rule import SAVED
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
-from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveState
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues, Shape
-from deepspeed_ext.zenflow.rules.selective.saved import SelectivePartitionValues
-from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveState
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer, Mover
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.shown_state import write
@@ -113,8 +110,8 @@ class SavedState:
 
 _STATE: TypeAdapter[SavedState] = TypeAdapter(SavedState)
 _BY_RULE: Mapping[str, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
-    "predictive": (TypeAdapter(PredictiveState), TypeAdapter(list[PredictivePartitionValues])),
-    "selective": (TypeAdapter(SelectiveState), TypeAdapter(list[SelectivePartitionValues])),
+    rule: (TypeAdapter(state), TypeAdapter(list[values]))  # type: ignore[valid-type]
+    for rule, (state, values) in SAVED.items()
 }
 """Readers of the schedule's state and of the partitions."""
 
@@ -137,6 +134,7 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
             "it with DeepSpeed's ds_to_universal.py"
         )
     try:
+        saved = converted(saved)
         schedule, partitions = _BY_RULE[saved["rule"]]
         # None: what earlier versions had not chosen yet
         chosen = {name: value for name, value in saved["schedule"].items() if value is not None}
@@ -212,7 +210,7 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
         "kernel": host.link.process.ready.kernel,
         "block_size": host.rule.block_size,
         "schedule": host.rule.schedule.state_dict(),
-        "updates": host.updates,
+        "updates": max(host.counts, default=0),
         **({} if layout.name == ADAM_STATE.name else {"optimizer": layout.name}),
         **({} if layout.moment_dtype == "float32" else {"moment_dtype": layout.moment_dtype}),
         **({} if host.mover is None else {"plan": _plan_of(host, host.mover)}),
@@ -220,7 +218,7 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
             {
                 "numel": state.master.numel(),
                 "on_accelerator": state.master.numel() - partition.master.numel(),
-                **({} if count == host.updates else {"updates": count}),
+                **({} if count == max(host.counts, default=0) else {"updates": count}),
                 "collected": [asdict(step) for step in partition.collected],
                 "gradients": _collected_gradients(host, partition),
                 **saved,
@@ -308,8 +306,7 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
     if host.ranks.rank == 0 and (told := rule_told(host, was_exact(saved))) is not None:
         logger.info(told)
     rule = host.rule
-    interval = saved.schedule["interval"]
-    if changed := _changed_setting(host, saved) or _unaffordable_interval(host, interval):
+    if changed := _changed_setting(host, saved):
         for state, values in zip(host.states, saved.partitions, strict=True):
             values.catch_up(state.arrays, saved.block_size, moment_dtype=saved.moment_dtype)
         host.masters_changed(saved.counts if saved.position else None)
@@ -325,7 +322,6 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
     rule.schedule.load_state_dict(saved.schedule, saved.position)
-    host.ring.lock()
     host.counts = saved.counts
     for partition, values in zip(host.partitions, saved.partitions, strict=True):
         partition.collected = values.collected
@@ -391,16 +387,3 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
 def _host_share(saved: SavedState) -> str:
     numel = sum(values.numel for values in saved.partitions)
     return f"{sum(values.on_host for values in saved.partitions) / max(1, numel):.4g}"
-
-
-def _unaffordable_interval(host: HostOptimizer, there: int | None) -> str | None:
-    """Describe the checkpoint's interval, if any rank here lacks the memory for it: it may have
-    been chosen on another host. A collective."""
-    if not raise_together(
-        host.ranks, None, CheckpointError, flag=not host.ring.has_room_for(there)
-    ):
-        return None
-    return (
-        f"zenflow.update_interval ({there} in the checkpoint, "
-        "but a host has no memory for so many gradients)"
-    )

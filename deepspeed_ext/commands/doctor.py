@@ -21,7 +21,7 @@ from deepspeed_ext.cores.topology import find_allowed, omp_binding, read_topolog
 from deepspeed_ext.errors import ConfigError, UnsupportedError, UpstreamError
 from deepspeed_ext.runtime import builds
 from deepspeed_ext.runtime.device_queues import single_queue
-from deepspeed_ext.runtime.launcher_variables import plan_launch
+from deepspeed_ext.runtime.launch import plan_launch
 from deepspeed_ext.runtime.proc import (
     available_host_bytes,
     format_cpulist,

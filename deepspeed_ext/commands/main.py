@@ -17,16 +17,12 @@ from typing import NoReturn
 from deepspeed_ext import __version__
 from deepspeed_ext.commands.argument_types import (
     MAX_CORES,
-    MAX_JOB_RANKS,
     MAX_RANKS,
-    MAX_TOKENS,
-    gib,
     node,
-    numel,
     reserved_cores,
-    speed,
     whole,
 )
+from deepspeed_ext.commands.memory_arguments import add_arguments
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError
 
 __all__ = ["main"]
@@ -168,7 +164,7 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
     of_cores = _arguments(plan) - {"json"}
-    _add_memory(plan)
+    add_arguments(plan)
     of_memory = _arguments(plan) - of_cores - {"json", "memory"}
     plan.set_defaults(command=partial(_plan, of_cores=of_cores, of_memory=of_memory))
 
@@ -176,107 +172,6 @@ def _add_plan(commands: "argparse._SubParsersAction[_Parser]") -> None:
 def _arguments(parser: _Parser) -> set[str]:
     """Names of the arguments that a parser has so far."""
     return {action.dest for action in parser._actions}
-
-
-def _add_memory(plan: _Parser) -> None:
-    plan.add_argument(
-        "--memory", action="store_true", help="plan the memory of a run instead of its cores"
-    )
-    _add_model_and_ranks(plan)
-    _add_machine(plan)
-    _add_answer(plan)
-
-
-def _add_model_and_ranks(plan: _Parser) -> None:
-    """Add the model, its training and the number of ranks."""
-    plan.add_argument(
-        "--params",
-        metavar="P",
-        type=numel,
-        help="with --memory: parameters, such as 7e9, 7B or 124M",
-    )
-    plan.add_argument(
-        "--model",
-        metavar="PATH",
-        help="with --memory: a Hugging Face config.json, or its folder, instead of --params",
-    )
-    plan.add_argument(
-        "--ranks",
-        "--gpus",
-        metavar="N",
-        type=whole(1, MAX_JOB_RANKS),
-        help="with --memory: data-parallel ranks",
-    )
-    plan.add_argument(
-        "--ranks-per-host",
-        "--gpus-per-host",
-        metavar="N",
-        type=whole(1, MAX_RANKS),
-        help="with --memory: ranks that share a host [all of them]",
-    )
-    plan.add_argument(
-        "--config",
-        metavar="FILE",
-        help="with --memory: plan this DeepSpeed config [a table of all ways to train]",
-    )
-    plan.add_argument(
-        "--dtype",
-        choices=("bf16", "fp16", "fp32"),
-        help="with --memory: dtype of the weights [the config's, or bf16]",
-    )
-    plan.add_argument(
-        "--largest-param",
-        metavar="L",
-        type=numel,
-        help="with --memory: elements of the largest parameter [estimated]",
-    )
-
-
-def _add_machine(plan: _Parser) -> None:
-    """Add sizes and speeds of the machine, and the work of a step."""
-    for place, short in (("accelerator", "gpu"), ("host", "host")):
-        plan.add_argument(
-            f"--{place}-gib",
-            f"--{short}-gb",
-            metavar="G",
-            type=gib,
-            help=f"with --memory: GiB of one {place}, or here for this machine's [unknown]",
-        )
-    for option, of, default in (
-        ("--link-gbps", "GB/s between a GPU and its host, each way", 25),
-        ("--host-gbps", "GB/s of a host's memory", 300),
-        ("--tflops", "TFLOP/s that a GPU sustains", 400),
-    ):
-        plan.add_argument(
-            option,
-            metavar="X",
-            type=speed,
-            help=f"with --memory: {of} [{default}]",
-        )
-    plan.add_argument(
-        "--tokens",
-        metavar="N",
-        type=whole(1, MAX_TOKENS),
-        help="with --memory: tokens per GPU and optimizer step, to compare step times [8192]",
-    )
-
-
-def _add_answer(plan: _Parser) -> None:
-    """Add what is shown and written."""
-    plan.add_argument(
-        "--all",
-        action="store_const",
-        const=True,
-        help="with --memory: show every way [the best of each kind]",
-    )
-    plan.add_argument(
-        "--write", metavar="FILE", help="with --memory: write the config of the suggested run"
-    )
-    plan.add_argument(
-        "--for",
-        choices=("script", "trainer"),
-        help="with --write: for deepspeed.initialize, or for the Hugging Face Trainer [script]",
-    )
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:

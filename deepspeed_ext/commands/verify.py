@@ -23,8 +23,8 @@ import psutil
 
 from deepspeed_ext.config.file import count_in, read_json, section_of
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.child_process import python_command
 from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.process import python_command
 from deepspeed_ext.runtime.words import counted
 
 __all__ = ["CHECKS", "MARK", "PLAN", "Report", "checked_config", "run_from_cli", "verify"]
@@ -281,7 +281,7 @@ def _end(folder: Path, processes: list[Any]) -> str:
     while have_ended and _alive(folder) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = _alive(folder)
-    for process in left:
+    for process in (*left, *processes):
         with suppress(psutil.Error):
             process.kill()
     for rank in processes:

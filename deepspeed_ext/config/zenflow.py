@@ -51,17 +51,17 @@ class ZenFlowConfig(ConfigSection):
     """
 
     update_rule: RuleName | None = None
-    """``predictive``: exact Adam, AdamW or Lion on the host for every step; the weights on the
+    """``predictive``: Adam, AdamW or Lion on the host for every step; the weights on the
     accelerator include an estimate of the update in flight. ``selective``: ZenFlow as published.
-    ``exact``: the steps of ``predictive`` without an estimate, so weights are those of Adam, AdamW
-    or Lion to the bit; at stage 3 they arrive during the next forward, which waits for what has not
-    arrived. Not given: ``selective`` if ``topk_ratio`` or a ``select_*`` field is given,
+    ``exact``: weights are those of Adam, AdamW or Lion to the bit; at stage 3 the next forward
+    waits for what has not arrived. Not given: ``selective`` if ``topk_ratio`` or a ``select_*``
+    field is given; ``exact`` at stage 3 where gradients leave in backward (``gradients_on_host``);
     otherwise ``predictive``."""
 
     update_interval: Interval | None = None
     """``selective``: optimizer steps whose mean gradient makes one step of the cold blocks. Not
-    given: chosen at the first selection (see ``auto_ratio``). Other rules step with every gradient.
-    Never changes ``gradient_accumulation_steps``."""
+    given: 4. Other rules step with every gradient. Never changes
+    ``gradient_accumulation_steps``."""
 
     overlap_step: bool | None = None
     """Let the worker step while the accelerator runs the next step. False: wait for the worker in
@@ -72,9 +72,9 @@ class ZenFlowConfig(ConfigSection):
     at least one. Not given: with ``predictive`` 10, with ``selective`` 1."""
 
     block_size: BlockSize = 32
-    """``predictive`` and ``exact``: elements per block. ``predictive`` averages the second moment
-    over each block, for 4/block_size bytes per parameter; ``int8`` moments have one scale per
-    block."""
+    """Elements per block, a run of contiguous elements. ``predictive`` averages the second moment
+    over each block, for 4/block_size bytes per parameter; ``selective`` selects whole blocks;
+    ``int8`` moments have one scale per block."""
 
     prediction_error_factor: ErrorFactor = 3.0
     """``predictive``: allowed error of predicted weights, as a multiple of the error of rounding
@@ -132,9 +132,9 @@ class ZenFlowConfig(ConfigSection):
 
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """``selective``: share of the blocks that are hot, that is, updated on the accelerator at every
-    step: those with the largest sum of absolute gradients over all ranks, but on no rank more than
-    twice its share. Costs about 12 bytes of accelerator memory per hot parameter (see
-    ``offload``)."""
+    step: in each partition those with the largest sum of absolute gradients. Costs about 12 bytes
+    of accelerator memory per hot parameter (see ``offload``), and with ``update_interval`` above 1
+    the mean gradient of the partition, where its gradients are (see ``gradients_on_host``)."""
 
     select_strategy: Literal["auto", "step", "epoch"] = "auto"
     """``selective``: unit of ``select_interval``: optimizer steps or epochs. ``auto`` counts steps.
@@ -148,23 +148,9 @@ class ZenFlowConfig(ConfigSection):
     the step waits for the worker. Not given: 16 steps, but at least four update intervals
     (``auto``), or one epoch (``epoch``)."""
 
-    select_block_size: BlockSize = 256
-    """``selective``: elements per block. A block is a run of contiguous elements that are selected
-    together."""
-
-    overlap_lag: Interval = 1
-    """``selective`` with ``overlap_step``: optimizer steps between handing gradients over and
-    applying the result; at most the update interval. A larger lag gives the worker more time, but
-    increases the loss."""
-
     offload: bool = False
     """``selective``: keep the state of hot blocks on the host between steps. Costs one transfer
     each way per step."""
-
-    auto_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.99
-    """``selective`` without ``update_interval``: update cold blocks as soon as their collected
-    gradients reach this share of a hot block's gradient of one step. Computed from mean gradients
-    at the first selection; gives an interval of 1 to 8 steps."""
 
     _retired = PrivateAttr()
 
@@ -204,6 +190,11 @@ class ZenFlowConfig(ConfigSection):
         return self.rule != "selective" if self.overlap_step is None else self.overlap_step
 
     @property
+    def predicts(self) -> bool:
+        """Whether weights on the accelerator may include an estimate."""
+        return self.overlapped and "prediction_error_factor" in OF_ONE_RULE[self.rule]
+
+    @property
     def arrives_late(self) -> bool:
         """Whether weights may be completed after the step."""
         return self.rule == "exact" and self.overlap_step is not False
@@ -215,6 +206,9 @@ class ZenFlowConfig(ConfigSection):
 
 
 RETIRED = {
+    "select_block_size": "blocks have zenflow.block_size elements",
+    "overlap_lag": "results are applied in the next step",
+    "auto_ratio": "update_interval is 4, unless it is given",
     "update_rule": '"measured" means not given',
     "update_interval": '"measured" means not given',
     "hide_transfers": "the plan decides when copies run",
@@ -234,13 +228,13 @@ CHOOSES_SELECTIVE = frozenset(
 )
 """Fields that select the selective rule if ``update_rule`` is not given."""
 
-_EXACT = frozenset({"block_size", "state_dtype"})
+_EXACT = frozenset({"state_dtype"})
 
 _PREDICTIVE = _EXACT | {"prediction_error_factor"}
 
 OF_ONE_RULE: dict[RuleName, frozenset[str]] = {
     "predictive": _PREDICTIVE,
-    "selective": CHOOSES_SELECTIVE | {"update_interval", "overlap_lag", "offload", "auto_ratio"},
+    "selective": CHOOSES_SELECTIVE | {"update_interval", "offload"},
     "exact": _EXACT,
 }
 """Fields that not every rule reads, by the rules that do."""

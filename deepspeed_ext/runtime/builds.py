@@ -1,66 +1,19 @@
-"""Reports builds of DeepSpeed's operators, which torch compiles silently, and finds locks that
-killed builds left behind: torch up to 2.13 waits for them forever."""
+"""Finds locks that killed builds of DeepSpeed's operators have left: torch up to 2.13 waits for
+them forever, silently."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
-from deepspeed_ext.runtime.log import logger
+__all__ = ["abandoned_locks", "operator_folder"]
 
-__all__ = ["abandoned_locks", "announced", "operator_folder"]
-
-FIRST_SECONDS = 3.0
-"""Loading an operator that is already compiled takes less than this."""
-EVERY_SECONDS = 10.0
 BETWEEN_COMPILERS_SECONDS = 60
 """A build may have no compiler running for a moment, so a lock younger than this may still be in
 use."""
-
-
-@contextmanager
-def announced(operator: str) -> Iterator[None]:
-    """If the block, which compiles or loads `operator`, takes long, log that repeatedly, and when
-    it is done."""
-    begin, done = time.monotonic(), threading.Event()
-    reporter = threading.Thread(
-        target=_report, args=(operator, begin, done), name="dsext-builds", daemon=True
-    )
-    reporter.start()
-    try:
-        yield
-    finally:
-        done.set()
-        reporter.join()
-    if time.monotonic() - begin > FIRST_SECONDS:
-        logger.info(
-            f"DeepSpeed's operator {operator} is ready after {time.monotonic() - begin:.0f} s"
-        )
-
-
-def _report(operator: str, begin: float, done: threading.Event) -> None:
-    """Log progress every few seconds until `done`."""
-    pause = FIRST_SECONDS
-    while not done.wait(pause):
-        pause, took = EVERY_SECONDS, f"{time.monotonic() - begin:.0f} s"
-        left = [lock for lock in abandoned_locks() if lock.parent.name == operator]
-        if left:
-            logger.warning(
-                f"waiting for the lock {left[0]} for {took}: it was left by a build that was "
-                "killed, or by torch 2.14 or later. Delete it to continue, unless another host "
-                "builds the operator now"
-            )
-        else:
-            logger.info(
-                f"compiling DeepSpeed's operator {operator} (once; a minute or more), or loading "
-                f"it: {took}"
-            )
 
 
 def operator_folder() -> Path:

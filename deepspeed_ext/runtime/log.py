@@ -46,4 +46,12 @@ def warn_once(message: str) -> None:
     log_once(logging.WARNING, message)
 
 
+def is_off(variable: str) -> bool:
+    """Whether the variable is 0. A value other than 0 and 1 counts as 1, with a warning."""
+    value = os.environ.get(variable, "") or "1"
+    if value not in ("0", "1"):
+        warn_once(f"{variable} must be 0 or 1, got {quoted(value)}; it counts as 1")
+    return value == "0"
+
+
 _configure()

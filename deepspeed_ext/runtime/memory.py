@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import errno
 import functools
-import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -24,11 +23,11 @@ from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup, raise_together
 
 __all__ = [
+    "Parked",
     "accelerator_empty",
     "can_page_lock",
     "free_accelerator_bytes",
     "host_empty",
-    "host_pages",
     "is_out_of_memory",
     "total_accelerator_bytes",
     "unused_accelerator_bytes",
@@ -125,15 +124,6 @@ def _page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor | None:
     return None
 
 
-def host_pages(nbytes: int) -> torch.Tensor:
-    """Allocate at least `nbytes` bytes of zeroed host memory on pages of their own, so that these
-    can be page-locked; 1-D uint8. A forked process does not inherit it."""
-    whole = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
 @functools.cache
 def can_page_lock() -> bool:
     """Whether the accelerator page-locks host memory; the CPU accelerator usually does not."""
@@ -165,3 +155,52 @@ def try_on_all_ranks(name: str, attempt: Callable[[], T], ranks: RankGroup) -> T
             error = caught
     raise_together(ranks, error)
     return result if ranks.all(not refused) else None
+
+
+class Parked:
+    """Tensors whose data is on the host until `restore`.
+
+    If the host has no memory for all of them, the constructor raises before any has moved.
+
+    Args:
+        tensors: tensors without shared memory, and no views, whose bases would keep it. One object
+            may come twice; tensors already on the host are not moved.
+        unused: tensors whose values are no longer needed: their memory is freed without a copy, and
+            is uninitialized after `restore`.
+        pins: whether the copies are page-locked, if possible.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor],
+        unused: Iterable[torch.Tensor] = (),
+        *,
+        pins: bool = False,
+    ) -> None:
+        found = {id(tensor): tensor for tensor in tensors if tensor.device.type != "cpu"}
+        copies = [_on_host(tensor, pins) for tensor in found.values()]
+        self._tensors = [(tensor, tensor.device) for tensor in found.values()]
+        self._unused = [(tensor, tensor.data.to("meta")) for tensor in unused]
+        for tensor, copy in zip(found.values(), copies, strict=True):
+            tensor.data = copy
+        for tensor, _ in self._unused:
+            tensor.data = tensor.data.new_empty(0)
+
+    def restore(self) -> None:
+        """Move all of them back to their devices. Idempotent; if device memory runs out, the rest
+        stays on the host."""
+        while self._tensors:
+            tensor, device = self._tensors[-1]
+            tensor.data = tensor.data.to(device)
+            self._tensors.pop()
+        while self._unused:
+            tensor, shape = self._unused[-1]
+            tensor.data = torch.empty_like(shape, device=tensor.device)
+            self._unused.pop()
+
+
+def _on_host(tensor: torch.Tensor, pins: bool) -> torch.Tensor:
+    if not pins or not tensor.is_contiguous():
+        return tensor.data.to("cpu")
+    copy = host_empty(tensor.numel(), tensor.dtype, pin=True)
+    return copy.view(tensor.shape).copy_(tensor.data)

@@ -16,7 +16,6 @@ from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan, together
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.selective import unknown_epoch
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
@@ -79,7 +78,7 @@ def agreed_plan(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFl
         )
     require_same_plan("ZenFlow", (settings, facts.caller, plan.decisions), ranks)
     if ranks.rank == 0:
-        _log(plan, unknown_epoch(run.config, run.steps_per_epoch))
+        _log(plan)
     return plan
 
 
@@ -88,9 +87,9 @@ def without_landing(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> Z
     return agreed_plan(replace(facts, refuses_landing=True), run, ranks)
 
 
-def _log(plan: ZenFlowPlan, warning: str | None) -> None:
-    if warning is not None:
-        logger.warning(warning)
+def _log(plan: ZenFlowPlan) -> None:
+    if plan.rule.warning is not None:
+        logger.warning(plan.rule.warning)
     if plan.cpus is not None:
         logger.debug(f"cores: {plan.cpus}")
     for reason in plan.reasons:

@@ -55,27 +55,20 @@ def prepare_kernels(
     if Kernel.NORM in plan.kernels:
         calls.append(prepare.norms(device, {of_weights, gradient}))
     if Kernel.STEP in plan.kernels:
-        if plan.has_share:
-            names_of_step = gradient, of_weights, alignments
-            calls.append(kind.step_kernels(device, block_size, *names_of_step))
-        if plan.rule.steps_beside_worker:
-            calls.append(prepare.hot_steps(device, block_size, gradient, {True}))
+        calls.append(kind.step_kernels(device, block_size, gradient, of_weights, alignments))
     if Kernel.ESTIMATE in plan.kernels and isinstance(plan.rule, PredictiveSettings):
         estimated = of_weights, published, gradient
         calls.append(kind.estimate_kernels(device, block_size, *estimated, alignments))
     prepare.prepare(device, block_size, chain(*calls), warns=warns)
 
 
-def partition_of(
-    plan: ZenFlowPlan, index: int, state: WholeState, holders: RankGroup, arena: Arena
-) -> Partition:
+def partition_of(plan: ZenFlowPlan, index: int, state: WholeState, arena: Arena) -> Partition:
     """A partition as the rule sees it: without its head, which steps on the accelerator."""
     layout, decided = plan.rule.layout, plan.partitions[index]
     head = decided.head
     return Partition(
         index,
         state.group,
-        holders,
         (lambda: state.weights()[head:]) if head else state.weights,
         master=arena.tensor("p", index),
         moments=tuple(arena.tensor(kind, index) for kind, _ in layout.moments),

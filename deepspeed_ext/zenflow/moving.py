@@ -66,8 +66,7 @@ def move(host: HostOptimizer, plan: ZenFlowPlan, *, hides: bool) -> bool:
     with link.deferring_errors():
         link.relay(plan, buffers)
         partitions = [
-            partition_of(plan, before.index, state, before.ranks, link.arena)
-            for before, state in zip(host.partitions, host.states, strict=True)
+            partition_of(plan, index, state, link.arena) for index, state in enumerate(host.states)
         ]
         host.move_to(plan, partitions, share)
         if hides:  # what is freed was copied by blocking copies

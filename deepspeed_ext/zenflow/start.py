@@ -20,6 +20,7 @@ from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all, without_landing
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
+from deepspeed_ext.zenflow.choose_rule import rule_of
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.plan.advice import Cores, remedies_of
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, ZenFlowFacts
@@ -27,9 +28,6 @@ from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.probe import thread_counts
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
-from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
-from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.adviser import Adviser
 from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
@@ -75,7 +73,6 @@ def start_optimizer(
     weights: Callable[[int], torch.Tensor],
     caller: Caller,
     sharers: RankGroup,
-    holders: Sequence[RankGroup],
 ) -> HostOptimizer:
     """Make this rank's plan, and build exactly that. A collective.
 
@@ -87,7 +84,6 @@ def start_optimizer(
         caller: what the caller does with weights and gradients. It must follow the result's
             ``decided``.
         sharers: the data-parallel ranks, whose partitions are in the same order.
-        holders: for each partition, the ranks that its parameters are sharded over.
 
     Raises:
         ConfigError: settings contradict each other, or ZenFlow does not run this optimizer.
@@ -114,12 +110,10 @@ def start_optimizer(
     states = [
         _state(layout, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)
     ]
-    partitions = [
-        partition_of(plan, i, state, holders[i], link.arena) for i, state in enumerate(states)
-    ]
+    partitions = [partition_of(plan, i, state, link.arena) for i, state in enumerate(states)]
     for partition, part, decided in zip(partitions, parts, plan.partitions, strict=True):
         _copy_to_host(part[decided.head :], partition.master)
-    rule = _rule(plan)(plan, partitions, link, ranks, kind, metrics)
+    rule = rule_of(plan)(plan, partitions, link, ranks, kind, metrics)
     coded = (
         CodedMoments(link.arena, len(partitions), layout, plan.rule.block_size)
         if layout.is_coded
@@ -141,8 +135,8 @@ def _mover(
 ) -> Tuner | None:
     """The tuner that measures steps and moves to a better plan; None: the plan stays.
 
-    No tuner under the selective rule (`plan.decide` says why); on the CPU as accelerator,
-    where the pass and forward share cores; and with weights that arrive in forward, where no step
+    No tuner under a rule with limits (`RuleSettings.limits`); on the CPU as accelerator, where
+    the pass and forward share cores; and with weights that arrive in forward, where no step
     is synchronous. Threads stay if they are pinned near their memory.
     """
     if plan.weights_arrive is WeightsArrival.IN_FORWARD:
@@ -166,10 +160,6 @@ def _plan_with_buffers(
     if plan.shortage is not None:
         raise agreed(OutOfMemoryError(plan.shortage), ranks)
     return plan, buffers
-
-
-def _rule(plan: ZenFlowPlan) -> type[SelectiveRule] | type[PredictiveRule]:
-    return SelectiveRule if isinstance(plan.rule, SelectiveSettings) else PredictiveRule
 
 
 def _threads(start: ZenFlowStart) -> WorkerThreads:

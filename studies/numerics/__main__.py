@@ -60,7 +60,9 @@ def arguments() -> argparse.ArgumentParser:
         "--list", action="store_true", help="the groups, and how many rows of each are there"
     )
     parser.add_argument(
-        "--table", action="store_true", help="write the tables of docs/lab/archive/numerics.md"
+        "--table",
+        action="store_true",
+        help="print all rows; write the tables of docs/results/numerics.md",
     )
     parser.add_argument(
         "--plot", action="store_true", help="draw the figures beside it (needs matplotlib)"
@@ -141,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print(table.progress())
     if args.table:
+        print(table.rows_table())
         print(f"written to {table.write()}")
     if args.plot:
         print("\n".join(f"drawn to {path}" for path in plots.draw()))

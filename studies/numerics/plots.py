@@ -1,4 +1,4 @@
-"""Draws losses by step and by second, as SVG beside docs/lab/archive/numerics.md."""
+"""Draws losses by step and by second, as SVG beside docs/results/numerics.md."""
 
 from __future__ import annotations
 

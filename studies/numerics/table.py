@@ -1,4 +1,4 @@
-"""Writes the tables of docs/lab/archive/numerics.md between its markers."""
+"""Writes the tables of docs/results/numerics.md between its markers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from studies.numerics.tasks import TASKS
 from tests.perf import report
 
 BEGIN, END = "<!-- begin: {} -->", "<!-- end: {} -->"
-ROWS, TRENDS, CONTRASTS, RATES = "rows", "trends", "contrasts", "rates"
+TRENDS, CONTRASTS, RATES = "trends", "contrasts", "rates"
 
 
 def page() -> Path:
     """The page of the study."""
-    return report.ROOT / "docs" / "lab" / "archive" / "numerics.md"
+    return report.ROOT / "docs" / "results" / "numerics.md"
 
 
 def _signed(value: float) -> str:
@@ -163,10 +163,10 @@ def replace_part(text: str, name: str, content: str) -> str:
 
 
 def current() -> str:
-    """The page with tables of the rows that are stored now."""
+    """The page with the tables that the stored rows give; the rows themselves are too many for a
+    page, and `rows_table` is printed."""
     text = page().read_text()
     tables = {
-        ROWS: rows_table,
         TRENDS: trends_table,
         CONTRASTS: contrasts_table,
         RATES: rates_table,

@@ -5,7 +5,7 @@
 
 FOLDER is a checkout of DeepSpeed's repository. The tests run against the installed DeepSpeed, on
 the CPU or on the simulated accelerator. Each test that passes as it is must pass with the section,
-or fail for a reason that docs/lab/archive/upstream_tests.md gives.
+or fail for a reason that can be named.
 """
 
 from __future__ import annotations

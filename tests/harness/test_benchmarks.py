@@ -53,9 +53,7 @@ def test_convergence_trains_keeps_and_reuses(capsys: pytest.CaptureFixture[str])
 def test_initialize_changes_no_weight() -> None:
     assert run_ranks(1, changed_by_initialize, sides.PREDICTIVE, 2) == [0]
     upstream = run_ranks(1, changed_by_initialize, sides.UPSTREAM_SEQUENTIAL, 2)
-    assert upstream != [0], (
-        "upstream has been mended: say so in docs/lab/archive/upstream_zenflow.md"
-    )
+    assert upstream != [0], "upstream has been mended: say so in docs/design/upstream.md"
 
 
 def _stored(scale: Scale, loss: dict[str, float], tuned_loss: dict[str, float]) -> Results:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,13 @@ def test_ways_take_turns_and_all_but_the_first_step_of_a_turn_are_in_the_mean(
 ) -> None:
     rows = bench_decoder.with_practicality(measured("--ways", decoder_ways.ZERO.name, "ours"))
     names = [(row["way"], row["batch"]) for row in rows]
-    assert names == [
-        (way, batch) for way in (decoder_ways.ZERO.name, "ours") for batch in ("1x16", "2x16")
-    ]
+    assert names == [*product((decoder_ways.ZERO.name, "ours"), ("1x16", "2x16"))]
     assert all(row["steps"] == 4 and row["warm-up steps"] == 3 for row in rows)
     assert [row["practicality"] for row in rows[:2]] == [1.0, 1.0]
     for row in rows:
-        counted, others = row["step seconds"], row["not counted, seconds"]
-        assert [len(turn) for turn in counted] == [2, 2]
-        assert len(others) == 2
-        assert len(row["warm-up seconds"]) == 3
-        assert row["mean ms"] == pytest.approx(1e3 * sum(map(sum, counted)) / 4)
+        assert [len(turn) for turn in row["step seconds"]] == [2, 2]
+        assert (len(row["not counted, seconds"]), len(row["warm-up seconds"])) == (2, 3)
+        assert row["mean ms"] == pytest.approx(250 * sum(map(sum, row["step seconds"])))
     assert rows[3]["practicality"] == pytest.approx(rows[1]["mean ms"] / rows[3]["mean ms"])
     assert {"wait ms", "worker ms", "planned device GiB", "device GiB"} <= set(rows[2])
     assert "error" not in rows[0]
@@ -89,8 +85,7 @@ def test_a_way_is_kept_as_soon_as_it_is_warm_and_never_replaced_by_fewer_steps(
 
     def look(*args: Any) -> None:
         keep(*args)
-        rows = bench_decoder.kept_rows("decoder")
-        kept.append([row["steps"] for row in rows])
+        kept.append([row["steps"] for row in bench_decoder.kept_rows("decoder")])
         if len(kept) == 4:  # no error, warm, and two turns on the first batch
             raise KeyboardInterrupt
 
@@ -101,10 +96,8 @@ def test_a_way_is_kept_as_soon_as_it_is_warm_and_never_replaced_by_fewer_steps(
     monkeypatch.setattr(bench_decoder, "keep", keep)
     args = bench_decoder.arguments().parse_args([*QUICK, "--ways", "ours"])
     begun_anew = Runner(WAYS["ours"], args)
-    begun_anew.warm_up, begun_anew.facts = (
-        [1.0],
-        {"start seconds": 1, "threads": "1", "parameters": 1000},
-    )
+    begun_anew.warm_up = [1.0]
+    begun_anew.facts = {"start seconds": 1, "threads": "1", "parameters": 1000}
     bench_decoder.keep([begun_anew], args)
     assert [row["steps"] for row in bench_decoder.kept_rows("decoder")] == [4]
 
@@ -126,20 +119,9 @@ def waiting() -> None:
 def test_who_takes_the_last_memory_of_the_host_is_ended_and_the_reason_kept() -> None:
     contestant, left = Processes("greedy", 1, "cpu"), iter([9, 8, 2, 2, 2])
     try:
-        with (
-            pytest.raises(RuntimeError, match=r"greedy: out of host memory: 2\.0 GiB were left"),
-            guarded(contestant, 3 * processes.GIB, lambda: next(left, 2) * processes.GIB),
-        ):
+        guard = guarded(contestant, 3 * processes.GIB, lambda: next(left, 2) * processes.GIB)
+        with pytest.raises(RuntimeError, match=r"greedy: out of host memory: 2\.0 GiB"), guard:
             contestant.call(waiting)
-    finally:
-        contestant.close()
-
-
-def test_who_leaves_enough_is_left_alone() -> None:
-    contestant = Processes("modest", 1, "cpu")
-    try:
-        with guarded(contestant, 3 * processes.GIB, lambda: 4 * processes.GIB):
-            assert contestant.call(threading.active_count)[0] >= 1
     finally:
         contestant.close()
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -32,23 +31,13 @@ def pages_of(entries: list) -> list[str]:
 def test_the_navigation_has_every_page_once() -> None:
     listed = [uri for uri in pages_of(site.navigation()) if not uri.startswith(site.OUTSIDE)]
     pages = [path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")]
-    assert sorted(listed) == sorted(page for page in pages if not page.startswith(site.ARCHIVE))
-
-
-def test_pages_of_the_archive_are_outside_of_the_search() -> None:
-    def is_searched(uri: str) -> bool:
-        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri), meta={})
-        site.on_page_markdown("", page=page, config=None, files=None)
-        return not page.meta.get("search", {}).get("exclude", False)
-
-    assert not is_searched(f"{site.ARCHIVE}gpu.md")
-    assert is_searched("fits.md")
+    assert sorted(listed) == sorted(pages)
 
 
 @pytest.mark.parametrize(
     ("path", "uri"),
     [
-        ("docs/lab/archive/gpu.md", "lab/archive/gpu.md"),
+        ("docs/results/gpu.md", "results/gpu.md"),
         ("CONTRIBUTING.md", "repository/CONTRIBUTING.md"),
         ("examples/train.py", "repository/examples/train.py.md"),
         ("configs/cluster", "repository/configs/cluster.md"),
@@ -81,10 +70,10 @@ def test_what_a_browser_would_load_from_another_host_is_found(tag: str, is_forei
 
 def test_a_click_on_a_picture_opens_it() -> None:
     html = site.on_page_content(
-        '<p><img alt="a" src="lab/x.svg" /></p>', page=None, config=None, files=None
+        '<p><img alt="a" src="design/x.svg" /></p>', page=None, config=None, files=None
     )
-    assert '<a class="figure" href="lab/x.svg"' in html
-    assert html.endswith('><img alt="a" src="lab/x.svg" /></a></p>')
+    assert '<a class="figure" href="design/x.svg"' in html
+    assert html.endswith('><img alt="a" src="design/x.svg" /></a></p>')
 
 
 def test_the_picture_of_measured_steps_is_current() -> None:

@@ -184,7 +184,7 @@ class Results:
 
 
 def page(results: Sequence[Result], command: str) -> str:
-    """The counts and the survivors, for docs/lab/archive/mutants.md."""
+    """The counts and the survivors, as a page."""
     states = Counter(result.state for result in results)
     killed = states["killed"] + states["timeout"]
     rows = [

@@ -37,8 +37,9 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
 from deepspeed_ext.commands.memory.config_file import read_config
+from deepspeed_ext.commands.memory.model import typical_largest
 from deepspeed_ext.commands.memory.plan import plan_memory
-from deepspeed_ext.commands.memory.setup import Model, Ranks, typical_largest
+from deepspeed_ext.commands.memory.setup import Model, Ranks
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.places import Place
 from tests.perf import card, decoder_rank, report

@@ -186,11 +186,8 @@ OURS = _ours("ours", {})
 OURS_NOT_TUNED = _given("ours, not tuned", {"autotune": False})
 OURS_EXACT = _ours("ours, exact", {"update_rule": "exact"}).at(3)
 ZERO_OFFLOAD = Way("ZeRO-Offload", _engine, zero={"offload_optimizer": OFFLOAD})
-ZERO_OFFLOAD_OVERLAP = replace(
-    ZERO_OFFLOAD,
-    name="ZeRO-Offload, overlap_comm",
-    zero={**ZERO_OFFLOAD.zero, "overlap_comm": True},
-)
+OVERLAP = {"offload_optimizer": OFFLOAD, "overlap_comm": True}
+ZERO_OFFLOAD_OVERLAP = Way("ZeRO-Offload, overlap_comm", _engine, zero=OVERLAP)
 TORCHAO = Way(
     "torchao CPUOffloadOptimizer, full bf16",
     _torchao,

@@ -5,7 +5,7 @@ other, because no two fit. What stands beside each other in one part is measured
 must fit on an H100 of 80 GB and a host of 126 GiB together (`tests.perf.bench_decoder`). There a
 parked ZeRO-2 of 1.5 billion parameters holds about 22 GiB and takes 31 to 35 in its turn, ours 7
 and 12 to 25; on the host ours holds 18 GiB, ZeRO-Offload 32. What was measured before is in
-docs/lab/archive/gpu.md.
+docs/results/gpu.md.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def _decoder(
     ]
     common = ("--ways", *(way.name for way in chosen))
     common += ("--card", str(card)) if card else ()
-    usual = gpu_time.decoder(parameters, tokens, turns, steps, chosen, alone=bool(card))
+    steps_made = turns * (steps + 1) + bench_decoder.SETTLING_STEPS
+    usual = gpu_time.decoder(parameters, tokens, steps_made, chosen, bool(card))
     real = ("--model", model, "--batches", *batches, "--turns", str(turns), "--steps", str(steps))
     small = [TOY_BATCHES[batch] for batch in batches]
     toy = ("--model", TOY_MODEL[model], "--batches", *small, "--turns", "1", "--steps", "2")

@@ -31,7 +31,7 @@ class Group:
         files: where they are; none: all others.
         seconds: what they take on an H200 with 16 cores, ten parts beside each other, rounded up:
             measured, but for the trainings, of which that run had room for two thirds, and for what
-            has become shorter since. Docs: docs/lab/archive/gpu.md.
+            has become shorter since. Docs: docs/results/gpu.md.
         ranks: of the tests with a setting of that name, those with this value; None: all.
         stages: the same of the setting `stage`; 0: those without it, of the gather.
     """

@@ -12,9 +12,6 @@ from tests.perf.decoder_ways import Way
 
 __all__ = ["convergence", "decoder", "start", "step"]
 
-BESIDE_TURNS = 2
-"""Steps on a batch that are in no turn: before the first one."""
-
 START_SECONDS = 20.0
 """Of a process with its ranks: imports of torch and DeepSpeed from a cold disk, the device's
 context, the group."""
@@ -36,7 +33,8 @@ def step(parameters: float, tokens: int, way: Way, hides: bool) -> float:
     """Seconds of a step; with `hides`, of a way that does so, the optimizer's work is behind the
     device's."""
     device = 8 * parameters * tokens / FLOPS + 0.05
-    host = host_bytes(way) * parameters / HOST_MEMORY + 4 * parameters / LINK
+    moved = 14 if way.zero.get("zenflow", {}).get("state_dtype") == "int8" else 28
+    host = moved * parameters / HOST_MEMORY + 4 * parameters / LINK
     if not offloads(way):
         return device
     return max(device, host) if way.extended and hides else device + host
@@ -47,27 +45,16 @@ def offloads(way: Way) -> bool:
     return "offload_optimizer" in way.zero or way.extended or "CPU" in way.name
 
 
-def host_bytes(way: Way) -> int:
-    """Bytes of host memory that a parameter's update moves."""
-    return 14 if way.zero.get("zenflow", {}).get("state_dtype") == "int8" else 28
-
-
 def decoder(
-    parameters: float,
-    tokens: Sequence[int],
-    turns: int,
-    steps: int,
-    chosen: Sequence[Way],
-    alone: bool = False,
+    parameters: float, tokens: Sequence[int], steps: int, chosen: Sequence[Way], alone: bool
 ) -> float:
-    """Seconds of `turns` turns of `steps` steps of each way on batches of each number of tokens,
+    """Seconds of `steps` steps of each way on batches of each number of tokens,
     and of what comes before: the ways are started beside each other, or each alone, and then warm
     up one after the other."""
     starts = [start(parameters, way) for way in chosen]
-    made = turns * (steps + 1) + BESIDE_TURNS
     return (sum if alone else max)(starts) + sum(
         way.warm_up * step(parameters, tokens[0], way, hides=False)
-        + made * sum(step(parameters, count, way, hides=True) for count in tokens)
+        + steps * sum(step(parameters, count, way, hides=True) for count in tokens)
         for way in chosen
     )
 

@@ -99,9 +99,9 @@ def sums(amounts: Iterator[tuple[str, int]]) -> dict[str, int]:
 
 
 def words(files: list[Path], archive: bool) -> int:
-    """Words of the pages below docs, of the archive or of the others."""
+    """Words of the pages of docs: of the manual itself, or of its folders (design, results)."""
     pages = [path for path in files if path.suffix == ".md" and ROOT / "docs" in path.parents]
-    return sum(len(path.read_text().split()) for path in pages if ("lab" in path.parts) == archive)
+    return sum(len(p.read_text().split()) for p in pages if (p.parent.name != "docs") == archive)
 
 
 def fields() -> int:

@@ -13,12 +13,11 @@ USED_OTHERWISE = {
     *(  # by name, where Triton is there
         f"deepspeed_ext.zenflow.kernels.device.{kernel}"
         for kernel in (
-            *("hot_step", "move", "norms", "predict", "predict_lion", "rounded_step", "share_step"),
+            *("move", "norms", "predict", "predict_lion", "rounded_step", "share_step"),
             "sums_of_squares",
         )
     ),
     # by name, when they are needed
-    *(f"deepspeed_ext.commands.memory.command.parse_{what}" for what in ("gib", "speed")),
     "deepspeed_ext.zenflow.worker.main.main",  # by the name of its module
 }
 

@@ -42,10 +42,10 @@ FIELDS = {
     "ZeroFields": "core_binding flatten_reserve_fraction flatten_tier stage3_allgather_single_param"
     " stage3_single_param_min_numel zenflow",
     "CoreBindingConfig": "dry_run enabled optimizer_cores",
-    "ZenFlowConfig": "async_save auto_ratio autotune block_size full_warm_up_rounds "
-    "gradients_on_host offload offload_reserve_fraction overlap_lag "
+    "ZenFlowConfig": "async_save autotune block_size full_warm_up_rounds "
+    "gradients_on_host offload offload_reserve_fraction "
     "overlap_step prediction_error_factor pt_reserved_cores "
-    "select_block_size select_interval select_strategy state_dtype "
+    "select_interval select_strategy state_dtype "
     "topk_ratio update_interval update_rule "
     "worker_timeout_seconds",
 }
@@ -53,10 +53,10 @@ COMMANDS = {
     "": "--help --version",
     "config": "--help name",
     "doctor": "--help --json",
-    "plan": "--all --allowed --config --dtype --for --gpu-gb --gpu-node --gpus "
-    "--gpus-per-host --help --host-gb --host-gbps --json --largest-param "
-    "--link-gbps --memory --model --on-cpu --optimizer-cores --params "
-    "--pt-reserved-cores --root --tflops --tokens --write",
+    "plan": "--all --allowed --card --config --dtype --for --fused-loss --gpu-gb --gpu-node "
+    "--gpus --gpus-per-host --help --host --host-gb --host-gbps --json --keep-activations "
+    "--largest-param --link-gbps --memory --model --on-cpu --optimizer-cores --params "
+    "--pt-reserved-cores --root --seq-len --tflops --tokens --write",
     "run": "--help arguments script",
     "verify": "--config --help --json --ranks --steps --timeout",
 }

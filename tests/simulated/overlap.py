@@ -33,8 +33,8 @@ WIDTH = 64
 LONGEST_SECONDS = 900.0
 """Of one call of `figures`, on a busy machine."""
 PREFETCHES = 32
-"""A bucket of prefetches at stage 3 is such a part of the model: 50 million elements, DeepSpeed's
-default, are a 30th of 1.5 billion."""
+"""A bucket of prefetches, and here of gradients, at stage 3 is such a part of the model: 50 million
+elements, DeepSpeed's default, are a 30th of 1.5 billion."""
 OPERATOR_US = 10.0
 
 
@@ -76,6 +76,7 @@ class Way:
             numel = self.layers * WIDTH * WIDTH
             zero |= {"sub_group_size": 10**9, "stage3_param_persistence_threshold": 0}
             zero |= {"stage3_prefetch_bucket_size": numel // PREFETCHES}
+            zero |= {"reduce_bucket_size": numel // PREFETCHES}
         if self.hidden is None:
             del zero["zenflow"]
             # At stages 1 and 2 it is a dozen operators per

@@ -76,7 +76,6 @@ def settings_of(form: str, stage: int) -> dict[str, dict[str, Any]]:
     there."""
     selective = {
         "topk_ratio": 0.1,
-        "select_block_size": 32,
         "select_interval": 16,
         "overlap_step": True,
     }

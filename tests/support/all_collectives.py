@@ -29,8 +29,7 @@ from deepspeed_ext.checkpoint.layout import Placement
 from deepspeed_ext.cores.binding import agree, report_rank
 from deepspeed_ext.cores.plan import PlanRequest
 from deepspeed_ext.errors import CheckpointError, PlanMismatchError
-from deepspeed_ext.flatten import exchange as flat_exchange
-from deepspeed_ext.flatten import rollback, tiers
+from deepspeed_ext.flatten import tiers
 from deepspeed_ext.flatten.layout import GroupLayout
 from deepspeed_ext.gather.launch import can_group, gather_singles, gather_together
 from deepspeed_ext.runtime.ranks import (
@@ -39,7 +38,6 @@ from deepspeed_ext.runtime.ranks import (
     raise_together,
     require_same_plan,
 )
-from deepspeed_ext.zenflow.rules.selective.selection import select
 from tests.support.paths import ROOT
 from tests.support.same import first_difference
 
@@ -183,9 +181,9 @@ def shared_bucket(ranks: RankGroup) -> None:
 def flat_buffer(ranks: RankGroup) -> None:
     """Slices of a flat buffer, in place: as suits the backend, and as suits others."""
     for way in (
-        flat_exchange.exchange_of(ranks),
-        flat_exchange.broadcasts,
-        flat_exchange.all_gather,
+        tiers.exchange_of(ranks),
+        tiers.broadcasts,
+        tiers.all_gather,
     ):
         for numel in (1, 1000):
             expected = torch.arange(ranks.size * numel, dtype=torch.float32)
@@ -208,19 +206,11 @@ def flattened(ranks: RankGroup) -> None:
         own = flat.numel() // ranks.size
         for parameter in parameters:
             parameter.data = torch.empty(0, device=ranks.device)
-        rollback.restore_parameters(
+        tiers.restore_parameters(
             layout, ranks, flat[ranks.rank * own : (ranks.rank + 1) * own].clone()
         )
         for value, parameter in zip(values, parameters, strict=True):
             same(value, parameter.detach(), f"restored after {tier.__name__}")
-
-
-def hot_blocks(ranks: RankGroup) -> None:
-    """The selection of blocks over all ranks."""
-    scores = torch.arange(64.0, device=ranks.device) + 100 * ranks.rank
-    ids = select(scores, 0.25, ranks)
-    counts = ranks.all_gather(torch.tensor(len(ids), device=ranks.device))
-    assert int(counts.sum()) == 16 * ranks.size, "a quarter of the blocks of all ranks"
 
 
 def weights_from_the_host(ranks: RankGroup) -> None:
@@ -257,7 +247,6 @@ WAYS: dict[str, Callable[[RankGroup], None]] = {
         shared_bucket,
         flat_buffer,
         flattened,
-        hot_blocks,
         weights_from_the_host,
     )
 }
@@ -268,7 +257,7 @@ def communicate(way: str) -> str:
     ranks = ranks_that_communicate()
     WAYS[way](ranks)
     get_accelerator().synchronize()
-    return flat_exchange.backend_of(ranks)
+    return tiers.backend_of(ranks)
 
 
 # -- which collectives that reaches ----------------------------------------------------------------

@@ -31,7 +31,6 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, "u8": 1}
 _ARRAYS = {  # of the model's size, and how often each is loaded and stored
     "predict": {"weights": (0, 1), "published": (1, 0), "drift": (1, 0), "grad": (1, 0)},
     "move": {"weights": (1, 1), "drift": (1, 1), "grad": (1, 0)},
-    "hot_step": {"p": (1, 1), "m": (1, 1), "v": (1, 1), "grad": (1, 0)},
     "share_step": {
         **{name: (1, 1) for name in ("p", "m", "v")},
         "grad": (1, 0),

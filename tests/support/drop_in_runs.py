@@ -34,7 +34,6 @@ RULES = {
     "predictive": {},
     "selective": {
         "topk_ratio": 0.2,
-        "select_block_size": 32,
         "update_interval": 1,
         "select_interval": 4,
     },

@@ -111,29 +111,10 @@ class Case:
             arrays,
         )
 
-    def hot_step(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        rows = max(1, self.n // self.block)
-        p, m, v = (self.array(torch.float32, rows * self.block).view(rows, -1) for _ in range(3))
-        grad = self.array(self.random.choice(READ), rows * self.block).view(rows, -1)
-        updates = torch.tensor(
-            [self.random.randint(1, 10**6) for _ in range(rows)], dtype=torch.int32
-        )
-        beta1 = self.random.choice([0.0, 0.9])
-        beta2 = self.random.choice([0.0, 0.95, 0.999])
-        decay = self.number()
-        l2, decay = self.random.choice([(0.0, 1.0), (decay, 1.0), (0.0, decay)])
-        constants = definition.HotConstants(
-            *(self.number(), 1e-3, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1e-8, l2, decay),
-            *self.random.choice([(beta1, beta2), (0.0, 0.0)]),
-        )
-        return self.both(
-            lambda p, m, v: launch.hot_step(p, m, v, grad, updates, constants), [p, m, v.abs_()]
-        )
-
-    def constants(self) -> definition.HotConstants:
+    def constants(self) -> definition.AdamConstants:
         beta1, beta2 = self.random.choice([(0.0, 0.0), (0.9, 0.95), (0.9, 0.999)])
         l2, decay = self.random.choice([(0.0, 1.0), (self.number(), 1.0), (0.0, self.number())])
-        return definition.HotConstants(
+        return definition.AdamConstants(
             *(self.number(), 1e-3, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1e-8, l2, decay),
             *self.random.choice([(beta1, beta2), (0.0, 0.0)]),
         )
@@ -221,7 +202,6 @@ def main(cases: int, seed: int) -> None:
         for kernel in (
             case.predict,
             case.move,
-            case.hot_step,
             case.share_step,
             case.rounded_step,
             case.predict_lion,

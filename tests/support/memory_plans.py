@@ -44,15 +44,12 @@ def sections(draw: Any, stage: int) -> ZenFlowConfig:
             "overlap_step": draw(st.sampled_from([None, False])),
             "state_dtype": draw(dtypes),
         }
-        if not given.get("gradients_on_host"):
-            given["hide_transfers"] = draw(st.sampled_from([None, True, False]))
     else:
         given |= {
             "update_rule": "selective",
             "update_interval": draw(st.sampled_from([None, 2, 4])),
             "topk_ratio": draw(st.floats(0.01, 0.9)),
             "overlap_step": draw(st.booleans()),
-            "overlap_lag": draw(st.sampled_from([1, 2])),
             "offload": draw(st.booleans()),
             "select_interval": draw(st.sampled_from([None, 4])),
         }
@@ -82,10 +79,8 @@ def setups(draw: Any) -> Setup:
         layout=ADAM_STATE if adam_only else draw(st.sampled_from([ADAM_STATE, LION_STATE])),
         reduce_bucket_size=draw(st.integers(1, 10**9)),
         overlap_comm=draw(st.sampled_from([None, True, False])),
-        contiguous_gradients=draw(st.booleans()),
         sub_group_size=draw(st.integers(1, 10**10)),
         stage3_allgather_single_param=draw(st.booleans()),
         flatten_tier=draw(st.sampled_from([None, "accelerator", "distributed", "host"])),
         gathers_on_save=draw(st.booleans()),
-        maps_files=draw(st.booleans()),
     )

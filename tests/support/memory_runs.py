@@ -30,7 +30,7 @@ from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
 from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.commands.memory.config_file import read_config
-from deepspeed_ext.commands.memory.model_file import read_model
+from deepspeed_ext.commands.memory.model import read_shape
 from deepspeed_ext.commands.memory.plan import MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks
 from deepspeed_ext.zenflow.plan import chunks
@@ -38,7 +38,6 @@ from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import Arrival, Place
 from deepspeed_ext.zenflow.rules.predictive import probe
 from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
-from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.compare import base_config
 from tests.support.meter import LiveBytes
@@ -124,21 +123,16 @@ class HostBytes(LiveBytes):
 
             return make
 
-        show, take = AcceleratorShare.show, CodedMoments.take
+        show = AcceleratorShare.show
 
         def shown(share: AcceleratorShare) -> None:
             show(share)
             self.see_arenas()
 
-        def taken(coded: CodedMoments) -> None:  # while a load still has the file's content
-            self.see_arenas()
-            take(coded)
-
         with (
             patch.object(Arena, "tensor", seen(Arena.tensor)),
             patch.object(Arena, "whole", seen(Arena.whole)),
             patch.object(AcceleratorShare, "show", shown),
-            patch.object(CodedMoments, "take", taken),
             self,
         ):
             yield self
@@ -294,13 +288,6 @@ def _measure(config: dict[str, Any], model: str | None) -> Measured:
         with shared_folder() as folder:
             _save(engine, folder)
             note(Phase.SAVE)
-            engine.load_checkpoint(folder, tag="saved")
-            note(Phase.LOAD)
-        _step(engine, rows, lambda _: note(None))
-        if _falls_asleep(engine):
-            note(None)
-            note(Phase.SLEEP)
-            engine.reload_states()
     engine.destroy()
     return found
 
@@ -312,18 +299,6 @@ def _step(engine: Any, rows: torch.Tensor, note: Callable[[Phase], None]) -> Non
         note(Phase.BACKWARD)
         engine.step()
         note(Phase.STEP if boundary else Phase.BACKWARD)
-
-
-def _falls_asleep(engine: Any) -> bool:
-    """Move the engine's states away, if DeepSpeed does that: not weights that are on the host, and
-    at stage 3 only states of its own optimizers."""
-    is_zenflow = hasattr(engine.optimizer, "host_optimizer")
-    if engine.zero_offload_param() is not None or (
-        engine.zero_optimization_stage() == 3 and not is_zenflow
-    ):
-        return False
-    engine.offload_states()
-    return True
 
 
 def _note_state(engine: Any, found: Measured) -> None:
@@ -374,8 +349,10 @@ def _save(engine: Any, folder: str) -> None:
 
 def planned(config: dict[str, Any], ranks: int, model: str | None = None) -> MemoryPlan:
     """The plan for a run of `measure`."""
-    of_file = None if model is None else read_model(model)
-    params, most = (PARAMS, LARGEST) if of_file is None else (of_file.params, of_file.largest)
+    params, most = PARAMS, LARGEST
+    if model is not None:
+        _, shape, _ = read_shape(model)
+        params, most = shape.params, shape.largest
     with tempfile.TemporaryDirectory(prefix="dsext-memory-") as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))

@@ -20,8 +20,8 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.plan.arrays import ArrayKey
-from deepspeed_ext.zenflow.rules.blocks import AdamBlocks
 from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
+from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
@@ -75,7 +75,7 @@ def late_and_poisoned(*, waits: bool = True) -> Iterator[dict[str, int]]:
         _patch(stack, Partition, "take_published", poison.take_published)
         _patch(stack, PredictiveRule, "_read_results", poison.read_results)
         _patch(stack, OptimizerProcess, "submit", poison.submit)
-        _patch(stack, AdamBlocks, "step", poison.step_hot)
+        _patch(stack, SelectiveRule, "to_hand_over", poison.step_hot)
         yield poison.counts
 
 
@@ -148,11 +148,11 @@ class _Poison:
 
         return method
 
-    def step_hot(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def method(blocks: AdamBlocks, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def step_hot(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(rule: SelectiveRule, *args: Any) -> torch.Tensor | None:
             self.counts["hot state"] += 1
             delay()
-            return original(blocks, *args, **kwargs)
+            return original(rule, *args)
 
         return method
 
@@ -200,7 +200,7 @@ def synchronous() -> Iterator[None]:
             (Estimator, "predict"),
             (Partition, "take_published"),
             (PredictiveRule, "_read_results"),
-            (AdamBlocks, "step"),
+            (SelectiveRule, "to_hand_over"),
         ):
             _patch(stack, owner, name, resting)
         yield

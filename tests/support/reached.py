@@ -43,7 +43,7 @@ RULES: dict[str, dict[str, Any]] = {
     "exact": {"update_rule": "exact"},
     "selective": {
         "topk_ratio": 0.3,
-        "select_block_size": 16,
+        "block_size": 16,
         "select_interval": 2,
         "update_interval": 1,
         "overlap_step": True,

@@ -24,7 +24,7 @@ STOPPED, STEPS = 3, 6
 
 OVERLAPPED = {"full_warm_up_rounds": 1}
 WAITING = {"overlap_step": False}
-SELECTIVE = {"topk_ratio": 0.1, "select_block_size": 32, "update_interval": 2, "select_interval": 4}
+SELECTIVE = {"topk_ratio": 0.1, "update_interval": 2, "select_interval": 4}
 """ZenFlow sections. Without overlap, the predictive rule is plain AdamW."""
 
 

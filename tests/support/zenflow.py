@@ -21,7 +21,6 @@ RULES: dict[str, dict[str, Any]] = {
     "predictive": {"full_warm_up_rounds": 2},
     "selective": {
         "topk_ratio": 0.1,
-        "select_block_size": 32,
         "select_interval": 4,
         "update_interval": 2,
         "overlap_step": True,

@@ -85,7 +85,6 @@ def selective_config(
 ) -> dict[str, Any]:
     defaults = {
         "topk_ratio": 0.1,
-        "select_block_size": 32,
         "update_interval": 2,
         "select_interval": 4,
     }

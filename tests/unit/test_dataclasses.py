@@ -22,7 +22,6 @@ FILLED_IN = {
     "cores/plan.py:_HostPlanner",
     "cores/binding.py:_Before",
     "gather/launch.py:PendingParameter",
-    "runtime/start_profile.py:Phase",
 }
 """What changes while something runs."""
 

@@ -1,5 +1,5 @@
-"""Runs ``deepspeed-ext plan --memory``. Imports DeepSpeed only if there is a config, torch only if
-there is a model."""
+"""Runs ``deepspeed-ext plan --memory``. Imports DeepSpeed only if there is a config, and never
+torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from deepspeed_ext.commands.memory import fit_report
-from deepspeed_ext.commands.memory.fit import Fit, Question, fits, suggested
-from deepspeed_ext.commands.memory.fit_config import Reader, config_of
-from deepspeed_ext.commands.memory.model_file import ModelFile, read_model
-from deepspeed_ext.commands.memory.plan import Capacity, neighbours, plan_memory
-from deepspeed_ext.commands.memory.report import as_json, as_text
-from deepspeed_ext.commands.memory.setup import Model, Ranks, typical_largest
-from deepspeed_ext.commands.memory.traffic import Machine
+from deepspeed_ext.commands.memory.fit import Question, fits, suggested
+from deepspeed_ext.commands.memory.machine import KEPT, RECOMPUTED, machine_of
+from deepspeed_ext.commands.memory.model import Model, Shape, read_shape, typical
+from deepspeed_ext.commands.memory.plan import Capacity
+from deepspeed_ext.commands.memory.report import as_json, as_text, phases_text
+from deepspeed_ext.commands.memory.setup import Ranks
+from deepspeed_ext.commands.memory.ways import config_of
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.runtime.output_file import OutputFile
 from deepspeed_ext.runtime.proc import total_host_bytes
@@ -35,125 +34,108 @@ def run_from_cli(arguments: Any) -> str:
     Raises:
         ConfigError: arguments or config contradict each other.
     """
-    _require_one_model(arguments)
+    _require_consistent(arguments)
     written = None if arguments.write is None else OutputFile.check(arguments.write, "--write")
-    named = _model(arguments)
+    name, shape, notes = _shape(arguments)
+    setups, dtype = None, DTYPES[arguments.dtype or "bf16"]
     ranks = Ranks(arguments.ranks, arguments.ranks_per_host or arguments.ranks)
-    if named.largest > named.params:
-        raise ConfigError(
-            f"--largest-param {named.largest:,} is more than --params {named.params:,}"
-        )
-    if ranks.per_host > ranks.count:
-        raise ConfigError(f"--ranks-per-host {ranks.per_host} is more than --ranks {ranks.count}")
-    capacity = Capacity(
-        _accelerator_bytes()
-        if arguments.accelerator_gib == HERE
-        else _bytes(arguments.accelerator_gib),
-        total_host_bytes() if arguments.host_gib == HERE else _bytes(arguments.host_gib),
-    )
+    if arguments.config is not None:
+        # DeepSpeed's logger would write into the report
+        with contextlib.redirect_stdout(io.StringIO()):
+            from deepspeed_ext.commands.memory.config_file import read_config
+
+            read = read_config(arguments.config, ranks.count)
+        setups, notes = [read.setup], (*notes, *read.notes)
+        dtype = DTYPES[arguments.dtype] if arguments.dtype else read.dtype
+    model = Model(arguments.params or shape.params, arguments.largest_param or shape.largest, dtype)
+    model = replace(model, largest=min(model.params, model.largest))
+    question, assumed = _question(arguments, shape, model, ranks)
     if arguments.accelerator_gib == HERE:
-        named = replace(named, notes=(*named.notes, *_notes_of_this_machine()))
-    machine = _machine(arguments)
-    if arguments.config is not None:
-        return _of_config(arguments, named, ranks, capacity)
-    model = Model(named.params, named.largest, DTYPES[arguments.dtype or "bf16"])
-    question = Question(model, ranks, capacity, machine, named.active or named.params)
-    if arguments.tokens is not None:
-        question = replace(question, tokens=arguments.tokens)
-    found = fits(question)
-    wrote = None if written is None else _write(written, found, vars(arguments)["for"] or "script")
+        notes = (*notes, *_notes_of_this_machine())
+    found = fits(question, setups)
     if arguments.json:
-        report = as_json([fit.plan for fit in found], capacity, named.notes)
-        return json.dumps(report | fit_report.as_json(question, found))
-    text = fit_report.as_text(
-        named.name, question, found, named.notes, all_ways=bool(arguments.all)
-    )
-    return text if wrote is None else f"{text}\n{wrote}"
+        return json.dumps(as_json(question, found, notes))
+    text = as_text(name, assumed, question, found, notes, all_ways=bool(arguments.all))
+    if setups is not None:
+        text = f"{text}\n\n{phases_text(found[0])}"
+    if written is not None:
+        best = suggested(found)
+        if best is None:
+            raise ConfigError("--write: no run fits, or --gpu-gb is missing, so there is none")
+        config = config_of(best.setup, dtype, vars(arguments)["for"] or "script")
+        written.write(f"{json.dumps(config, indent=2)}\n".encode())
+        text = f"{text}\nIts config is in {written.path}."
+    return text
 
 
-def _require_one_model(arguments: Any) -> None:
-    if arguments.params is not None and arguments.model is not None:
-        raise ConfigError(
-            "--params and --model: give only one; --model has the number of parameters"
-        )
-    if arguments.model is not None and arguments.largest_param is not None:
-        raise ConfigError("--largest-param: not with --model, which has it")
-    if arguments.config is not None:
-        for name in ("write", "tokens", "all"):
-            if getattr(arguments, name) is not None:
-                raise ConfigError(f"--{name}: not with --config, which names one run to plan")
-    if vars(arguments)["for"] is not None and arguments.write is None:
-        raise ConfigError("--for: only with --write")
+def _require_consistent(arguments: Any) -> None:
+    wrong = {
+        "--params and --model: give only one": arguments.params and arguments.model,
+        "--largest-param: not with --model, which has it": arguments.largest_param
+        and arguments.model,
+        "--largest-param is more than --params": arguments.params
+        and (arguments.largest_param or 0) > arguments.params,
+        "--ranks-per-host is more than --ranks": (arguments.ranks_per_host or 0) > arguments.ranks,
+        "--write: not with --config, which names one run": arguments.write and arguments.config,
+        "--all: not with --config, which names one run": arguments.all and arguments.config,
+        "--for: only with --write": vars(arguments)["for"] and not arguments.write,
+    }
+    for problem, is_given in wrong.items():
+        if is_given:
+            raise ConfigError(problem)
 
 
-def _model(arguments: Any) -> ModelFile:
-    """The model of ``--model``, or one of ``--params`` parameters."""
+def _shape(arguments: Any) -> tuple[str, Shape, tuple[str, ...]]:
     if arguments.model is not None:
-        return read_model(arguments.model)
-    params = arguments.params
-    return ModelFile("A model", params, arguments.largest_param or typical_largest(params), params)
+        return read_shape(arguments.model)
+    note = (
+        "activations and the largest parameter are those of a model like Llama 3; --model has yours"
+    )
+    return "A model", typical(arguments.params), (note,)
 
 
-def _machine(arguments: Any) -> Machine:
-    given = {
+def _question(arguments: Any, shape: Shape, model: Model, ranks: Ranks) -> tuple[Question, str]:
+    given = _accelerator_bytes(arguments.accelerator_gib)
+    machine, of_card, assumed = machine_of(arguments.card, arguments.host, given)
+    speeds = {
         "link": (arguments.link_gbps, 1e9),
         "host": (arguments.host_gbps, 1e9),
+        "of_rank": (arguments.host_gbps, 1e9),
         "flops": (arguments.tflops, 1e12),
     }
-    return replace(
-        Machine(),
-        **{name: value * unit for name, (value, unit) in given.items() if value is not None},
+    found = {name: value * unit for name, (value, unit) in speeds.items() if value is not None}
+    per_token = KEPT if arguments.keep_activations else RECOMPUTED
+    host = arguments.host_gib
+    capacity = Capacity(
+        of_card if given is None and arguments.card else given,
+        total_host_bytes() if host == HERE else _bytes(host),
     )
-
-
-def _write(file: OutputFile, found: list[Fit], reader: Reader) -> str:
-    best = suggested(found)
-    if best is None:
-        raise ConfigError(
-            "--write: there is no config to write, because no run fits, or --gpu-gb or --host-gb "
-            "is missing"
-        )
-    dtype = best.plan.model.dtype
-    file.write(f"{json.dumps(config_of(best.setup, dtype, reader), indent=2)}\n".encode())
-    return f"Its config is in {file.path}, {_READ_BY[reader]}."
-
-
-_READ_BY: dict[Reader, str] = {
-    "script": "for deepspeed.initialize; --for trainer writes one for the Hugging Face Trainer",
-    "trainer": "for a trainer, whose arguments set batch sizes, learning rate and dtype",
-}
-
-
-def _of_config(arguments: Any, named: ModelFile, ranks: Ranks, capacity: Capacity) -> str:
-    """The report on the run that ``--config`` names."""
-    # DeepSpeed's logger would write into the report
-    with contextlib.redirect_stdout(io.StringIO()):
-        from deepspeed_ext.commands.memory.config_file import read_config
-
-        read = read_config(arguments.config, ranks.count)
-    model = Model(
-        named.params, named.largest, DTYPES[arguments.dtype] if arguments.dtype else read.dtype
-    )
-    plans = [plan_memory(model, ranks, each, capacity) for each in neighbours(read.setup)]
-    notes = (*named.notes, *read.notes)
-    if arguments.json:
-        return json.dumps(as_json(plans, capacity, notes))
-    return as_text(plans, notes, capacity)
+    sequence = arguments.seq_len or Question.sequence
+    return Question(
+        shape,
+        model,
+        ranks,
+        capacity,
+        replace(machine, per_token=per_token, **found),
+        arguments.tokens or max(Question.tokens, sequence),
+        sequence,
+        fused_loss=bool(arguments.fused_loss),
+    ), assumed
 
 
 def _bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * (1 << 30))
 
 
-def _accelerator_bytes() -> int:
+def _accelerator_bytes(gib: Any) -> int | None:
+    if gib != HERE:
+        return _bytes(gib)
     with contextlib.redirect_stdout(io.StringIO()):
         from deepspeed_ext.runtime.backend import get_accelerator
 
         accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        raise ConfigError(
-            "--accelerator-gib here: this machine has no accelerator; give its GiB as a number"
-        )
+        raise ConfigError("--gpu-gb here: this machine has no accelerator; give its GiB")
     return int(accelerator.total_memory())
 
 

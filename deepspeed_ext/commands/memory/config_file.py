@@ -123,16 +123,14 @@ def _setup(
         fused_adam=not torch_adam and (name in (*_ADAMS, _LION) or offload),
         pins=offload and zero.offload_optimizer is not None and zero.offload_optimizer.pin_memory,
         offload_param=zero.offload_param is not None and zero.offload_param.device == "cpu",
-        host_share=1.0 if zero.host_share is None else zero.host_share,
+        host_share=zero.host_share,
         layout=LION_STATE if name == _LION else ADAM_STATE,
         overlap_comm=section["overlap_comm"]
         if isinstance(section.get("overlap_comm"), bool)
         else None,
-        contiguous_gradients=zero.contiguous_gradients,
         stage3_allgather_single_param=zero.stage3_allgather_single_param,
         flatten_tier=zero.flatten_tier,
         gathers_on_save=zero.gather_16bit_weights_on_model_save,
-        maps_files=zero.pipeline_loading_checkpoint,
         **sizes,
     )
 

@@ -7,22 +7,23 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from deepspeed_ext.commands.memory.activations import typical_activations
-from deepspeed_ext.commands.memory.plan import Capacity, MemoryPlan, plan_memory
-from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
-from deepspeed_ext.commands.memory.traffic import Machine, StepTime, step_time
-from deepspeed_ext.commands.memory.ways import inexactness, kind_of, name_of, ways
+from deepspeed_ext.commands.memory.machine import Machine, StepTime, step_time
+from deepspeed_ext.commands.memory.model import Shape, typical
+from deepspeed_ext.commands.memory.plan import Capacity, MemoryPlan, added_up, plan_memory
+from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
+from deepspeed_ext.commands.memory.ways import inexactness, name_of, ways
 from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import Place
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.search import Measured, search_measured
+from deepspeed_ext.zenflow.plan.share import ChainTimes, with_host_share
 
 __all__ = [
     "GPU_RESERVE",
     "HOST_RESERVE",
     "RANK_RESERVE",
-    "SAME_TIME",
     "Fit",
     "Question",
-    "best_of_kinds",
     "faster",
     "fits",
     "largest",
@@ -34,10 +35,12 @@ _GIB = 1 << 30
 GPU_RESERVE, HOST_RESERVE, RANK_RESERVE = 2 * _GIB, 8 * _GIB, _GIB // 2
 """Bytes that stay free: per GPU for its context, collectives and fragmentation; per host; and per
 rank of a host."""
-_MOST_TIMES_SMALLER = 10**6
 SAME_TIME = 0.85
 """Ways count as equally fast unless one takes less than this fraction of the other's time: times
-are arithmetic, and most runs are slower (docs/lab/archive/time_model.md)."""
+are arithmetic, and most runs are slower (docs/design/time_model.md)."""
+_CONTENTION = 0.2
+"""Seconds by which a second of the host's pass delays forward and backward: on an H200, 336 ms of
+pass, 73 % of it on the host, made 307 ms of 258 (gpu_h200_default.json)."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,38 @@ class Question:
     """What to train, and on which machine.
 
     Attributes:
+        shape: the model's.
+        model: its parameters.
         ranks: GPUs, and how many share a host.
         capacity: memory of a GPU and of a host, as far as it is known.
-        active: parameters that a token uses.
-        tokens: tokens per GPU and optimizer step, for the step times.
+        tokens: tokens per GPU and optimizer step.
+        sequence: tokens per GPU and micro-step, whose activations count.
+        fused_loss: the loss makes no logits of all tokens at once (Liger's kernel).
     """
 
+    shape: Shape
     model: Model
     ranks: Ranks
     capacity: Capacity
     machine: Machine
-    active: int
     tokens: int = 8192
+    sequence: int = 4096
+    fused_loss: bool = False
+
+    @property
+    def activations(self) -> int:
+        """Bytes of activations of a GPU, recomputed or not as the machine's operations count."""
+        recomputed = self.machine.per_token == Machine.per_token
+        item = self.model.itemsize
+        fused = self.fused_loss
+        return self.shape.activation_bytes(
+            self.sequence, item, recomputed=recomputed, fused_loss=fused
+        )
+
+    @property
+    def compute(self) -> float:
+        """Seconds of forward and backward."""
+        return self.machine.seconds(self.shape.active, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -66,20 +89,17 @@ class Fit:
     Attributes:
         plan: its memory.
         time: its optimizer step.
-        step_seconds: an optimizer step with forward and backward.
-        tokens: tokens per GPU and step above which the optimizer adds no time; None: it always
-            does.
-        room: bytes of a GPU that are left for activations; None: its memory is not known.
-        left: by place, bytes left at the peak beside activations and the reserve; empty: the
-            machine is not known.
+        waits, seconds: what a step waits for the optimizer, and a whole step.
+        needed: bytes of a GPU with activations, and of a host with all its ranks.
+        left: by place, bytes left beside the reserve; empty: the machine is not known.
         missing: missing fraction of a GPU's memory plus that of a host's.
     """
 
     plan: MemoryPlan
     time: StepTime
-    step_seconds: float
-    tokens: int | None
-    room: int | None
+    waits: float
+    seconds: float
+    needed: dict[Place, int]
     left: dict[Place, int]
     missing: float
 
@@ -91,61 +111,92 @@ class Fit:
     @property
     def name(self) -> str:
         """The way, with its stage."""
-        return f"stage {self.setup.stage}, {name_of(self.setup, self.plan.copies)}"
+        return f"stage {self.setup.stage}, {name_of(self.setup, self.plan.zenflow)}"
 
     @property
     def short(self) -> list[Place]:
         """The places where memory is missing."""
         return [place for place, nbytes in self.left.items() if nbytes < 0]
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits, but less than a fiftieth of what it needs is to spare."""
+        left = self.left.items()
+        return not self.short and any(size < self.needed[place] / 50 for place, size in left)
+
 
 def fits(question: Question, setups: Iterable[Setup] | None = None) -> list[Fit]:
-    """Rate all ways on this machine, or only `setups`."""
-    return [_fit(question, setup) for setup in (ways() if setups is None else setups)]
+    """Rate all ways on this machine, or only `setups`. If a run puts gradients on the host by
+    itself, the way that asks for it stands for both."""
+    found = [_fit(question, setup) for setup in (ways() if setups is None else setups)]
+    return list({fit.name: fit for fit in found}.values())
 
 
 def _fit(question: Question, setup: Setup) -> Fit:
-    model = question.model
-    ranks = question.ranks
-    capacity = question.capacity
-    machine = question.machine
+    model, ranks, capacity = question.model, question.ranks, question.capacity
     plan = plan_memory(model, ranks, setup, capacity)
-    time = step_time(model, ranks, plan.setup, machine)
-    compute = machine.seconds(question.active, question.tokens)
-    tokens = None if time.exposed else time.tokens(question.active, machine)
-    left, room = dict[Place, int](), None
-    if capacity.accelerator is not None:
-        usable = capacity.accelerator - GPU_RESERVE
-        room = usable - plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD)
-        at_peak = usable - plan.peak(Place.ACCELERATOR)
-        left[Place.ACCELERATOR] = min(at_peak, room - typical_activations(question.active))
-    if capacity.host is not None:
-        reserve = HOST_RESERVE + ranks.per_host * RANK_RESERVE
-        left[Place.HOST] = capacity.host - reserve - plan.host_peak()
-    of_all = {Place.ACCELERATOR: capacity.accelerator, Place.HOST: capacity.host}
+    if plan.zenflow is not None and plan.zenflow.measures_share:
+        plan = added_up(model, ranks, plan.setup, _as_measured(question, plan.setup))
+    time = step_time(model, ranks, plan.setup, question.machine, plan.zenflow)
+    there = Place.ACCELERATOR
+    in_backward = plan.nbytes(there, Phase.BACKWARD) + question.activations
+    needed = {there: max(plan.peak(there), in_backward), Place.HOST: plan.host_peak()}
+    of_all = {there: capacity.accelerator, Place.HOST: capacity.host}
+    kept = {there: GPU_RESERVE, Place.HOST: HOST_RESERVE + ranks.per_host * RANK_RESERVE}
+    left = {
+        place: size - kept[place] - needed[place]
+        for place, size in of_all.items()
+        if size is not None
+    }
     missing = sum(-nbytes / (of_all[place] or 1) for place, nbytes in left.items() if nbytes < 0)
-    return Fit(plan, time, time.seconds(compute), tokens, room, left, missing)
+    waits = time.waits(question.compute)
+    return Fit(plan, time, waits, question.compute + waits, needed, left, missing)
+
+
+def _as_measured(question: Question, setup: Setup) -> ZenFlowPlan:
+    """ZenFlow's plan with the share of the optimizer on the GPU that a run would choose once it has
+    measured its steps, predicted from the assumed speeds."""
+    total, compute = question.capacity.accelerator, question.compute
+    setup = replace(setup, host_share=1.0)
+    plan = plan_memory(question.model, question.ranks, setup, question.capacity)
+    now = plan.zenflow
+    assert now is not None
+    assert setup.zenflow is not None
+    if total is None:
+        return now
+    time = step_time(question.model, question.ranks, setup, question.machine, now)
+    times = ChainTimes(compute, time.host, time.transfer, contention=_CONTENTION)
+    reserve = max(GPU_RESERVE, round(total * setup.zenflow.offload_reserve_fraction))
+    in_backward = plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD) + question.activations
+    room = total - reserve - max(in_backward, plan.peak(Place.ACCELERATOR))
+    found = search_measured(now, [Measured.of(now, times, room)])
+    return with_host_share(found.plan, found.share, "predicted from the machine's speeds")
 
 
 def _best(found: Sequence[Fit]) -> Fit:
-    """Among ways with the same numerics, the simplest of the fastest: without offload, then at the
-    lower stage, then with the whole optimizer on the host."""
-    most = min(fit.step_seconds for fit in found) / SAME_TIME
-    return min((fit for fit in found if fit.step_seconds <= most), key=_simplicity)
+    """Among ways with the same moments, the simplest of the fastest."""
+    most = min(fit.seconds for fit in found) / SAME_TIME
+    return min((fit for fit in found if fit.seconds <= most), key=_simplicity)
 
 
 def _simplicity(fit: Fit) -> tuple[float, ...]:
-    return (not fit.setup.on_accelerator, fit.setup.stage, -fit.setup.host_share, fit.step_seconds)
+    """Without offload, then with the exact rule, then at the lower stage, then with less on the
+    GPU."""
+    zenflow, plan = fit.setup.zenflow, fit.plan.zenflow
+    is_predicted = zenflow is not None and zenflow.rule != "exact"
+    moved = 0.0 if plan is None else 1.0 - plan.host_share
+    return (not fit.setup.on_accelerator, is_predicted, fit.setup.stage, moved, fit.seconds)
 
 
 def _fitting(found: Sequence[Fit]) -> list[Fit]:
-    """The ways that fit, the most exact first; none if the GPU's memory is not known."""
+    """The ways that fit, fp32 moments first; none if the GPU's memory is not known."""
     fitting = [fit for fit in found if Place.ACCELERATOR in fit.left and not fit.short]
     return sorted(fitting, key=lambda fit: inexactness(fit.setup))
 
 
 def suggested(found: Sequence[Fit]) -> Fit | None:
-    """The best of the most exact ways that fit; None: no way fits, or the machine is not known."""
+    """The best of the ways that fit with the least rounded moments; None: no way fits, or the
+    machine is not known."""
     fitting = _fitting(found)
     if not fitting:
         return None
@@ -154,55 +205,38 @@ def suggested(found: Sequence[Fit]) -> Fit | None:
 
 
 def faster(found: Sequence[Fit]) -> Fit | None:
-    """The fastest way that fits and is less exact than the suggested one, if it is clearly
-    faster."""
+    """A way that fits and is clearly faster than the suggested one: of these the least rounded one
+    that is about as fast as the fastest."""
     best = suggested(found)
     if best is None:
         return None
-    fastest = min(_fitting(found), key=lambda fit: fit.step_seconds)
-    return fastest if fastest.step_seconds < SAME_TIME * best.step_seconds else None
+    fitting = _fitting(found)
+    most = min(fit.seconds for fit in fitting) / SAME_TIME
+    quick = [fit for fit in fitting if fit.seconds <= min(most, SAME_TIME * best.seconds)]
+    return suggested(quick) if quick else None
 
 
 def nearest(found: Sequence[Fit]) -> Fit:
     """The way that misses the least memory."""
-    return min(found, key=lambda fit: (fit.missing, fit.step_seconds))
+    return min(found, key=lambda fit: (fit.missing, fit.seconds))
 
 
-def best_of_kinds(found: Sequence[Fit]) -> list[Fit]:
-    """The best way of each kind: one that fits, or else the one that misses the least memory."""
-    kinds: dict[str, list[Fit]] = {}
-    for fit in found:
-        kinds.setdefault(kind_of(fit.setup), []).append(fit)
-    return [
-        suggested(same) or (nearest(same) if same[0].left else _best(same))
-        for same in kinds.values()
-    ]
-
-
-def largest(question: Question, found: Sequence[Fit]) -> tuple[int, Fit] | None:
-    """The most parameters of a typical model that fit this machine, to two digits, and the way;
-    None: not even a millionth of this model's. Tries only ways that no other one beats at both
-    places."""
-    setups = [fit.setup for fit in found if not any(_beats(other, fit) for other in found)]
+def largest(question: Question, setups: Sequence[Setup]) -> tuple[int, Fit] | None:
+    """The most parameters of a typical model that fit this machine in one of these ways, to two
+    digits, and the way; None: not even a millionth of this model's."""
 
     def tried(params: int) -> Fit | None:
-        model = Model(params, typical_largest(params), question.model.dtype)
-        active = max(1, round(question.active * params / question.model.params))
-        asked = replace(question, model=model, active=active)
-        return suggested(fits(asked, (replace(setup, flatten_tier=None) for setup in setups)))
+        shape = typical(params)
+        model = Model(params, min(params, shape.largest), question.model.dtype)
+        return suggested(fits(replace(question, shape=shape, model=model), setups))
 
-    low, high = question.model.params // _MOST_TIMES_SMALLER, question.model.params
+    low, high = question.model.params // 10**6, question.model.params
     if low == 0 or tried(low) is None:
         return None
     while high - low > max(1, low // 200):
         middle = (low + high) // 2 if high < 4 * low else math.isqrt(low * high)
         low, high = (low, middle) if tried(middle) is None else (middle, high)
-    digits = len(str(low)) - 2
-    rounded = low // 10**digits * 10**digits if digits > 0 else low
+    digits = max(0, len(str(low)) - 2)
+    rounded = low // 10**digits * 10**digits
     best = tried(rounded)
     return None if best is None else (rounded, best)
-
-
-def _beats(one: Fit, other: Fit) -> bool:
-    """Whether `one` leaves more than `other` at each place."""
-    return all(one.left[place] > nbytes for place, nbytes in other.left.items())

@@ -1,166 +1,255 @@
-"""Writes plans of memory as text and as JSON."""
+"""Writes the answers of `fit` as text, the answer first, and as JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from deepspeed_ext.commands.memory.plan import PLACES, UNKNOWN, Capacity, MemoryPlan
-from deepspeed_ext.commands.memory.ways import name_of
+from deepspeed_ext.commands.memory.fit import (
+    GPU_RESERVE,
+    HOST_RESERVE,
+    RANK_RESERVE,
+    Fit,
+    Question,
+    faster,
+    fits,
+    largest,
+    nearest,
+    suggested,
+)
+from deepspeed_ext.commands.memory.plan import PLACES
+from deepspeed_ext.commands.memory.ways import (
+    config_of,
+    cost_of,
+    inexactness,
+    name_of,
+    zero_section,
+)
 from deepspeed_ext.runtime.words import counted
-from deepspeed_ext.zenflow.plan.phases import Phase
+from deepspeed_ext.zenflow.plan.phases import Part, Phase, nbytes_of
 from deepspeed_ext.zenflow.plan.places import Place
 
-__all__ = ["as_json", "as_text"]
+__all__ = ["as_json", "as_text", "phases_text"]
 
-SCHEMA = 2
-_GIB, _MIB = 1 << 30, 1 << 20
-_NAME_WIDTH = 36
-_COLUMNS = [phase for phase in Phase if phase.is_in_every_run]
-_WIDTHS = [max(11, len(phase.value)) for phase in _COLUMNS]
-"""Column widths of all tables: each has as many columns as there are phases."""
-_OTHERS = {Phase.LOAD: "to load a checkpoint", Phase.SLEEP: "asleep, after offload_states"}
+SCHEMA = 3
+_GIB = 1 << 30
+_NAMES = {Place.ACCELERATOR: "GPU", Place.HOST: "host"}
+_WIDTH = 12
 
 
-def as_json(
-    plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN, notes: Sequence[str] = ()
-) -> dict[str, Any]:
-    """All sizes in bytes; the first plan is the requested one, if there is one."""
-    first = plans[0]
-    return {
-        "schema": SCHEMA,
-        "parameters": first.model.params,
-        "largest_parameter": first.model.largest,
-        "dtype": first.model.dtype,
-        "ranks": first.ranks.count,
-        "ranks_per_host": first.ranks.per_host,
-        "activations_included": False,
-        "notes": list(notes),
-        "plans": [_plan_json(plan, capacity) for plan in plans],
-    }
+def as_text(
+    name: str,
+    assumed: str,
+    question: Question,
+    found: Sequence[Fit],
+    notes: Sequence[str] = (),
+    *,
+    all_ways: bool = False,
+) -> str:
+    """The report.
 
-
-def _plan_json(plan: MemoryPlan, capacity: Capacity) -> dict[str, Any]:
-    setup, zenflow = plan.setup, plan.zenflow
-    parts = {
-        place.value: {
-            phase.value: {part.kind: part.nbytes for part in plan.parts[place, phase]}
-            for phase in Phase
-        }
-        for place in PLACES
-    }
-    return {
-        "stage": setup.stage,
-        "run": name_of(setup, plan.copies),
-        "zenflow": setup.zenflow and setup.zenflow.model_dump(exclude_unset=True),
-        "reasons": [] if zenflow is None else [str(reason) for reason in zenflow.reasons],
-        "gradient_accumulation_steps": setup.accumulation,
-        "bytes_per_rank": parts,
-        "page_locked_bytes_per_rank": {phase.value: plan.page_locked(phase) for phase in Phase},
-        "host_bytes_per_host": {phase.value: plan.on_host(phase) for phase in Phase},
-        "peak_bytes": {
-            "accelerator": plan.peak(Place.ACCELERATOR),
-            "host": plan.peak(Place.HOST),
-            "per_host": plan.host_peak(),
-        },
-        "left_bytes": {place.value: nbytes for place, nbytes in capacity.left(plan).items()},
-        "notes": list(plan.notes),
-    }
-
-
-def as_text(plans: Sequence[MemoryPlan], notes: Sequence[str], capacity: Capacity = UNKNOWN) -> str:
-    """The report: a header, the first plan in detail, a table of all `plans`, and whether the first
-    one fits."""
-    first = plans[0]
-    header = (
-        f"{first.model.params:,} parameters in {first.model.dtype} (the largest has "
-        f"{first.model.largest:,}), {counted(first.ranks.count, 'rank')}, "
-        f"{first.ranks.per_host} per host.\n"
-        "Not included: activations, which are the model's, "
-        "libraries, and fragmentation of the allocator."
+    Args:
+        name, assumed: the model, and the machine, in a few words.
+        found: every way, or the one that a config names.
+        notes: remarks on the model.
+        all_ways: a line for each way, instead of one for the best with each kind of moments.
+    """
+    machine, ranks, is_one = question.machine, question.ranks, len(found) == 1
+    shown = list(found) if all_ways or is_one else best_of_kinds(found)
+    width = max(len(_row_name(fit)) for fit in shown)
+    columns = "".join(f"{name:>{_WIDTH}}" for name in ("GPU GiB", "host GiB", "step s", "waits s"))
+    recomputed = "recomputed" if machine.per_token > 6 else "kept"
+    loss = (
+        "a fused loss (Liger's, use_liger_kernel)" if question.fused_loss else "all logits at once"
     )
-    tables = detail_text(first, notes), neighbours_text(plans, capacity)
-    return "\n\n".join([header, *tables, verdict_text(first, capacity)])
-
-
-def verdict_text(plan: MemoryPlan, capacity: Capacity) -> str:
-    """Whether the plan fits."""
-    if capacity == UNKNOWN:
-        return (
-            "Does it fit? Add --gpu-gb and --host-gb: the memory of one accelerator and of one "
-            "host, as numbers, or here for this machine's."
-        )
-    left = capacity.left(plan)
-    amounts = [
-        f"{abs(size) / _GIB:,.2f} GiB "
-        f"{'are left on' if size >= 0 else 'are missing on'} the {place.value}"
-        for place, size in left.items()
+    lines = [
+        *answer(question, found),
+        "",
+        f"{name}: {question.model.params:,} parameters in {question.model.dtype}, vocabulary of "
+        f"{question.shape.vocabulary:,}; {counted(ranks.count, 'GPU')}, {ranks.per_host} per host.",
+        f"Assumed: {assumed}: {machine.flops / 1e12:g} TFLOP/s, {machine.link / 1e9:g} GB/s each "
+        f"way, {min(machine.host / ranks.per_host, machine.of_rank) / 1e9:.0f} GB/s of host memory "
+        "per GPU.",
+        f"Activations: {question.activations / _GIB:.1f} GiB of {question.sequence:,} tokens, "
+        f"{recomputed}, {loss}.",
+        f"Kept free: {GPU_RESERVE / _GIB:g} GiB of a GPU, {HOST_RESERVE / _GIB:g} GiB of a host "
+        f"and {RANK_RESERVE / _GIB:g} for each of its ranks.",
+        *(f"note: {note}" for note in notes),
+        "",
+        f"{'stage, run':<{width}}{columns}   fits",
+        *(_line(fit, width) for fit in shown),
+        "",
+        f"GPU: with activations. Step: {question.tokens:,} tokens per GPU. Waits: for the "
+        "optimizer, in every step. Times are arithmetic.",
     ]
-    on_top = ", before activations" if Place.ACCELERATOR in left else ""
-    verdict = "It fits" if _fits(plan, capacity) == "yes" else "It does not fit"
-    return f"{verdict}{on_top}: {', '.join(amounts)}."
-
-
-def _fits(plan: MemoryPlan, capacity: Capacity) -> str:
-    short = [place.value for place, nbytes in capacity.left(plan).items() if nbytes < 0]
-    return f"no: {', '.join(short)}" if short else "yes"
-
-
-def detail_text(plan: MemoryPlan, notes: Sequence[str] = ()) -> str:
-    """One plan by kind and phase, per rank."""
-    unit, name = _unit([plan])
-    run = name_of(plan.setup, plan.copies)
-    lines = [f"stage {plan.setup.stage}, {run}: {name} per rank"]
-    lines.append(_row("", [phase.value for phase in _COLUMNS]))
-
-    def total(title: str, sizes: Sequence[int]) -> None:
-        lines.append(_row(f"  {title}", [_amount(nbytes, unit) for nbytes in sizes]))
-
-    for place in PLACES:
-        lines.append(place.value)
-        by_phase = [
-            {part.kind: part.nbytes for part in plan.parts[place, phase]} for phase in _COLUMNS
-        ]
-        for kind in dict.fromkeys(kind for parts in by_phase for kind in parts):
-            total(kind, [parts.get(kind, 0) for parts in by_phase])
-        total("total", [plan.nbytes(place, phase) for phase in _COLUMNS])
-    total("of it page-locked", [plan.page_locked(phase) for phase in _COLUMNS])
-    total("total of the first host", [plan.on_host(phase) for phase in _COLUMNS])
-    for phase, what in _OTHERS.items():
-        there, here = (_amount(plan.nbytes(place, phase), unit) for place in PLACES)
-        on_host = _amount(plan.on_host(phase), unit)
-        lines.append(
-            f"{what}: {there} of the accelerator, {here} of the host, {on_host} of the first host"
-        )
-    return "\n".join([*lines, *(f"note: {note}" for note in (*plan.notes, *notes))])
-
-
-def neighbours_text(plans: Sequence[MemoryPlan], capacity: Capacity = UNKNOWN) -> str:
-    """One line per plan."""
-    unit, name = _unit(plans)
-    columns = ["accelerator", "at its peak", "host", "at its peak", "per host"]
-    is_judged = capacity != UNKNOWN
-    names = [f"{plan.setup.stage}, {name_of(plan.setup, plan.copies)}" for plan in plans]
-    width = max(_NAME_WIDTH, *map(len, names))
-    lines = [f"{name} per rank between steps and at the peak"]
-    lines.append(_row("stage, run", columns, width) + ("   fits" if is_judged else ""))
-    for plan, run in zip(plans, names, strict=True):
-        held = [[plan.nbytes(place, Phase.BETWEEN), plan.peak(place)] for place in PLACES]
-        amounts = [_amount(size, unit) for size in (*held[0], *held[1], plan.host_peak())]
-        row = _row(run, amounts, width)
-        lines.append(f"{row}   {_fits(plan, capacity)}" if is_judged else row)
+    if len(shown) < len(found):
+        lines.append(f"Each line is the best of its kind; --all shows all {len(found)} ways.")
     return "\n".join(lines)
 
 
-def _unit(plans: Sequence[MemoryPlan]) -> tuple[int, str]:
-    most = max(plan.peak(place) for plan in plans for place in PLACES)
-    return (_GIB, "GiB") if most >= _GIB else (_MIB, "MiB")
+def best_of_kinds(found: Sequence[Fit]) -> list[Fit]:
+    """The best way of each kind: one that fits, or else the one that misses the least memory."""
+    kinds: dict[tuple[str, int], list[Fit]] = {}
+    for fit in found:
+        kind, *_ = name_of(fit.setup).split(",")
+        kinds.setdefault((kind, inexactness(fit.setup)), []).append(fit)
+    return [suggested(same) or nearest(same) for same in kinds.values()]
 
 
-def _amount(nbytes: int, unit: int) -> str:
-    return f"{nbytes / unit:,.2f}" if nbytes else "-"
+def answer(question: Question, found: Sequence[Fit]) -> list[str]:
+    """Whether the model fits, and how; what to write, and what it costs."""
+    if question.capacity.accelerator is None:
+        return ["Does it fit? Add --card (or --gpu-gb) and --host-gb, as vendors write them."]
+    best = suggested(found)
+    if best is None:
+        return _miss(question, found)
+    barely = " barely" if best.is_tight else ""
+    lines = [f"It fits{barely}: {best.name}, {best.seconds:,.2f} s a step. Left: {_left(best)}."]
+    if question.capacity.host is None:
+        lines.append("The host's memory is not known: add --host-gb.")
+    if len(found) > 1:
+        lines.append(f'Write "zero_optimization": {json.dumps(zero_section(best.setup))}')
+    if (cost := cost_of(best.setup)) is not None:
+        lines.append(f"Not AdamW to the bit: cost in loss {cost}.")
+    if (other := faster(found)) is not None:
+        cost = cost_of(other.setup) or "none"
+        lines.append(f"Faster: {other.name}, {other.seconds:,.2f} s; cost in loss {cost}.")
+    return lines + _of_stage_3(question, best)
 
 
-def _row(name: str, cells: Sequence[str], name_width: int = _NAME_WIDTH) -> str:
-    aligned = [f"  {cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True)]
-    return f"{name:<{name_width}}{''.join(aligned)}".rstrip()
+def _left(fit: Fit) -> str:
+    parts = [f"{nbytes / _GIB:,.1f} GiB of the {_NAMES[at]}" for at, nbytes in fit.left.items()]
+    return f"{' and '.join(parts)} beside what is kept free"
+
+
+def _of_stage_3(question: Question, best: Fit) -> list[str]:
+    """A line if the exact rule hides at stage 3 what every step waits for at stage 2."""
+    zenflow = best.setup.zenflow
+    if zenflow is None or best.setup.partitions_weights or best.waits == 0:
+        return []
+    given = zenflow.model_dump(exclude_unset=True)
+    exact = type(zenflow)(**given | {"update_rule": "exact"})
+    setup = replace(best.setup, stage=3, zenflow=exact, gathers_on_save=True, flatten_tier=None)
+    (other,) = fits(question, [setup])
+    gained = best.seconds - other.seconds
+    if other.short or gained <= 0:
+        return []
+    return [
+        f'Stage 3 with "update_rule": "exact" hides {gained * 1e3:,.0f} ms of the '
+        f"{best.waits * 1e3:,.0f} ms that every step waits at stage 2."
+    ]
+
+
+def _miss(question: Question, found: Sequence[Fit]) -> list[str]:
+    near = nearest(found)
+    lines = [f"It does not fit. Nearest: {near.name}, {_missing(near)}."]
+    if not question.fused_loss:
+        fused = replace(question, fused_loss=True)
+        if (best := suggested(fits(fused, [fit.setup for fit in found]))) is not None:
+            lines.append(
+                "With a fused loss (use_liger_kernel of the Trainer; --fused-loss here) it fits: "
+                f"{best.name}."
+            )
+    room = (question.capacity.accelerator or 0) - GPU_RESERVE - question.activations
+    each = {"LoRA": question.model.itemsize, "QLoRA": 0.5, "8-bit Adam without offload": 6}
+    needs = {name: round(nbytes * question.model.params) for name, nbytes in each.items()}
+    said = [
+        f"{name} {nbytes / _GIB:,.1f} GiB ({'fits' if nbytes <= room else 'does not fit'})"
+        for name, nbytes in needs.items()
+    ]
+    lines.append(f"Instead, on one GPU beside activations: {', '.join(said)}.")
+    if len(found) > 1 and (most := largest(question, [fit.setup for fit in found])) is not None:
+        params, how = most
+        size = f"{params / 1e9:,.2g} billion parameters"
+        lines.append(f"The largest model that fits has about {size}: {how.name}.")
+    return lines
+
+
+def _line(fit: Fit, width: int) -> str:
+    needed = [f"{fit.needed[place] / _GIB:,.1f}" for place in PLACES]
+    cells = [*needed, f"{fit.seconds:,.2f}", f"{fit.waits:,.2f}" if fit.waits else "-"]
+    verdict = "" if not fit.left else "barely" if fit.is_tight else "yes"
+    verdict = f"no: {_missing(fit)}" if fit.short else verdict
+    return (
+        f"{_row_name(fit):<{width}}{''.join(f'{cell:>{_WIDTH}}' for cell in cells)}   {verdict}"
+    ).rstrip()
+
+
+def _row_name(fit: Fit) -> str:
+    return fit.name.removeprefix("stage ")
+
+
+def _missing(fit: Fit) -> str:
+    """What is missing, rounded up, so that it is never 0."""
+    tenths = {place: -(10 * left // _GIB) for place, left in fit.left.items() if left < 0}
+    short = (f"{_NAMES[place]} {tenth / 10:,.1f}" for place, tenth in tenths.items())
+    return f"{', '.join(short)} GiB short"
+
+
+def _by_kind(parts: Sequence[Part]) -> dict[str, int]:
+    kinds = dict.fromkeys(part.kind for part in parts)
+    return {kind: nbytes_of([part for part in parts if part.kind == kind]) for kind in kinds}
+
+
+def phases_text(fit: Fit) -> str:
+    """One run by kind and phase, per rank."""
+    names = [phase.value for phase in Phase]
+    lines = [f"{'GiB per rank':<36}{''.join(f'  {name:>20}' for name in names)}"]
+    for place in PLACES:
+        by_phase = [_by_kind(fit.plan.parts[place, phase]) for phase in Phase]
+        kinds = dict.fromkeys(kind for parts in by_phase for kind in parts)
+        name = _NAMES[place]
+        rows = {f"{name}: {kind}": [parts.get(kind, 0) for parts in by_phase] for kind in kinds}
+        rows[f"{name} in all"] = [fit.plan.nbytes(place, phase) for phase in Phase]
+        if place is Place.HOST:
+            rows["of it page-locked"] = [fit.plan.page_locked(phase) for phase in Phase]
+        for title, sizes in rows.items():
+            cells = "".join(f"  {nbytes / _GIB:>20,.2f}" for nbytes in sizes)
+            lines.append(f"{title:<36}{cells}")
+    return "\n".join(lines)
+
+
+def as_json(question: Question, found: Sequence[Fit], notes: Sequence[str]) -> dict[str, Any]:
+    """All ways: bytes, seconds and the config to copy."""
+    best, machine = suggested(found), question.machine
+    return {
+        "schema": SCHEMA,
+        "parameters": question.model.params,
+        "largest_parameter": question.model.largest,
+        "dtype": question.model.dtype,
+        "ranks": question.ranks.count,
+        "ranks_per_host": question.ranks.per_host,
+        "activation_bytes": question.activations,
+        "assumed": {
+            "link_bytes_per_second": machine.link,
+            "host_bytes_per_second": machine.host,
+            "gpu_flop_per_second": machine.flops,
+            "tokens_per_gpu_and_step": question.tokens,
+        },
+        "answer": answer(question, found),
+        "suggested": None if best is None else found.index(best),
+        "notes": list(notes),
+        "ways": [_way(question, fit) for fit in found],
+    }
+
+
+def _way(question: Question, fit: Fit) -> dict[str, Any]:
+    parts = fit.plan.parts.items()
+    return {
+        "stage": fit.setup.stage,
+        "run": name_of(fit.setup, fit.plan.zenflow),
+        "fits": None if not fit.left else not fit.short,
+        "needed_bytes": {_NAMES[place]: nbytes for place, nbytes in fit.needed.items()},
+        "left_bytes": {_NAMES[place]: nbytes for place, nbytes in fit.left.items()},
+        "bytes_per_rank": {
+            f"{_NAMES[place]}, {phase.value}": _by_kind(of_phase)
+            for (place, phase), of_phase in parts
+        },
+        "step_seconds": fit.seconds,
+        "waits_seconds": fit.waits,
+        "cost_in_loss": cost_of(fit.setup),
+        "reasons": [str(each) for each in fit.plan.zenflow.reasons] if fit.plan.zenflow else [],
+        "config": config_of(fit.setup, question.model.dtype),
+    }

@@ -3,62 +3,31 @@ DeepSpeed."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from deepspeed_ext.adapter.buffers import START_ALIGNMENT
+from deepspeed_ext.commands.memory.model import Model
 from deepspeed_ext.config import FlattenTier, ZenFlowConfig
 from deepspeed_ext.flatten.plan import flat_numel
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
-from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
-__all__ = ["FLOAT_BYTES", "Model", "Ranks", "Run", "Setup", "Stage", "typical_largest"]
+__all__ = ["FLOAT_BYTES", "Model", "Ranks", "Run", "Setup", "Stage"]
 
 FLOAT_BYTES = 4
 Stage = Literal[1, 2, 3]
 _PARTITIONS_WEIGHTS = 3
 
 
-def typical_largest(params: int) -> int:
-    """Elements of the largest parameter of a typical language model with `params` parameters: an
-    embedding of 32,768 rows and width d, for 32 layers of 12 d^2 parameters."""
-    return min(params, 32768 * math.isqrt(max(1, params // (12 * 32))))
-
-
-@dataclass(frozen=True)
-class Model:
-    """The model's trainable parameters, as one parameter group.
-
-    Attributes:
-        params: elements of all parameters.
-        largest: elements of the largest parameter.
-        dtype: dtype of the weights on the accelerator.
-    """
-
-    params: int
-    largest: int
-    dtype: str
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of the weights."""
-        return DTYPE_BYTES[self.dtype]
-
-
 @dataclass(frozen=True)
 class Ranks:
-    """The data-parallel ranks.
-
-    Attributes:
-        count: number of ranks, N.
-        per_host: ranks on one host.
-    """
+    """The data-parallel ranks: how many, and how many of them share a host."""
 
     count: int
     per_host: int
@@ -80,9 +49,8 @@ class Setup:
         rounds_pinned: each array that torch page-locks is rounded up to a power of two, as on CUDA.
             ZenFlow's arena is not rounded.
         offload_param: ``offload_param`` on the CPU.
-        host_share: ``offload_optimizer.ratio``, with ZenFlow.
+        host_share: ``offload_optimizer.ratio``, with ZenFlow; None: the run chooses it.
         gathers_on_save: ``stage3_gather_16bit_weights_on_model_save``.
-        maps_files: ``pipeline_loading_checkpoint``: files of a checkpoint are mapped, not read.
         others: the ``zero_optimization`` fields of the same names.
     """
 
@@ -95,11 +63,10 @@ class Setup:
     pins: bool = False
     rounds_pinned: bool = True
     offload_param: bool = False
-    host_share: float = 1.0
+    host_share: float | None = 1.0
     layout: StateLayout = ADAM_STATE
     reduce_bucket_size: int = 500_000_000
     overlap_comm: bool | None = None
-    contiguous_gradients: bool = True
     sub_group_size: int = 1_000_000_000
     max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
@@ -107,7 +74,6 @@ class Setup:
     stage3_allgather_single_param: bool = False
     flatten_tier: FlattenTier | None = None
     gathers_on_save: bool = False
-    maps_files: bool = False
 
     @property
     def on_accelerator(self) -> bool:
@@ -125,25 +91,15 @@ class Setup:
         return Place.HOST if self.offload_param and self.partitions_weights else Place.ACCELERATOR
 
     @property
-    def copies(self) -> Copies | None:
-        """What crosses the link for ZenFlow, if everything that the config allows fits; None
-        without ZenFlow."""
-        return None if self.zenflow is None else self.zenflow_plan(_ANY_MODEL, Ranks(1, 1)).copies
-
-    @property
     def overlaps(self) -> bool:
         """Whether gradients are reduced during backward; by default only at stage 3."""
         return self.partitions_weights if self.overlap_comm is None else self.overlap_comm
 
-    def zenflow_plan(
-        self, model: Model, ranks: Ranks, mine: RankFacts | None = None
-    ) -> ZenFlowPlan:
-        """ZenFlow's plan of a rank.
-
-        Args:
-            mine: each rank's memory; None: everything that the config allows fits.
-        """
-        return _zenflow_plan(model, ranks, self, mine)
+    @property
+    def bucket(self) -> int:
+        """Elements of all reduction buckets: at stages 1 and 2 two alternate during backward."""
+        alternate = self.overlaps and not self.partitions_weights
+        return self.reduce_bucket_size * (2 if alternate else 1)
 
     def accumulation_dtype(self, model: Model) -> str:
         """Dtype in which gradients are accumulated."""
@@ -151,37 +107,41 @@ class Setup:
             return "float32" if self.accumulation > 1 else model.dtype
         return "float32" if self.accumulates_fp32 else model.dtype
 
-    def partition_numel(self, model: Model, ranks: Ranks) -> int:
-        """Elements of all partitions of a rank, with padding. At stage 3 each parameter has its own
-        padding of fewer elements than there are ranks, which is not counted."""
-        alignment = ranks.count * (1 if self.partitions_weights else START_ALIGNMENT)
-        return flat_numel(model.params, alignment) // ranks.count
-
     def partitions(self, model: Model, ranks: Ranks) -> list[Run]:
-        """This rank's partitions in order: one at stages 1 and 2, one per sub-group at stage 3."""
-        numel = self.partition_numel(model, ranks)
+        """This rank's partitions in order, with padding: one at stages 1 and 2, one per sub-group
+        at stage 3, whose parameters' own padding of a few elements is not counted."""
+        alignment = ranks.count * (1 if self.partitions_weights else START_ALIGNMENT)
+        numel = flat_numel(model.params, alignment) // ranks.count
         if not self.partitions_weights or not 0 < self.sub_group_size < numel:
             return [Run(numel, 1)]
         whole, rest = divmod(numel, self.sub_group_size)
         return [Run(self.sub_group_size, whole), *([Run(rest, 1)] if rest else [])]
 
+    def partition_numel(self, model: Model, ranks: Ranks) -> int:
+        """Elements of all partitions of a rank."""
+        return sum(run.numel * run.times for run in self.partitions(model, ranks))
+
     def caller(self, model: Model, ranks: Ranks) -> Caller:
         """The ZeRO optimizer around ZenFlow."""
-        alternate = 2 if self.overlaps and not self.partitions_weights else 1
-        bucket = model.itemsize * self.reduce_bucket_size * alternate
         return Caller(
             model.dtype,
             self.accumulation_dtype(model),
             self.weights,
-            self.stage != 1,
-            self.partitions_weights,
-            bucket if self.contiguous_gradients else 0,
-            ranks.count,
+            takes_gradients=self.stage != 1,
+            partitions_weights=self.partitions_weights,
+            bucket_bytes=model.itemsize * self.bucket,
+            ranks=ranks.count,
         )
 
+    def zenflow_plan(
+        self, model: Model, ranks: Ranks, mine: RankFacts | None = None
+    ) -> ZenFlowPlan:
+        """The plan that a rank makes when it starts.
 
-_ANY_MODEL = Model(1, 1, "bfloat16")
-"""For values that do not depend on sizes."""
+        Args:
+            mine: each rank's memory; None: everything that the config allows fits.
+        """
+        return _zenflow_plan(model, ranks, self, mine)
 
 
 @lru_cache(maxsize=4096)
@@ -191,4 +151,5 @@ def _zenflow_plan(
     assert setup.zenflow is not None
     mine = mine or RankFacts(tuple(setup.partitions(model, ranks)))
     facts = ZenFlowFacts((mine,) * ranks.per_host, setup.caller(model, ranks), layout=setup.layout)
-    return decide(facts, setup.zenflow, host_share=setup.host_share)
+    share = setup.host_share
+    return decide(facts, setup.zenflow, host_share=share, is_asked=share is not None)

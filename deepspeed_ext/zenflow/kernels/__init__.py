@@ -8,9 +8,8 @@ Triton is installed. `host` is one pass of the native library on the CPU. `launc
 `zenflow.worker.kernel`.
 """
 
-from deepspeed_ext.zenflow.kernels.definition import CLAMP, HotConstants
+from deepspeed_ext.zenflow.kernels.definition import CLAMP, AdamConstants
 from deepspeed_ext.zenflow.kernels.launch import (
-    hot_step,
     missing,
     move,
     norms,
@@ -23,8 +22,7 @@ from deepspeed_ext.zenflow.worker.kernel.roots import root
 
 __all__ = [
     "CLAMP",
-    "HotConstants",
-    "hot_step",
+    "AdamConstants",
     "missing",
     "move",
     "norms",

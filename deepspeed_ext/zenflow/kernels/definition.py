@@ -22,14 +22,12 @@ is that of `deepspeed_ext.zenflow.worker.kernel.rounding`.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
 import torch
 
-from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, HOST_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.roots import root
@@ -38,12 +36,10 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIF
 __all__ = [
     "CLAMP",
     "Chunks",
-    "HotConstants",
+    "AdamConstants",
     "advance_moments",
     "bias_correction",
-    "bias_corrections",
     "chunk_numel",
-    "hot_step",
     "move",
     "predict",
     "share_step",
@@ -55,11 +51,6 @@ CLAMP = 4.5
 that dominates it."""
 
 _CHUNK_NUMEL = {"cpu": HOST_CHUNK_NUMEL}
-
-_BITS_OF_ONE = 25
-"""1 - x is 1 in fp32 for x below 2^-25."""
-_MOST_CORRECTIONS = 1 << 22
-"""Largest table. With a beta above 0.999996, updates beyond the 4 millionth use its last entry."""
 
 _SIGNED_FACTORS = tuple(factor - (1 << 32) if factor >> 31 else factor for factor in HASH_FACTORS)
 """As int32, whose products wrap to 32 bits."""
@@ -194,8 +185,8 @@ def move(
 
 
 @dataclass(frozen=True)
-class HotConstants:
-    """The numbers of one Adam step of hot blocks.
+class AdamConstants:
+    """The numbers of one Adam step.
 
     Attributes:
         grad_scale: factor of the gradient.
@@ -223,7 +214,7 @@ class HotConstants:
         return astuple(self)[:-2]
 
     @classmethod
-    def of(cls, step: AdamStep) -> HotConstants:
+    def of(cls, step: AdamStep) -> AdamConstants:
         """The numbers of `step`."""
         correction_beta1, correction_beta2 = step.correction_betas
         return cls(
@@ -241,86 +232,25 @@ class HotConstants:
         )
 
 
-def bias_corrections(
-    updates: torch.Tensor, constants: HotConstants
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` with the betas of the bias corrections,
-    fp32, of the shape and on the device of t = `updates`, 1-D int32, at least 1. They are looked
-    up, because powers and logarithms round differently on different devices."""
-    tables = (
-        _bias_correction(constants.correction_beta1, updates.device),
-        _bias_correction_root(constants.correction_beta2, updates.device),
-    )
+def bias_correction(updates: int, constants: AdamConstants) -> tuple[float, float]:
+    """``1 - beta1^t`` and ``sqrt(1 - beta2^t)`` with the betas of the bias corrections and t =
+    `updates`, at least 1; values of fp32. By expm1: for small exponents, the subtraction would lose
+    digits to cancellation."""
     first, second = (
-        table.index_select(0, updates.clamp(max=table.numel() - 1)) for table in tables
+        _complement(beta, updates)
+        for beta in (constants.correction_beta1, constants.correction_beta2)
     )
-    return first, second
+    return float(first), float(root(second))
 
 
-def bias_correction(updates: int, constants: HotConstants) -> tuple[float, float]:
-    """`bias_corrections` of one number of updates, as values of fp32."""
-    times = torch.tensor([updates], dtype=torch.int32, device="cpu")
-    first, second = bias_corrections(times, constants)
-    return float(first), float(second)
+def _complement(beta: float, updates: int) -> torch.Tensor:
+    """``1 - beta ** updates``, fp32 [1]."""
+    exponent = torch.tensor([updates], dtype=torch.float64, device="cpu")
+    exponent.mul_(math.log(beta) if beta else -math.inf)
+    return exponent.expm1_().neg_().float()
 
 
-@functools.lru_cache(maxsize=16)
-def _bias_correction(beta: float, device: torch.device) -> torch.Tensor:
-    """``1 - beta ** t`` by t, up to the first that is 1 in fp32."""
-    return _moved(_complements(beta), device)
-
-
-@functools.lru_cache(maxsize=16)
-def _bias_correction_root(beta: float, device: torch.device) -> torch.Tensor:
-    """The roots of `_bias_correction`."""
-    return _moved(root(_complements(beta)), device)
-
-
-def _complements(beta: float) -> torch.Tensor:
-    """By expm1: for small exponents, the subtraction would lose digits to cancellation."""
-    if not beta:
-        return torch.ones(1, dtype=torch.float32, device="cpu")
-    length = min(_MOST_CORRECTIONS, 2 + math.ceil(-_BITS_OF_ONE * math.log(2.0) / math.log(beta)))
-    exponents = torch.arange(length, dtype=torch.float64, device="cpu") * math.log(beta)
-    return exponents.expm1_().neg_().float()
-
-
-def _moved(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`table`, without waiting for the device: a schedule may change the betas in every step."""
-    if device.type == "cpu":
-        return table
-    return get_accelerator().pin_memory(table).to(device, non_blocking=True)
-
-
-def hot_step(
-    p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    grad: torch.Tensor,
-    correction1: torch.Tensor,
-    correction2_sqrt: torch.Tensor,
-    constants: HotConstants,
-    block_size: int,
-) -> None:
-    """Take one Adam step of p, m, v, in place.
-
-    Args:
-        p, m, v: 1-D fp32 [n] of whole blocks.
-        grad: 1-D [n], any float dtype, on their device.
-        correction1, correction2_sqrt: per block; see `bias_corrections`.
-        constants: the step's numbers.
-        block_size: elements per block.
-    """
-    for part in Chunks(grad.numel(), block_size, grad.device, 2):
-        first, second = (
-            c[part.begin // block_size : part.end // block_size, None]
-            for c in (correction1, correction2_sqrt)
-        )
-        rows, temporaries = (part.of(p), part.of(m), part.of(v)), part.temporary
-        advance_moments(*rows, part.of(grad), constants, temporaries(0), temporaries(1))
-        update(*rows, first, second, constants, temporaries(0), temporaries(1))
-
-
+@torch.no_grad()
 def share_step(
     p: torch.Tensor,
     m: torch.Tensor,
@@ -328,15 +258,18 @@ def share_step(
     grad: torch.Tensor,
     weights: torch.Tensor,
     updates: int,
-    constants: HotConstants,
+    constants: AdamConstants,
 ) -> None:
     """See `kernels.share_step`."""
     first, second = (
-        torch.full((1,), value, dtype=torch.float32, device=p.device).expand(len(p))
+        torch.full((1, 1), value, dtype=torch.float32, device=p.device)
         for value in bias_correction(updates, constants)
     )
-    flat = p.view(-1), m.view(-1), v.view(-1), grad.view(-1)
-    hot_step(*flat, first, second, constants, p.shape[1])
+    rows, (p1, m1, v1, g1) = p.shape[1], (each.view(-1) for each in (p, m, v, grad))
+    for part in Chunks(grad.numel(), rows, grad.device, 2):
+        state, temporaries = (part.of(p1), part.of(m1), part.of(v1)), part.temporary
+        advance_moments(*state, part.of(g1), constants, temporaries(0), temporaries(1))
+        update(*state, first, second, constants, temporaries(0), temporaries(1))
     weights.copy_(p)
 
 
@@ -345,11 +278,11 @@ def advance_moments(
     m: torch.Tensor,
     v: torch.Tensor,
     grad: torch.Tensor,
-    c: HotConstants,
+    c: AdamConstants,
     g: torch.Tensor,
     other: torch.Tensor,
 ) -> None:
-    """The part of `hot_step` before the update, of a chunk; `g` and `other` are temporaries."""
+    """The part of `share_step` before the update, of a chunk; `g` and `other` are temporaries."""
     g.copy_(grad).mul_(c.grad_scale)
     if c.l2:
         g.add_(torch.mul(p, c.l2, out=other))
@@ -363,11 +296,11 @@ def update(
     v: torch.Tensor,
     correction1: torch.Tensor,
     correction2_sqrt: torch.Tensor,
-    c: HotConstants,
+    c: AdamConstants,
     g: torch.Tensor,
     other: torch.Tensor,
 ) -> None:
-    """The rest of `hot_step`, of a chunk; `g` and `other` are temporaries."""
+    """The rest of `share_step`, of a chunk; `g` and `other` are temporaries."""
     denominator = root(v, out=other).div_(correction2_sqrt).add_(c.eps)
     change = torch.div(m, correction1, out=g).mul_(-c.lr).div_(denominator)
     if c.decay != 1.0:

@@ -28,7 +28,6 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import (
 )
 
 __all__ = [
-    "hot_step",
     "move",
     "norms",
     "predict",
@@ -330,50 +329,6 @@ def _adam(p, m, v, grad, offsets, inside, of_moments, of_update, ALIGNED: tl.con
 
 @triton.jit(
     do_not_specialize=[
-        *("p", "m", "v", "grad", "correction1", "correction2_sqrt", "n", "grad_scale", "lr"),
-        *("beta1", "weight1", "beta2", "weight2", "eps", "l2", "decay"),
-    ]
-)
-def hot_step(
-    p,
-    m,
-    v,
-    grad,
-    correction1,
-    correction2_sqrt,
-    n: tl.int64,
-    grad_scale: tl.float32,
-    lr: tl.float32,
-    beta1: tl.float32,
-    weight1: tl.float32,
-    beta2: tl.float32,
-    weight2: tl.float32,
-    eps: tl.float32,
-    l2: tl.float32,
-    decay: tl.float32,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """One Adam step of n / BLOCK whole blocks, p, m, v and grad 1-D [n], corrections 1-D [n /
-    BLOCK]."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)[None, :]
-    in_rows = rows < n // BLOCK
-    inside = in_rows[:, None]
-    if COLUMNS != BLOCK:
-        inside = inside & (columns < BLOCK)
-    offsets = rows[:, None] * BLOCK + columns
-    first = tl.load(correction1 + rows, mask=in_rows, other=1.0)[:, None]
-    second = tl.load(correction2_sqrt + rows, mask=in_rows, other=1.0)[:, None]
-    of_moments = (grad_scale, beta1, weight1, beta2, weight2, l2)
-    of_update = (first, second, lr, eps, decay)
-    _adam(p, m, v, grad, offsets, inside, of_moments, of_update, ALIGNED)
-
-
-@triton.jit(
-    do_not_specialize=[
         *("p", "m", "v", "grad", "weights", "n", "grad_scale", "first", "second", "lr"),
         *("beta1", "weight1", "beta2", "weight2", "eps", "l2", "decay"),
     ]
@@ -401,7 +356,7 @@ def share_step(
     ROWS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """`hot_step` of blocks that have all seen equally many updates, with the weights, 1-D [n],
+    """One Adam step of n / BLOCK whole blocks, p, m, v and grad 1-D [n], with the weights, 1-D [n],
     rounded from p. `first` and `second` are the bias corrections."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)[None, :]

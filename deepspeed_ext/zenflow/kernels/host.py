@@ -1,4 +1,4 @@
-"""`predict`, `move` and `hot_step` on the CPU: one pass of the native library, bitwise equal to the
+"""`predict` and `move` on the CPU: one pass of the native library, bitwise equal to the
 definition.
 
 Without the library, the definition runs.
@@ -11,11 +11,11 @@ import functools
 
 import torch
 
-from deepspeed_ext.zenflow.kernels.definition import CLAMP, HotConstants
+from deepspeed_ext.zenflow.kernels.definition import CLAMP
 from deepspeed_ext.zenflow.worker.kernel.library import library_path
 from deepspeed_ext.zenflow.worker.kernel.native import DTYPE_CODES, open_library
 
-__all__ = ["hot_step", "move", "predict", "serves", "serves_step"]
+__all__ = ["move", "predict", "serves"]
 
 _CODES = {getattr(torch, name): code for name, code in DTYPE_CODES.items()}
 _NUMEL_PER_THREAD = 1 << 16
@@ -30,24 +30,6 @@ class _Estimate(ctypes.Structure):
         *(
             (name, ctypes.c_float)
             for name in ("grad_scale", "coefficient", "drift_coefficient", "bound")
-        ),
-    ]
-
-
-class _HotStep(ctypes.Structure):
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("p", "m", "v", "grad", "correction1", "correction2_root")
-        ),
-        *((name, ctypes.c_int64) for name in ("numel", "block_size")),
-        *((name, ctypes.c_int32) for name in ("grad_dtype", "threads")),
-        *(
-            (name, ctypes.c_float)
-            for name in (
-                *("grad_scale", "lr", "beta1", "weight1", "beta2", "weight2"),
-                *("eps", "l2", "decay"),
-            )
         ),
     ]
 
@@ -71,16 +53,6 @@ def serves(
         )
         and inverse.dtype is torch.float32
         and len({array.dtype for array in like_weights}) == 1
-        and _library() is not None
-    )
-
-
-def serves_step(grad: torch.Tensor, *state: torch.Tensor) -> bool:
-    """Whether the library can take a step with these arrays. `state` are p, m and v."""
-    return (
-        all(a.device.type == "cpu" and a.is_contiguous() for a in (grad, *state))
-        and all(a.dtype is torch.float32 for a in state)
-        and grad.dtype in _CODES
         and _library() is not None
     )
 
@@ -119,43 +91,6 @@ def move(
     }
     _run("dsext_move", weights, None, drift, grad, inverse, numbers, block_size)
     for array in (weights, drift):
-        torch.autograd.graph.increment_version(array)
-
-
-def hot_step(
-    p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    grad: torch.Tensor,
-    correction1: torch.Tensor,
-    correction2_sqrt: torch.Tensor,
-    constants: HotConstants,
-    block_size: int,
-) -> None:
-    """See `definition.hot_step`; `serves_step` must be true for the arrays."""
-    library, numel = _library(), grad.numel()
-    assert library is not None
-    # C++ checks no bounds
-    assert all(array.numel() == numel for array in (p, m, v))
-    for correction in (correction1, correction2_sqrt):
-        assert correction.dtype is torch.float32
-        assert correction.is_contiguous()
-        assert correction.numel() * block_size == numel
-    step = _HotStep(
-        p.data_ptr(),
-        m.data_ptr(),
-        v.data_ptr(),
-        grad.data_ptr(),
-        correction1.data_ptr(),
-        correction2_sqrt.data_ptr(),
-        numel,
-        block_size,
-        _CODES[grad.dtype],
-        _threads(numel),
-        *constants.of_kernel(),
-    )
-    library.dsext_hot_step(ctypes.byref(step))
-    for array in (p, m, v):
         torch.autograd.graph.increment_version(array)
 
 

@@ -16,11 +16,9 @@ import torch
 
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.kernels import definition, host
-from deepspeed_ext.zenflow.kernels.definition import HotConstants
+from deepspeed_ext.zenflow.kernels.definition import AdamConstants
 from deepspeed_ext.zenflow.plan.chunks import (
-    ACCELERATOR_CHUNK_NUMEL,
     LARGEST_KERNEL_BLOCK,
-    chunk_of,
 )
 
 __all__ = [
@@ -29,7 +27,6 @@ __all__ = [
     "OPTIONS",
     "Variant",
     "give_up",
-    "hot_step",
     "is_aligned",
     "missing",
     "move",
@@ -52,7 +49,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8
 _ALIGNMENT = 16
 _TILE_NUMEL = {
     **dict.fromkeys(("predict", "predict_lion", "move"), 2048),
-    **dict.fromkeys(("hot_step", "share_step", "rounded_step"), 1024),
+    **dict.fromkeys(("share_step", "rounded_step"), 1024),
 }
 _UNALIGNED_TILE_NUMEL = 512
 """A thread loads the elements of an unaligned tile one by one: more of them only cost registers and
@@ -212,40 +209,6 @@ def move(
     run(weights, drift, grad, inverse, *numbers, block_size)
 
 
-def hot_step(
-    p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    grad: torch.Tensor,
-    updates: torch.Tensor,
-    constants: HotConstants,
-) -> None:
-    """Take one Adam step of p, m, v in place, as `definition.hot_step` does.
-
-    Args:
-        p, m, v: fp32 [k, block_size], one row per block.
-        grad: [k, block_size], any float dtype, on their device.
-        updates: number of updates of each block, this one included, int32 [k], on their device.
-        constants: the step's numbers.
-    """
-    block_size = p.shape[1]
-    served = serves(block_size, grad, p, m, v)
-    step = host.hot_step if host.serves_step(grad, p, m, v) else definition.hot_step
-    rows = chunk_of(ACCELERATOR_CHUNK_NUMEL, block_size) // block_size
-    for *chunk, times in zip(
-        *(array.split(rows) for array in (p, m, v, grad, updates)), strict=True
-    ):
-        corrections = definition.bias_corrections(times, constants)
-        arrays = [array.reshape(-1) if array is chunk[-1] else array.view(-1) for array in chunk]
-        if served:
-            run_on_blocks(
-                "hot_step", arrays, corrections, constants.of_kernel(), block_size, {}, arrays[:3]
-            )
-        else:
-            p1, m1, v1, g1 = arrays
-            step(p1, m1, v1, g1, *corrections, constants, block_size)
-
-
 def share_step(
     p: torch.Tensor,
     m: torch.Tensor,
@@ -253,7 +216,7 @@ def share_step(
     grad: torch.Tensor,
     weights: torch.Tensor,
     updates: int,
-    constants: HotConstants,
+    constants: AdamConstants,
 ) -> None:
     """Take one Adam step of p, m, v in place, all of whose blocks have seen `updates` updates, this
     one included, and round p to `weights`. One launch.

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed_ext.runtime.log import logger, warn_once
 from deepspeed_ext.zenflow.kernels import launch
-from deepspeed_ext.zenflow.kernels.definition import HotConstants
+from deepspeed_ext.zenflow.kernels.definition import AdamConstants
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "PREPARED_NUMEL",
     "estimates",
     "first_elements",
-    "hot_steps",
     "norms",
     "prepare",
     "share_steps",
@@ -25,7 +24,7 @@ __all__ = [
 
 PREPARED_NUMEL = 1 << 16
 """Elements of the arrays on which kernels are compiled."""
-CONSTANTS = HotConstants(1.0, 1e-3, 0.9, 0.1, 0.99, 0.01, 1e-8, 0.0, 1.0, 0.9, 0.99)
+CONSTANTS = AdamConstants(1.0, 1e-3, 0.9, 0.1, 0.99, 0.01, 1e-8, 0.0, 1.0, 0.9, 0.99)
 """Of a step on them."""
 
 
@@ -100,28 +99,6 @@ def estimates(
                 yield lambda w=w, d=d, g=g: launch.move(w, d, g, inverse, 1.0, 0.0, 0.0, block_size)  # type: ignore[misc]
 
 
-def hot_steps(
-    device: torch.device, block_size: int, grad: torch.dtype, alignments: Iterable[bool]
-) -> Iterator[Callable[[], None]]:
-    """Calls of `hot_step`.
-
-    Args:
-        device: where the weights are.
-        block_size: elements per block.
-        grad: dtype of the gradients.
-        alignments: whether to call with aligned gradients; may hold both values. The other arrays
-            are allocated for it.
-    """
-    blocks = max(1, PREPARED_NUMEL // block_size)
-    p, m, v = torch.zeros(3, blocks, block_size, dtype=torch.float32, device=device)
-    updates = torch.ones(blocks, dtype=torch.int32, device=device)
-    for first in first_elements(alignments):
-        grads = torch.zeros(blocks * block_size + first, dtype=grad, device=device)[first:].view_as(
-            p
-        )
-        yield lambda grads=grads: launch.hot_step(p, m, v, grads, updates, CONSTANTS)  # type: ignore[misc]
-
-
 def share_steps(
     device: torch.device,
     block_size: int,
@@ -129,10 +106,10 @@ def share_steps(
     weights: torch.dtype,
     alignments: Iterable[bool],
 ) -> Iterator[Callable[[], None]]:
-    """Calls of `share_step`; the arguments are those of `hot_steps`.
+    """Calls of `share_step`; the arguments are those of `estimates`.
 
     Args:
-        weights: dtype of the weights, which are aligned as the gradients are.
+        weights, grad: their dtypes; both are aligned or not, unlike the state, which always is.
     """
     blocks = max(1, PREPARED_NUMEL // block_size)
     p, m, v = torch.zeros(3, blocks, block_size, dtype=torch.float32, device=device)

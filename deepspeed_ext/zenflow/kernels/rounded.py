@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.kernels.definition import (
-    HotConstants,
+    AdamConstants,
     advance_moments,
     bias_correction,
     chunk_numel,
@@ -36,7 +36,7 @@ scales of codes of m and of v, uint8 [k] each."""
 
 @torch.no_grad()
 def rounded_step(
-    state: State, grad: torch.Tensor, weights: torch.Tensor, updates: int, constants: HotConstants
+    state: State, grad: torch.Tensor, weights: torch.Tensor, updates: int, constants: AdamConstants
 ) -> None:
     """Take one Adam step of whole blocks in place, and round p to `weights`. One launch.
 
@@ -60,7 +60,7 @@ def rounded_step(
 
 @torch.no_grad()
 def define_rounded_step(
-    state: State, grad: torch.Tensor, weights: torch.Tensor, updates: int, constants: HotConstants
+    state: State, grad: torch.Tensor, weights: torch.Tensor, updates: int, constants: AdamConstants
 ) -> None:
     """`rounded_step` in torch operations, a chunk at a time."""
     p, device, block_size = state[0], state[0].device, state[0].shape[1]

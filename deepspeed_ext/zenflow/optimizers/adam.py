@@ -138,7 +138,7 @@ class AdamKind(OptimizerKind):
         weights: torch.Tensor,
         step: AdamStep,
     ) -> None:
-        constants = kernels.HotConstants.of(step)
+        constants = kernels.AdamConstants.of(step)
         if self.layout.moment_dtype != "float32":
             kernels.rounded_step(state, grad, weights, step.step, constants)
             return

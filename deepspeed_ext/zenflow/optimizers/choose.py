@@ -9,6 +9,7 @@ from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.optimizers.adam import AdamKind
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
+from deepspeed_ext.zenflow.plan.rules import limits_of
 
 __all__ = ["kind_of"]
 
@@ -32,11 +33,10 @@ def kind_of(optimizer: torch.optim.Optimizer, config: ZenFlowConfig) -> Optimize
             f"{name}: use Adam or AdamW from torch.optim or DeepSpeed, or DeepSpeed's Lion, or "
             "remove the zenflow section"
         )
-    if config.rule == "selective" and kind is not AdamKind:
+    if (limits := limits_of(config)) and kind is not AdamKind:
         raise ConfigError(
-            f'zero_optimization.zenflow.update_rule = "selective" with {name}: that rule runs only '
-            'Adam. Set it to "predictive" and remove topk_ratio and the select_* fields, or use '
-            "Adam or AdamW"
+            f'zero_optimization.zenflow.update_rule = "{config.rule}" with {name} ({limits}): set '
+            'it to "predictive" and remove topk_ratio and the select_* fields, or use Adam or AdamW'
         )
     if config.state_dtype != "float32" and kind is not AdamKind:
         raise ConfigError(

@@ -257,10 +257,10 @@ def slot_arrays(slots: int, numel: int, dtypes: Dtypes) -> list[ArraySpec]:
     return [replace(gradient, slot=slot) for slot in range(slots)]
 
 
-def weight_slots(sizes: Sequence[int], block_size: int, dtypes: Dtypes) -> list[ArraySpec]:
+def weight_slots(total: int, most: int, block_size: int, dtypes: Dtypes) -> list[ArraySpec]:
     """Slots for weights that the worker has peeked at, on their way up: each for a chunk of
-    partitions of these sizes."""
-    numel = min(chunk_numel(sum(sizes), block_size), max(sizes, default=0))
+    partitions with `total` elements, `most` of them in the largest."""
+    numel = min(chunk_numel(total, block_size), most)
     of_weights = ArraySpec("y", dtypes.published, numel, OF_CHUNKS, exchanged=True)
     return [replace(of_weights, slot=slot) for slot in range(SLOTS_OF_CHUNKS)]
 

@@ -43,13 +43,13 @@ from deepspeed_ext.zenflow.plan.places import (
 )
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
-from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
+from deepspeed_ext.zenflow.plan.rule import RuleSettings
+from deepspeed_ext.zenflow.plan.rules import settings_of
 from deepspeed_ext.zenflow.plan.search import Option, expected_times, search
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS, share_reason
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["MOST_FOR_GRADIENTS", "decide"]
+__all__ = ["decide"]
 
 MOST_FOR_GRADIENTS = 0.5
 """Fraction of the accelerator's free memory that gradients may take."""
@@ -90,22 +90,14 @@ def decide(
     """
     caller = facts.caller
     dtypes = Dtypes.of(caller.weights_dtype, caller.summed_dtype)
-    choice = _Choice(facts, config, _settings_of(config, facts, steps_per_epoch), dtypes)
+    layout = replace(facts.layout, moment_dtype=config.state_dtype)
+    rule = settings_of(config, layout, steps_per_epoch)
+    choice = _Choice(facts, config, rule, dtypes)
     if choice.wants_stream:
         streamed = choice.streamed().made(host_share, is_asked=is_asked)
         if streamed.places.gradient is Place.HOST:
             return streamed
     return choice.made(host_share, is_asked=is_asked)
-
-
-def _settings_of(
-    config: ZenFlowConfig, facts: ZenFlowFacts, steps_per_epoch: int | None = None
-) -> PredictiveSettings | SelectiveSettings:
-    """The settings of the config's rule."""
-    if config.rule == "selective":
-        return SelectiveSettings.of(config, steps_per_epoch)
-    layout = replace(facts.layout, moment_dtype=config.state_dtype)
-    return PredictiveSettings.of(config, layout=layout)
 
 
 @dataclass(frozen=True)
@@ -114,7 +106,7 @@ class _Choice:
 
     facts: ZenFlowFacts
     config: ZenFlowConfig
-    rule: PredictiveSettings | SelectiveSettings
+    rule: RuleSettings
     dtypes: Dtypes
 
     def made(self, wanted_share: float | None, *, is_asked: bool) -> ZenFlowPlan:
@@ -195,13 +187,7 @@ class _Choice:
 
     def stays(self) -> tuple[Reason, ...]:
         """Why the run keeps this plan, if its rule leaves nothing to move."""
-        if not isinstance(self.rule, SelectiveSettings):
-            return ()
-        why = (
-            "hot blocks step on the accelerator in place of a share, and a pass has the whole "
-            "interval to hide in"
-        )
-        return (Reason("the plan stays", why),)
+        return (Reason("the plan stays", self.rule.limits),) if self.rule.limits else ()
 
     # -- when weights arrive -----------------------------------------------------------------------
 
@@ -239,7 +225,7 @@ class _Choice:
     def streamed(self) -> _Choice:
         """The same choice under the exact rule."""
         exact = self.config.model_copy(update={"update_rule": "exact"})
-        return replace(self, config=exact, rule=_settings_of(exact, self.facts))
+        return replace(self, config=exact, rule=settings_of(exact, self.rule.layout))
 
     @property
     def peeks(self) -> bool:
@@ -356,7 +342,7 @@ class _Choice:
         if wanted is not None or self.facts.is_on_cpu or not self.config.autotune:
             return False
         arrives, _ = self.weights()
-        if isinstance(self.rule, SelectiveSettings) or arrives is WeightsArrival.IN_FORWARD:
+        if self.rule.limits or arrives is WeightsArrival.IN_FORWARD:
             return False
         return self._host_shortage(_ON_ACCELERATOR, 1.0) is None
 
@@ -411,8 +397,8 @@ class _Choice:
         partitions: the rule's state and, if copies may run beside the step, landing buffers."""
         nbytes = self._share_bytes(partitions, host_share)
         for run in self._on_host(partitions, host_share):
-            of_rule = bytes_of(self.rule, run.numel, DTYPE_BYTES[self.dtypes.weights])
-            nbytes += (sum(of_rule.kept.values()) + of_rule.waiting) * run.times
+            kept = self.rule.nbytes(run.numel, DTYPE_BYTES[self.dtypes.weights]).kept
+            nbytes += sum(kept.values()) * run.times
         return nbytes + self._landing_bytes(partitions, _ON_ACCELERATOR, host_share)
 
     def _share_bytes(self, partitions: Partitions, host_share: float) -> int:
@@ -486,7 +472,7 @@ class _Choice:
         numel, largest = _total(size), max((run.numel for run in size), default=0)
         whole = Chunks(block_size, chunk_numel(numel, block_size))
         in_use = self.rule.ring_at(self.rule.update_interval, places.arrival)
-        if not self.rule.steps_each_gradient or in_use > 1:
+        if in_use > 1:
             return whole, Reason(name, "whole, because several of an interval are read there")
         if not self.dtypes.y_replaces_gradient:
             return whole, Reason(name, "whole, because y does not fit into their place")
@@ -533,8 +519,8 @@ class _Choice:
         kinds = kinds_of(self.rule, self.dtypes, places)
         runs = self._on_host(partitions, host_share)
         if self.peeks:
-            sizes = [run.numel for run in runs for _ in range(run.times)]
-            slots = weight_slots(sizes, self.rule.block_size, self.dtypes)
+            most = max((run.numel for run in runs), default=0)
+            slots = weight_slots(_total(runs), most, self.rule.block_size, self.dtypes)
         arrays = sum(bytes_at_start(kinds.of(0, run.numel)) * run.times for run in runs)
         return arrays + bytes_at_start(slots) + sums * _total(partitions)
 

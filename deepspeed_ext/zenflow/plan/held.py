@@ -28,9 +28,8 @@ from deepspeed_ext.zenflow.plan.partitions import (
 )
 from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase
 from deepspeed_ext.zenflow.plan.places import Copies, Place
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
-from deepspeed_ext.zenflow.plan.rule_bytes import RuleBytes, bytes_of, share_step_bytes
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.plan.rule import RuleSettings
+from deepspeed_ext.zenflow.plan.rule_bytes import RuleBytes, share_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = ["Held", "passing"]
@@ -48,13 +47,10 @@ _ARENA_KINDS = {
     "chunks": "chunks in transit",
     "block_means": "block means",
     "known": "signs and means of blocks",
-    "updates": "update counts",
 }
 """Names of the arena's kinds of arrays in a report; "chunks" are gradients and y that pass through
 a few slots. Kinds that are not listed take no memory between steps: they show coded moments in
 fp32."""
-
-_HOT = "new hot weights"
 
 _MOST_PLACED = 32
 """Maximum number of partitions that are placed in the arena one by one."""
@@ -62,8 +58,6 @@ _MOST_PLACED = 32
 _FLOAT_BYTES = 4
 _DECODING_BYTES = 16
 """Per element that is decoded: its value, two fp32 temporaries, and a value of the chunk before."""
-_ENCODING_BYTES = 21
-"""Temporaries per element that is encoded."""
 
 
 def passing(most: int, chunks: int = 1) -> Part:
@@ -79,7 +73,7 @@ class Held:
         slots: arrays of chunks in transit.
     """
 
-    rule: PredictiveSettings | SelectiveSettings
+    rule: RuleSettings
     dtypes: Dtypes
     partitions: tuple[PartitionPlan, ...]
     host_share: float
@@ -138,25 +132,8 @@ class Held:
         """Bytes of the state on the accelerator."""
         return sum(share_bytes(self.rule, each.head) * each.times for each in self.partitions)
 
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of this rank's checkpoint file: p and the moments, the rule's state, and at most
-        the gradients of an interval but one, which wait for their step."""
-        layout, waiting = self.rule.layout, self.rule.longest_interval - 1
-        moment = _FLOAT_BYTES if layout.is_coded else DTYPE_BYTES[layout.moment_dtype]
-        gradients = waiting * DTYPE_BYTES[self.dtypes.gradient]
-        weights = self._item if self.caller.partitions_weights else 0
-        each = _FLOAT_BYTES + len(layout.moments) * moment + gradients + weights
-        return each * self.numel + self._saved_bytes() + self._copied_bytes()
-
-    def _saved_bytes(self) -> int:
-        return sum(sum(self._of_rule(each.on_host).saved) * each.times for each in self.partitions)
-
-    def _copied_bytes(self) -> int:
-        return sum(self._of_rule(each.on_host).copied * each.times for each in self.partitions)
-
     def _of_rule(self, numel: int) -> RuleBytes:
-        return bytes_of(self.rule, numel, self._item, on_host=not self.computes_there)
+        return self.rule.nbytes(numel, self._item)
 
     def _kept(self) -> dict[str, int]:
         """The rule's state, where the weights are computed."""
@@ -183,27 +160,24 @@ class Held:
                 ]
             }
         if phase is Phase.STEP:
-            exchange = {} if self.caller.partitions_weights else {"exchange": self._exchange()}
             if self.computes_there:
-                return {"update": self._updating(self._most), **exchange}
-            return {"lift": self._lifting(self._most), **exchange}
+                return {"update": self._updating(self._most)}
+            return {"lift": self._lifting(self._most)}
         if phase is Phase.SAVE and self.computes_there:
             return {"export": [self._aside(Memory.ACCELERATOR)]}
         return {}
 
     def _updating(self, numel: int) -> list[Part]:
         """Temporaries while a partition of `numel` elements is updated on the accelerator."""
-        head, others = self._head(numel), self.numel - numel
-        step = bytes_of(
-            self.rule,
+        head = self._head(numel)
+        step = self.rule.nbytes(
             numel - head,
             self._item,
             arrived_bytes=DTYPE_BYTES[self.dtypes.published],
             in_place=self.copies is Copies.BESIDE_STEP,
         ).step
         share = share_step_bytes(head, self.rule.block_size, self.rule.layout)
-        waiting = self._of_rule(others - self._head(others)).waiting  # of the other sub-groups
-        return _parts({"temporaries": max(step, share), _HOT: waiting}, Memory.ACCELERATOR)
+        return _parts({"temporaries": max(step, share)}, Memory.ACCELERATOR)
 
     def _head(self, numel: int) -> int:
         """How many of `numel` elements step on the accelerator."""
@@ -216,17 +190,7 @@ class Held:
             return []
         arrived = DTYPE_BYTES[self.dtypes.published]
         converted = arrived * min(numel, CONVERTED_NUMEL) if arrived != self._item else 0
-        waiting = self._of_rule(numel).waiting
-        return _parts({"temporaries": converted, _HOT: waiting}, Memory.ACCELERATOR)
-
-    def _exchange(self) -> list[Part]:
-        """Temporaries while stages 1 and 2 exchange only hot weights; with a share, all weights
-        change in every step."""
-        if any(each.head for each in self.partitions):
-            return []
-        ranks = self.caller.ranks
-        nbytes = bytes_of(self.rule, self.numel, self._item, ranks=ranks).exchange
-        return _parts({"hot weights of all ranks": nbytes}, Memory.ACCELERATOR)
+        return _parts({"temporaries": converted}, Memory.ACCELERATOR)
 
     def _aside(self, memory: Memory) -> Part:
         """The predicted weights, set aside while the model is saved with p as its weights."""
@@ -235,9 +199,11 @@ class Held:
     # -- on the host -------------------------------------------------------------------------------
 
     def _on_host(self) -> list[Part]:
-        """The arena, the hot blocks' state, and what the host keeps to compute weights."""
-        hot = sum(self._of_rule(each.on_host).kept_on_host * each.times for each in self.partitions)
-        found = [*self._arena(at_start=False), Part("hot state", hot, Memory.PAGE_LOCKED)]
+        """The arena, the rule's state, and what the host keeps to compute weights."""
+        kept = sum(
+            self._of_rule(each.on_host).kept_on_host * each.times for each in self.partitions
+        )
+        found = [*self._arena(at_start=False), Part("rule's state", kept, Memory.PAGEABLE)]
         if self.computes_there:
             return found
         found += _parts(self._kept(), Memory.PAGEABLE)
@@ -300,15 +266,9 @@ class Held:
         if phase is Phase.START:
             return self._starting()
         if phase is Phase.STEP:
-            return {"step": [self._moved()]}
+            return {"step": [self._computing()]}
         if phase is Phase.SAVE:
             return self._saving()
-        if phase is Phase.LOAD:
-            return {"load": [self._shown()], "adopt": [self._shown(), *self._adopted()]}
-        if phase is Phase.SLEEP and self.partitions[0].places.weights is Place.ACCELERATOR:
-            left = [part for part in self._on_accelerator() if part.kind != _LANDING]
-            away = {f"{part.kind}, away": part.nbytes for part in left}
-            return {"asleep": [*self._on_host(), *_parts(away, Memory.PAGE_LOCKED)]}
         return {}
 
     def _starting(self) -> Moments:
@@ -321,29 +281,30 @@ class Held:
             "sums": arena,
         }
 
-    def _moved(self) -> Part:
-        """Temporaries of a step: state that moves when hot blocks are selected, or those of hot
-        blocks that step on the host."""
-        rule = self._of_rule(self._most)
-        steps_here = not self.computes_there and isinstance(self.rule, SelectiveSettings)
-        return Part("temporaries", max(rule.moved, rule.step if steps_here else 0), Memory.PAGEABLE)
+    def _computing(self) -> Part:
+        """Temporaries of a step of the rule that runs on the host beside the worker."""
+        here = self.rule.steps_beside_worker and not self.computes_there
+        step = self._of_rule(self._most).step if here else 0
+        return Part("temporaries", step, Memory.PAGEABLE)
 
     # -- while it saves and loads ------------------------------------------------------------------
 
     def _saving(self) -> Moments:
-        """State moves back from the accelerator before anything is written. The accelerator's share
-        is shown all the time. An export sets the predicted weights aside."""
-        moved = Part("temporaries", self._of_rule(self._most).moved, Memory.PAGEABLE)
+        """The accelerator's share is shown all the time. An export sets the predicted weights
+        aside."""
         shown = self._shown()
-        counts = Part("copy of the rule's state", self._copied_bytes(), Memory.PAGEABLE)
         aside = [] if self.computes_there else [self._aside(Memory.PAGEABLE)]
-        found: dict[str, list[Part]] = {"move": [moved], "export": [shown, *aside]}
+        found: dict[str, list[Part]] = {"export": [shown, *aside]}
         if self.saves_beside:  # what is not in the arena is copied, until it is written
-            copied = 2 * counts.nbytes + self._saved_bytes()
             weights = self._item * self.numel if self.caller.partitions_weights else 0
-            copies = {counts.kind: copied, "copy of the weights": weights}
+            copies = {
+                "copy of the rule's state": sum(
+                    sum(self._of_rule(each.on_host).saved) * each.times for each in self.partitions
+                ),
+                "copy of the weights": weights,
+            }
             return found | {"module": [shown, *_parts(copies, Memory.PAGEABLE)]}
-        tensors = [shown, counts, passing(self._most_saved()), self._decoded()]
+        tensors = [shown, passing(self._most_saved()), self._decoded()]
         return found | {"module": [shown], "state": tensors}
 
     def _most_saved(self) -> int:
@@ -357,22 +318,6 @@ class Held:
     def _shown(self) -> Part:
         """The accelerator's share, shown on the host."""
         return Part("shown state", self.share_bytes, Memory.ARENA)
-
-    def _adopted(self) -> list[Part]:
-        """Loaded moments: an fp32 copy if they are kept in 16 bits; codes are made from shown fp32
-        values."""
-        layout = self.rule.layout
-        if not layout.is_coded:
-            on_host = sum(each.on_host * each.times for each in self.partitions)
-            size = 0 if layout.moment_dtype == "float32" else on_host
-            size *= len(layout.moments) * _FLOAT_BYTES
-            return [Part("loaded moments", size, Memory.PAGEABLE)]
-        size = len(layout.moments) * _FLOAT_BYTES * self.numel
-        shown = Part("shown moments", size, Memory.ARENA)
-        return [
-            shown,
-            Part("codes being made", _ENCODING_BYTES * self._coded_at_once, Memory.PAGEABLE),
-        ]
 
     @property
     def _coded_at_once(self) -> int:

@@ -32,8 +32,6 @@ from dataclasses import dataclass
 from deepspeed_ext.zenflow.plan.chunks import chunk_numel
 from deepspeed_ext.zenflow.plan.places import Copies, WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = ["Lanes", "Speeds", "Traffic", "lanes_of", "traffic_of"]
@@ -103,18 +101,15 @@ class Lanes:
 def traffic_of(plan: ZenFlowPlan) -> Traffic:
     """What a step moves: every gradient goes down; y, and the block means of estimates, come up
     once per interval."""
-    rule, dtypes, interval = plan.rule, plan.dtypes, plan.rule.longest_interval
+    rule, dtypes = plan.rule, plan.dtypes
     specs = plan.kinds.of(0, _NUMEL)
     kinds = (*rule.layout.kinds, *rule.layout.scales)
     state = sum(spec.nbytes for spec in specs if spec.kind in kinds) / _NUMEL
     means = sum(spec.nbytes for spec in specs if spec.kind in ("block_means", "known")) / _NUMEL
     gradient, published = DTYPE_BYTES[dtypes.gradient], DTYPE_BYTES[dtypes.published] + means
     lifted = published if rule.estimates else DTYPE_BYTES[dtypes.published]
-    every = rule.steps_between_selections(interval) if isinstance(rule, SelectiveSettings) else 0
-    # the state of hot blocks, both ways
-    moved = len("pmv") * bytes_of(rule, _NUMEL).moved / _NUMEL / every if every else 0.0
-    down, up = gradient + moved, lifted / interval + moved
-    passed = gradient + (2 * state + published) / interval + down
+    down, up = gradient, lifted
+    passed = gradient + 2 * state + published + down
     if plan.peeks:
         item = DTYPE_BYTES[dtypes.published]
         return Traffic(down, up, passed, gradient + state + item + up)
@@ -142,8 +137,7 @@ def lanes_of(plan: ZenFlowPlan, speeds: Speeds) -> Lanes:
     if plan.copies is Copies.INSIDE_STEP:
         return Lanes(down, up, host, transfer, host)
     lifts = plan.copies is Copies.WEIGHTS
-    whole = up if isinstance(plan.rule, SelectiveSettings) else item * numel / speeds.link
-    sent = whole if lifts else 0.0
+    sent = item * numel / speeds.link if lifts else 0.0
     touched = moves.down + (3 if lifts else 2) * item  # the link reads weights, too
     estimate = touched * numel / speeds.host
     return Lanes(down, max(up, sent), host, max(estimate, sent), max(down, host))

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, Dtypes
 from deepspeed_ext.zenflow.plan.places import Place, Places
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = ["PartitionPlan", "head_of", "kinds_of", "landing_bytes", "share_bytes"]
@@ -36,7 +35,7 @@ class PartitionPlan:
 
 
 def kinds_of(
-    rule: PredictiveSettings | SelectiveSettings,
+    rule: RuleSettings,
     dtypes: Dtypes,
     places: Places,
     *,
@@ -50,7 +49,7 @@ def kinds_of(
     """
     in_transit, is_open = places.handed_over is Place.IN_TRANSIT, rule.update_interval is None
     passes = in_transit and not (is_open or may_open)
-    slots = 0 if passes else rule.ring_at(rule.longest_interval, places.arrival)
+    slots = 0 if passes else rule.ring_at(1, places.arrival)
     touched = rule.ring_at(None, places.arrival) if is_open else slots
     return ArenaKinds(
         layout=rule.layout,
@@ -72,7 +71,7 @@ def landing_bytes(kinds: ArenaKinds, numel: int) -> int:
     return numel * item + per_block
 
 
-def share_bytes(rule: PredictiveSettings | SelectiveSettings, numel: int) -> int:
+def share_bytes(rule: RuleSettings, numel: int) -> int:
     """Bytes of accelerator memory of `numel` elements, whole blocks, that step there: p, the
     moments in their own dtype, and a byte for each scale of codes."""
     scales = len(rule.layout.scales) * (numel // rule.block_size)

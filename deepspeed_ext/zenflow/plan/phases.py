@@ -24,20 +24,11 @@ class Phase(enum.Enum):
     STEP = "optimizer step"
     SAVE = "save"
     """Of a checkpoint, and of the model alone."""
-    LOAD = "load"
-    """Of a checkpoint."""
-    SLEEP = "asleep"
-    """After ``offload_states`` has moved everything off the accelerator."""
-
-    @property
-    def is_in_every_run(self) -> bool:
-        """Whether it occurs in every run that starts, trains and saves."""
-        return self not in (Phase.LOAD, Phase.SLEEP)
 
     @property
     def keeps(self) -> bool:
         """Whether what is held between steps is also held during it."""
-        return self not in (Phase.START, Phase.SLEEP)
+        return self is not Phase.START
 
 
 class Memory(enum.Enum):
@@ -106,8 +97,13 @@ def parts_within(holders: Sequence[Holder], place: Place, phase: Phase) -> tuple
 
 
 def largest(*moments: Sequence[Part]) -> tuple[Part, ...]:
-    """The moment with the most bytes, without empty parts."""
-    return tuple(part for part in max(moments, key=nbytes_of) if part.nbytes)
+    """The moment with the most bytes, without empty parts; those of one kind and memory are one."""
+    found: dict[tuple[str, Memory], int] = {}
+    for part in max(moments, key=nbytes_of):
+        if part.nbytes:
+            key = part.kind, part.memory
+            found[key] = found.get(key, 0) + part.nbytes
+    return tuple(Part(kind, nbytes, memory) for (kind, memory), nbytes in found.items())
 
 
 def nbytes_of(parts: Sequence[Part]) -> int:

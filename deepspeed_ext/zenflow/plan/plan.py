@@ -23,9 +23,7 @@ from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.partitions import PartitionPlan, kinds_of
 from deepspeed_ext.zenflow.plan.phases import Part, Phase, nbytes_of, parts_within
 from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, Places, WeightsArrival
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.plan.rule import RuleSettings
 
 __all__ = ["Kernel", "Reason", "Subject", "ZenFlowPlan"]
 
@@ -82,7 +80,7 @@ class ZenFlowPlan:
         peeks: whether the worker computes exact weights before it steps (`step.stream`).
     """
 
-    rule: PredictiveSettings | SelectiveSettings
+    rule: RuleSettings
     dtypes: Dtypes
     partitions: tuple[PartitionPlan, ...]
     host_share: float
@@ -148,8 +146,9 @@ class ZenFlowPlan:
         if self.chunks is not None and self.chunks.slots:
             yield from slot_arrays(self.chunks.slots, self.chunks.slot_numel, self.dtypes)
         if self.peeks:
-            sizes = [each.on_host for each in self.partitions for _ in range(each.times)]
-            yield from weight_slots(sizes, self.rule.block_size, self.dtypes)
+            total = sum(each.on_host * each.times for each in self.partitions)
+            most = max((each.on_host for each in self.partitions), default=0)
+            yield from weight_slots(total, most, self.rule.block_size, self.dtypes)
 
     @cached_property
     def layout(self) -> ArenaLayout:
@@ -178,33 +177,6 @@ class ZenFlowPlan:
     def nbytes(self, place: Place, phase: Phase) -> int:
         """Maximum bytes of a phase, without what DeepSpeed holds."""
         return nbytes_of(self.parts(place, phase))
-
-    # -- the interval ------------------------------------------------------------------------------
-
-    def ring_slots(self, interval: int | None) -> int:
-        """Slots for whole gradients on the host at `interval`; None: not chosen yet."""
-        slots = self.rule.ring_at(interval, self.arrival)
-        return 0 if slots == 1 and self.places.handed_over is Place.IN_TRANSIT else slots
-
-    def _ring_bytes(self, interval: int | None) -> int:
-        """Bytes of whole gradients on the host at `interval`, without chunks in transit."""
-        elements = sum(each.on_host * each.times for each in self.partitions)
-        return self.ring_slots(interval) * elements * DTYPE_BYTES[self.dtypes.gradient]
-
-    def further_bytes(self, now: int | None, wanted: int | None) -> int:
-        """Bytes that the ring at interval `wanted` takes beyond those at interval `now`: a slot
-        takes memory when it is first written."""
-        return self._ring_bytes(wanted) - self._ring_bytes(now)
-
-    def affordable_interval(self, wanted: int, room: int) -> int:
-        """The longest interval up to `wanted` whose further gradients fit into `room` bytes of host
-        memory; 0: not even the shortest."""
-        fitting = (
-            n
-            for n in range(self.rule.shortest_interval, wanted + 1)
-            if self.further_bytes(None, n) <= room
-        )
-        return max(fitting, default=0)
 
     # -- the accelerator ---------------------------------------------------------------------------
 

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
+from deepspeed_ext.zenflow.plan.chunks import ACCELERATOR_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.plan.places import Arrival, Place, Places
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
+from deepspeed_ext.zenflow.plan.rule_bytes import FLOAT_BYTES, RuleBytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = ["PredictiveSettings", "slots_at"]
+
+_SIGN_BYTES = 1
 
 
 def slots_at(arrival: Arrival) -> int:
@@ -28,9 +32,6 @@ def slots_at(arrival: Arrival) -> int:
 class PredictiveSettings(RuleSettings):
     """Settings of the predictive rule."""
 
-    overlapped: bool
-    warm_up_steps: int | None
-    """None: the schedule chooses."""
     prediction_error_factor: float
     """0: no guard."""
 
@@ -46,20 +47,8 @@ class PredictiveSettings(RuleSettings):
             layout=layout,
         )
 
-    @property
-    def shortest_interval(self) -> int:
-        return 1
-
-    @property
-    def longest_interval(self) -> int:
-        return 1
-
     def ring_at(self, interval: int | None, arrival: Arrival) -> int:
         return slots_at(arrival) if self.overlapped else 1
-
-    @property
-    def steps_each_gradient(self) -> bool:
-        return True
 
     @property
     def estimates(self) -> bool:
@@ -73,3 +62,32 @@ class PredictiveSettings(RuleSettings):
         """What the estimate is made from, copied to the accelerator if estimates run there."""
         goes_there = self.overlapped and places.gradient is Place.ACCELERATOR
         return PerBlock(*self.layout.per_block, exchanged=goes_there)
+
+    def nbytes(
+        self,
+        numel: int,
+        weights_bytes: int = 0,
+        *,
+        arrived_bytes: int = 0,
+        in_place: bool = False,
+    ) -> RuleBytes:
+        """Kept: 1 / d_b of each block. With Lion, the signs and means of m.
+
+        Temporaries by torch operations are fp32 arrays of one chunk: for 16-bit weights three of
+        `Estimator.predict`, to which y comes in parts, for others one. With Lion two, and a byte
+        for each sign. A kernel needs none, but whether it can run is not known before the run.
+        """
+        if not self.overlapped:
+            return RuleBytes()
+        remembered = "signs and means" if self.layout.with_signs else "derived denominators"
+        entries = -(-numel // self.block_size) * self.per_block_width
+        kept = {remembered: FLOAT_BYTES * entries}
+        chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, self.block_size))
+        arrived = 0 if in_place else chunk * arrived_bytes
+        factor = FLOAT_BYTES * -(-chunk // self.block_size)
+        if self.layout.with_signs:
+            step = chunk * (2 * FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else arrived_bytes))
+            return RuleBytes(kept, saved=tuple(kept.values()), step=step)
+        narrow = weights_bytes < FLOAT_BYTES
+        step = (3 if narrow else 1) * FLOAT_BYTES * chunk + max(arrived, factor)
+        return RuleBytes(kept, saved=tuple(kept.values()), step=step)

@@ -20,8 +20,6 @@ def as_config(plan: ZenFlowPlan) -> dict[str, Any]:
         section["update_rule"] = "predictive" if rule.overlapped else "exact"
         if rule.warm_up_steps is not None:
             section["full_warm_up_rounds"] = rule.warm_up_steps
-    elif rule.update_interval is not None:
-        section["update_interval"] = rule.update_interval
     if places.weights is Place.ACCELERATOR:
         section["gradients_on_host"] = places.gradient is Place.HOST
     found: dict[str, Any] = {"zenflow": section}

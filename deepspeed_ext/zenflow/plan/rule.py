@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
 from deepspeed_ext.zenflow.plan.places import Arrival, Places
+from deepspeed_ext.zenflow.plan.rule_bytes import RuleBytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
@@ -15,36 +17,33 @@ __all__ = ["RuleSettings"]
 
 @dataclass(frozen=True)
 class RuleSettings(ABC):
-    """Settings of a rule, as plain values; see the fields of the same names in `ZenFlowConfig`."""
+    """Settings of a rule, as plain values; see the fields of the same names in `ZenFlowConfig`.
+
+    Attributes:
+        limits: why the rule runs only Adam with fp32 moments, on data-parallel ranks, and with no
+            share on the accelerator; empty: it has none of these limits.
+    """
+
+    limits: ClassVar[str] = ""
 
     update_interval: int | None
     """Optimizer steps handed over together; None: chosen by measurement."""
+    overlapped: bool
+    """Whether steps after the warm-up are overlapped."""
+    warm_up_steps: int | None
+    """Synchronous steps at the start; None: the schedule chooses."""
     block_size: int = field(kw_only=True)
     """Elements per block; the worker splits its work at block boundaries."""
     layout: StateLayout = field(default=ADAM_STATE, kw_only=True)
     """The optimizer's state."""
 
-    @property
-    @abstractmethod
-    def shortest_interval(self) -> int:
-        """The shortest interval that the settings allow."""
-
-    @property
-    @abstractmethod
-    def longest_interval(self) -> int:
-        """`update_interval`, or the longest interval that may be chosen; the ring has slots for
-        it."""
+    warning: str | None = field(default=None, kw_only=True)
+    """What the user should know of the settings; None: nothing."""
 
     @abstractmethod
     def ring_at(self, interval: int | None, arrival: Arrival) -> int:
         """Slots of the gradient ring in use at `interval`. None (not chosen yet): as many as
         interval 1 needs, so that it always fits."""
-
-    @property
-    @abstractmethod
-    def steps_each_gradient(self) -> bool:
-        """Whether the worker takes one step per gradient, so gradients may come in chunks.
-        Otherwise it reads all gradients of an interval at once."""
 
     @property
     @abstractmethod
@@ -59,6 +58,24 @@ class RuleSettings(ABC):
     @abstractmethod
     def per_block(self, places: Places) -> PerBlock:
         """The rule's per-block array."""
+
+    @abstractmethod
+    def nbytes(
+        self,
+        numel: int,
+        weights_bytes: int = 0,
+        *,
+        arrived_bytes: int = 0,
+        in_place: bool = False,
+    ) -> RuleBytes:
+        """The bytes that the rule takes for a partition.
+
+        Args:
+            weights_bytes: bytes of an element of the weights.
+            arrived_bytes: bytes of an element of y.
+            in_place: whether y is in a landing buffer, so it is not copied to the accelerator in
+                parts.
+        """
 
     @property
     def per_block_width(self) -> int:

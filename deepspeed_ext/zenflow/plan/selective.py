@@ -4,129 +4,75 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
 from deepspeed_ext.zenflow.plan.places import Arrival, Places
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
+from deepspeed_ext.zenflow.plan.rule_bytes import FLOAT_BYTES, RuleBytes, share_step_bytes
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
-__all__ = [
-    "SelectiveSettings",
-    "hot_blocks",
-    "most_hot_blocks",
-    "ring_of",
-    "unknown_epoch",
-]
+__all__ = ["SelectiveSettings"]
 
-_AUTO_SELECT_STEPS = 16
-_LONGEST_CHOSEN = 8
-"""Longest interval that the rule chooses by itself."""
-_BALANCE = 2
-_STATE_BYTES = 3 * 4
+_INTERVAL = 4
+_LEAST_STEPS, _LEAST_INTERVALS = 16, 4
+"""Between two selections, unless the config says otherwise."""
+_STATE_BYTES = 3 * FLOAT_BYTES
 """Bytes per element of a hot block: p, m and v in fp32."""
-_COUNT_BYTES = 4
-
-
-def ring_of(interval: int, lag: int, arrival: Arrival) -> int:
-    """Number of ring slots needed. An interval's gradients stay in flight for `lag` steps. The last
-    of these steps waits before it writes its own gradient, unless that arrives in backward, before
-    the step. At interval 1 that gradient reuses the slot of y, which its step has read, unless it
-    arrives before that (see Note: [the slot of y])."""
-    least = 2 if lag and arrival is Arrival.BEFORE_Y else 1
-    return max(interval + max(0, lag - (arrival is not Arrival.IN_BACKWARD)), least)
-
-
-def hot_blocks(blocks: int, ratio: float) -> int:
-    """Number of hot blocks among the `blocks` of all ranks."""
-    return math.ceil(ratio * blocks)
-
-
-def most_hot_blocks(blocks: int, ratio: float) -> int:
-    """Maximum number of hot blocks of a rank with `blocks` blocks: twice its equal share."""
-    return min(blocks, _BALANCE * hot_blocks(blocks, ratio))
+_NUMBER_BYTES = 8
 
 
 @dataclass(frozen=True)
 class SelectiveSettings(RuleSettings):
-    """Settings of the selective rule, which runs Adam only."""
+    """Settings of the selective rule, which runs Adam only. It collects the gradients of an
+    interval by itself and hands over their mean; the worker sees one gradient."""
 
-    lag: int | None
-    """Optimizer steps from a hand-over to applying its result; None: not overlapped, the step waits
-    for its own result."""
-    warm_up_steps: int
+    limits: ClassVar[str] = (
+        "hot blocks step on the accelerator in place of a share, with fp32 moments of Adam, and "
+        "each data-parallel group chooses its own; the predictive rule has none of these limits"
+    )
+
+    interval: int
+    """Optimizer steps whose mean gradient makes one step of the cold blocks."""
     topk_ratio: float
-    select_every_steps: int | None
-    """Optimizer steps between selections, before rounding up to whole intervals; 0: select once;
-    None: derived from the interval."""
+    select_every_steps: int
+    """Optimizer steps between two selections, a multiple of `interval`; 0: select only once."""
     keeps_hot_on_host: bool
-    auto_ratio: float
 
     @classmethod
-    def of(cls, config: ZenFlowConfig, steps_per_epoch: int | None = None) -> SelectiveSettings:
+    def of(
+        cls,
+        config: ZenFlowConfig,
+        *,
+        layout: StateLayout = ADAM_STATE,
+        steps_per_epoch: int | None = None,
+    ) -> SelectiveSettings:
         """Read the settings from a section.
-
-        Args:
-            steps_per_epoch: optimizer steps per epoch; None: unknown.
 
         Raises:
             ConfigError: intervals contradict each other.
         """
-        settings = cls(
-            update_interval=config.interval,
-            lag=config.overlap_lag if config.overlapped else None,
+        given, by_epoch = config.update_interval, config.select_strategy == "epoch"
+        steps = _select_steps(config, steps_per_epoch)
+        interval = given if isinstance(given, int) else min(_INTERVAL, steps or _INTERVAL)
+        return cls(
+            update_interval=1,
+            overlapped=config.overlapped,
             warm_up_steps=max(1, config.full_warm_up_rounds),
-            block_size=config.select_block_size,
+            block_size=config.block_size,
+            layout=layout,
+            interval=interval,
             topk_ratio=config.topk_ratio,
-            select_every_steps=_select_every_steps(config, steps_per_epoch),
+            select_every_steps=_in_intervals(steps, interval),
             keeps_hot_on_host=config.offload,
-            auto_ratio=config.auto_ratio,
+            warning=_UNKNOWN_EPOCH if by_epoch and not steps_per_epoch else None,
         )
-        settings.steps_between_selections(settings.update_interval or 1)
-        if settings.update_interval is None and 0 < (settings.select_every_steps or 0) < (
-            settings.lag or 0
-        ):
-            raise ConfigError(
-                f"zero_optimization.zenflow selects hot blocks every {settings.select_every_steps} "
-                f"steps, which is less than overlap_lag = {settings.lag}: "
-                "raise select_interval or lower overlap_lag"
-            )
-        if settings.lag and settings.update_interval and settings.lag > settings.update_interval:
-            raise ConfigError(
-                f"zero_optimization.zenflow.overlap_lag = {settings.lag} is more than "
-                f"update_interval = {settings.update_interval}, but a result must be applied "
-                "before the next hand-over: lower overlap_lag"
-            )
-        return settings
-
-    @property
-    def overlapped(self) -> bool:
-        """Whether steps after the warm-up are overlapped."""
-        return self.lag is not None
-
-    @property
-    def shortest_interval(self) -> int:
-        return self.lag or 1
-
-    @property
-    def longest_interval(self) -> int:
-        """If the first selection chooses it: at least the lag, and at most the number of steps
-        until the next one."""
-        longest = min(_LONGEST_CHOSEN, self.select_every_steps or _LONGEST_CHOSEN)
-        return self.update_interval or max(longest, self.lag or 0)
 
     def ring_at(self, interval: int | None, arrival: Arrival) -> int:
-        lag = self.lag or 0
-        return (
-            ring_of(1, min(lag, 1), arrival)
-            if interval is None
-            else ring_of(interval, lag, arrival)
-        )
-
-    @property
-    def steps_each_gradient(self) -> bool:
-        """False: the host averages an interval's gradients."""
-        return False
+        return 2 if self.overlapped and arrival is not Arrival.AFTER_Y else 1
 
     @property
     def estimates(self) -> bool:
@@ -138,56 +84,60 @@ class SelectiveSettings(RuleSettings):
         return True
 
     def per_block(self, places: Places) -> PerBlock:
-        """Update counts, which stay on the host."""
-        return PerBlock("updates", "int32", exchanged=False)
+        """What the worker computes for other rules; not read."""
+        return PerBlock(*self.layout.per_block, exchanged=False)
 
-    def hot_blocks(self, numel: int) -> int:
-        """Hot blocks of a partition of `numel` elements, if every rank has an equal share of
-        them."""
-        return hot_blocks(-(-numel // self.block_size), self.topk_ratio)
-
-    def hot_state_bytes(self, blocks: int) -> int:
-        """Bytes of p, m, v and update counts of `blocks` hot blocks."""
-        return blocks * (self.block_size * _STATE_BYTES + _COUNT_BYTES)
-
-    def steps_between_selections(self, interval: int) -> int:
-        """Optimizer steps between two selections of hot blocks.
-
-        Returns:
-            A multiple of `interval`; 0: select only once.
-
-        Raises:
-            ConfigError: the config asks for fewer than `interval` steps.
-        """
-        steps = self.select_every_steps
-        if steps is None:
-            steps = max(_AUTO_SELECT_STEPS, 4 * interval)
-        if 0 < steps < interval:
-            raise ConfigError(
-                f"zero_optimization.zenflow selects hot blocks every {steps} steps, which is less "
-                f"than update_interval = {interval}: raise select_interval or lower update_interval"
-            )
-        return math.ceil(steps / interval) * interval
+    def nbytes(
+        self,
+        numel: int,
+        weights_bytes: int = 0,
+        *,
+        arrived_bytes: int = 0,
+        in_place: bool = False,
+    ) -> RuleBytes:
+        """Kept: p, m, v and the numbers of the hot blocks, and the mean of the interval's
+        gradients. A step takes the gradient and weights of the hot blocks, and their state, if that
+        is on the host."""
+        blocks = math.ceil(self.topk_ratio * (numel // self.block_size))
+        hot, numbers = blocks * self.block_size, blocks * _NUMBER_BYTES
+        state, on_host = hot * _STATE_BYTES, self.keeps_hot_on_host
+        mean = numel * weights_bytes if self.interval > 1 else 0
+        kept = {"hot blocks": numbers + (0 if on_host else state), "mean gradient": mean}
+        step = share_step_bytes(hot, self.block_size) + 2 * hot * weights_bytes
+        return RuleBytes(
+            kept,
+            kept_on_host=state if on_host else 0,
+            saved=(numbers, mean),
+            step=step + (state if on_host else 0),
+        )
 
 
-def _select_every_steps(config: ZenFlowConfig, steps_per_epoch: int | None) -> int | None:
+_UNKNOWN_EPOCH = (
+    'zenflow.select_strategy = "epoch": the length of an epoch is known only if '
+    "deepspeed.initialize gets training_data, so hot blocks are selected only once. Set "
+    'select_strategy to "step", and select_interval'
+)
+
+
+def _select_steps(config: ZenFlowConfig, steps_per_epoch: int | None) -> int | None:
+    """Optimizer steps between two selections as the config gives them; 0: one selection; None: not
+    given."""
     given, strategy = config.select_interval, config.select_strategy
     if strategy == "step" and given is None:
         raise ConfigError(
             'zero_optimization.zenflow.select_strategy = "step" needs select_interval, the number '
             'of optimizer steps between two selections: set it, or set select_strategy to "auto"'
         )
-    if strategy != "epoch":
-        return given
-    return (given or 1) * (steps_per_epoch or 0)
+    return given if strategy != "epoch" else (given or 1) * (steps_per_epoch or 0)
 
 
-def unknown_epoch(config: ZenFlowConfig, steps_per_epoch: int | None) -> str | None:
-    """A warning if hot blocks are selected by epochs of unknown length; else None."""
-    if config.rule != "selective" or config.select_strategy != "epoch" or steps_per_epoch:
-        return None
-    return (
-        'zenflow.select_strategy = "epoch": the length of an epoch is known only if '
-        "deepspeed.initialize gets training_data, so hot blocks are selected only once. Set "
-        'select_strategy to "step", and select_interval'
-    )
+def _in_intervals(steps: int | None, interval: int) -> int:
+    """`steps` rounded up to whole intervals."""
+    if steps is None:
+        steps = max(_LEAST_STEPS, _LEAST_INTERVALS * interval)
+    if 0 < steps < interval:
+        raise ConfigError(
+            f"zero_optimization.zenflow selects hot blocks every {steps} steps, which is less "
+            f"than update_interval = {interval}: raise select_interval or lower update_interval"
+        )
+    return math.ceil(steps / interval) * interval

@@ -49,6 +49,9 @@ class WeightArrivals:
             self._metrics.bytes_up += partition.take_published(self._transfers, span, within)
             del self._awaited[0]
 
+    def put_first(self, parts: Iterable[tuple[int, Span]]) -> None:
+        """A step waits for all weights, so none go first."""
+
     def free(self, index: int, span: Span, within: Patience) -> None:
         """The worker has read all gradients before the next one is taken."""
 

@@ -18,7 +18,7 @@ from deepspeed_ext.errors import DeepSpeedExtError, StateError, WorkerError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.handlers import is_of_handler
 from deepspeed_ext.runtime.log import logger
-from deepspeed_ext.runtime.own_process import OwnProcess
+from deepspeed_ext.runtime.process import OwnProcess
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed_ext.runtime.parked import Parked
+from deepspeed_ext.runtime.memory import Parked
 from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
@@ -25,7 +25,6 @@ from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.optimizer_state import OptimizerState
 from deepspeed_ext.zenflow.step.partition import Partition
-from deepspeed_ext.zenflow.step.ring import GradientRing
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.schedule import StepPlan
 from deepspeed_ext.zenflow.step.shown_state import ShownState, write
@@ -98,7 +97,6 @@ class HostOptimizer:
     Attributes:
         decided, rule, link, kind, ranks: the arguments.
         partitions, states, share, coded: see `OptimizerState`; `states` are its `wholes`.
-        ring: the slots of gradients.
         counts: for each partition, the updates of p and the moments whose gradients have been taken
             so far (t of the newest). They differ only if a user has reset some partitions' state.
         shown: the optimizer's state as users reach it.
@@ -124,7 +122,6 @@ class HostOptimizer:
         self.kind = kind
         self.ranks = ranks
         self.counts = [0] * len(self.partitions)
-        self.ring = GradientRing(decided, rule.schedule, link, ranks)
         self._metrics = link.metrics
         self.plan: StepPlan | None = None
         self.is_offloaded = False
@@ -206,11 +203,13 @@ class HostOptimizer:
                 grad = self._step_share(self.share, index, grad, step)
             if grad.dtype != partition.grad_dtype:
                 grad = grad.to(partition.grad_dtype)
-            ready = transfers.ready()
             partition.collected.append(step)
+            handed_over = self.rule.to_hand_over(plan, partition, grad)
+            ready = transfers.ready()
             self.rule.step_partition(plan, partition, grad)
-            transfers.take(index, grad, slot, ready)
-            self._metrics.bytes_down += grad.nbytes
+            if handed_over is not None:
+                transfers.take(index, handed_over, slot, ready)
+                self._metrics.bytes_down += handed_over.nbytes
             # the worker steps this partition while the next gradient is prepared
             if plan.waits_last and not self.decided.peeks:
                 task = self.rule.task(plan, partition)
@@ -261,8 +260,6 @@ class HostOptimizer:
                     self._depart(plan, tasks, publishes=rule.schedule.plan().waits_first)
                 self.link.follow()
                 rule.end_step(plan)
-            if (wanted := rule.measured_interval(plan)) is not None:
-                self.ring.choose_interval(wanted)
             self.counts = [count + 1 for count in self.counts]
             if is_apart := self.mover is not None and self.mover.is_apart:
                 with self.link.deferring_errors(), self._metrics.waiting.measured():
@@ -320,14 +317,21 @@ class HostOptimizer:
         Args:
             parts: ZeRO's partitions, and spans of their elements; None: everything.
         """
-        if parts is None:
-            self.link.complete()
-            return
+        self.link.complete(None if parts is None else self._on_host(parts))
+
+    def put_first(self, parts: Iterable[tuple[int, Span]]) -> None:
+        """Let these weights arrive before all others, in every step whose weights arrive in the
+        forward; arguments as for `complete_weights`."""
+        self.link.arrivals.put_first(self._on_host(parts))
+
+    def _on_host(self, parts: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
+        """Parts of ZeRO's partitions as those of what steps on the host."""
         heads = [0] * len(self.partitions) if self.share is None else self.share.numels
-        self.link.complete(
+        return [
             (index, Span(max(0, span.begin - heads[index]), span.end - heads[index]))
             for index, span in parts
-        )
+            if span.end > heads[index]
+        ]
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -467,11 +471,6 @@ class HostOptimizer:
             for count, each in zip(self.counts, self.partitions, strict=True)
         ]
 
-    @property
-    def updates(self) -> int:
-        """Updates of the partition that has had the most."""
-        return max(self.counts, default=0)
-
     def masters_changed(self, counts: Sequence[int] | None = None) -> None:
         """Start over with synchronous steps from p, m, v, which were written from outside. Nothing
         may be in flight.
@@ -518,8 +517,14 @@ class HostOptimizer:
         self.decided = plan
         self._hold(replace(self._state, partitions=partitions, share=share))
         self.rule.restart(None, partitions)
-        self.ring = GradientRing(plan, self.rule.schedule, self.link, self.ranks)
-        self.ring.lock()
+        self._lock_slots()
+
+    def _lock_slots(self) -> None:
+        """Page-lock the slots of gradients that are whole on the host. Nothing may be in flight."""
+        if self.decided.places.handed_over is Place.HOST:
+            self.link.transfers.keep_whole()
+            keys = (self.link.arena.keys("g", each.index) for each in self.partitions)
+            self.link.lock([key for of_partition in keys for key in of_partition])
 
     def close(self) -> None:
         """Stop the worker. Weights, masters and moments stay readable. Idempotent."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
 from deepspeed_ext.zenflow.plan.places import Place, Places
 from deepspeed_ext.zenflow.transfers.inside_step import Transfers
@@ -51,8 +50,6 @@ class Partition:
     Attributes:
         index: number of the partition.
         group: index of its parameter group.
-        ranks: the ranks that its parameters are sharded over, in the order of their partitions; for
-            experts, fewer than all.
         weights: returns its weights, 1-D [n], in the model's dtype, on the accelerator; they are
             written in place.
         master, moments: p, and m and v or m alone, in the arena, 1-D [n]; owned by the worker while
@@ -70,7 +67,6 @@ class Partition:
 
     index: int
     group: int
-    ranks: RankGroup
     weights: Callable[[], torch.Tensor]
     master: torch.Tensor
     moments: tuple[torch.Tensor, ...]

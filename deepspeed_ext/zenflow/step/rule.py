@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.partition import Partition
@@ -62,6 +61,13 @@ class UpdateRule(ABC, Generic[PlanT]):
         the step is planned. Called if the coming step waits first. A collective if the schedule
         asks for it, on every rank or on none."""
 
+    def to_hand_over(
+        self, plan: PlanT, partition: Partition, grad: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What the worker steps with, 1-D [n]; None if the plan hands nothing over. Called first;
+        arguments as for `step_partition`."""
+        return grad
+
     @abstractmethod
     def step_partition(self, plan: PlanT, partition: Partition, grad: torch.Tensor) -> None:
         """Use the collected gradient of one partition. If the plan waits first, the update in
@@ -84,17 +90,6 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     def end_step(self, plan: PlanT) -> None:
         """Finish the step: its weights are written and its gradients, if due, are handed over."""
-
-    @abstractmethod
-    def measured_interval(self, plan: PlanT) -> int | None:
-        """Choose the interval that the config left open, once enough steps are measured. Called
-        after the step.
-
-        A collective if the schedule asks for it, on every rank or on none.
-
-        Returns:
-            The interval, the same on every rank; None: nothing to choose, or not yet.
-        """
 
     # -- queries -----------------------------------------------------------------------------------
 
@@ -161,13 +156,6 @@ class UpdateRule(ABC, Generic[PlanT]):
         """The slots of the last `count` gradients, oldest first; the last is this step's. Valid
         only inside a step."""
         return (*self.schedule.latest(count - 1), self.schedule.coming)
-
-    @staticmethod
-    def _interval_fits(settings: RuleSettings, there: int | None) -> bool:
-        """Whether a checkpoint with interval `there` (None: not chosen) can be continued with these
-        settings."""
-        here = settings.update_interval
-        return here == there or (here is None and (there or 1) <= settings.longest_interval)
 
     def _take_published(self, partition: Partition) -> None:
         """Copy a partition's y to its weights."""

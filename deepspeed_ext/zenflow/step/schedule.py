@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 __all__ = ["Schedule", "State", "StepPlan"]
@@ -105,11 +105,6 @@ class Schedule(ABC, Generic[PlanT, StateT]):
     def interval(self) -> int | None:
         """Optimizer steps handed over together; None: not yet chosen."""
         return self.state.interval
-
-    def choose_interval(self, interval: int) -> None:
-        """Set the interval that was left open, to the same value on every rank."""
-        assert self.state.interval is None
-        self.state = replace(self.state, interval=interval)
 
     @property
     def is_settled(self) -> bool:

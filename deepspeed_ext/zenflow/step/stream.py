@@ -17,6 +17,7 @@ the pass itself gives the weights.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,6 +89,11 @@ class Stream(Transfers):
     call makes the current stream wait for the copies to the weights, which the courier launches on
     a stream of their own.
 
+    Note: [weights that go first]
+    What is read without a wait, such as persistent parameters of stage 3, is complete when the step
+    returns. `put_first` makes chunks of their own of it, which are small and travel before all
+    others; otherwise a step would wait for every chunk that holds a norm.
+
     Note: [lost weights]
     If a worker fails between two steps, its rank must not raise alone, and its old weights look
     right. So weights that can no longer arrive become NaN, until all ranks raise the error together
@@ -124,6 +130,8 @@ class Stream(Transfers):
         self._awaited: dict[_Key, Span] = {}
         # In which order the last forward used chunks, and this one so far. Copies and passes follow
         # it. A wrong order, as after another branch of the model, only costs time.
+        self._spans: dict[int, list[Span]] = {}  # chunks of each partition
+        self._first: set[_Key] = set()
         self._uses: dict[_Key, int] = {}
         self._noted: dict[_Key, int] = {}
         self._peeked_slots = slots
@@ -155,10 +163,42 @@ class Stream(Transfers):
         """The chunks of partitions in the order in which the last forward used them, unused ones
         last."""
         last = len(self._uses)
-        chunks = super().in_order(indices)
-        return sorted(
-            chunks, key=lambda each: (self._uses.get((each[0], each[1].begin), last), each)
-        )
+
+        def place(chunk: tuple[int, Span]) -> tuple[bool, int, int, int]:
+            index, span = chunk
+            key = index, span.begin
+            return key not in self._first, self._uses.get(key, last), *key
+
+        return sorted(((i, span) for i in indices for span in self._chunks(i)), key=place)
+
+    def put_first(self, parts: Iterable[tuple[int, Span]]) -> None:
+        """Let elements of partitions travel before all others, in every step; see Note: [weights
+        that go first]. Call it before the first step."""
+        wanted: dict[int, list[Span]] = {}
+        for index, span in sorted(parts):
+            numel, size = self._host_results(index).published.numel(), self._block_size
+            begin, end = span.begin // size * size, min(numel, -(-span.end // size) * size)
+            found = wanted.setdefault(index, [])
+            if found and begin <= found[-1].end:
+                begin = found.pop().begin
+            if begin < end:
+                found.append(Span(begin, end))
+        for index, spans in wanted.items():
+            most = self.chunk_numel
+            first = [
+                Span(begin, min(begin + most, span.end))
+                for span in spans
+                for begin in range(span.begin, span.end, most)
+            ]
+            chunks = [part for whole in self._chunks(index) for part in _around(whole, first)]
+            self._spans[index] = sorted([*first, *chunks])
+            self._first |= {(index, span.begin) for span in first}
+
+    def _chunks(self, index: int) -> list[Span]:
+        """The chunks of a partition, in the order of their elements."""
+        if index not in self._spans:
+            self._spans[index] = [span for _, span in super().in_order([index])]
+        return self._spans[index]
 
     def free(self, index: int, span: Span, within: Patience) -> None:
         """Wait until the worker has read the gradient of `span`, so that the next one may take its
@@ -298,10 +338,14 @@ class Stream(Transfers):
                 self._lost.discard(key)
 
     def _chunks_of(self, parts: Iterable[tuple[int, Span]]) -> Iterator[_Key]:
-        size = self.chunk_numel
         for index, span in parts:
-            for begin in range(span.begin // size * size, span.end, size):
-                yield index, begin
+            chunks = self._chunks(index)
+            at = max(0, bisect_right(chunks, span.begin, key=lambda chunk: chunk.begin) - 1)
+            for chunk in chunks[at:]:
+                if chunk.begin >= span.end:
+                    break
+                if chunk.end > span.begin:
+                    yield index, chunk.begin
 
     # -- waits -------------------------------------------------------------------------------------
 
@@ -322,6 +366,18 @@ class Stream(Transfers):
         event = streams.blocking_event()
         event.record(stream)
         return event
+
+
+def _around(whole: Span, taken: Sequence[Span]) -> Iterator[Span]:
+    """What `taken`, in order, leaves of a span."""
+    begin = whole.begin
+    for each in taken:
+        if each.begin < whole.end and each.end > begin:
+            if begin < each.begin:
+                yield Span(begin, each.begin)
+            begin = each.end
+    if begin < whole.end:
+        yield Span(begin, whole.end)
 
 
 def _nothing() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.plan.rules import limits_of
 from deepspeed_ext.zenflow.worker.kernel.rounding import LARGEST_CODED_BLOCK
 
 __all__ = [
@@ -75,7 +76,8 @@ def require_section(section: Any) -> None:
         "offload_optimizer": section.offload_optimizer,
         "offload_param": section.offload_param,
     }
-    rounds = zenflow.state_dtype != "float32"
+    rounds, limits = zenflow.state_dtype != "float32", limits_of(zenflow)
+    of_rule = f'update_rule = "{zenflow.rule}"'
     state_dtype = f'zenflow.state_dtype = "{zenflow.state_dtype}"'
     _refuse(
         Refusal(
@@ -92,10 +94,9 @@ def require_section(section: Any) -> None:
             for name, each in offloads.items()
         ),
         Refusal(
-            f'{state_dtype} with update_rule = "selective"',
-            rounds and zenflow.rule == "selective",
-            "hot blocks keep fp32 moments, and would be rounded "
-            "each time they move; the predictive rule has it",
+            f"{state_dtype} with {of_rule}",
+            rounds and bool(limits),
+            limits,
         ),
         *_of_gradients(section),
         Refusal(
@@ -153,21 +154,17 @@ def require_spreadable(
         ConfigError: copies of a parameter on several ranks would diverge, or the combination is not
             built.
     """
-    is_selective = zenflow.rule == "selective"
-    why = (
-        "each data-parallel group chooses its own hot blocks, so copies of a parameter in several "
-        "groups would diverge; the predictive rule supports it"
-    )
+    limits, of_rule = limits_of(zenflow), f'update_rule = "{zenflow.rule}"'
     _refuse(
         Refusal(
-            f'update_rule = "selective" with {tensor_ranks} tensor-parallel ranks',
-            is_selective and tensor_ranks > 1,
-            why,
+            f"{of_rule} with {tensor_ranks} tensor-parallel ranks",
+            bool(limits) and tensor_ranks > 1,
+            limits,
         ),
         Refusal(
-            'update_rule = "selective" with layers that stages of a pipeline share',
-            is_selective and ties_stages,
-            why,
+            f"{of_rule} with layers that stages of a pipeline share",
+            bool(limits) and ties_stages,
+            limits,
         ),
         Refusal(
             "expert_parallel.enabled = true",

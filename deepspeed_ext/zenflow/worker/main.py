@@ -22,8 +22,7 @@ from typing import Any
 
 from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.runtime import files
-from deepspeed_ext.runtime.child_process import end_with_parent
-from deepspeed_ext.runtime.page_nodes import nodes_of_pages, placement_warning, sampled_pages
+from deepspeed_ext.runtime.process import end_with_parent
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
 from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -33,7 +32,6 @@ from deepspeed_ext.zenflow.worker.kernel import (
     Array,
     Kernel,
     LionPass,
-    MeanPass,
     NativeKernel,
     load_kernel,
 )
@@ -49,7 +47,6 @@ from deepspeed_ext.zenflow.worker.messages import (
     Done,
     Failed,
     LionPartitionPass,
-    MeanPartitionPass,
     PartitionPass,
     Ready,
     Submission,
@@ -60,7 +57,7 @@ from deepspeed_ext.zenflow.worker.messages import (
 
 __all__ = ["block_bytes", "main", "write_from_arena"]
 
-PER_BLOCK = ("block_means", "known", "updates", "m_scales", "v_scales")
+PER_BLOCK = ("block_means", "known", "m_scales", "v_scales")
 """Kinds of arrays with one or more values per block."""
 
 _WATCH_SECONDS = 0.2
@@ -118,8 +115,6 @@ def _serve(channel: Channel, arena_fd: int) -> None:
     arena = Arena(arena_fd, plan.layout)
     arena.close()  # the mapping outlives the descriptor
     _touch(arena, kernel, [spec.key for spec, _ in plan.layout.arrays if spec.touched], plan)
-    if warning is None and placement is not None:
-        warning = _misplaced(arena, plan, placement.numa_node)
     _say(channel, Ready(os.getpid(), kernel.name, tuple(sorted(os.sched_getaffinity(0))), warning))
     while True:
         submission: Submission = _next(channel)
@@ -162,15 +157,6 @@ def _touch(arena: Arena, kernel: Kernel, keys: Sequence[ArrayKey], plan: WorkerP
             arena.tensor(*key).neg_().neg_()  # writes to every page without changing values
 
 
-def _misplaced(arena: Arena, plan: WorkerPlan, node: int) -> str | None:
-    """A warning if touched memory is not on `node`: a full node silently spills to others."""
-    if node < 0:
-        return None
-    touched = [array for array in plan.layout.arrays if array.spec.touched and array.spec.numel]
-    pages = sampled_pages([(arena.address + offset, spec.nbytes) for spec, offset in touched])
-    return placement_warning(nodes_of_pages(pages), node)
-
-
 def block_bytes(arena: Arena, key: ArrayKey, block_size: int) -> int:
     """Bytes per block of an array of the arena, whether it has values per element or per block."""
     array = arena.array(*key)
@@ -203,10 +189,8 @@ def _carry_out(submission: Submission, arena: Arena, kernel: Kernel, plan: Worke
             continue
         if isinstance(work, PartitionPass):
             kernel.run(_adam_pass(work, arena, block_size))
-        elif isinstance(work, LionPartitionPass):
-            kernel.run_lion(_lion_pass(work, arena, block_size))
         else:
-            kernel.run_mean(_mean_pass(work, arena, block_size))
+            kernel.run_lion(_lion_pass(work, arena, block_size))
         seconds += time.perf_counter() - begin
     return Done(submission.number, seconds, failed_write)
 
@@ -281,12 +265,6 @@ def _adam_pass(work: PartitionPass, arena: Arena, block_size: int) -> AdamPass:
         scales,
         peeks=work.peek_slot is not None,
     )
-
-
-def _mean_pass(work: MeanPartitionPass, arena: Arena, block_size: int) -> MeanPass:
-    p, m, v, published, *grads = _arrays(work, arena, ADAM_STATE)
-    updates = _per_block(work, arena, "updates", block_size)
-    return MeanPass(p, m, v, tuple(grads), work.scales, work.step, updates, published, block_size)
 
 
 def _lion_pass(work: LionPartitionPass, arena: Arena, block_size: int) -> LionPass:

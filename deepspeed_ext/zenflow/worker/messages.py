@@ -18,7 +18,6 @@ __all__ = [
     "Failed",
     "FilePart",
     "LionPartitionPass",
-    "MeanPartitionPass",
     "PartitionPass",
     "Ready",
     "Span",
@@ -97,15 +96,6 @@ class PartitionPass(_Pass):
 
 
 @dataclass(frozen=True)
-class MeanPartitionPass(_Pass):
-    """One step of a partition's cold blocks with the gradient ``sum_k scales[k] g[slots[k]]``.
-    Without gradients it only publishes p again."""
-
-    scales: tuple[float, ...]
-    step: AdamStep
-
-
-@dataclass(frozen=True)
 class LionPartitionPass(_Pass):
     """One step of Lion per gradient."""
 
@@ -113,7 +103,7 @@ class LionPartitionPass(_Pass):
     publish: LionPublish
 
 
-WorkerTask: TypeAlias = PartitionPass | MeanPartitionPass | LionPartitionPass
+WorkerTask: TypeAlias = PartitionPass | LionPartitionPass
 
 
 class FilePart(NamedTuple):

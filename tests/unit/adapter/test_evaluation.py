@@ -115,7 +115,7 @@ def before_backward(config: dict[str, Any]) -> str:
         masters.append(full_masters_of(engine))
     for engine in engines:
         engine.destroy()
-    return first_difference(*masters, "p")
+    return first_difference(masters[0], masters[1], "p")
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -232,7 +232,7 @@ def sleep_before_steps(config: dict[str, Any]) -> str:
             engine.step()
         masters.append(full_masters_of(engine))
         engine.destroy()
-    return first_difference(*masters, "masters")
+    return first_difference(masters[0], masters[1], "masters")
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -261,7 +261,7 @@ def discard(config: dict[str, Any]) -> str:
             engine.step()
         masters.append(full_masters_of(engine))
         engine.destroy()
-    return first_difference(*masters, "masters")
+    return first_difference(masters[0], masters[1], "masters")
 
 
 @pytest.mark.parametrize("on_host", [False, True])

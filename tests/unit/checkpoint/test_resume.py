@@ -25,23 +25,23 @@ def test_resume_in_a_new_process(stage: int, ranks: int, tmp_path: Path) -> None
     assert failed_resumes(ranks, config, WARM_UP - 1, WARM_UP + 2, str(tmp_path)) == []
 
 
-LAG_1 = {"update_interval": 3, "select_interval": 6, "overlap_step": True}
-LAG_2 = {**LAG_1, "overlap_lag": 2, "offload": True}
+OVERLAPPED = {"update_interval": 3, "select_interval": 6, "overlap_step": True}
+AWAY = {**OVERLAPPED, "offload": True}
 SEQUENTIAL = {"update_interval": 2, "select_interval": 4}
 
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "zenflow", "first"),
     [
-        (2, 2, LAG_2, 7),
-        pytest.param(2, 2, LAG_2, 2, marks=pytest.mark.full),
-        pytest.param(3, 1, LAG_1, 2, marks=pytest.mark.full),
+        (2, 2, AWAY, 7),
+        pytest.param(2, 2, AWAY, 2, marks=pytest.mark.full),
+        pytest.param(3, 1, OVERLAPPED, 2, marks=pytest.mark.full),
         pytest.param(2, 1, SEQUENTIAL, 2, marks=pytest.mark.full),
         pytest.param(1, 1, SEQUENTIAL, 2, marks=pytest.mark.full),
-        pytest.param(1, 2, LAG_1, 2, marks=pytest.mark.full),
-        pytest.param(2, 2, LAG_1, 2, marks=pytest.mark.full),
+        pytest.param(1, 2, OVERLAPPED, 2, marks=pytest.mark.full),
+        pytest.param(2, 2, OVERLAPPED, 2, marks=pytest.mark.full),
         pytest.param(3, 2, SEQUENTIAL, 2, marks=pytest.mark.full),
-        pytest.param(3, 2, LAG_2, 2, marks=pytest.mark.full),
+        pytest.param(3, 2, AWAY, 2, marks=pytest.mark.full),
     ],
 )
 def test_selective_resume_in_a_new_process(
@@ -49,7 +49,5 @@ def test_selective_resume_in_a_new_process(
 ) -> None:
     """From every step of two intervals and over a selection: steps 2 (end of the warm-up, first
     selection) to 9; with intervals of 3 selections are at 2 and 8. By default from the last."""
-    config = zenflow_config(
-        stage, topk_ratio=0.1, select_block_size=32, full_warm_up_rounds=2, **zenflow
-    )
+    config = zenflow_config(stage, topk_ratio=0.1, full_warm_up_rounds=2, **zenflow)
     assert failed_resumes(ranks, config, first, 9, str(tmp_path)) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.commands import main as cli
-from deepspeed_ext.runtime.launcher_variables import NEEDED
+from deepspeed_ext.runtime.launch import NEEDED
 from tests.support.forked import run_forked
 from tests.support.paths import ROOT
 

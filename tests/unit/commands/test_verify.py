@@ -19,7 +19,7 @@ import pytest
 from deepspeed_ext.commands import main as cli
 from deepspeed_ext.commands import verify
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.child_process import python_command
+from deepspeed_ext.runtime.process import python_command
 from tests.support.paths import ROOT
 from tests.support.trainer_configs import SHIPPED, shipped
 from tests.support.verify_faults import FAULTS, PARAMETER, forked, left_behind

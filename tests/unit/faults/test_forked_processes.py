@@ -22,7 +22,7 @@ from deepspeed.utils import (
 )
 
 from deepspeed_ext.errors import DeepSpeedExtError, StateError
-from deepspeed_ext.runtime.own_process import OwnProcess
+from deepspeed_ext.runtime.process import OwnProcess
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
 from tests.support.same import first_difference

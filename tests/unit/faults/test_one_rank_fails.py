@@ -86,7 +86,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine._backward_prologue",
         "adapter/parts.py:Parts.require_known_state",
         "cores/exchange.py:_require_same_host_plan",
-        "flatten/exchange.py:broadcasts",
+        "flatten/tiers.py:broadcasts",
         "adapter/step.py:StepDriver.run",
         "adapter/step.py:StepDriver.begin",
         "adapter/step.py:StepDriver.take",
@@ -95,24 +95,18 @@ CANNOT_BE_AGREED_ON = {
         "zenflow/step/optimizer.py:HostOptimizer.finish_weights",
         "zenflow/step/optimizer.py:HostOptimizer._receive",
         "zenflow/step/optimizer.py:HostOptimizer.step_partition",
-        "zenflow/step/ring.py:GradientRing.choose_interval",
-        "zenflow/step/ring.py:GradientRing._agreed_interval",
         "zenflow/step/rule.py:UpdateRule.arrived",
         "zenflow/rules/predictive/rule.py:PredictiveRule.arrived",
         "zenflow/rules/predictive/rule.py:PredictiveRule._judge",
-        "zenflow/rules/predictive/rule.py:PredictiveRule.measured_interval",
-        "zenflow/rules/selective/rule.py:SelectiveRule.measured_interval",
         "zenflow/step/rule.py:UpdateRule.write_weights",
         "zenflow/rules/selective/rule.py:SelectiveRule.write_weights",
-        "zenflow/rules/selective/selection.py:select",
-        "zenflow/rules/blocks.py:BlockSet.__len__",  # of what `select` returns
         "adapter/reshard.py:Target.write_weights",
         "adapter/zero_partitions.py:GroupPartitions.exchange_loaded",
         "adapter/zero_partitions.py:SubGroupPartitions.exchange_loaded",
     ),
     "cannot fail, and is around code with collectives": (
         "runtime/profiling.py:in_profile",
-        "runtime/own_process.py:",  # compares two numbers
+        "runtime/process.py:OwnProcess",  # compares two numbers
         "adapter/upstream.py:swapped",
         "zenflow/step/stream.py:Stream.are_",  # whether two dicts are empty
         "zenflow/step/optimizer.py:HostOptimizer.complete_weights",  # which keeps what fails
@@ -170,13 +164,12 @@ CANNOT_BE_AGREED_ON = {
         "adapter/zero_partitions.py:SubGroupPartitions.stand_in",
         "adapter/zero_partitions.py:SubGroupPartitions.trained",
         "adapter/zero_partitions.py:SubGroupPartitions.waits_after_weights",
-        "flatten/direct_buffers.py:NoMasters.__init__",
+        "flatten/staging.py:NoMasters.__init__",
         "adapter/readiness.py:Readiness.",
         "zenflow/step/schedule.py:",
         "zenflow/rules/predictive/schedule.py:",
         "zenflow/rules/predictive/guard.py:GuardState",
         "zenflow/rules/selective/schedule.py:",
-        "zenflow/rules/selective/selection.py:_digit_of",
         "zenflow/step/optimizer.py:HostOptimizer._current_plan",
         "config/zenflow.py:",
     ),
@@ -197,7 +190,7 @@ HARMLESS = {
         "zenflow/kernels/launch.py:_found",
         *(
             f"zenflow/kernels/prepare.py:{name}"
-            for name in ("norms", "estimates", "hot_steps", "share_steps", "first_elements")
+            for name in ("norms", "estimates", "share_steps", "first_elements")
         ),
     ),
     "called once after a step, so not in every save": (

@@ -14,9 +14,9 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, OutOfMemoryError, PlanMismatchError
-from deepspeed_ext.flatten import exchange, staging
-from deepspeed_ext.flatten.flattener import Flattener
+from deepspeed_ext.flatten import staging, tiers
 from deepspeed_ext.flatten.layout import GroupLayout
+from deepspeed_ext.flatten.tiers import Flattener
 from deepspeed_ext.runtime import memory as allocation
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.meter import LiveBytes
@@ -349,7 +349,7 @@ def test_wherever_an_allocation_fails_all_ranks_end_alike_and_nothing_is_lost(ti
 def both_exchanges() -> list[torch.Tensor]:
     ranks = RankGroup.of(dist.get_world_group(), this_device())
     found = []
-    for way in (exchange.all_gather, exchange.broadcasts):
+    for way in (tiers.all_gather, tiers.broadcasts):
         flat = torch.full(
             (6 * ranks.size,), float("nan"), dtype=torch.bfloat16, device=ranks.device
         )
@@ -358,7 +358,7 @@ def both_exchanges() -> list[torch.Tensor]:
         )
         way(flat, ranks, 4)
         found.append(flat.cpu())
-    assert exchange.backend_of(ranks) == ("gloo" if ranks.device.type == "cpu" else "sim")
+    assert tiers.backend_of(ranks) == ("gloo" if ranks.device.type == "cpu" else "sim")
     return found
 
 
@@ -375,9 +375,9 @@ def test_every_element_is_broadcast_once_by_its_owner(monkeypatch: pytest.Monkey
     traffic."""
     sent: list[tuple[int, list[int]]] = []
     monkeypatch.setattr(
-        exchange.dist, "broadcast", lambda part, src, group: sent.append((src, part.tolist()))
+        tiers.dist, "broadcast", lambda part, src, group: sent.append((src, part.tolist()))
     )
-    exchange.broadcasts(torch.arange(12), RankGroup(None, 0, 3, torch.device("cpu")), 3)
+    tiers.broadcasts(torch.arange(12), RankGroup(None, 0, 3, torch.device("cpu")), 3)
     assert sent == [(0, [0, 1, 2]), (0, [3]), (1, [4, 5, 6]), (1, [7]), (2, [8, 9, 10]), (2, [11])]
 
 
@@ -385,4 +385,4 @@ def test_every_element_is_broadcast_once_by_its_owner(monkeypatch: pytest.Monkey
     ("backend", "way"), [("nccl", "all_gather"), ("gloo", "broadcasts"), ("mpi", "broadcasts")]
 )
 def test_the_backend_decides_how_slices_are_exchanged(backend: str, way: str) -> None:
-    assert exchange.exchange_for(backend) is getattr(exchange, way)
+    assert tiers.exchange_for(backend) is getattr(tiers, way)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.launcher_variables import (
+from deepspeed_ext.runtime.launch import (
     LaunchPlan,
     first_host,
     plan_launch,

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from deepspeed_ext.runtime import log, switches
+from deepspeed_ext.runtime import log
 
 
 @pytest.mark.parametrize(
@@ -17,11 +17,11 @@ def test_only_0_is_off_and_no_other_word_passes_without_a_warning(
     value: str | None, off: bool, warned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(switches, "warn_once", said.append)
+    monkeypatch.setattr(log, "warn_once", said.append)
     monkeypatch.delenv("DSEXT_BIND", raising=False)
     if value is not None:
         monkeypatch.setenv("DSEXT_BIND", value)
-    assert switches.is_off("DSEXT_BIND") == off
+    assert log.is_off("DSEXT_BIND") == off
     assert said == ["DSEXT_BIND must be 0 or 1, got 'no'; it counts as 1"][:warned]
 
 

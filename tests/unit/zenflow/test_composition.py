@@ -29,14 +29,13 @@ STEPS = 8
 OVERFLOWS = (2, 5)
 """Optimizer steps that overflow, with fp16."""
 
-SELECTIVE = {"select_block_size": 32, "update_interval": 2, "select_interval": 4}
+SELECTIVE = {"update_interval": 2, "select_interval": 4}
 MODES: dict[str, dict[str, Any]] = {
     "predictive, waiting": {"overlap_step": False},
     "predictive": {},
     "predictive, bf16 moments": {"state_dtype": "bfloat16"},
     "predictive, int8 moments": {"state_dtype": "int8"},
     "selective, interval 1": {**SELECTIVE, "topk_ratio": 0.2, "update_interval": 1},
-    "selective, all hot": {**SELECTIVE, "topk_ratio": 0.999},
     "selective": {**SELECTIVE, "topk_ratio": 0.2},
     "selective, overlapped": {**SELECTIVE, "topk_ratio": 0.2, "overlap_step": True},
 }

@@ -26,7 +26,6 @@ SCHEDULER = {
 }
 SELECTIVE = {
     "topk_ratio": 0.2,
-    "select_block_size": 32,
     "update_interval": 2,
     "select_interval": 4,
     "overlap_step": True,

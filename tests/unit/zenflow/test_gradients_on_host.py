@@ -110,7 +110,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "without overlap": {"overlap_step": False},
     "measured": {},
     "selective": RULES["selective"],
-    "selective, lag 2, state on the host": RULES["selective"] | {"overlap_lag": 2, "offload": True},
+    "selective, state on the host": RULES["selective"] | {"offload": True},
 }
 MATRIX = list(
     itertools.product(STAGES, WAYS, (1, 3), (0.0, 0.5), (1, 2), (torch.bfloat16, torch.float32))

@@ -78,7 +78,7 @@ def test_accumulated_and_clipped_gradients_too() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_overlapped_training_stays_close_to_zero_offload(stage: int) -> None:
-    """Forty steps of a steep descent; docs/lab/archive/numerics.md has the losses of a real
+    """Forty steps of a steep descent; docs/results/numerics.md has the losses of a real
     task."""
     config = lion_config(stage, lr=1e-3)
     for expected, actual in run_ranks(2, with_and_without, config, 40):

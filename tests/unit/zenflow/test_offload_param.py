@@ -159,7 +159,7 @@ def differs_from_weights_on_the_accelerator(config: dict[str, Any]) -> str:
     [
         {},
         *RULES.values(),
-        RULES["selective"] | {"overlap_lag": 2, "offload": True},
+        RULES["selective"] | {"offload": True},
     ],
 )
 def test_overlapped_it_equals_the_run_without_to_the_bit(

@@ -20,7 +20,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.errors import OutOfMemoryError, StateError, WorkerError
-from deepspeed_ext.runtime import parked
+from deepspeed_ext.runtime import memory
 from tests.support.matrix import some
 from tests.support.models import batches, on_device, two_groups
 from tests.support.offloaded import Adapted, held
@@ -246,7 +246,7 @@ def short_host_memory(after: int) -> Iterator[list[int]]:
     accelerator = get_accelerator()
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
-            (parked, "_on_host"),
+            (memory, "_on_host"),
             (accelerator, "pin_memory"),
             (accelerator, "pin_empty_like"),
         ):

@@ -15,17 +15,6 @@ NVME = {"device": "nvme", "nvme_path": "/tmp"}
 
 SECTION: dict[str, tuple[int, dict[str, Any]]] = {
     "stage = 0": (0, {}),
-    "overlap_lag": (
-        2,
-        {
-            "zenflow": {
-                "topk_ratio": 0.1,
-                "update_interval": 1,
-                "overlap_step": True,
-                "overlap_lag": 2,
-            }
-        },
-    ),
     "select_interval": (2, {"zenflow": {"select_interval": 2, "update_interval": 4}}),
     'offload_optimizer.device = "nvme"': (3, {"offload_optimizer": NVME}),
     'offload_param.device = "nvme"': (3, {"offload_param": NVME}),

@@ -30,13 +30,11 @@ RULES = {
     "predictive": {},
     "selective": {
         "topk_ratio": 0.2,
-        "select_block_size": 32,
         "update_interval": 3,
         "select_interval": 6,
     },
     "selective, overlapped": {
         "topk_ratio": 0.2,
-        "select_block_size": 32,
         "update_interval": 3,
         "select_interval": 6,
         "overlap_step": True,
@@ -46,7 +44,6 @@ EXACT = {
     "predictive": {"overlap_step": False},
     "selective": {
         "topk_ratio": 0.999,
-        "select_block_size": 32,
         "update_interval": 3,
         "select_interval": 6,
     },

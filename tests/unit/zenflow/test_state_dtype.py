@@ -55,7 +55,7 @@ def on_host(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("overlap_step", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_stays_close_to_zero_offload(states: str, stage: int, overlap_step: bool) -> None:
-    """Forty steps of a steep descent; docs/lab/archive/numerics.md has the losses of a real
+    """Forty steps of a steep descent; docs/results/numerics.md has the losses of a real
     task."""
     config = rounded(states, stage, overlap_step=overlap_step)
     for expected, actual in run_ranks(2, with_and_without, config, 40):

@@ -145,9 +145,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             self._read_results()
             self._publish_again()
 
-    def measured_interval(self, plan: PredictivePlan) -> int | None:
-        return None
-
     def _publish_again(self) -> None:
         """Make the worker recompute y and the per-block array from p and the moments, for
         overlapped steps."""

@@ -1,4 +1,4 @@
-"""Defines what a checkpoint holds of the selective rule."""
+"""Defines what a checkpoint holds of the selective rule, and the arithmetic of its blocks."""
 
 from __future__ import annotations
 
@@ -7,46 +7,61 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from deepspeed_ext.zenflow.rules.blocks import step_blocks
-from deepspeed_ext.zenflow.rules.saved_values import AdamState, PartitionValues, Shape
+from deepspeed_ext.zenflow.rules.saved_values import FLOATS, AdamState, PartitionValues, Shape
+from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
-__all__ = ["SelectivePartitionValues"]
+__all__ = ["SelectivePartitionValues", "recorrect", "rows_of"]
+
+
+def rows_of(flat: torch.Tensor, block_size: int) -> torch.Tensor:
+    """View the whole blocks of a flat tensor, 1-D [n], as rows."""
+    return flat[: flat.numel() // block_size * block_size].view(-1, block_size)
+
+
+def recorrect(m: torch.Tensor, v: torch.Tensor, before: AdamStep, after: AdamStep) -> None:
+    """Change moments of any shape in place, so that their bias-corrected values after the step
+    `after` are those after `before`."""
+    if before.step and before.step != after.step:
+        m.mul_(after.bias_correction1 / before.bias_correction1)
+        v.mul_((after.bias_correction2_sqrt / before.bias_correction2_sqrt) ** 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectivePartitionValues(PartitionValues):
-    """State of one partition.
+    """State of one partition; see `SelectionState`."""
 
-    Attributes:
-        block_updates: updates of each block, int32 [blocks].
-        hot_blocks: numbers of the hot blocks, int64; None: there are none yet.
-    """
-
-    block_updates: torch.Tensor
     hot_blocks: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    last: AdamStep | None = None
+    cold_updates: int
 
     def shapes(self, layout: StateLayout, block_size: int) -> Iterator[Shape]:
         yield from super().shapes(layout, block_size)
-        blocks = -(-self.on_host // block_size)
-        yield Shape("block_updates", self.block_updates, blocks, (torch.int32,))
+        if self.mean is not None:
+            yield Shape("mean", self.mean, self.on_host, FLOATS)
         if (hot := self.hot_blocks) is not None:
-            yield Shape("hot_blocks", hot, min(hot.numel(), blocks), (torch.int64,))
+            most = min(hot.numel(), self.on_host // block_size)
+            yield Shape("hot_blocks", hot, most, (torch.int64,))
 
     def apply_collected(
         self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
     ) -> None:
-        if not (steps := self.collected):
+        """Step the cold blocks with the mean of the collected gradients, and let all blocks have
+        the hot ones' count."""
+        if self.last is None:
             return
-        end, first = begin + state[0].numel(), begin // block_size
-        counts = self.block_updates[first : -(-end // block_size)]
-        hot = self.hot_blocks
-        if hot is not None:
-            hot = hot[(hot >= first) & (hot < first + counts.numel())] - first
-        scales = [step.grad_scale / len(steps) for step in steps]
-        scaled = [
-            grad[begin:end].float() * scale
-            for grad, scale in zip(self.gradients, scales, strict=True)
-        ]
-        last = replace(steps[-1], grad_scale=1.0)
-        step_blocks(state, block_size, counts, hot, torch.stack(scaled).sum(0), last)
+        p, m, v = state
+        first = begin // block_size
+        hot = torch.empty(0, dtype=torch.int64) if self.hot_blocks is None else self.hot_blocks
+        ids = hot[(hot >= first) & (hot < first + p.numel() // block_size)] - first
+        kept = [rows_of(array, block_size)[ids] for array in state]
+        cold = replace(self.last, step=self.cold_updates)
+        if self.mean is not None:
+            cold = replace(cold, step=self.cold_updates + 1)
+            mean = self.mean[begin : begin + p.numel()]
+            take_steps(p, m, v, [mean], [cold], begin, moment_dtype, block_size)
+        recorrect(m, v, cold, self.last)
+        for array, rows in zip(state, kept, strict=True):
+            rows_of(array, block_size)[ids] = rows

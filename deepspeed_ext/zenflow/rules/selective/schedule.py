@@ -1,12 +1,12 @@
 """Schedules the selective rule: a state machine over plain values.
 
 During warm-up every step is an exact step of all blocks. After it, hot blocks step on the
-accelerator at every step, and gradients of cold blocks are collected. At the end of an interval the
-worker makes one step with their mean. Its result is applied at once (no overlap) or `lag` steps
-later. A step that selects hot blocks again waits for everything.
+accelerator at every step, and gradients are collected. At the end of an interval their mean is
+handed over, and the worker makes one step of the cold blocks with it. Its result is applied at once
+(no overlap) or in the next step. A step that selects hot blocks again waits for everything.
 
-Example with one warm-up step, interval 3, lag 1 and a selection every 6 steps; ``>`` hands over,
-``<`` applies::
+Example with one warm-up step, interval 3, overlapped, and a selection every 6 steps; ``>`` hands
+over, ``<`` applies::
 
     step        1      2    3    4    5    6    7     8    9    10
     blocks      all    hot  hot  hot  hot  hot  hot   hot  hot  hot
@@ -29,8 +29,8 @@ __all__ = ["SelectivePlan", "SelectiveSchedule", "SelectiveState"]
 class SelectivePlan(StepPlan):
     """Describes one optimizer step."""
 
-    exact: bool
-    """True: all blocks step on the host. False: hot blocks step on the accelerator."""
+    collected: int
+    """Gradients of the interval before this step's."""
     applies: bool
     """The result of an earlier hand-over is applied."""
     waits: bool
@@ -46,69 +46,66 @@ class SelectivePlan(StepPlan):
     def waits_last(self) -> bool:
         return self.waits
 
+    @property
+    def weights_arrive(self) -> bool:
+        return self.waits
+
 
 @dataclass(frozen=True)
 class SelectiveState(State):
-    """The position in the schedule."""
+    """The position in the schedule. To the common code, only a mean gradient is one."""
 
-    steps_in_flight: int | None = None
-    """Steps since the hand-over whose result is not applied yet; None: nothing is in flight."""
+    collected: int = 0
+    """Gradients of the interval so far."""
+    is_in_flight: bool = False
+    """Whether a result is not applied yet."""
     since_selection: int = 0
     """Optimizer steps since the hot blocks were chosen."""
 
 
 class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
-    """Advances through the steps.
+    """Advances through the steps. Settings may change between them.
 
     Args:
-        settings: settings of the rule. If they leave the interval open, call `choose_interval` at
-            the end of the warm-up, which has at least one step.
-        arrival: when gradients reach the ring.
+        settings: settings of the rule.
+        arrival: when gradients reach their slot.
     """
 
     def __init__(self, settings: SelectiveSettings, arrival: Arrival = Arrival.AFTER_Y) -> None:
-        super().__init__(SelectiveState(interval=settings.update_interval))
+        super().__init__(SelectiveState(interval=1))
         self._settings = settings
         self._arrival = arrival
 
     @property
     def warm_up_steps(self) -> int:
+        assert self._settings.warm_up_steps is not None
         return self._settings.warm_up_steps
 
     def ring_at(self, interval: int | None) -> int:
         return self._settings.ring_at(interval, self._arrival)
 
     def plan(self) -> SelectivePlan:
-        state = self.state
+        state, settings = self.state, self._settings
         if state.steps < self.warm_up_steps:
             selects = state.steps + 1 == self.warm_up_steps
-            return SelectivePlan(1, exact=True, applies=False, waits=True, selects=selects)
-        assert state.interval is not None, "the interval is settled at the end of the warm-up"
-        lag, every = self._settings.lag, self._settings.steps_between_selections(state.interval)
-        last = state.position == state.interval - 1
-        selects = last and every > 0 and state.since_selection + 1 >= every
-        applies = state.steps_in_flight is not None and state.steps_in_flight + 1 == lag
-        waits = last and (lag is None or selects)
+            return SelectivePlan(1, collected=0, applies=False, waits=True, selects=selects)
+        last, every = state.collected + 1 >= settings.interval, settings.select_every_steps
+        selects = last and 0 < every <= state.since_selection + 1
         return SelectivePlan(
-            state.interval if last else 0,
-            exact=False,
-            applies=applies,
-            waits=waits,
+            int(last),
+            collected=state.collected,
+            applies=state.is_in_flight,
+            waits=last and (selects or not settings.overlapped),
             selects=selects,
         )
 
     def advance(self, plan: SelectivePlan) -> None:
         state = self.state
-        in_flight = (
-            None if state.steps_in_flight is None or plan.applies else state.steps_in_flight + 1
-        )
-        if plan.handed_over and not plan.waits:
-            in_flight = 0
         self.state = replace(
             state,
             steps=state.steps + 1,
-            position=0 if plan.handed_over else state.position + 1,
-            written=state.written + 1,
-            steps_in_flight=in_flight,
+            written=state.written + plan.handed_over,
+            collected=0 if plan.handed_over else state.collected + 1,
+            is_in_flight=bool(plan.handed_over) and not plan.waits,
             since_selection=0 if plan.selects else state.since_selection + 1,
         )

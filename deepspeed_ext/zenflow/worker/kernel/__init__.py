@@ -11,7 +11,6 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import (
     AdamPass,
     AdamStep,
     Array,
-    MeanPass,
     Publish,
 )
 from deepspeed_ext.zenflow.worker.kernel.library import library_path
@@ -26,7 +25,6 @@ __all__ = [
     "LionPass",
     "LionPublish",
     "LionStep",
-    "MeanPass",
     "NativeKernel",
     "Publish",
     "library_path",
@@ -46,9 +44,6 @@ class Kernel(Protocol):
     def decode(self, codes: Array, scales: Array, block_size: int, values: Array) -> None:
         """Decode whole blocks of m (int8 [n]) or of v (uint8 [n]) to fp32 [n]; a last block may be
         shorter."""
-
-    def run_mean(self, mean_pass: MeanPass) -> None:
-        """Run one pass; returns once memory holds the result."""
 
     def run_lion(self, lion_pass: LionPass) -> None:
         """Run one pass; returns once memory holds the result."""

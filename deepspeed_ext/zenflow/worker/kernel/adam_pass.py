@@ -16,9 +16,6 @@ After the last step, with that step's d and the values of `Publish`::
 
     block_means[b] = mean of v over block b, and d_b is d with it
     y = p_factor p - m_factor m / d - clamp(l2_factor p / d_b, -l2_bound, l2_bound)
-
-`MeanPass` is one such step whose gradient is a weighted sum of several, with a separate t for each
-block, and y = p.
 """
 
 import math
@@ -34,7 +31,6 @@ __all__ = [
     "AdamPass",
     "AdamStep",
     "Array",
-    "MeanPass",
     "Publish",
     "dtype_name",
 ]
@@ -182,43 +178,3 @@ class AdamPass:
                 last.bias_correction2_sqrt,
                 last.eps,
             )
-
-
-@dataclass(frozen=True, slots=True)
-class MeanPass:
-    """One Adam step of the cold blocks of a partition of n elements, with a weighted sum of several
-    gradients.
-
-    Blocks have had different numbers of updates. A negative entry of ``updates`` marks a hot block,
-    whose state is elsewhere: its p, m, v, updates and published are not written, and its values
-    affect no result. Without gradients, the pass publishes p of the cold blocks and changes nothing
-    else.
-    """
-
-    p: Array
-    m: Array
-    v: Array
-    """Like p and m: fp32 [n], read and written."""
-    grads: tuple[Array, ...]
-    """[n] each, all of one dtype, read. ``published`` may be the memory of the last one, as in
-    `AdamPass`."""
-    scales: tuple[float, ...]
-    """The step's gradient is ``sum_k scales[k] grads[k]``, summed in fp32."""
-    step: AdamStep
-    """The hyperparameters; its ``step`` and ``grad_scale`` are not used."""
-    updates: Array
-    """int32 [ceil(n / block_size)]: updates each block has had (t - 1 of its bias correction);
-    incremented by the pass."""
-    published: Array
-    """[n], any floating dtype: p after the update."""
-    block_size: int
-
-    def __post_init__(self) -> None:
-        n = self.p.numel
-        assert len(self.grads) == len(self.scales), "one scale per gradient"
-        assert all(a.numel == n for a in (self.m, self.v, self.published, *self.grads)), (
-            "arrays of one partition"
-        )
-        assert {a.dtype for a in (self.p, self.m, self.v)} == {"float32"}
-        assert len({g.dtype for g in self.grads}) <= 1, "gradients of one dtype"
-        assert (self.updates.dtype, self.updates.numel) == ("int32", -(-n // self.block_size))

@@ -8,8 +8,7 @@ import os
 import struct
 from pathlib import Path
 
-from deepspeed_ext.runtime.log import warn_once
-from deepspeed_ext.runtime.switches import is_off
+from deepspeed_ext.runtime.log import is_off, warn_once
 from deepspeed_ext.zenflow.worker.kernel.native import NativeKernel
 
 __all__ = ["BUILT", "library_path"]

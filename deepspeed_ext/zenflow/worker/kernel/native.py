@@ -4,10 +4,9 @@ small."""
 import ctypes
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array, MeanPass
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPass, AdamStep, Array
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionPass, LionStep
 from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
@@ -64,28 +63,6 @@ class _Pass(ctypes.Structure):
     ]
 
 
-class _MeanPass(ctypes.Structure):
-    _fields_ = [
-        ("p", ctypes.c_void_p),
-        ("m", ctypes.c_void_p),
-        ("v", ctypes.c_void_p),
-        ("grads", ctypes.POINTER(ctypes.c_void_p)),
-        ("scales", ctypes.POINTER(ctypes.c_float)),
-        ("updates", ctypes.c_void_p),
-        ("published", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("beta1", ctypes.c_double),
-        ("beta2", ctypes.c_double),
-        ("lr", ctypes.c_double),
-        ("step", _Step),
-        ("grads_count", ctypes.c_int32),
-        ("grad_dtype", ctypes.c_int32),
-        ("published_dtype", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-    ]
-
-
 class _LionStep(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_float)
@@ -132,7 +109,6 @@ def open_library(path: str) -> ctypes.CDLL:
         raise OSError(f"{path} does not have ABI version {ABI_VERSION}: rebuild the native kernel")
     signatures = {
         "dsext_adam_pass": [ctypes.POINTER(_Pass)],
-        "dsext_mean_pass": [ctypes.POINTER(_MeanPass)],
         "dsext_lion_pass": [ctypes.POINTER(_LionPass)],
         "dsext_decode": [
             ctypes.c_void_p,
@@ -144,7 +120,6 @@ def open_library(path: str) -> ctypes.CDLL:
         ],
         "dsext_predict": [ctypes.c_void_p],
         "dsext_move": [ctypes.c_void_p],
-        "dsext_hot_step": [ctypes.c_void_p],
         "dsext_first_touch": [
             ctypes.c_void_p,
             *[ctypes.c_int64] * 4,
@@ -268,33 +243,6 @@ class NativeKernel:
             codes.numel,
             block_size,
             codes.dtype == "uint8",
-        )
-
-    def run_mean(self, mean_pass: MeanPass) -> None:
-        """See `Kernel.run_mean`. The call releases the interpreter lock."""
-        count, step = len(mean_pass.grads), mean_pass.step
-        beta1, beta2 = step.correction_betas
-        self._library.dsext_mean_pass(
-            _MeanPass(
-                p=mean_pass.p.address,
-                m=mean_pass.m.address,
-                v=mean_pass.v.address,
-                grads=_addresses(mean_pass.grads),
-                scales=(ctypes.c_float * max(1, count))(*mean_pass.scales),
-                updates=mean_pass.updates.address,
-                published=mean_pass.published.address,
-                numel=mean_pass.p.numel,
-                block_size=mean_pass.block_size,
-                beta1=beta1,
-                beta2=beta2,
-                lr=step.lr,
-                # the library computes the bias corrections per block
-                step=_step(replace(step, step=1)),
-                grads_count=count,
-                grad_dtype=_dtype_code(mean_pass.grads),
-                published_dtype=DTYPE_CODES[mean_pass.published.dtype],
-                threads=self._threads,
-            )
         )
 
     def run_lion(self, lion_pass: LionPass) -> None:

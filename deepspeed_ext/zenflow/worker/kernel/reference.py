@@ -14,7 +14,6 @@ from deepspeed_ext.zenflow.worker.kernel.adam_pass import (
     AdamPass,
     AdamStep,
     Array,
-    MeanPass,
     Publish,
 )
 from deepspeed_ext.zenflow.worker.kernel.codes import decode, loaded, round_moments, store
@@ -92,29 +91,6 @@ class ReferenceKernel:
         """See `Kernel.decode`. In the calling thread."""
         decode(as_tensor(codes), as_tensor(scales), block_size, as_tensor(values))
 
-    def run_mean(self, mean_pass: MeanPass) -> None:
-        """See `Kernel.run_mean`."""
-        if mean_pass.p.numel == 0:
-            return
-        block, step = mean_pass.block_size, mean_pass.step
-        chunk = max(1, self._chunk_numel // block) * block
-        p, m, v = (as_tensor(a).split(chunk) for a in (mean_pass.p, mean_pass.m, mean_pass.v))
-        published = as_tensor(mean_pass.published).split(chunk)
-        updates = as_tensor(mean_pass.updates).split(chunk // block)
-        grads = [as_tensor(g).split(chunk) for g in mean_pass.grads]
-
-        def work(i: int) -> None:
-            with torch.no_grad():
-                if grads:
-                    total = torch.zeros_like(p[i])
-                    for grad, scale in zip(grads, mean_pass.scales, strict=True):
-                        total.add_(grad[i].float(), alpha=scale)
-                    _step_blocks(step, block, total, p[i], m[i], v[i], updates[i])
-                is_cold = _elements(updates[i] >= 0, block, p[i].numel())
-                published[i][is_cold] = p[i][is_cold].to(published[i].dtype)
-
-        list(self._pool.map(work, range(len(p))))
-
     def run_lion(self, lion_pass: LionPass) -> None:
         """See `Kernel.run_lion`."""
         if lion_pass.p.numel == 0:
@@ -177,30 +153,6 @@ def _undivided_threads(number: int) -> ThreadPoolExecutor:
 def _elements(of_blocks: torch.Tensor, block: int, numel: int) -> torch.Tensor:
     """Repeat each block's value for each of its elements; the last block may be shorter."""
     return of_blocks.repeat_interleave(block)[:numel]
-
-
-def _step_blocks(
-    step: AdamStep,
-    block: int,
-    grad: torch.Tensor,
-    p: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    updates: torch.Tensor,
-) -> None:
-    """`_step` of the cold blocks, each with its own t, on copies, so that hot blocks do not
-    change."""
-    cold_blocks = updates >= 0
-    cold = _elements(cold_blocks, block, p.numel())
-    t = (updates + 1).double()
-    beta1, beta2 = step.correction_betas
-    step_size = _elements((step.lr / (1.0 - beta1**t)).float(), block, p.numel())[cold]
-    bias_correction2_sqrt = _elements((1.0 - beta2**t).sqrt().float(), block, p.numel())[cold]
-    grad, new_p, new_m, new_v = grad[cold], p[cold], m[cold], v[cold]
-    _moments(step, grad, new_p, new_m, new_v)
-    new_p.sub_(new_m.mul(step_size).div_(new_v.sqrt().div_(bias_correction2_sqrt).add_(step.eps)))
-    p[cold], m[cold], v[cold] = new_p, new_m, new_v
-    updates[cold_blocks] += 1
 
 
 def _denominator(v: torch.Tensor, bias_correction2_sqrt: float, eps: float) -> torch.Tensor:

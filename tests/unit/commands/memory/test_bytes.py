@@ -16,7 +16,7 @@ from deepspeed_ext.adapter.buffers import Buffer
 from deepspeed_ext.commands.memory.plan import PLACES, MemoryPlan, plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.plan.phases import Memory, Phase, nbytes_of
+from deepspeed_ext.zenflow.plan.phases import Memory, Phase
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.worker.kernel.codes import decode, encode
 from tests.support.memory_plans import DTYPES, PARAMS, planned, setups
@@ -39,10 +39,10 @@ def test_bytes_are_whole_and_parts_add_up(
     for (place, phase), parts in plan.parts.items():
         assert all(type(part.nbytes) is int and part.nbytes > 0 for part in parts)
         assert all(part.memory.place is place for part in parts)
-        assert len({part.kind for part in parts}) == len(parts), "a kind is listed once"
+        names = {(part.kind, part.memory) for part in parts}
+        assert len(names) == len(parts), "a kind is listed once"
         assert sum(part.nbytes for part in parts) == plan.nbytes(place, phase)
-        if phase.is_in_every_run:
-            assert plan.nbytes(place, phase) <= plan.peak(place)
+        assert plan.nbytes(place, phase) <= plan.peak(place)
         if phase.keeps:
             assert plan.nbytes(place, phase) >= plan.nbytes(place, Phase.BETWEEN)
     assert all(plan.others[phase] <= plan.nbytes(Place.HOST, phase) for phase in Phase)
@@ -63,7 +63,7 @@ def test_more_parameters_never_take_less(
     """Except for the positions of arrays within pages, and places of chunks."""
     few = planned(setup, params, ranks, dtype)
     many = planned(setup, params + more, ranks, dtype)
-    for phase in (Phase.START, Phase.BETWEEN, Phase.BACKWARD, Phase.SAVE, Phase.LOAD, Phase.SLEEP):
+    for phase in (Phase.START, Phase.BETWEEN, Phase.BACKWARD, Phase.SAVE):
         assert few.nbytes(Place.ACCELERATOR, phase) <= many.nbytes(Place.ACCELERATOR, phase)
     pages = 32 * partitions_of(many) * PAGE
     for phase in Phase:
@@ -105,27 +105,6 @@ def test_a_larger_share_on_the_host_moves_bytes_there(
 
 
 @settings(deadline=None, max_examples=100)
-@given(setup=setups(), params=st.integers(10**6, 10**10), ranks=st.integers(2, 64))
-def test_host_bytes_of_all_ranks_depend_on_their_number_only_by_padding(
-    setup: Setup, params: int, ranks: int
-) -> None:
-    one, many = (planned(setup, params, count) for count in (1, ranks))
-    arrays = 32 * sum(partitions_of(plan) * plan.ranks.count for plan in (one, many))
-    blocks = 16 * 256 * 16 * arrays  # a hot block more in each partition, and blocks begun
-    assert abs(divided(one) - divided(many)) <= arrays * 2 * PAGE + blocks
-
-
-def divided(plan: MemoryPlan) -> int:
-    """Host bytes of all ranks between steps that they divide. Gradients are whole ones, or a few
-    chunks of each rank; weights on their way are a chunk of each; and DeepSpeed's buffer is
-    whole."""
-    kinds = {"gradient ring", "chunks in transit", "weights on their way", Buffer.OFFLOAD.shown}
-    parts = plan.parts[Place.HOST, Phase.BETWEEN]
-    each = sum(part.nbytes for part in parts if part.kind in kinds)
-    return plan.on_host(Phase.BETWEEN) - plan.ranks.count * each
-
-
-@settings(deadline=None, max_examples=100)
 @given(setup=setups(), dtype=DTYPES, params=st.integers(1, 10**9), ranks=st.integers(1, 8))
 def test_bytes_of_the_arena_are_the_pages_of_its_layout(
     setup: Setup, dtype: str, params: int, ranks: int
@@ -139,30 +118,6 @@ def test_bytes_of_the_arena_are_the_pages_of_its_layout(
     shown = set(plan.rule.layout.shown) - set(plan.rule.layout.kinds)
     pages = plan.layout.page_bytes()
     assert held == sum(size for key, size in pages.items() if key.kind not in shown)
-
-
-@settings(deadline=None, max_examples=100)
-@given(setup=setups(), params=st.integers(10**6, 10**9), ranks=st.integers(1, 8))
-def test_what_zenflow_holds_is_in_the_sum_and_moves_to_the_host_in_sleep(
-    setup: Setup, params: int, ranks: int
-) -> None:
-    """With weights on the host, DeepSpeed moves no states."""
-    assume(setup.zenflow is not None)
-    plan = planned(setup, params, ranks)
-    assert plan.zenflow is not None
-    for place in PLACES:
-        ours = plan.zenflow.held.held(place)
-        for part in (part for part in ours if part.nbytes):
-            assert part in plan.parts[place, Phase.BETWEEN]
-    assert plan.zenflow.parts(Place.ACCELERATOR, Phase.SLEEP) == ()
-    if setup.offload_param:
-        assert plan.zenflow.parts(Place.HOST, Phase.SLEEP) == ()
-        return
-    kept = [
-        part for part in plan.zenflow.held.held(Place.ACCELERATOR) if part.kind != "landing buffers"
-    ]
-    asleep = nbytes_of(plan.zenflow.parts(Place.HOST, Phase.SLEEP))
-    assert asleep == nbytes_of(plan.zenflow.parts(Place.HOST, Phase.BETWEEN)) + nbytes_of(kept)
 
 
 @settings(deadline=None, max_examples=100)
@@ -194,19 +149,6 @@ def test_the_first_rank_copies_the_module_that_it_exports(
     assert more == pytest.approx(copies * 2 * 10**9, rel=0.04, abs=2**26)
 
 
-@settings(deadline=None, max_examples=60)
-@given(setup=setups(), params=st.integers(10**6, 10**9), ranks=st.integers(1, 8))
-def test_mapped_files_take_no_memory(setup: Setup, params: int, ranks: int) -> None:
-    reads, maps = (
-        planned(replace(setup, maps_files=maps), params, ranks) for maps in (False, True)
-    )
-    key = (Place.HOST, Phase.LOAD)
-    read = sum(part.nbytes for part in reads.parts[key] if part.kind == "files that are read")
-    assert read >= 4 * params // ranks
-    assert not any(part.kind == "files that are read" for part in maps.parts[key])
-    assert maps.nbytes(*key) < reads.nbytes(*key)
-
-
 def test_the_bytes_of_one_run_are_what_is_reckoned_by_hand() -> None:
     """Stage 2, bf16, two ranks, 1,000 parameters of which 100 are the largest; buckets of 300."""
     setup = Setup(stage=2, reduce_bucket_size=300, overlap_comm=True)
@@ -220,11 +162,8 @@ def test_the_bytes_of_one_run_are_what_is_reckoned_by_hand() -> None:
     assert plan.nbytes(there, Phase.BACKWARD) == backward
     flat = 4 * 500
     assert plan.nbytes(there, Phase.STEP) == between + gradients + gradients + flat
-    assert plan.nbytes(there, Phase.LOAD) == between + moments
-    assert plan.nbytes(there, Phase.SLEEP) == 0
     assert plan.nbytes(Place.HOST, Phase.SAVE) == weights, "the first rank's copy of the module"
     assert plan.others[Phase.SAVE] == 4 * 500, "the state, copied tensor by tensor"
-    assert plan.others[Phase.LOAD] == weights + masters + moments, "both files"
 
 
 SMALL = {
@@ -235,72 +174,66 @@ SMALL = {
 }
 """Of a bf16 model of 1,000 parameters, the largest of which has 100 elements, on two ranks."""
 OFFLOAD = {"offload": True, "pins": True, "rounds_pinned": False}
+HALF, MASTERS = 500, 4 * 500 + 2 * 4 * 500
+"""This rank's elements, and the bytes of its masters and moments."""
 BY_HAND: list[tuple[dict[str, Any], tuple[Place, Phase], dict[str, int]]] = [
     (  # stage 1 keeps each gradient in fp32, and fills a bucket in it that is reduced in bf16
         {"stage": 1, "accumulates_fp32": True, "accumulation": 2},
         (Place.ACCELERATOR, Phase.BACKWARD),
         {
-            "gradients": 4 * (1000 - 300),
-            "reduction buckets": 4 * 300,
-            "partition of the gradients": 4 * 500,
-            "reduction copies": 4 * 300 + 2 * 300,
+            "weights": 2 * 1000,
+            "optimizer": MASTERS,
+            "gradients": 4 * (1000 - 300) + 4 * HALF,
+            "buffers": 4 * 300 + 4 * 300 + 2 * 300,
         },
     ),
-    (  # stage 2 converts the reduced bucket, and the largest gradient of it
+    (  # stage 2 converts the reduced bucket, and the largest gradient, which is being made
         {"stage": 2, "accumulates_fp32": True},
         (Place.ACCELERATOR, Phase.BACKWARD),
         {
-            "gradients": 4 * 500,
-            "reduction buckets": 2 * 300,
-            "gradient being made": 2 * 100,
-            "reduction copies": 2 * 300 + 4 * 100,
+            "weights": 2 * 1000,
+            "optimizer": MASTERS,
+            "gradients": 4 * HALF,
+            "buffers": 2 * 300 + 2 * 100 + 2 * 300 + 4 * 100,
         },
     ),
-    (  # stage 3 copies the bucket, and this rank's part of it in fp32
+    (  # stage 3: live parameters, a gradient being made, a copied bucket, and its part in fp32
         {"stage": 3, "accumulates_fp32": True},
         (Place.ACCELERATOR, Phase.BACKWARD),
         {
-            "gradients": 4 * 500,
-            "reduction buckets": 2 * 300,
-            "live parameters": 2 * 100,
-            "gradient being made": 2 * 100,
-            "reduction copies": 2 * 300 + 4 * 150,
+            "weights": 2 * HALF,
+            "optimizer": MASTERS,
+            "gradients": 4 * HALF,
+            "buffers": 2 * 300 + 2 * 100 + 2 * 100 + 2 * 300 + 4 * 150,
         },
     ),
     (  # with offload, each half of the largest gradient, and the same in fp64 for the norm
         {"stage": 3, **OFFLOAD},
         (Place.ACCELERATOR, Phase.BACKWARD),
-        {
-            "reduction buckets": 2 * 300,
-            "live parameters": 2 * 100,
-            "gradient being made": 2 * 100,
-            "reduction copies": 2 * 300 + (8 + 2) * 50,
-        },
+        {"weights": 2 * HALF, "buffers": 2 * 300 + 4 * 100 + 2 * 300 + (8 + 2) * 50},
     ),
     (
         {"stage": 3},
         (Place.ACCELERATOR, Phase.BETWEEN),
-        {"weights": 2 * 500, "gradients": 2 * 500, "reduction buckets": 2 * 300},
+        {"weights": 2 * HALF, "optimizer": MASTERS, "gradients": 2 * HALF, "buffers": 2 * 300},
     ),
     (  # a layer, and this rank's part of it if that comes from the host
         {"stage": 3, "offload_param": True, "gathers_on_save": True, **OFFLOAD},
         (Place.ACCELERATOR, Phase.SAVE),
-        {"reduction buckets": 2 * 300, "gathered layer": 2 * (100 + 50)},
+        {"buffers": 2 * 300 + 2 * (100 + 50)},
     ),
     (
         {"stage": 3, "gathers_on_save": True, **OFFLOAD},
         (Place.ACCELERATOR, Phase.SAVE),
-        {"weights": 2 * 500, "reduction buckets": 2 * 300, "gathered layer": 2 * 100},
+        {"weights": 2 * HALF, "buffers": 2 * 300 + 2 * 100},
     ),
     (  # this rank's slice, and two chunks of no more than its size
         {"stage": 2, "flatten_tier": "host"},
         (Place.HOST, Phase.START),
-        {"slice for flattening": 2 * 500, "staging": 2 * 2 * 500},
+        {"buffers": 2 * HALF, "staging": 2 * 2 * HALF},
     ),
-    ({"stage": 3}, (Place.HOST, Phase.START), {"defragmentation": 2 * 500}),
+    ({"stage": 3}, (Place.HOST, Phase.START), {"buffers": 2 * HALF}),
 ]
-ALWAYS = {"weights", "master", "moment m", "moment v"}
-"""What a rank holds in each phase, so that most rows do not repeat it."""
 
 
 @pytest.mark.parametrize(("given", "where", "expected"), BY_HAND)
@@ -308,9 +241,7 @@ def test_the_bytes_of_deepspeed_are_what_is_reckoned_by_hand(
     given: dict[str, Any], where: tuple[Place, Phase], expected: dict[str, int]
 ) -> None:
     plan = plan_memory(Model(1000, 100, "bfloat16"), Ranks(2, 2), Setup(**SMALL, **given))
-    found = {part.kind: part.nbytes for part in plan.parts[where]}
-    assert found.items() >= expected.items()
-    assert found.keys() - expected.keys() <= ALWAYS
+    assert {part.kind: part.nbytes for part in plan.parts[where]} == expected
 
 
 @pytest.mark.parametrize("pins", [True, False])
@@ -331,7 +262,7 @@ def test_weights_on_the_host_are_page_locked_whatever_the_config_says() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_bytes_of_zenflow_are_what_is_reckoned_by_hand(stage: Any) -> None:
     """bf16, four ranks, a million elements in each partition, copies beside the next step."""
-    setup = Setup(stage, zenflow=ZenFlowConfig(hide_transfers=True))
+    setup = Setup(stage, zenflow=ZenFlowConfig())
     plan = planned(setup, 4 * 2**20, 4).zenflow
     assert plan is not None
     assert plan.copies is Copies.BESIDE_STEP
@@ -348,8 +279,6 @@ def test_the_bytes_of_zenflow_are_what_is_reckoned_by_hand(stage: Any) -> None:
     assert here["block means"].memory is Memory.LOCKED_ARENA
     (staging,) = (part for part in plan.parts(Place.HOST, Phase.START) if part.kind == "staging")
     assert staging.nbytes == 2 * 2 * numel, "two chunks, each as large as all weights"
-    weights = 2 * numel if stage == 3 else 0
-    assert plan.held.file_bytes == 12 * numel + 4 * blocks + weights
 
 
 def test_a_save_beside_training_has_its_own_copy_of_what_is_not_in_the_arena() -> None:
@@ -369,26 +298,22 @@ def test_a_save_beside_training_has_its_own_copy_of_what_is_not_in_the_arena() -
     assert copy.nbytes == 2 * 4 * blocks + 8 * -(-blocks // 10)
 
 
-def test_codes_are_made_and_read_in_the_memory_that_is_planned() -> None:
+def test_codes_are_read_in_the_memory_that_is_planned() -> None:
     """A chunk of 2^18 elements in blocks of 32; to a file go its fp32 values beside those of the
     chunk before."""
     numel, blocks = 2**18, 2**18 // 32
     zenflow = ZenFlowConfig(state_dtype="int8", block_size=32)
     held = planned(Setup(2, zenflow=zenflow), 2**20, 1).zenflow
     assert held is not None
-    making, reading = (
-        next(part.nbytes for part in held.parts(Place.HOST, phase) if part.kind == kind)
-        for phase, kind in ((Phase.LOAD, "codes being made"), (Phase.SAVE, "moments on their way"))
-    )
+    parts = held.parts(Place.HOST, Phase.SAVE)
+    (reading,) = (part.nbytes for part in parts if part.kind == "moments on their way")
     values, codes = torch.randn(numel), torch.empty(numel, dtype=torch.int8)
     scales = torch.empty(blocks, dtype=torch.uint8)
+    encode(values, codes, scales, 32)
     with LiveBytes() as meter:
         meter.watch(values, codes, scales)
         meter.reset_peak()
         before = sum(meter.live.values())
-        encode(values, codes, scales, 32)
-        assert making - numel < meter.peak["total"] - before <= making
-        meter.reset_peak()
         decode(codes, scales, 32, values)
         assert reading == 2 * values.nbytes + meter.peak["total"] - before
 

@@ -18,10 +18,9 @@ from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 
 BLOCK = 32
-ARRAYS = {"predict": 4, "move": 3, "hot_step": 4, "share_step": 5}
+ARRAYS = {"predict": 4, "move": 3, "share_step": 5}
 PREPARED = {
     "estimates": ("predict", "move"),
-    "hot_steps": ("hot_step",),
     "share_steps": ("share_step",),
 }
 

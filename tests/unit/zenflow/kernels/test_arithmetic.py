@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.zenflow.kernels import HotConstants, definition, host
+from deepspeed_ext.zenflow.kernels import AdamConstants, definition, host, rounded
 from deepspeed_ext.zenflow.kernels.lion import define_predict_lion
 from deepspeed_ext.zenflow.kernels.rounded import define_rounded_step
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
-from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.roots import root
 
@@ -102,15 +101,14 @@ def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], 
     grad, means = torch.randn(NUMEL), torch.rand(blocks)
     estimator = Estimator.after(step, means, BLOCK)
     rows, p, m, v = torch.rand(4, blocks, BLOCK).unbind()
+    of_share = torch.empty_like(rows, dtype=weights_dtype)
     known = torch.randint(-9, 9, (2 * blocks,), dtype=torch.int32)
-    counts = torch.arange(1, blocks + 1, dtype=torch.int32)
-    hot = AdamBlocks(BlockSet(torch.arange(blocks), blocks * BLOCK, BLOCK), p, m, v, counts)
-    constants, of_16 = HotConstants.of(step), [p, m.bfloat16(), v.bfloat16()]
+    constants, of_16 = AdamConstants.of(step), [p, m.bfloat16(), v.bfloat16()]
     of_8 = [p, m.to(torch.int8), v.to(torch.uint8), *torch.ones(2, blocks, dtype=torch.uint8)]
     return {
         "estimator": lambda: Estimator.after(step, means, BLOCK),
         "predict": lambda: estimator.predict(weights, published, grad, 0.5, 1e-3),
-        "hot step": lambda: hot.step(rows, step),
+        "share step": lambda: definition.share_step(p, m, v, rows, of_share, 3, constants),
         "rounded step, 16 bits": lambda: define_rounded_step(of_16, rows, p, 3, constants),
         "rounded step, 8 bits": lambda: define_rounded_step(of_8, rows, p, 3, constants),
         "predict, Lion": lambda: define_predict_lion(
@@ -120,10 +118,12 @@ def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], 
 
 
 def of_step(step: AdamStep, weights_dtype: torch.dtype) -> list[str]:
-    # makes its tables on the host
-    definition.bias_corrections(torch.ones(1, dtype=torch.int32), HotConstants.of(step))
-    found = []
-    with patch.object(host, "serves", lambda *_: False):
+    found, on_host = [], definition.bias_correction(step.step, AdamConstants.of(step))
+    with (
+        patch.object(host, "serves", lambda *_: False),
+        patch.object(definition, "bias_correction", lambda *_: on_host),
+        patch.object(rounded, "bias_correction", lambda *_: on_host),
+    ):
         for name, call in parts(step, weights_dtype).items():
             with Arithmetic() as arithmetic:
                 call()
@@ -164,8 +164,9 @@ def test_others_are_found(operation: Callable[[torch.Tensor], object]) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95, 0.999, 0.99999])
 def test_bias_corrections_are_those_of_fp64(beta: float) -> None:
     counts = [1, 2, 3, 10, 1000, 20_000, 3_000_000, 2**31 - 1]
-    constants = HotConstants.of(AdamStep(1e-3, beta, beta, 1e-8, 0.0, True, 1, 1.0))
-    first, second = definition.bias_corrections(torch.tensor(counts, dtype=torch.int32), constants)
+    constants = AdamConstants.of(AdamStep(1e-3, beta, beta, 1e-8, 0.0, True, 1, 1.0))
+    found = [definition.bias_correction(count, constants) for count in counts]
+    first, second = map(torch.tensor, zip(*found, strict=True))
     exact = torch.tensor([1.0 - beta**t for t in counts], dtype=torch.float64)
     assert torch.allclose(first.double(), exact, rtol=2**-23, atol=0)
     assert torch.equal(second, first.double().sqrt().float())

@@ -9,7 +9,6 @@ from tests.support.device_kernels import ELEMENT_BYTES, TARGETS, Variant, compil
 ARRAYS = {
     "predict": ("weights", "published", "drift", "grad"),
     "move": ("weights", "drift", "grad"),
-    "hot_step": ("grad",),
     "share_step": ("grad", "weights"),
     "rounded_step": ("m", "v", "grad", "weights"),
     "predict_lion": ("weights", "published", "grad"),
@@ -18,9 +17,9 @@ ARRAYS = {
 }
 
 BY_DEFAULT = {
-    *itertools.product(("predict", "hot_step"), ("sm_80", "sm_120", "gfx942")),
+    *itertools.product(("predict", "share_step"), ("sm_80", "sm_120", "gfx942")),
     *itertools.product(
-        ("move", "predict_lion", "share_step", "rounded_step", "sums_of_squares", "norms"),
+        ("move", "predict_lion", "rounded_step", "sums_of_squares", "norms"),
         ("sm_90",),
     ),
 }
@@ -58,9 +57,9 @@ def test_a_kernel_reads_16_bytes_at_once_and_rounds_each_operation(
     if kernel not in ("sums_of_squares", "norms"):
         assert max(made.stores) == 16
     narrow = [width for width in made.stores if width < 16]
-    assert len(narrow) <= {"move": 2, "hot_step": 0, "share_step": 0, "rounded_step": 0}.get(
-        kernel, 1
-    ), "one short block"
+    assert len(narrow) <= {"move": 2, "share_step": 0, "rounded_step": 0}.get(kernel, 1), (
+        "one short block"
+    )
 
 
 def test_codes_are_read_and_written_8_at_once() -> None:
@@ -96,7 +95,7 @@ def test_an_unaligned_array_is_read_an_element_at_a_time() -> None:
 def test_no_dtypes_and_blocks_spill(
     target: str, block: int, aligned: bool, array: str, dtype: str
 ) -> None:
-    for kernel in ("predict", "predict_lion", "move", "hot_step", "share_step", "rounded_step"):
+    for kernel in ("predict", "predict_lion", "move", "share_step", "rounded_step"):
         if array in ARRAYS[kernel]:
             made = compiled(variant(kernel, block, aligned, **{array: dtype}), target)
             assert (made.spilled, made.fused) == (0, [])

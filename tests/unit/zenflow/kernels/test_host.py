@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.kernels import definition, host, launch
-from deepspeed_ext.zenflow.kernels.definition import HotConstants
-from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.library import library_path
 from tests.support.same import assert_same
 
@@ -88,86 +86,12 @@ def test_every_bit_is_the_definitions(
             same(there, here, "drift of move")
 
 
-BETAS = st.sampled_from([0.0, 0.9, 0.999, 1.0 - 1e-9]) | st.floats(0.0, 0.9999)
-STEPS = st.builds(
-    AdamStep,
-    lr=st.sampled_from([0.0, 1e-3, 1e-8, 3.0, -1e-3, 1e-45]),
-    beta1=BETAS,
-    beta2=BETAS,
-    eps=st.sampled_from([0.0, 1e-8, 1e-3, 1e-45]),
-    weight_decay=st.sampled_from([0.0, 0.1, 1e-10]),
-    decoupled=st.booleans(),
-    step=st.just(1),
-    grad_scale=st.sampled_from([1.0, 0.37, 0.0, -1.0, 2.0**16, 1e-42]),
-    bias_correction=st.booleans(),
-)
-
-
-def placed(values: torch.Tensor, ahead: int) -> torch.Tensor:
-    """A copy with `ahead` elements before it in memory."""
-    found = values.new_zeros(ahead + values.numel())[ahead:].view_as(values)
-    return found.copy_(values)
-
-
-@settings(deadline=None, max_examples=200)
-@given(
-    blocks=st.sampled_from([0, 1, 2, 5, 64, 301]),
-    block=st.sampled_from([1, 3, 31, 32, 256, 257, 1000]),
-    threads=st.sampled_from([1, 2, 5]),
-    dtype=DTYPES,
-    step=STEPS,
-    scales=st.lists(st.sampled_from([1.0, 1e-3, 1e-20, 1e-39, 1e18]), min_size=4, max_size=4),
-    ahead=st.integers(0, 7),
-    is_transposed=st.booleans(),
-    seed=st.integers(0, 1 << 16),
-)
-def test_a_hot_step_has_every_bit_of_the_definitions(
-    blocks: int,
-    block: int,
-    threads: int,
-    dtype: torch.dtype,
-    step: AdamStep,
-    scales: list[float],
-    ahead: int,
-    is_transposed: bool,
-    seed: int,
-) -> None:
-    """Wherever its arrays begin. A gradient that is not contiguous is left to the definition."""
-    n, constants = blocks * block, HotConstants.of(step)
-    p, m, v = (array(n, torch.float32, seed + i, scale) for i, scale in enumerate(scales[:3]))
-    state = [each.view(blocks, block) for each in (p, m, v.abs())]
-    grad = placed(array(n, dtype, seed + 3, scales[3]), ahead).view(blocks, block)
-    if is_transposed:
-        grad = grad.t().contiguous().t()
-    generator = torch.Generator().manual_seed(seed)
-    updates = torch.randint(1, 2000, (blocks,), generator=generator, dtype=torch.int32)
-    updates[::7] = 2**31 - 1
-    expected, found = ([placed(each, ahead) for each in state] for _ in range(2))
-    corrections = definition.bias_corrections(updates, constants)
-    p, m, v, g = (each.reshape(-1) for each in (*expected, grad))
-    definition.hot_step(p, m, v, g, *corrections, constants, block)
-    p, m, v = found
-    with on_threads(threads):
-        launch.hot_step(p, m, v, grad, updates, constants)
-    for name, right, here in zip("pmv", expected, found, strict=True):
-        same(right, here, name)
-
-
 def test_autograd_knows_what_was_written() -> None:
     weights, drift, other = torch.zeros(64), torch.zeros(64), torch.zeros(64)
     versions = weights._version, drift._version
     launch.move(weights, drift, other, torch.ones(2), 1.0, 1e-3, 1e-3, 32)
     launch.predict(weights, other, drift, other, torch.ones(2), 1.0, 1e-3, 32)
     assert (weights._version, drift._version) == (versions[0] + 2, versions[1] + 1)
-
-
-def test_and_what_a_hot_step_wrote() -> None:
-    state = torch.zeros(3, 2, 32)
-    before = state._version
-    constants = HotConstants.of(AdamStep(1e-3, 0.9, 0.999, 1e-8, 0.0, True, 1, 1.0))
-    p, m, v = state
-    launch.hot_step(p, m, v, torch.ones(2, 32), torch.ones(2, dtype=torch.int32), constants)
-    assert state._version == before + 3
 
 
 @pytest.mark.parametrize("short", range(4))
@@ -186,16 +110,6 @@ def test_an_array_that_is_too_short_is_never_read(short: int) -> None:
         )
 
 
-@pytest.mark.parametrize("short", range(6))
-def test_nor_is_one_of_a_hot_step(short: int) -> None:
-    p, m, v = (torch.zeros(63 if number == short else 64) for number in range(3))
-    grad = torch.zeros(65 if short == 3 else 64)
-    corrections = [torch.ones(1 if number == short else 2) for number in (4, 5)]
-    constants = HotConstants.of(AdamStep(1e-3, 0.9, 0.999, 1e-8, 0.0, True, 1, 1.0))
-    with pytest.raises(AssertionError):
-        host.hot_step(p, m, v, grad, corrections[0], corrections[1], constants, 32)
-
-
 def test_what_the_library_does_not_know_is_left_to_the_definition() -> None:
     usual, inverse = torch.zeros(64), torch.ones(2)
     assert host.serves(inverse, usual.bfloat16(), usual, None)
@@ -206,8 +120,3 @@ def test_what_the_library_does_not_know_is_left_to_the_definition() -> None:
     assert not host.serves(inverse, usual, torch.zeros(128)[::2])
     assert not host.serves(inverse.double(), usual, usual)
     assert not host.serves(inverse, torch.zeros(64, device="meta"), usual)
-    assert host.serves_step(usual.bfloat16(), usual, usual, usual)
-    assert not host.serves_step(usual.double(), usual, usual, usual)
-    assert not host.serves_step(usual, usual, usual.half(), usual)
-    assert not host.serves_step(torch.zeros(128)[::2], usual, usual, usual)
-    assert not host.serves_step(usual, usual, usual, torch.zeros(64, device="meta"))

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from deepspeed_ext.zenflow.kernels import HotConstants, rounded
+from deepspeed_ext.zenflow.kernels import AdamConstants, rounded
 from deepspeed_ext.zenflow.plan.chunks import HOST_CHUNK_NUMEL
 from deepspeed_ext.zenflow.plan.rule_bytes import share_step_bytes
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
@@ -50,7 +50,7 @@ def here_and_there(
     p, m, v = state[0].view(-1).clone(), torch.zeros(N), torch.zeros(N)
     weights = torch.empty(ROWS, BLOCK, dtype=torch.bfloat16)
     for step, grad in zip(steps, grads, strict=True):
-        constants = HotConstants.of(step)
+        constants = AdamConstants.of(step)
         rounded.rounded_step(state, grad.view(ROWS, BLOCK), weights, step.step, constants)
     take_steps(p, m, v, grads, steps, 0, dtype, BLOCK)
     assert torch.equal(weights.nan_to_num(), state[0].bfloat16().nan_to_num())
@@ -87,7 +87,7 @@ def test_chunks_do_not_matter(dtype: str) -> None:
         with patch.object(rounded, "ROUNDED_CHUNK_NUMEL", numel):
             state, weights = state_of(dtype), torch.empty(ROWS, BLOCK)
             for t in (1, 2):
-                grad, constants = wide(t).view(ROWS, BLOCK), HotConstants.of(TRAINS)
+                grad, constants = wide(t).view(ROWS, BLOCK), AdamConstants.of(TRAINS)
                 rounded.rounded_step(state, grad, weights, t, constants)
         found.append([*state, weights])
     assert_same(*found)
@@ -97,7 +97,7 @@ def test_chunks_do_not_matter(dtype: str) -> None:
 def test_torch_operations_take_the_memory_that_the_plan_says(dtype: str) -> None:
     rows = HOST_CHUNK_NUMEL // BLOCK
     state, grad = state_of(dtype, rows), torch.ones(rows, BLOCK)
-    weights, constants = torch.empty(rows, BLOCK), HotConstants.of(TRAINS)
+    weights, constants = torch.empty(rows, BLOCK), AdamConstants.of(TRAINS)
     planned = share_step_bytes(rows * BLOCK, BLOCK, replace(ADAM_STATE, moment_dtype=dtype))
     meter = LiveBytes()
     meter.watch(*state, grad, weights)

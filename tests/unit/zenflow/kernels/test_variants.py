@@ -82,16 +82,15 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
     prepared = [
         *prepare.norms(cpu, [bf16]),
         *prepare.estimates(cpu, 32, bf16, bf16, bf16, [False], [True, False]),
-        *prepare.hot_steps(cpu, 32, bf16, [True]),
         *prepare.share_steps(cpu, 32, bf16, bf16, [True, False]),
         *rounded.rounded_steps(cpu, 32, "int8", bf16, bf16, [True, False]),
     ]
     prepare.prepare(cpu, 32, prepared, warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
-    assert [len(keys) for keys in expected.values()] == [9, 9], (
-        "predict and both steps of a share twice, hot step, two of the norms"
+    assert [len(keys) for keys in expected.values()] == [8, 8], (
+        "predict and both steps of a share twice, two of the norms"
     )
-    assert len(launch.variants()) == 9
+    assert len(launch.variants()) == 8
 
     before = recorded.launches
     sizes = [(1, 0), (16, 1), (5003, 3), (4096, 8), (70_001, 64)]
@@ -105,20 +104,17 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
         launch.norms([grad for *_, grad in arrays])
         for (weights, published, _, grad), estimator in zip(arrays, estimators, strict=True):
             estimator.predict(weights, published, grad, scale, 1.0 if step == 2 else 1e-3)
-        constants = definition.HotConstants(
+        constants = definition.AdamConstants(
             scale, 1e-3 / step, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.0, 1.0 - 1e-4 / step, 0.9, 0.95
         )
         p, m, v = state
-        launch.hot_step(
-            p, m, v, torch.zeros(5, 32, dtype=bf16), torch.ones(5, dtype=torch.int32), constants
-        )
         for first in (0, 5):
             grad, weights = (flat(160, first).view(5, 32) for _ in range(2))
             launch.share_step(p, m, v, grad, weights, step, constants)
             rounded.rounded_step([p, *coded], grad, weights, step, constants)
-    assert recorded.launches - before == 50 * (2 + 5 + 1 + 2 + 2)
+    assert recorded.launches - before == 50 * (2 + 5 + 2 + 2)
     assert recorded.keys == expected
-    assert len(launch.variants()) == 9
+    assert len(launch.variants()) == 8
 
 
 def test_steps_of_lion_compile_nothing_that_was_not_prepared(recorded: Recorded) -> None:

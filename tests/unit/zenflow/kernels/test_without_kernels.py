@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.zenflow.kernels import definition, host, launch, prepare
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
-from deepspeed_ext.zenflow.rules.blocks import AdamBlocks, BlockSet
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.ranks import on_sim
 from tests.support.same import assert_same
@@ -30,17 +29,16 @@ def calls(numel: int, device: torch.device) -> dict[str, Callable[[], object]]:
         torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(3)
     )
     estimator = Estimator.remembering(torch.ones(numel // BLOCK, device=device), BLOCK)
-    blocks = BlockSet(torch.arange(numel // BLOCK, device=device), numel, BLOCK)
-    state = torch.ones(3, numel // BLOCK, BLOCK, device=device)
-    p, m, v = state.unbind()
-    hot = AdamBlocks(blocks, p, m, v, torch.ones(numel // BLOCK, dtype=torch.int32, device=device))
+    p, m, v = torch.ones(3, numel // BLOCK, BLOCK, device=device).unbind()
+    rows, of_share = grad.view(-1, BLOCK), weights.view(-1, BLOCK)
+    constants = definition.AdamConstants.of(STEP)
     return {
         "predict": lambda: estimator.predict(weights, published, grad, 0.5, 1e-3),
-        "hot step": lambda: hot.step(grad.view(-1, BLOCK), STEP),
+        "share step": lambda: launch.share_step(p, m, v, rows, of_share, 3, constants),
     }
 
 
-ARRAYS = {"predict": 3, "hot step": 2}
+ARRAYS = {"predict": 3, "share step": 2}
 """Temporaries in fp32, in chunks."""
 
 
@@ -49,10 +47,7 @@ def peaks(numel: int, chunk: int) -> dict[str, int]:
     from tests.support.simulated_accelerator import device as sim
 
     found = {}
-    with (
-        patch.object(definition, "ACCELERATOR_CHUNK_NUMEL", chunk),
-        patch.object(launch, "ACCELERATOR_CHUNK_NUMEL", chunk),
-    ):
+    with patch.object(definition, "ACCELERATOR_CHUNK_NUMEL", chunk):
         for name, call in calls(numel, torch.device("sim")).items():
             sim.synchronize()
             sim.reset_peak_memory_stats()
@@ -90,11 +85,10 @@ class Allocations(TorchDispatchMode):
 def test_temporaries_on_the_cpu_are_those_of_one_chunk(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for check in ("serves", "serves_step"):
-        monkeypatch.setattr(host, check, lambda *arrays: False)
+    monkeypatch.setattr(host, "serves", lambda *arrays: False)
     chunk = definition.chunk_numel(torch.device("cpu"), BLOCK)
     call = calls(8 * chunk, torch.device("cpu"))[name]
-    with patch.object(launch, "ACCELERATOR_CHUNK_NUMEL", chunk), Allocations() as allocations:
+    with Allocations() as allocations:
         call()
     assert 4 * chunk <= allocations.largest <= 4 * ARRAYS[name] * chunk <= MIB
 
@@ -124,38 +118,15 @@ def test_without_triton_the_reason_says_how_to_get_it(monkeypatch: pytest.Monkey
     assert "pip install triton" in reason
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_a_hot_step_ignores_chunks(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not native:
-        monkeypatch.setattr(host, "serves_step", lambda *arrays: False)
+def test_a_share_step_ignores_chunks() -> None:
     found = []
     for chunk in (8, 1 << 20):
-        with (
-            patch.object(definition, "_CHUNK_NUMEL", {"cpu": chunk}),
-            patch.object(launch, "ACCELERATOR_CHUNK_NUMEL", 3 * chunk),
-        ):
+        with patch.object(definition, "_CHUNK_NUMEL", {"cpu": chunk}):
             generator = torch.Generator().manual_seed(0)
-            state = torch.rand(3, 20, 8, generator=generator)
+            p, m, v = state = torch.rand(3, 20, 8, generator=generator)
             grad = torch.randn(20, 8, generator=generator).bfloat16()
-            p, m, v = state.unbind()
-            hot = AdamBlocks(
-                BlockSet(torch.arange(20), 160, 8), p, m, v, torch.arange(20, dtype=torch.int32)
-            )
-            hot.step(grad, STEP)
+            weights = torch.empty_like(grad)
+            launch.share_step(p, m, v, grad, weights, 7, definition.AdamConstants.of(STEP))
+            assert_same(p.bfloat16(), weights, "weights")
             found.append(state)
     assert_same(found[0], found[1], "p, m, v")
-
-
-@pytest.mark.parametrize("updates", [1, 7, 10**6])
-def test_a_share_steps_as_blocks_that_have_all_seen_so_many_updates(updates: int) -> None:
-    constants, generator = definition.HotConstants.of(STEP), torch.Generator().manual_seed(0)
-    state = torch.rand(3, 20, 8, generator=generator)
-    grad = torch.randn(20, 8, generator=generator).bfloat16()
-    weights, expected = torch.empty(20, 8, dtype=torch.bfloat16), state.clone()
-    p, m, v = state
-    launch.share_step(p, m, v, grad, weights, updates, constants)
-    counts = torch.full((20,), updates, dtype=torch.int32)
-    p, m, v = expected
-    launch.hot_step(p, m, v, grad, counts, constants)
-    assert_same(expected, state, "p, m, v")
-    assert_same(expected[0].bfloat16(), weights, "weights")

@@ -489,10 +489,6 @@ def test_every_byte_of_the_arena_belongs_to_something(
         == (plan.copies is Copies.BESIDE_STEP)
         == bool(plan.copies is Copies.BESIDE_STEP)
     )
-    longest = plan.rule.longest_interval
-    assert plan.ring_slots(longest) <= max(
-        len([spec for spec in plan.arena if (spec.kind, spec.partition) == ("g", 0)]), 0
-    )
 
 
 RANK = {
@@ -524,17 +520,13 @@ def test_more_memory_of_the_accelerator_never_takes_anything_off_it(
     assert more.host_share <= less.host_share
 
 
-@given(runs_of(), st.integers(0, 1 << 36))
+@given(runs_of())
 @settings(max_examples=200, deadline=None)
-def test_more_host_memory_never_shortens_the_interval_and_never_lacks_more(
-    case: tuple[ZenFlowFacts, dict[str, Any], float | None], room: int
+def test_more_host_memory_never_lacks_more(
+    case: tuple[ZenFlowFacts, dict[str, Any], float | None],
 ) -> None:
     facts, section, share = case
     plan = plan_of(facts, host_share=share, **section)
-    longest = plan.rule.longest_interval
-    found = [plan.affordable_interval(longest, each) for each in (0, room, 2 * room, 1 << 80)]
-    assert found == sorted(found)
-    assert found[-1] == longest or longest < plan.rule.shortest_interval
     if plan.shortage is None and section.get("gradients_on_host") is not None:
         roomy = replace(
             facts,
@@ -550,7 +542,6 @@ def test_lion_has_fewer_bytes_and_one_interval() -> None:
     plan = plan_of(facts_of(one_rank(1 << 20), layout=LION_STATE), hide_transfers=False)
     kinds = {spec.kind for spec in plan.arena}
     assert kinds == {"p", "m", "known", "g"}
-    assert plan.rule.longest_interval == 1
 
 
 def test_chunks_are_as_large_as_a_part_of_the_model() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
-from deepspeed_ext.zenflow.plan.rule_bytes import bytes_of, share_step_bytes
+from deepspeed_ext.zenflow.plan.rule_bytes import share_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
@@ -20,14 +20,9 @@ def settings(overlapped: bool = True) -> PredictiveSettings:
 
 
 def test_a_denominator_for_each_block_is_kept_if_steps_overlap() -> None:
-    assert bytes_of(settings(), NUMEL, 2).kept == {"derived denominators": 4 * BLOCKS}
-    assert bytes_of(settings(overlapped=False), NUMEL, 2).kept == {}
-    assert bytes_of(settings(), NUMEL, 2).saved == (4 * BLOCKS,)
-
-
-def test_nothing_else_is_kept_moves_waits_or_is_exchanged() -> None:
-    taken = bytes_of(settings(), NUMEL, 2, ranks=4)
-    assert taken.kept_on_host == taken.moved == taken.waiting == taken.exchange == 0
+    assert settings().nbytes(NUMEL, 2).kept == {"derived denominators": 4 * BLOCKS}
+    assert settings(overlapped=False).nbytes(NUMEL, 2).kept == {}
+    assert settings().nbytes(NUMEL, 2).saved == (4 * BLOCKS,)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +36,7 @@ def test_nothing_else_is_kept_moves_waits_or_is_exchanged() -> None:
 def test_a_step_has_temporaries_of_fp32(
     weights_bytes: int, in_place: bool, floats: int, others: int
 ) -> None:
-    taken = bytes_of(settings(), NUMEL, weights_bytes, arrived_bytes=2, in_place=in_place)
+    taken = settings().nbytes(NUMEL, weights_bytes, arrived_bytes=2, in_place=in_place)
     assert taken.step == floats * 4 * NUMEL + others
 
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from deepspeed_ext.commands.memory.model import typical_largest
 from deepspeed_ext.commands.memory.plan import plan_memory
-from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup, typical_largest
+from deepspeed_ext.commands.memory.setup import Model, Ranks, Setup
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, ZenFlowFacts

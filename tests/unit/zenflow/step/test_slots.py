@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.plan.places import Arrival
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource
-from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveSchedule
 
 EVENTS = (*["nothing"] * 8, "expose", "load", "restart")
 
@@ -42,42 +40,6 @@ class Predictive:
 
     def resumes(self) -> bool:
         return self.schedule.plan().source is not WeightSource.EXACT
-
-    def chooses(self, plan: Any) -> bool:
-        return False
-
-
-class Selective:
-    """The same of the selective rule."""
-
-    def __init__(self, random: Random, arrival: Arrival) -> None:
-        lag = random.choice([None, 1, 1, 2, 3])
-        interval = random.choice([None, *(n for n in (1, 2, 3, 4, 7) if n >= (lag or 1))])
-        select = random.choice([None, 0, 8, 9])
-        self._arrival = arrival
-        warm_up = random.randint(1, 5)
-        self._settings = SelectiveSettings(
-            interval, lag, warm_up, 0.1, select, False, 1.0, block_size=32
-        )
-        self.shortest_interval = lag or 1
-        self.schedule: Any = self.fresh()
-
-    def fresh(self) -> SelectiveSchedule:
-        return SelectiveSchedule(self._settings, self._arrival)
-
-    def arrived(self) -> None: ...
-
-    def reads_first(self, plan: Any) -> bool:
-        return plan.applies
-
-    def publishes_again(self, plan: Any) -> bool:
-        return False
-
-    def resumes(self) -> bool:
-        return self.schedule.state.steps_in_flight is not None
-
-    def chooses(self, plan: Any) -> bool:
-        return self.schedule.interval is None and plan.selects
 
 
 @dataclass
@@ -180,31 +142,26 @@ def walk(rule: Any, random: Random, steps: int, arrival: Arrival) -> int:
         rule.schedule.advance(plan)
         if rule.publishes_again(plan):
             ring.publish_again(rule.schedule.handed_over)
-        if rule.chooses(plan):
-            rule.schedule.choose_interval(random.randint(rule.shortest_interval, 8))
     return replaced
 
 
 @pytest.mark.parametrize("arrival", Arrival)
-@pytest.mark.parametrize("kind", [Predictive, Selective])
 @settings(deadline=None, max_examples=200)
 @given(seed=st.integers(0, 2**32))
 def test_neither_a_gradient_nor_y_is_overwritten_while_it_is_needed(
-    kind: type[Predictive | Selective], arrival: Arrival, seed: int
+    arrival: Arrival, seed: int
 ) -> None:
     """In seeded orders of steps, looks from outside, loads and restarts, while the guard trips and
     recovers."""
     random = Random(seed)
-    walk(kind(random, arrival), random, 60, arrival)
+    walk(Predictive(random, arrival), random, 60, arrival)
 
 
-@pytest.mark.parametrize("kind", [Predictive, Selective])
-def test_a_gradient_takes_the_slot_of_the_y_that_its_step_reads_only_if_it_comes_after(
-    kind: Any,
-) -> None:
+def test_a_gradient_takes_the_slot_of_the_y_that_its_step_reads_only_if_it_comes_after() -> None:
     times = {
         arrival: sum(
-            walk(kind(random, arrival), random, 60, arrival) for random in map(Random, range(100))
+            walk(Predictive(random, arrival), random, 60, arrival)
+            for random in map(Random, range(100))
         )
         for arrival in Arrival
     }

@@ -104,6 +104,17 @@ def test_where_a_peek_hides_nothing_the_pass_itself_gives_the_weights(
     assert [weights.unique().tolist() for weights in run.weights] == [[9.0], [9.0]]
 
 
+def test_what_is_read_without_a_wait_travels_first_in_chunks_of_its_own(run: Run) -> None:
+    run.stream.put_first([(0, Span(3, 4)), (0, Span(4, 5)), (1, Span(5, 6))])
+    run.step()
+    first = [(0, Span(2, 6)), (1, Span(4, 6))]  # whole blocks of two
+    assert run.visits()[0] == [*first, (0, Span(0, 2)), (0, Span(6, 8)), (1, Span(0, 4))]
+    run.stream.complete(ANY, [(0, Span(3, 5))])
+    assert run.weights[0].tolist() == 2 * [0.0] + 4 * [1.0] + 2 * [0.0]
+    run.stream.complete(ANY, [(0, Span(0, 8))])
+    assert run.stream._awaited.keys() == {(1, 0), (1, 4)}
+
+
 def test_a_use_completes_the_chunks_that_it_touches(run: Run) -> None:
     run.step()
     assert run.stream.are_due

@@ -36,8 +36,7 @@ RULES: dict[str, dict[str, Any]] = {
     "predictive": {"overlap_step": False},
     "selective": {
         "topk_ratio": 0.999,
-        "select_block_size": 32,
-        "update_interval": 3,
+        "update_interval": 1,
         "select_interval": 6,
     },
 }
@@ -268,7 +267,6 @@ def test_one_engine_after_another_and_two_at_once(stage: int) -> None:
     selective = zenflow_config(
         stage,
         topk_ratio=0.1,
-        select_block_size=32,
         update_interval=2,
         select_interval=4,
         overlap_step=True,

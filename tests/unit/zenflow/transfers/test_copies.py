@@ -30,7 +30,7 @@ from deepspeed_ext.runtime.stopwatch import stopwatch
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.places import Copies
-from deepspeed_ext.zenflow.rules.blocks import BlockSet
+from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
 from deepspeed_ext.zenflow.step import partition as partition_module
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.transfers import inside_step as transfers_module
@@ -59,13 +59,11 @@ RULES: dict[str, dict[str, Any]] = {
     "predictive": {},
     "selective": {
         "topk_ratio": 0.1,
-        "select_block_size": 32,
         "update_interval": 2,
         "select_interval": 4,
     },
     "selective, hot state on the host": {
         "topk_ratio": 0.1,
-        "select_block_size": 32,
         "update_interval": 2,
         "select_interval": 4,
         "offload": True,
@@ -289,7 +287,7 @@ def last_events(config: dict[str, Any], steps: int) -> list[tuple[str, int]]:
         for owner, method, name in (
             (Partition, "take_published", "write"),
             (Estimator, "predict", "write"),
-            (BlockSet, "put", "write"),
+            (SelectiveRule, "write_weights", "write"),
             (SubGroupPartitions, "order_gathers", "wait"),
         ):
             stack.enter_context(patch.object(owner, method, noting(name, getattr(owner, method))))

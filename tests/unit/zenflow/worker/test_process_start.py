@@ -13,7 +13,7 @@ import pytest
 
 from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.errors import WorkerError
-from deepspeed_ext.runtime import child_process
+from deepspeed_ext.runtime import process as runtime_process
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel import library_path
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
@@ -136,7 +136,7 @@ def test_neighbours_of_the_package_do_not_hide_the_standard_library(
     shutil.copytree(ROOT / "deepspeed_ext", package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("enum", "dataclasses", "socket"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')")
-    monkeypatch.setattr(child_process, "START_PROCESS", package / "runtime" / "start_process.py")
+    monkeypatch.setattr(runtime_process, "START_PROCESS", package / "runtime" / "start_process.py")
     with running() as (_, process):
         process.submit([PASS])
         assert process.wait().number == 1

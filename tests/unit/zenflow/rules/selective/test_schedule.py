@@ -1,32 +1,27 @@
-"""The selective schedule: every gradient counts once, nothing is overwritten, blocks move only
-while nothing is on its way."""
-
-from typing import Any
+"""The selective schedule: every gradient counts once, blocks move only while nothing is on its
+way."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.places import Arrival
-from deepspeed_ext.zenflow.plan.selective import SelectiveSettings, unknown_epoch
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.rules.selective.schedule import SelectivePlan, SelectiveSchedule
 
 
 def make(
-    interval: int, lag: int | None, select_interval: int | None, warm_up: int
+    interval: int, overlapped: bool, select_interval: int | None = None, warm_up: int = 1
 ) -> SelectiveSchedule:
-    settings = ZenFlowConfig(
+    config = ZenFlowConfig(
         topk_ratio=0.1,
         update_interval=interval,
-        overlap_step=lag is not None,
-        overlap_lag=lag or 1,
-        select_strategy="auto",
+        overlap_step=overlapped,
         select_interval=select_interval,
         full_warm_up_rounds=warm_up,
     )
-    return SelectiveSchedule(SelectiveSettings.of(settings))
+    return SelectiveSchedule(SelectiveSettings.of(config), Arrival.IN_BACKWARD)
 
 
 def walk(schedule: SelectiveSchedule, steps: int) -> list[SelectivePlan]:
@@ -38,9 +33,9 @@ def walk(schedule: SelectiveSchedule, steps: int) -> list[SelectivePlan]:
 
 
 def test_interval_three_as_drawn_in_the_module() -> None:
-    plans = walk(make(3, 1, 6, 1), 10)
-    assert [p.exact for p in plans] == [True] + [False] * 9
-    assert [p.handed_over for p in plans] == [1, 0, 0, 3, 0, 0, 3, 0, 0, 3]
+    plans = walk(make(3, True, 6), 10)
+    assert [p.handed_over for p in plans] == [1, 0, 0, 1, 0, 0, 1, 0, 0, 1]
+    assert [p.collected for p in plans] == [0, 0, 1, 2, 0, 1, 2, 0, 1, 2]
     assert [p.applies for p in plans] == [False] * 4 + [True] + [False] * 5
     assert [p.waits for p in plans] == [True] + [False] * 5 + [True] + [False] * 3
     assert [p.selects for p in plans] == [True] + [False] * 5 + [True] + [False] * 3
@@ -49,7 +44,7 @@ def test_interval_three_as_drawn_in_the_module() -> None:
 schedules = st.integers(1, 6).flatmap(
     lambda interval: st.tuples(
         st.just(interval),
-        st.one_of(st.none(), st.integers(1, interval)),
+        st.booleans(),
         st.one_of(st.none(), st.integers(interval, 30)),
         st.integers(0, 5),
     )
@@ -58,122 +53,37 @@ schedules = st.integers(1, 6).flatmap(
 
 @settings(deadline=None)
 @given(schedules, st.integers(0, 80))
-def test_every_gradient_is_handed_over_once_and_kept_until_it_is_used(
-    settings: tuple, steps: int
+def test_every_gradient_counts_once_and_no_slot_in_flight_is_written(
+    settings: tuple[int, bool, int | None, int], steps: int
 ) -> None:
-    interval, lag, _, warm_up = settings
+    interval, overlapped, _, warm_up = settings
     schedule = make(*settings)
-    assert schedule.ring == interval + max(0, (lag or 0) - 1)
-    collected: list[int] = []
-    in_flight: tuple[int, list[int]] | None = None
-    last_selection = -1
+    collected, slot_in_flight, last_selection = 0, None, -1
     for number in range(steps):
         plan = schedule.plan()
-        assert plan.exact == (number < max(1, warm_up))
-        if plan.applies:
-            assert in_flight is not None
-            assert number == in_flight[0] + (lag or 0)
-            in_flight = None
-        collected.append(schedule.coming)
-        busy = in_flight[1] if in_flight else []
-        assert len({*collected, *busy}) == len(collected) + len(busy), "a gradient is overwritten"
-        if plan.handed_over:
-            assert plan.handed_over == len(collected) == (1 if plan.exact else interval)
-            if not plan.waits:
-                assert in_flight is None
-                in_flight = (number, collected)
-            collected = []
+        assert schedule.coming != slot_in_flight, "gradients arrive in backward, before the step"
+        assert plan.collected == collected
+        assert plan.applies == (slot_in_flight is not None)
+        assert plan.handed_over == (number < max(1, warm_up) or collected + 1 == interval)
+        slot_in_flight = schedule.coming if plan.handed_over and not plan.waits else None
+        collected = 0 if plan.handed_over else collected + 1
         if plan.selects:
-            assert in_flight is None
-            assert not collected
+            assert plan.waits
             assert (number - last_selection) % interval == 0 or last_selection < 0
             last_selection = number
-        if lag is None:
-            assert not plan.applies
-            assert plan.waits == bool(plan.handed_over)
+        assert overlapped or plan.waits == bool(plan.handed_over)
         schedule.advance(plan)
 
 
-def test_a_saved_position_continues() -> None:
-    whole = walk(make(4, 2, 8, 3), 40)
+@pytest.mark.parametrize("before", [2, 4, 6])
+def test_a_saved_position_continues_also_with_another_interval(before: int) -> None:
+    whole = walk(make(4, True, 8, 3), 40)
     for stop in range(20):
-        schedule = make(4, 2, 8, 3)
+        schedule = make(4, True, 8, 3)
         walk(schedule, stop)
-        again = make(4, 2, 8, 3)
-        again.load_state_dict(schedule.state_dict(), schedule.state.position)
+        again = make(4, True, 8, 3)
+        again.load_state_dict(schedule.state_dict(), 0)
         assert walk(again, 40 - stop) == whole[stop:]
-
-
-@pytest.mark.parametrize(
-    ("settings", "interval", "expected"),
-    [
-        ({}, 1, 16),
-        ({}, 8, 32),
-        ({"select_interval": 10}, 4, 12),
-        ({"select_strategy": "step", "select_interval": 8}, 4, 8),
-        ({"select_strategy": "epoch"}, 4, 0),
-    ],
-)
-def test_selections_come_after_whole_intervals(
-    settings: dict, interval: int, expected: int
-) -> None:
-    found = SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, **settings))
-    assert found.steps_between_selections(interval) == expected
-
-
-def test_epochs_are_counted_in_steps() -> None:
-    config = ZenFlowConfig(topk_ratio=0.1, select_strategy="epoch", select_interval=2)
-    assert SelectiveSettings.of(config, steps_per_epoch=7).steps_between_selections(4) == 16
-
-
-@pytest.mark.parametrize(
-    ("settings", "longest", "slots"),
-    [
-        ({}, 8, 8),
-        ({"select_strategy": "step", "select_interval": 4}, 4, 4),
-        ({"select_strategy": "step", "select_interval": 20}, 8, 8),
-        ({"select_strategy": "epoch"}, 8, 8),  # selected once
-        ({"overlap_step": True, "overlap_lag": 12}, 12, 23),
-        ({"overlap_step": True, "overlap_lag": 3, "select_interval": 4}, 4, 6),
-        ({"update_interval": 2, "select_interval": 4}, 2, 2),
-    ],
-)
-def test_an_open_interval_ends_before_the_next_selection(
-    settings: dict, longest: int, slots: int
-) -> None:
-    found = SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, **settings))
-    assert found.longest_interval == longest
-    assert found.ring_at(longest, Arrival.AFTER_Y) == slots
-    found.steps_between_selections(longest)  # else a step would raise an error
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"select_strategy": "step"}, "select_interval"),
-        (
-            {"select_strategy": "step", "select_interval": 2, "update_interval": 4},
-            "update_interval = 4",
-        ),
-        ({"overlap_step": True, "overlap_lag": 3, "update_interval": 2}, "overlap_lag = 3"),
-    ],
-)
-def test_intervals_that_contradict_one_another_are_refused(settings: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        SelectiveSettings.of(ZenFlowConfig(topk_ratio=0.1, **settings))
-
-
-@pytest.mark.parametrize(
-    ("fields", "steps_per_epoch", "warns"),
-    [
-        ({"select_strategy": "epoch"}, None, True),
-        ({"select_strategy": "epoch"}, 7, False),
-        ({}, None, False),
-        ({"update_rule": "exact"}, None, False),
-    ],
-)
-def test_only_epochs_of_unknown_length_are_warned_of(
-    fields: dict[str, Any], steps_per_epoch: int | None, warns: bool
-) -> None:
-    config = ZenFlowConfig(**{"update_rule": "selective", **fields})
-    assert (unknown_epoch(config, steps_per_epoch) is not None) is warns
+        changed = make(before, False)
+        changed.load_state_dict(schedule.state_dict(), 0)
+        assert max(plan.collected for plan in walk(changed, 20)[7:]) < before

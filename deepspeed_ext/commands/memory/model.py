@@ -1,0 +1,253 @@
+"""Reads the shape of a model from a transformers ``config.json``, as JSON alone, and computes its
+parameters and activations. Pure functions, without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from deepspeed_ext.errors import ConfigError
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+
+__all__ = ["Model", "Shape", "known", "read_shape", "typical", "typical_largest"]
+
+MOST_BYTES = 1 << 24
+"""Larger than any config.json; a larger file holds weights."""
+_NAMES = {
+    "vocabulary": ("vocab_size",),
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv": ("num_key_value_heads", "num_kv_heads"),
+    "head": ("head_dim",),
+    "ffn": ("moe_intermediate_size", "intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"),
+    "shared": ("shared_expert_intermediate_size",),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "chosen": ("num_experts_per_tok", "moe_topk"),
+}
+_UNGATED = {"gpt2", "gpt_neox", "opt", "bloom", "phi", "starcoder2"}
+"""Model types whose feed-forward has two matrices; others have three, the third a gate."""
+_TIED = {"gemma", "gemma2", "gemma3_text", "gpt2", "opt", "bloom", "starcoder2"}
+_BIASED = {"qwen2", "qwen2_moe", "gpt2", "gpt_neox", "opt", "phi", "starcoder2"}
+"""Model types with a tied embedding, and with biases of queries, keys and values, by default."""
+_OTHER = {
+    "kv_lora_rank": "latent attention",
+    "is_encoder_decoder": "an encoder and a decoder",
+    "multi_query": "multi-query attention",
+}
+"""Fields of models that are no plain decoders."""
+_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
+
+
+@cache
+def known() -> dict[str, Any]:
+    """Models, cards and hosts by name, each with its source."""
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("known.json").read_text())
+    return found
+
+
+@dataclass(frozen=True)
+class Model:
+    """The trainable parameters, as one parameter group.
+
+    Attributes:
+        params: elements of all parameters.
+        largest: elements of the largest one, as a rule the embedding.
+        dtype: dtype of the weights on the accelerator.
+    """
+
+    params: int
+    largest: int
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the weights."""
+        return DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder.
+
+    Attributes:
+        vocabulary, width, layers: rows of the embedding, values per token, and layers.
+        query, key: values per token of queries, and of keys (values have as many).
+        ffn: width of the feed-forward, of one expert if there are several.
+        gated: whether it has a third matrix.
+        tied: whether the embedding is the output matrix, too.
+        experts, chosen: experts per layer, and how many a token is routed to.
+        shared: width of a feed-forward that every token takes beside its experts.
+        biased: whether queries, keys and values have biases.
+    """
+
+    vocabulary: int
+    width: int
+    layers: int
+    query: int
+    key: int
+    ffn: int
+    gated: bool = True
+    tied: bool = False
+    experts: int = 1
+    chosen: int = 1
+    shared: int = 0
+    biased: bool = False
+
+    def _elements(self, experts: int) -> int:
+        d, matrices = self.width, 3 if self.gated else 2
+        attention = 2 * d * (self.query + self.key) + self.biased * (self.query + 2 * self.key)
+        router = d * self.experts if self.experts > 1 else 0
+        forward = matrices * d * (self.ffn * experts + self.shared) + router
+        embeddings = self.vocabulary * d * (1 if self.tied else 2)
+        return embeddings + self.layers * (attention + forward + 2 * d) + d
+
+    @property
+    def params(self) -> int:
+        return self._elements(self.experts)
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token uses."""
+        return self._elements(self.chosen)
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest parameter; transformers keeps a layer's experts in two."""
+        experts = 2 * self.experts * self.ffn if self.experts > 1 else self.ffn
+        return self.width * max(self.vocabulary, experts, self.query)
+
+    def model(self, dtype: str = "bfloat16") -> Model:
+        return Model(self.params, self.largest, dtype)
+
+    def activation_bytes(
+        self, tokens: int, itemsize: int = 2, *, recomputed: bool = True, fused_loss: bool = False
+    ) -> int:
+        """Activation bytes of `tokens` in one forward and backward, with FlashAttention.
+
+        Recomputed: each layer's input, kept and in residual sum, and one layer at work: inputs and
+        results of its matrices and norms, and as many gradients. Otherwise those of all layers are
+        kept. The larger of a layer's gradients and the logits counts: in 16 bits, in fp32, and
+        their gradient. A fused loss (Liger's) makes logits in chunks of about tokens x width.
+        """
+        ffn = (self.ffn * self.chosen + self.shared) * (4 if self.gated else 2)
+        layer = itemsize * tokens * (3 * self.width + 2 * (self.query + self.key) + ffn)
+        at_once = tokens
+        if fused_loss:  # the next power of two
+            chunk = -(-tokens // -(-self.vocabulary // self.width))
+            at_once = min(tokens, 1 << (chunk - 1).bit_length())
+        logits = (itemsize + 4 + 4) * at_once * self.vocabulary
+        if not recomputed:
+            return self.layers * layer + max(layer, logits)
+        return itemsize * tokens * self.layers * self.width + max(2 * layer, logits)
+
+
+HEAD, VOCABULARY, _TIED_BELOW = 128, 128256, 4 * 10**9
+
+
+@cache
+def typical(params: int) -> Shape:
+    """A decoder like Llama 3 with at most `params` parameters, or the smallest one: as many layers
+    as heads of 128, 12 d^2 parameters per layer, a vocabulary of 128,256, tied if it is small."""
+
+    def shape(units: int) -> Shape:
+        width = 64 * units
+        return Shape(
+            VOCABULARY,
+            width,
+            max(1, width // HEAD),
+            width,
+            width,
+            8 * width // 3,
+            tied=params < _TIED_BELOW,
+        )
+
+    low, high = 1, 1 << 12
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if shape(middle).params <= params else (low, middle)
+    return shape(low)
+
+
+def typical_largest(params: int) -> int:
+    """Elements of the largest parameter of a `typical` model."""
+    return min(params, typical(params).largest)
+
+
+def read_shape(name: str) -> tuple[str, Shape, tuple[str, ...]]:
+    """A model's name, its shape and notes on it.
+
+    Args:
+        name: one of `known`'s, or the path of a ``config.json`` or of a folder with one.
+
+    Raises:
+        ConfigError: there is no such file, or it describes no decoder.
+    """
+    models = known()["models"]
+    if name.lower() in models:
+        return name, _shape_of(models[name.lower()], name), ()
+    described = _object_in(os.path.join(name, "config.json") if os.path.isdir(name) else name)
+    text, notes = described.get("text_config"), []
+    text = text if isinstance(text, dict) else described
+    if text is not described:
+        notes.append("only the language model is counted: what else trains comes on top")
+    if isinstance(described.get("quantization_config"), dict):
+        notes.append("the weights are quantized; counted as if all train, unquantized")
+    return str(described.get("model_type"))[:60], _shape_of(text, name), tuple(notes)
+
+
+def _object_in(file: str) -> dict[str, Any]:
+    """The content of a ``config.json``, of which nothing is built."""
+    wrong = "is no JSON object"
+    try:
+        if os.path.getsize(file) > MOST_BYTES:
+            raise ValueError(f"is larger than {MOST_BYTES >> 20} MiB, so it is no config.json")
+        described = json.loads(Path(file).read_text(encoding="utf-8"))
+        if isinstance(described, dict) and described.keys().isdisjoint(_DEEPSPEED):
+            return described
+        if isinstance(described, dict):
+            wrong = "is a DeepSpeed config: give it as --config"
+    except (OSError, ValueError, RecursionError) as error:
+        wrong = f"cannot be read ({str(error)[:100]})"
+    raise ConfigError(
+        f"--model: {file[:200]!r} {wrong}; give a transformers config.json, the folder that holds "
+        f"it, --params, or one of {', '.join(known()['models'])}; nothing is downloaded"
+    )
+
+
+def _shape_of(text: Mapping[str, Any], name: str) -> Shape:
+    for field, what in _OTHER.items():
+        if text.get(field):
+            raise ConfigError(f"--model: {name[:200]!r} has {what} ({field}); give --params")
+
+    def number(what: str, default: int | None = None) -> int:
+        values = (text.get(field) for field in _NAMES[what])
+        found = [value for value in values if type(value) is int and 0 < value < 2**31]
+        if not found and default is None:
+            raise ConfigError(
+                f"--model: {name[:200]!r} has no {' or '.join(_NAMES[what])} that is a positive "
+                "number; give a transformers config.json of a decoder, or --params"
+            )
+        return found[0] if found else default or 0
+
+    kind, width, heads = str(text.get("model_type")), number("width"), number("heads")
+    head, experts = number("head", max(1, width // heads)), number("experts", 1)
+    return Shape(
+        number("vocabulary"),
+        width,
+        number("layers"),
+        heads * head,
+        number("kv", heads) * head,
+        number("ffn", 4 * width),
+        gated=kind not in _UNGATED,
+        tied=bool(text.get("tie_word_embeddings", kind in _TIED)),
+        experts=experts,
+        chosen=min(experts, number("chosen", 1)),
+        shared=number("shared", 0),
+        biased=bool(text.get("attention_bias", kind in _BIASED)),
+    )

@@ -1,0 +1,72 @@
+"""Starts Python processes of this package, ends them with the process that started them, and lets
+an object tell the process that made it from processes forked later.
+
+# Note: [Forked processes]
+
+A child that user code forks, such as a data loader's worker, inherits every object: sockets to the
+optimizer process, whose answers it would take from its parent; locks held by threads that the child
+does not have; process groups, in which its messages would mix with its parent's. So a call in a
+child raises before it touches any of them, and finalizers and atexit functions do nothing there.
+The child may use the plain module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+from deepspeed_ext.errors import StateError
+
+__all__ = ["OwnProcess", "end_with_parent", "python_command"]
+
+START_PROCESS = Path(__file__).resolve().parent / "start_process.py"
+_PR_SET_PDEATHSIG = 1
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs ``main()`` of a module of this copy of the package.
+
+    Args:
+        arguments: the module's ``sys.argv[1:]``.
+    """
+    return [sys.executable, str(START_PROCESS), module, *arguments]
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends.
+
+    The thread may already have ended; the caller checks this afterwards.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class OwnProcess:
+    """The process that created this object.
+
+    Args:
+        what: the owner of this object, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is that process, not one forked from it."""
+        return os.getpid() == self._pid
+
+    def require(self) -> None:
+        """Check that this is that process.
+
+        Raises:
+            StateError: this process was forked from it.
+        """
+        if os.getpid() != self._pid:  # not `is_here`: steps call this 30 times
+            raise StateError(
+                f"{self._what} belongs to process {self._pid}, but was called in process "
+                f"{os.getpid()}, which was forked from it: call it in the process that trains"
+            )

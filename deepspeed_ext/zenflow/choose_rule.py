@@ -1,0 +1,29 @@
+"""Finds the classes of a plan's update rule, and of what a checkpoint holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
+from deepspeed_ext.zenflow.rules.predictive.rule import PredictiveRule
+from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveState
+from deepspeed_ext.zenflow.rules.saved_values import PartitionValues
+from deepspeed_ext.zenflow.rules.selective.rule import SelectiveRule
+from deepspeed_ext.zenflow.rules.selective.saved import SelectivePartitionValues
+from deepspeed_ext.zenflow.rules.selective.schedule import SelectiveState
+from deepspeed_ext.zenflow.step.schedule import State
+
+__all__ = ["SAVED", "rule_of"]
+
+SAVED: Mapping[str, tuple[type[State], type[PartitionValues]]] = {
+    PredictiveRule.name: (PredictiveState, PredictivePartitionValues),
+    SelectiveRule.name: (SelectiveState, SelectivePartitionValues),
+}
+"""What a checkpoint holds by rule: the state of the schedule, and of each partition."""
+
+
+def rule_of(plan: ZenFlowPlan) -> type[SelectiveRule] | type[PredictiveRule]:
+    """The class of the plan's update rule."""
+    return SelectiveRule if isinstance(plan.rule, SelectiveSettings) else PredictiveRule
