@@ -56,8 +56,7 @@ def fake(name: str, statement: str, limit: float = 60) -> Part:
 
 
 def toy_args(*more: str) -> argparse.Namespace:
-    words = ["--device", "cpu", "--toy", "--jobs", "1", *more]
-    return suite.arguments().parse_args(words)
+    return suite.arguments().parse_args(["--device", "cpu", "--toy", "--jobs", "1", *more])
 
 
 def test_a_part_that_fails_is_skipped_or_overruns_loses_nothing_of_the_others(

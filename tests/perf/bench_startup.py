@@ -38,7 +38,7 @@ from torch import nn
 import deepspeed_ext
 from deepspeed_ext.adapter.engine import Engine
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
-from tests.perf import bandwidth, host_peak, report
+from tests.perf import host_peak, report
 from tests.support.meter import LiveBytes
 from tests.support.ranks import run_ranks
 
@@ -272,9 +272,6 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     args = arguments().parse_args()
     variants = [v for v in VARIANTS if v in args.only and (v != "distributed" or args.ranks > 1)]
-    copies = run_ranks(
-        1, bandwidth.measure, 512 if args.device == "accelerator" else 64, device=args.device
-    )[0]
     rows: list[dict[str, Any]] = []
     comparisons: list[report.Comparison] = []
     for stage, where in product(args.stages, args.offload):
@@ -285,12 +282,8 @@ def main() -> None:
         rows += rows_of(turns, stage, where == "yes")
         comparisons += comparisons_of(turns, stage, where == "yes")
     print(report.table(rows, dict.fromkeys(rows[0], report.shown)))
-    print("copies, GB/s: " + ", ".join(f"{name} {speed:.1f}" for name, speed in copies.items()))
     name = "startup" if args.device == "cpu" else f"startup_{args.millions}m_{args.ranks}ranks"
-    print(
-        f"\nwritten to "
-        f"{report.write(name, vars(args) | {'copies GB/s': copies}, rows, comparisons)}"
-    )
+    print(f"\nwritten to {report.write(name, vars(args), rows, comparisons)}")
 
 
 if __name__ == "__main__":
