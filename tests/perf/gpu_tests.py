@@ -30,7 +30,7 @@ class Group:
     Attributes:
         files: where they are; none: all others.
         seconds: what they take on an H200 with 16 cores, ten parts beside each other, rounded up:
-            measured, but for the trainings, of which that run had room for two thirds, and for what
+            measured, but for the gather (a guess), a third of the trainings, and for what
             has become shorter since. Docs: docs/results/gpu.md.
         ranks: of the tests with a setting of that name, those with this value; None: all.
         stages: the same of the setting `stage`; 0: those without it, of the gather.
