@@ -31,7 +31,8 @@ config of ZeRO-Offload, and nothing else.
 - **refused**: `initialize` (or `engine.compile`) raises an error that names the setting.
 - **refused by DeepSpeed**: with CPU offload DeepSpeed refuses it as well.
 
-Every field of `zero_optimization`, `offload_optimizer` and `offload_param` has a row.
+Every field of `zero_optimization`, `offload_optimizer` and `offload_param` has a test. The table has what needs a word; all
+others work: {works}.
 
 | setting | stages | with ZenFlow | |
 |---|---|---|---|
@@ -44,7 +45,10 @@ setting; it concerns the forward and backward pass only. [Expert groups](rules.m
 
 def markdown() -> str:
     """The page."""
-    return INTRODUCTION + "".join(map(_line, ROWS)) + NOT_SETTINGS
+    plain = [row for row in ROWS if row.outcome.word == "works" and not row.says]
+    works = ", ".join(f"`{row.setting}`" for row in plain)
+    lines = "".join(_line(row) for row in ROWS if row not in plain)
+    return INTRODUCTION.replace("{works}", works) + lines + NOT_SETTINGS
 
 
 def _line(row: Row) -> str:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NEEDED = ("deepspeed", "pytest", "hypothesis", "pytest_timeout")
 BUILDS = ("setuptools>=70.1", "wheel")
 """What builds this package, as in pyproject.toml; an environment may hold an older setuptools."""
-RIVALS = ("torchao", "flashoptim")
+RIVALS = ("torchao",)
 """What `make bench-gpu` compares ours with, if the folder has it; a rival that is not there is a
 row that says so."""
 INSTALLED = (

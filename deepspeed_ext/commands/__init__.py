@@ -1,2 +1,2 @@
 """The command line:
-``deepspeed-ext doctor, config, plan, verify, report, run, completion``."""
+``deepspeed-ext doctor, config, plan, verify, run``."""

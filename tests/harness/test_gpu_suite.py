@@ -3,36 +3,40 @@ another."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from deepspeed.accelerator import get_accelerator
 
+from deepspeed_ext.runtime import memory
 from tests.perf import (
-    bandwidth,
     bench_decoder,
     bench_startup,
+    card,
     decoder_ways,
     gpu_parts,
     gpu_tests,
     report,
     suite,
 )
-from tests.perf.idle import covered, device_use, profiled
 from tests.perf.language_model import SHAPES, Llama
 from tests.perf.part import OUT, Part, Running
 from tests.support.pages import Block, failures
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_sim, run_ranks
 from tests.support.same import assert_same
 from tests.support.waiting import wait_until
 from tools import offline, wheels
@@ -51,41 +55,35 @@ def fake(name: str, statement: str, limit: float = 60) -> Part:
     return Part(name, "timeit", arguments, arguments, limit)
 
 
-def test_a_part_that_fails_or_overruns_loses_nothing_of_the_others(tmp_path: Path) -> None:
+def toy_args(*more: str) -> argparse.Namespace:
+    return suite.arguments().parse_args(["--device", "cpu", "--toy", "--jobs", "1", *more])
+
+
+def test_a_part_that_fails_is_skipped_or_overruns_loses_nothing_of_the_others(
+    tmp_path: Path,
+) -> None:
     chosen = [
         fake("good", "print('measured')"),
         fake("bad", "raise SystemExit('broken')"),
         fake("slow", "import time; print('begun', flush=True); time.sleep(60)", limit=3),
+        fake("large", f"import os; print('no card', flush=True); os._exit({card.SKIPPED})"),
         fake("last", "pass"),
     ]
-    args = suite.arguments().parse_args(
-        ["--device", "cpu", "--toy", "--budget", "200", "--jobs", "1"]
-    )
+    args = toy_args("--budget", "200")
     assert suite.measure(chosen, args) == 1
     rows = {row["part"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]}
     assert {part: row["state"] for part, row in rows.items()} == {
         "good": "done",
         "bad": "failed",
         "slow": "overran",
+        "large": "left out",
         "last": "done",
     }
     assert "measured" in rows["good"]["output"]
     assert "broken" in rows["bad"]["output"]
+    assert rows["large"]["output"] == "no card"
     assert "begun" in rows["slow"]["output"]
     assert rows["slow"]["seconds"] < 30
-
-
-def test_what_is_done_is_not_repeated_and_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--toy", "--jobs", "1", "--budget"]
-    assert (
-        suite.measure([fake("one", "pass")], suite.arguments().parse_args([*arguments, "100"])) == 0
-    )
-    both = [fake("one", "raise SystemExit(1)"), fake("two", "pass")]
-    assert suite.measure(both, suite.arguments().parse_args([*arguments, "1"])) == 1
-    rows = {
-        row["part"]: row["state"] for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    }
-    assert rows == {"one": "done", "two": "left out"}
 
 
 def test_what_a_part_had_measured_when_it_died_is_kept(
@@ -118,7 +116,7 @@ def test_what_a_part_had_measured_when_it_died_is_kept(
             toy_result="whole",
         )
     )
-    args = suite.arguments().parse_args(["--device", "cpu", "--toy", "--jobs", "1"])
+    args = toy_args()
     assert suite.measure(chosen, args) == 1
     kept = json.loads((tmp_path / "gpu.json").read_text())["settings"]["results"]
     assert [kept[name]["rows"] for name in ("half", "whole")] == [[{"ms": 1}]] * 2
@@ -209,7 +207,7 @@ def test_without_an_accelerator_nothing_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert suite.main(["--parts", "startup"]) == 1
+    assert suite.main(["--parts", "losses"]) == 1
     assert "sees no accelerator" in capsys.readouterr().err
     assert suite.main(["--parts", "step/9b"]) == 2
     assert "step/9b" in capsys.readouterr().err
@@ -219,11 +217,8 @@ def test_without_an_accelerator_nothing_is_measured(
 def test_names_pick_a_part_and_all_below_it() -> None:
     names = [part.name for part in gpu_parts.parts()]
     assert len(names) == len(set(names))
-    below = [part.name for part in gpu_parts.parts() if part.is_in(["step/1.5b"])]
-    ours = [f"step/1.5b/{batch}" for batch in ("1x8192", "1x2048", "4x8192")]
-    names_of_others = "exact/1x8192", "zero", "compiled", "1x4096", "exact/4x8192"
-    others = [f"step/1.5b/{name}" for name in names_of_others]
-    assert below == [*ours, *others]
+    below = [part.name for part in gpu_parts.parts() if part.is_in(["7b"])]
+    assert below == ["7b/exact", "7b/predictive"]
     assert not any(part.is_in(["step/1.5"]) for part in gpu_parts.parts())
 
 
@@ -246,21 +241,14 @@ def test_every_test_is_in_one_part() -> None:
         for stage, half in ((1, "stages-1-2"), (2, "stages-1-2"), (3, "stage-3")):
             settings = {"ranks": ranks, "stage": stage}
             assert gpu_tests.part_of(gpu_tests.ACCELERATOR, settings) == f"tests/{name}/{half}"
-        of_the_gather = gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": ranks})
-        assert of_the_gather == f"tests/{name}/stage-3"
+        assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"ranks": ranks}) == "tests/gather"
     assert gpu_tests.part_of("tests/unit/test_new.py", {"ranks": 2}) == "tests/others"
     for group in gpu_tests.GROUPS:
         assert all((report.ROOT / file).is_file() for file in group.files)
         settings = {"ranks": group.ranks} if group.ranks else {}
-        settings |= {"stage": group.stages[0]} if group.stages else {}
+        settings |= {"stage": group.stages[0]} if group.stages and any(group.stages) else {}
         part = gpu_tests.part_of(group.files[0] if group.files else "", settings)
         assert part == f"tests/{group.name}"
-
-
-def test_a_test_without_a_setting_of_ranks_is_one_ranks() -> None:
-    name = "test_state_kept_on_the_host_changes_nothing"
-    assert name in (report.ROOT / gpu_tests.ACCELERATOR).read_text()
-    assert gpu_tests.part_of(gpu_tests.ACCELERATOR, {"stage": 2}) == "tests/training/stages-1-2"
 
 
 @pytest.mark.parametrize("on", ["gpu", "gpu-tests"])
@@ -279,33 +267,14 @@ def test_the_list_says_what_ten_minutes_have_room_for(
     assert int(seconds) <= 570
 
 
-def test_with_ten_jobs_all_tests_take_less_than_a_call(capsys: pytest.CaptureFixture[str]) -> None:
-    assert suite.main(["--on", "gpu-tests", "--budget", "570", "--jobs", "10", "--list"]) == 0
-    total = capsys.readouterr().out.strip().splitlines()[-1]
-    begun, parts, seconds = map(int, re.findall(r"\d+", total))
-    assert begun == parts
-    assert seconds < 420
-
-
-def test_half_an_hour_has_room_for_the_programme_in_its_order() -> None:
+def test_two_calls_have_room_for_what_is_worth_most_in_its_order() -> None:
     parts = gpu_parts.parts()
     names = [part.name for part in parts]
-    first = parts[: names.index("losses") + 1]
-    assert list(dict.fromkeys(part.name.partition("/")[0] for part in first)) == [
-        *(
-            "operators",
-            "link",
-            "step",
-            "7b",
-            "rivals",
-            "startup",
-            "gather",
-            "losses",
-        )
-    ]
-    assert sum(part.usual for part in first) < 30 * 60
-    assert all(part.usual < 570 for part in parts), "a call of ten minutes has room for each"
-    assert all(part.usual < part.limit for part in parts)
+    assert names[:4] == ["operators", "7b/exact", "equal/3b", "step/1.5b"]
+    assert sum(part.usual for part in parts[:4]) < 590, "what the tests leave of 700 s"
+    assert all(part.usual < part.limit < 570 for part in parts)
+    page = (report.ROOT / "docs/gpu.md").read_text()
+    assert all(f"| `{name}` |" in page for name in names), "each with what is expected"
 
 
 def steps_parts() -> list[tuple[Part, Any]]:
@@ -313,25 +282,122 @@ def steps_parts() -> list[tuple[Part, Any]]:
     return [(part, bench_decoder.arguments().parse_args(part.arguments)) for part in parts]
 
 
-def test_every_step_that_is_measured_is_one_of_thirty_or_more_and_has_a_default_beside_it() -> None:
-    for part, args in steps_parts():
-        assert args.turns * args.steps >= 30, part.name
-        assert args.warm_up is None, "as many as the way needs"
+def test_what_a_buyer_runs_is_measured_and_every_way_has_its_limits() -> None:
     shown = {way for _, args in steps_parts() for way in args.ways}
-    assert shown >= {
-        way.name for way in (*decoder_ways.RIVALS, decoder_ways.ZERO, decoder_ways.ZERO_UNCHECKED)
-    }
+    assert shown == set(decoder_ways.WAYS)
+    for part, args in steps_parts():
+        assert args.warm_up is None, "as many as the way needs"
+        assert all(limit < part.limit for limit in args.limits), part.name
     assert decoder_ways.OURS.zero == {"zenflow": {}}
+    small = [args for _, args in steps_parts() if args.card]
+    assert {args.model for args in small} == {"3b", "7b"}
+    assert all(args.card == gpu_parts.CARD_GIB for args in small)
 
 
-def test_no_two_parts_keep_different_rows_under_one_name() -> None:
-    kept = [
-        (args.name, way, batch)
-        for _, args in steps_parts()
-        for way in args.ways
-        for batch in args.batches
+# -- a card of 24 GB -------------------------------------------------------------------------------
+
+
+def on_a_card(nbytes: int) -> tuple[tuple[int, int], int, int, str]:
+    """What the device and the package say beside a ballast, and what a card above the device's
+    memory says."""
+    from tests.support.simulated_accelerator import simulation
+
+    info = card.memory_info()
+    assert info is not None
+    library, device = simulation.library, get_accelerator().current_device()
+    before = info()[1]
+    try:
+        library.set_memory_bytes(device, before - info()[0] + 2 * nbytes)
+        with pytest.raises(card.CardError) as refused:
+            card.hold(info()[1] + 1)
+        ballast = card.hold(nbytes)
+        card.show(nbytes)
+        module = torch.get_device_module(ballast[0].device)
+        return (
+            module.mem_get_info(),
+            memory.free_accelerator_bytes(),
+            memory.total_accelerator_bytes(),
+            str(refused.value),
+        )
+    finally:
+        patch.stopall()
+        library.set_memory_bytes(device, before)
+
+
+def test_on_a_card_the_device_has_no_more_memory_for_whoever_asks() -> None:
+    nbytes = 1 << 28
+    ((free, total), package_free, package_total, refused) = on_sim(on_a_card, nbytes)[0]
+    assert total == package_total == nbytes
+    assert free == package_free == pytest.approx(nbytes, abs=card.CLOSE_BYTES)
+    assert "name a smaller card" in refused
+
+
+def test_the_ballast_is_held_as_long_as_its_part_lives() -> None:
+    before = set(psutil.Process().children())
+    with card.held(24, "cpu"):
+        (child,) = set(psutil.Process().children()) - before
+        assert child.is_running()
+    assert not child.is_running()
+
+
+def test_the_7_billion_part_runs_at_a_thousandth_of_its_size() -> None:
+    (part,) = (part for part in gpu_parts.parts() if part.name == "7b/exact")
+    rows = bench_decoder.measure(bench_decoder.arguments().parse_args(part.toy))
+    assert [(row["batch"], row["steps"], row["card GiB"]) for row in rows] == [
+        ("1x64", 2, 24),
+        ("2x64", 2, 24),
     ]
-    assert len(kept) == len(set(kept))
+    assert all("error" not in row and row["model"] == "7m" for row in rows)
+    assert all(row["plan"]["config"] for row in rows)
+
+
+# -- two calls -------------------------------------------------------------------------------------
+
+
+def test_what_is_done_is_not_repeated_and_a_budget_knows_what_earlier_calls_took(
+    tmp_path: Path,
+) -> None:
+    args = toy_args("--total", "60")
+    assert suite.measure([fake("one", "pass")], args) == 0
+    path = tmp_path / "gpu.json"
+    kept = json.loads(path.read_text())
+    ((commit, seconds),) = kept["settings"]["spent"].items()
+    assert 0 < seconds < 60
+    kept["settings"]["spent"][commit] = 50
+    path.write_text(json.dumps(kept))
+    again = fake("one", "raise SystemExit(1)")
+    assert suite.measure([again, fake("two", "pass")], args) == 1
+    rows = {row["part"]: row for row in json.loads(path.read_text())["rows"]}
+    assert (rows["one"]["state"], rows["two"]["state"]) == ("done", "left out")
+    assert "left of the budget" in rows["two"]["output"]
+
+
+def test_the_second_prepared_call_goes_on_where_the_first_stopped_although_out_is_empty(
+    tmp_path: Path,
+) -> None:
+    page = (report.ROOT / "docs/gpu.md").read_text()
+    calls = [text for text in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if ".sh" in text]
+    assert len(calls) == 2
+    programs, checkout, out = (tmp_path / name for name in ("bin", "checkout", "out"))
+    for folder in (programs, checkout):
+        folder.mkdir()
+    (checkout / "tests").symlink_to(report.ROOT / "tests")
+    make = programs / "make"  # which says what it was asked for, and keeps what a suite would
+    make.write_text('#!/bin/bash\n[ -z "$OUT" ] && echo "$@" >> outputs/bench/log\n')
+    make.chmod(0o755)
+    (checkout / "outputs" / "bench").mkdir(parents=True)
+    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "OUT": str(out)}
+    made = list[str]()
+    for text in calls:
+        assert len(text) <= 2000
+        shutil.rmtree(out, ignore_errors=True)
+        subprocess.run(["bash", "-ec", text], cwd=checkout, env=environment, check=True, timeout=60)
+        found = (out / "log").read_text().splitlines()
+        assert found[: len(made)] == made, "what the first call kept is there"
+        made = found
+    budgets = [float(word) for line in made for word in re.findall(r"BUDGET=(\d+)", line)]
+    assert sum(budgets) <= 700
+    assert all(sum(budgets[i:j]) < 600 for i, j in ((0, 1), (1, None)))
 
 
 # -- what the parts measure ------------------------------------------------------------------------
@@ -346,10 +412,6 @@ def test_startup_gives_time_and_memory_of_both_sides() -> None:
         assert result["GB/s"] > 0
         assert result["host peak / P"] >= 2, "the fp32 masters alone"
     assert found["host"][0]["peak / P"] < found["upstream host path"][0]["peak / P"]
-
-
-def test_copies_are_measured() -> None:
-    assert list(run_ranks(1, bandwidth.measure, 4)[0]) == ["host"]
 
 
 @pytest.mark.parametrize(
@@ -373,50 +435,6 @@ def test_recomputed_activations_change_no_gradient() -> None:
     assert_same(*grads)
 
 
-# -- the idle share --------------------------------------------------------------------------------
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=12))
-def test_covered_is_the_length_of_the_union(spans: list[tuple[int, int]]) -> None:
-    marked = {moment for begin, length in spans for moment in range(begin, begin + length)}
-    assert covered((begin, begin + length) for begin, length in spans) == len(marked)
-
-
-def test_use_of_a_device_is_read_from_its_trace() -> None:
-    events: list[dict[str, Any]] = [
-        {"cat": "kernel", "ts": 100, "dur": 20},
-        {"cat": "kernel", "ts": 110, "dur": 20},
-        {
-            "cat": "gpu_memcpy",
-            "name": "Memcpy DtoH (Device -> Pinned)",
-            "ts": 120,
-            "dur": 40,
-            "args": {"bytes": 64},
-        },
-        {
-            "cat": "gpu_memcpy",
-            "name": "Memcpy HtoD (Pinned -> Device)",
-            "ts": 190,
-            "dur": 10,
-            "args": {"bytes": 32},
-        },
-        {"cat": "cpu_op", "ts": 0, "dur": 1000},
-        {"ph": "M", "name": "process_name"},
-    ]
-    use = device_use(events)
-    assert use is not None
-    assert (use.seconds, use.bytes_down, use.bytes_up) == (pytest.approx(100e-6), 64, 32)
-    assert (use.compute_idle, use.idle) == (pytest.approx(0.7), pytest.approx(0.3))
-    assert device_use([event for event in events if event.get("cat") == "cpu_op"]) is None
-
-
-def test_on_the_cpu_nothing_is_said_of_a_device() -> None:
-    done = []
-    assert profiled(lambda: done.append(1)) is None
-    assert done == [1]
-
-
 # -- wheels and the interpreter --------------------------------------------------------------------
 
 
@@ -424,12 +442,7 @@ def test_wheels_are_closed_under_needs_and_never_hold_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs = {
-        "top": [
-            "middle>=1",
-            "torch>=2",
-            'old; python_version < "3.11"',
-            'extra-thing; extra == "more"',
-        ],
+        "top": ["middle>=1", "torch>=2", 'old; python_version < "3.11"', 'more; extra == "x"'],
         "middle": ["bottom", "nvidia-nccl-cu13"],
         "bottom": ["top"],
     }

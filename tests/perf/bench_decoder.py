@@ -8,16 +8,19 @@ device.
 
 All ways of a call are built first, each in its own process, and take turns of a few steps: at each
 batch, turn after turn, way after way. So they must fit beside each other; with ``--alone`` one
-follows the other. Steps read their loss, and nothing else waits for the device. Means are over all
-steps of all turns, also of what ours measures itself.
+follows the other, and with ``--card 24`` it does so on a device of which another process holds all
+memory but 24 GiB. Steps read their loss, and nothing else waits for the device. The first step of a
+turn is not counted: the optimizer's process went on while other ways had the device. Means are over
+all others of all turns, also of what ours measures itself; rows hold the seconds of each.
 
 A way runs with its default config. The steps before its first turn, which are synchronous with
 ours, are in no mean: ``warm-up ms`` is theirs, and ``ms with warm-up`` the mean of 1,000 steps that
 begin with them.
 
 A way that fails, or does not fit, is a row with its error, and the others go on. The host's memory
-is watched: a way that takes too much of it is ended before the machine is. Rows are kept after
-every turn, in a file that later calls add to; a batch whose rows it has from this commit is not
+is watched: a way that takes too much of it is ended before the machine is. Start, warm-up and turn
+have a limit each: a way that hangs is ended. Rows are kept as soon as a way is warm and after each
+of its turns, in a file that later calls add to; a batch whose rows it has from this commit is not
 measured again, unless ``--again``.
 """
 
@@ -26,10 +29,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
 from deepspeed_ext.commands.memory.config_file import read_config
@@ -38,9 +42,9 @@ from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Model, Ranks
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.places import Place
-from tests.perf import decoder_rank, report
+from tests.perf import card, decoder_rank, report
 from tests.perf.decoder_rank import Batch, Stretch
-from tests.perf.decoder_ways import WAYS, ZERO_UNCHECKED, Way
+from tests.perf.decoder_ways import WAYS, ZERO, Way
 from tests.perf.language_model import SHAPES
 from tests.perf.processes import Processes, guarded
 from tests.support.ranks import RankError, nursery
@@ -48,6 +52,8 @@ from tests.support.ranks import RankError, nursery
 SETTLING_STEPS = 2
 """Before the first turn on a batch, for which memory is allocated anew."""
 LONG_RUN = 1000
+LIMITS = (300.0, 300.0, 300.0)
+"""Seconds: of the start, the warm-up, and a turn."""
 ERROR_LETTERS = 300
 GIB = 1 << 30
 
@@ -58,46 +64,55 @@ class Runner:
     def __init__(self, way: Way, args: argparse.Namespace) -> None:
         self.way, self.args = way, args
         self.batches: list[Batch] = args.batches
-        self.seconds: dict[Batch, list[float]] = {batch: [] for batch in self.batches}
-        self.measured: dict[Batch, list[dict[str, float]]] = {batch: [] for batch in self.batches}
+        self.turns: dict[Batch, list[Stretch]] = {batch: [] for batch in self.batches}
         self.memory: dict[Batch, dict[str, Any]] = {}
         self.plans: dict[Batch, dict[str, Any]] = {}
         self.warm_up: list[float] = []
+        self.host_peak: int | None = None
         self.error = ""
         self._processes: Processes | None = None
 
     def start(self) -> None:
         """Build the loop."""
         with self._noted():
-            self._processes = Processes(self.way.name, 1, self.args.device)
-            self.facts = self._call(decoder_rank.open_bench, self.way.name, self.args.model)
+            start, *_ = self.args.limits
+            self._processes = Processes(self.way.name, 1, self.args.device, start)
+            card_bytes = int(self.args.card * GIB)
+            self.facts = self._call(
+                start, decoder_rank.open_bench, self.way.name, self.args.model, card_bytes
+            )
 
     def make_warm(self) -> None:
         """Make the steps that do not count, while nothing else runs: ours chooses its plan from
         them."""
         with self._noted():
-            warm_up = self.args.warm_up if self.args.warm_up is not None else self.way.warm_up
-            self.warm_up = self._call(decoder_rank.stretch, warm_up, self.batches[0]).seconds
+            count = self.args.warm_up if self.args.warm_up is not None else self.way.warm_up
+            _, limit, _ = self.args.limits
+            made = self._call(limit, decoder_rank.stretch, count - 1, self.batches[0])
+            self.warm_up = [made.first, *made.seconds]
 
     def turn(self, batch: Batch, steps: int) -> None:
         """One turn on a batch."""
-        settle = 0 if self.seconds[batch] else SETTLING_STEPS
+        settle = 0 if self.turns[batch] else SETTLING_STEPS
         with self._noted():
-            found: Stretch = self._call(decoder_rank.stretch, steps, batch, settle)
-            self.seconds[batch] += found.seconds
-            self.measured[batch] += found.measurements
+            *_, limit = self.args.limits
+            self.turns[batch].append(self._call(limit, decoder_rank.stretch, steps, batch, settle))
 
     def meter(self, batch: Batch) -> None:
-        """What memory and profiler say, after the turns on a batch."""
+        """What memory and plan are, after the turns on a batch."""
         with self._noted():
-            use = self._call(decoder_rank.use_of_device, SETTLING_STEPS, batch)
-            self.memory[batch] = self._call(decoder_rank.memory) | {"idle": use.get("compute_idle")}
-            self.plans[batch] = self._call(decoder_rank.plan)
+            *_, limit = self.args.limits
+            self.memory[batch] = self._call(limit, decoder_rank.memory)
+            self.plans[batch] = self._call(limit, decoder_rank.plan)
 
-    def _call(self, body: Any, *args: Any) -> Any:
+    def _call(self, seconds: float, body: Any, *args: Any) -> Any:
         assert self._processes is not None, "it was started, and has not failed"
         with guarded(self._processes):
-            return self._processes.call(body, *args)[0]
+            (value,) = self._processes.call(body, *args, seconds=seconds)
+        if self.args.alone:
+            taken = self._processes.free_before - self._processes.least_free
+            self.host_peak = max(0, taken)
+        return value
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -109,10 +124,11 @@ class Runner:
             self.close()
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """What is known so far, a row for each batch that was begun; of a way that failed, a row
-        for each."""
+        """What is known so far, a row for each batch that was begun, and for the first as soon as
+        it is warm; of a way that failed, a row for each."""
         for batch in self.batches:
-            if self.seconds[batch] or self.error:
+            is_warm = self.warm_up and batch == self.batches[0]
+            if self.turns[batch] or self.error or is_warm:
                 yield self._row(batch)
 
     def _row(self, batch: Batch) -> dict[str, Any]:
@@ -123,16 +139,23 @@ class Runner:
             "batch": name,
         }
         row |= {"model": self.args.model, "warm-up steps": len(self.warm_up), "says": self.way.says}
+        row |= {"steps": 0, "warm-up seconds": self.warm_up}
+        if self.args.card:
+            row["card GiB"] = self.args.card
         if self.error:
             row["error"] = self.error
-        if seconds := self.seconds[batch]:
-            row |= times_of(seconds, self.warm_up, batch[0] * batch[1]) | means_of(
-                self.measured[batch]
-            )
+        if turns := self.turns[batch]:
+            seconds = [each for turn in turns for each in turn.seconds]
+            row |= times_of(seconds, self.warm_up, batch[0] * batch[1])
+            row |= means_of([step for turn in turns for step in turn.measurements])
+            row |= {"step seconds": [turn.seconds for turn in turns]}
+            row |= {"not counted, seconds": [turn.first for turn in turns]}
+        if self.warm_up:
             row |= {"start seconds": self.facts["start seconds"], "threads": self.facts["threads"]}
             row |= planned(self.way, self.facts["parameters"])
+        if self.host_peak is not None:
+            row["host peak GiB"] = self.host_peak / GIB
         if found := self.memory.get(batch):
-            row["idle share, no kernel"] = found["idle"]
             row |= {
                 f"{name} GiB": found[name] and found[name] / GIB
                 for name in ("device", "host", "page-locked")
@@ -209,8 +232,11 @@ def planned(way: Way, parameters: int) -> dict[str, float]:
 
 
 def keep(runners: Sequence[Runner], args: argparse.Namespace) -> None:
-    """Write what is known."""
+    """Write what is known; of a way that begins anew, once it has more than an earlier call has
+    kept."""
+    steps = {row["case"]: row["steps"] for row in of_this_commit(args.name)}
     rows = [row for runner in runners for row in runner.rows()]
+    rows = [row for row in rows if "error" in row or row["steps"] >= steps.get(row["case"], 0)]
     if rows:
         report.merge(args.name, vars(args), rows, key="case")
 
@@ -221,21 +247,23 @@ def take_turns(runners: Sequence[Runner], args: argparse.Namespace) -> None:
         for _ in range(args.turns):
             for runner in (each for each in runners if not each.error):
                 runner.turn(batch, args.steps)
-            keep(runners, args)
+                keep([runner], args)
         for runner in (each for each in runners if not each.error):
             runner.meter(batch)
-        keep(runners, args)
+            keep([runner], args)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure what is asked for; all rows of the file."""
     ways = [WAYS[name] for name in args.ways]
+    args.alone = args.alone or args.card > 0
     if args.device == "cpu":
         nursery(args.device)
     # Note: [the threads that start ranks]
     # A rank, and the process that forks ranks, ends with the thread that has started it. So the
     # threads live until all is measured, and the process that forks is this thread's.
-    with ThreadPoolExecutor(len(ways)) as starters:
+    ballast = card.held(args.card, args.device) if args.card else nullcontext()
+    with ThreadPoolExecutor(len(ways)) as starters, ballast:
         for together in [[way] for way in ways] if args.alone else [ways]:
             wanted = argparse.Namespace(**vars(args))
             wanted.batches = [
@@ -253,23 +281,29 @@ def measure_together(
     with ExitStack() as stack:
         runners = [stack.enter_context(closing(Runner(way, args))) for way in ways]
         list(starters.map(Runner.start, runners))
+        keep([runner for runner in runners if runner.error], args)
         for runner in (each for each in runners if not each.error):
             runner.make_warm()
+            keep([runner], args)
         take_turns(runners, args)
         keep(runners, args)
 
 
 def is_known(ways: Sequence[Way], batch: Batch, args: argparse.Namespace) -> bool:
     """Whether the file has all steps of all these ways on this batch from this commit."""
-    name, commit = "x".join(map(str, batch)), report.commit()
+    name = "x".join(map(str, batch))
     known = {
         row["way"]
-        for row in kept_rows(args.name)
-        if row["batch"] == name
-        and row["made"]["commit"] == commit
-        and ("error" in row or row["steps"] >= args.turns * args.steps)
+        for row in of_this_commit(args.name)
+        if row["batch"] == name and ("error" in row or row["steps"] >= args.turns * args.steps)
     }
     return {way.name for way in ways} <= known
+
+
+def of_this_commit(name: str) -> list[dict[str, Any]]:
+    """The rows of the file that were measured at this commit."""
+    commit = report.commit()
+    return [row for row in kept_rows(name) if row["made"]["commit"] == commit]
 
 
 def kept_rows(name: str) -> list[dict[str, Any]]:
@@ -279,12 +313,10 @@ def kept_rows(name: str) -> list[dict[str, Any]]:
 
 
 def with_practicality(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`rows`, each with the mean step of plain ZeRO without its check, on the same batch, over its
+    """`rows`, each with the mean step of plain ZeRO, on the same batch, over its
     own."""
     zero = {
-        row["batch"]: row["mean ms"]
-        for row in rows
-        if row["way"] == ZERO_UNCHECKED.name and "mean ms" in row
+        row["batch"]: row["mean ms"] for row in rows if row["way"] == ZERO.name and "mean ms" in row
     }
     return [
         row
@@ -304,8 +336,9 @@ COLUMNS = {
     **dict.fromkeys(
         ("mean ms", "deviation ms", "least ms", "longest ms", "ms with warm-up"), ".1f"
     ),
-    **dict.fromkeys(("practicality", "wait ms", "worker ms", "idle share, no kernel"), ".2f"),
-    **dict.fromkeys(("device GiB", "planned device GiB", "host GiB", "planned host GiB"), ".2f"),
+    **dict.fromkeys(("practicality", "wait ms", "worker ms"), ".2f"),
+    **dict.fromkeys(("card GiB", "device GiB", "planned device GiB"), ".2f"),
+    **dict.fromkeys(("host GiB", "host peak GiB", "planned host GiB"), ".2f"),
     "error": "",
 }
 
@@ -344,6 +377,17 @@ def arguments() -> argparse.ArgumentParser:
         "--alone", action="store_true", help="one way after the other: not beside each other"
     )
     parser.add_argument(
+        "--card", type=float, default=0.0, help="GiB of the device's memory (default: all); --alone"
+    )
+    parser.add_argument(
+        "--limits",
+        type=float,
+        nargs=3,
+        default=LIMITS,
+        metavar=("START", "WARM-UP", "TURN"),
+        help="seconds after which a way is ended (default %(default)s)",
+    )
+    parser.add_argument(
         "--again", action="store_true", help="also what the file has from this commit"
     )
     parser.add_argument(
@@ -355,7 +399,11 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = arguments().parse_args()
-    rows = measure(args)
+    try:
+        rows = measure(args)
+    except card.CardError as error:
+        print(f"skipped: {error}")
+        sys.exit(card.SKIPPED)
     print(f"\n{table(rows)}\n\nwritten to {report.path_of(args.name)}")
 
 

@@ -3,7 +3,7 @@ one run.
 
     python -m tests.perf.bench_startup [--millions 64] [--ranks 2] [--stages 1 2] [--offload no yes]
     [--repeats 5]
-                                       [--only VARIANT ...] [--no-moments] [--device
+                                       [--only VARIANT ...] [--device
                                        cpu|accelerator]
 
 Times are of the optimizer's construction (the engine's ``_configure_zero_optimizer``), alternating
@@ -38,7 +38,7 @@ from torch import nn
 import deepspeed_ext
 from deepspeed_ext.adapter.engine import Engine
 from deepspeed_ext.adapter.stage_1_and_2 import ZeroOptimizer
-from tests.perf import bandwidth, host_peak, report
+from tests.perf import host_peak, report
 from tests.support.meter import LiveBytes
 from tests.support.ranks import run_ranks
 
@@ -69,10 +69,9 @@ class Blocks(nn.Module):
 
 
 MOMENTS: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
-NO_MOMENTS: dict[str, Any] = {"type": "SGD", "params": {"lr": 1e-4}}
 
 
-def config(variant: str, stage: int, offload: bool, moments: bool = True) -> dict[str, Any]:
+def config(variant: str, stage: int, offload: bool) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -81,7 +80,7 @@ def config(variant: str, stage: int, offload: bool, moments: bool = True) -> dic
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
-        "optimizer": MOMENTS if moments else NO_MOMENTS,
+        "optimizer": MOMENTS,
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
@@ -138,9 +137,9 @@ class Clock:
 
 
 def one_turn(
-    variant: str, millions: int, stage: int, offload: bool, moments: bool, metered: bool
+    variant: str, millions: int, stage: int, offload: bool, metered: bool
 ) -> dict[str, float]:
-    model, made = Blocks(millions), config(variant, stage, offload, moments)
+    model, made = Blocks(millions), config(variant, stage, offload)
     clock = Clock(LiveBytes() if metered else None)
     ours = not variant.startswith("upstream")
     engine_class, optimizer_class = (
@@ -178,21 +177,16 @@ def one_turn(
 
 
 def body(
-    variants: list[str],
-    millions: int,
-    stage: int,
-    offload: bool,
-    repeats: int,
-    moments: bool = True,
+    variants: list[str], millions: int, stage: int, offload: bool, repeats: int
 ) -> dict[str, list[dict[str, float]]]:
     turns: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for turn, variant in report.alternate(variants, repeats):
-        result = one_turn(variant, millions, stage, offload, moments, metered=False)
+        result = one_turn(variant, millions, stage, offload, metered=False)
         if turn >= 0:
             turns[variant].append(result | {"threads": torch.get_num_threads()})
     if get_accelerator().device_name() == "cpu":
         for variant in variants:
-            peak = one_turn(variant, millions, stage, offload, moments, metered=True)["peak / P"]
+            peak = one_turn(variant, millions, stage, offload, metered=True)["peak / P"]
             for result in turns[variant]:
                 result["peak / P"] = peak
     return turns
@@ -270,9 +264,6 @@ def arguments() -> argparse.ArgumentParser:
         help="of the optimizer's state",
     )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--no-moments", action="store_true", help="SGD in place of AdamW, whose moments may not fit"
-    )
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="VARIANT")
     parser.add_argument("--device", choices=("cpu", "accelerator"), default="cpu")
     return parser
@@ -281,25 +272,18 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     args = arguments().parse_args()
     variants = [v for v in VARIANTS if v in args.only and (v != "distributed" or args.ranks > 1)]
-    copies = run_ranks(
-        1, bandwidth.measure, 512 if args.device == "accelerator" else 64, device=args.device
-    )[0]
     rows: list[dict[str, Any]] = []
     comparisons: list[report.Comparison] = []
     for stage, where in product(args.stages, args.offload):
-        what = (variants, args.millions, stage, where == "yes", args.repeats, not args.no_moments)
+        what = (variants, args.millions, stage, where == "yes", args.repeats)
         turns = slowest_of(
             run_ranks(args.ranks, body, *what, device=args.device, timeout_seconds=3000)
         )
         rows += rows_of(turns, stage, where == "yes")
         comparisons += comparisons_of(turns, stage, where == "yes")
     print(report.table(rows, dict.fromkeys(rows[0], report.shown)))
-    print("copies, GB/s: " + ", ".join(f"{name} {speed:.1f}" for name, speed in copies.items()))
     name = "startup" if args.device == "cpu" else f"startup_{args.millions}m_{args.ranks}ranks"
-    print(
-        f"\nwritten to "
-        f"{report.write(name, vars(args) | {'copies GB/s': copies}, rows, comparisons)}"
-    )
+    print(f"\nwritten to {report.write(name, vars(args), rows, comparisons)}")
 
 
 if __name__ == "__main__":

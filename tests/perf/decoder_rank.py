@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,15 +14,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.zenflow.plan.printed import as_config
-from tests.perf import host_peak, processes
+from tests.perf import card, host_peak, processes
 from tests.perf.decoder_ways import WAYS, Way
-from tests.perf.idle import profiled
 from tests.perf.language_model import SHAPES, Llama
 from tests.perf.memory_now import tree_bytes
-
-COMPILERS = {"cpu": "aot_eager"}
-"""Backends of `torch.compile` other than inductor, by the kind of device: on the CPU the suite is
-only tried, and inductor's C++ would take minutes."""
 
 Batch = tuple[int, int]
 """Sequences of a step, and tokens of each."""
@@ -33,10 +28,14 @@ class Stretch:
     """Steps that a training loop has made one after the other.
 
     Attributes:
-        seconds: of each; they add up to all of them.
-        measurements: what the optimizer itself has measured in each, if it measures anything.
+        first: seconds of the first, which is not counted: the optimizer's process went on while
+            other ways had the device, so it waited for nothing.
+        seconds: of each that counts; with `first` they add up to all of them.
+        measurements: what the optimizer itself has measured in each of those, if it measures
+            anything.
     """
 
+    first: float
     seconds: list[float]
     measurements: list[dict[str, float]]
 
@@ -67,21 +66,17 @@ class Bench:
                 llama = Llama(self.shape)
         finally:
             torch.set_default_dtype(default)
-        if way.compiled:
-            for block in llama.blocks:
-                block.compile(backend=COMPILERS.get(torch.device(self.device).type, "inductor"))
         return llama
 
     def stretch(self, count: int, batch: Batch) -> Stretch:
-        """Steps that each read their loss; nothing else waits for the device before the last has
-        ended. What the first one measures itself is left out: it began when the stretch before
-        ended, and other ways have run since."""
+        """A first step and `count` that are counted, each of which reads its loss; nothing else
+        waits for the device before the last has ended."""
         if batch not in self.tokens:
             self.tokens[batch] = torch.randint(0, self.shape.vocabulary, batch, device=self.device)
         tokens, measured = self.tokens[batch], list[dict[str, float]]()
         get_accelerator().synchronize()
         ends = [time.perf_counter()]
-        for _ in range(count):
+        for _ in range(count + 1):
             loss = float(self.loop.step(tokens))
             if loss != loss:
                 raise RuntimeError("the loss is not a number")
@@ -89,7 +84,8 @@ class Bench:
             ends.append(time.perf_counter())
         get_accelerator().synchronize()
         ends[-1] = time.perf_counter()
-        return Stretch([end - begin for begin, end in pairwise(ends)], measured[1:])
+        first, *seconds = (end - begin for begin, end in pairwise(ends))
+        return Stretch(first, seconds, measured[1:])
 
 
 def use_all_cores() -> None:
@@ -103,10 +99,16 @@ def use_all_cores() -> None:
 _bench: Bench | None = None
 
 
-def open_bench(way: str, model: str) -> dict[str, Any]:
-    """Body of a rank: build the loop and keep it for the next calls; its facts."""
+def open_bench(way: str, model: str, card_bytes: int = 0) -> dict[str, Any]:
+    """Body of a rank: build the loop and keep it for the next calls; its facts.
+
+    Args:
+        card_bytes: of the device's memory there are no more; 0: all.
+    """
     global _bench
     processes.be_the_first_to_end()
+    if card_bytes:
+        card.show(card_bytes)
     chosen = WAYS[way]
     if chosen.needs:
         importlib.metadata.version(chosen.needs)
@@ -119,10 +121,11 @@ def open_bench(way: str, model: str) -> dict[str, Any]:
 
 
 def stretch(count: int, batch: Batch, settle: int = 0) -> Stretch:
-    """Body of a rank: `count` steps on `batch`, after `settle` that are not counted. Leaves no
-    cached memory."""
+    """Body of a rank: `count` steps on `batch` after a first one, and before it `settle` that are
+    not counted either. Leaves no cached memory."""
     assert _bench is not None
-    _bench.stretch(settle, batch)
+    if settle:
+        _bench.stretch(settle - 1, batch)
     found = _bench.stretch(count, batch)
     get_accelerator().empty_cache()  # the others on this device need it
     return found
@@ -166,12 +169,3 @@ def memory() -> dict[str, float | None]:
         "host": tree_bytes() - _bench.baseline,
         "page-locked": host_peak.pinned(),
     }
-
-
-def use_of_device(count: int, batch: Batch) -> dict[str, float | None]:
-    """Body of a rank: what the profiler says of the device over `count` steps; empty where it says
-    nothing."""
-    assert _bench is not None
-    bench = _bench
-    use = profiled(lambda: bench.stretch(count, batch))
-    return {} if use is None else asdict(use)

@@ -4,9 +4,7 @@ documentation has it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -34,45 +32,35 @@ class Loop(Protocol):
 
 
 class EngineLoop:
-    """DeepSpeed's engine, or ours."""
+    """DeepSpeed's engine, or ours; with accumulation, the sequences of a step are divided among its
+    micro-steps."""
 
     def __init__(self, model: nn.Module, config: dict[str, Any], extended: bool) -> None:
+        self._micro_steps = config.get("gradient_accumulation_steps", 1)
         self._measures = extended and "zenflow" in config["zero_optimization"]
         self.engine = sides.start(model, config, extended)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss = self.engine(tokens)
-        self.engine.backward(loss)
-        self.engine.step()
-        return loss
+        losses = []
+        for micro_batch in tokens.chunk(self._micro_steps):
+            losses.append(self.engine(micro_batch))
+            self.engine.backward(losses[-1])
+            self.engine.step()
+        return torch.stack([loss.detach() for loss in losses]).mean()
 
     def measurements(self) -> dict[str, float]:
         return dict(self.engine.optimizer.measurements()) if self._measures else {}
 
 
 class TorchLoop:
-    """torch alone.
+    """torch alone; it does not clip."""
 
-    Args:
-        clips: gradients are there after backward, and are clipped.
-        autocast: weights are fp32, products bf16.
-    """
-
-    def __init__(
-        self, model: nn.Module, optimizer: Any, clips: bool, autocast: bool = False
-    ) -> None:
-        self.model, self.optimizer, self.clips = model, optimizer, clips
-        device = get_accelerator().device_name()
-        self._products = (
-            partial(torch.autocast, device, torch.bfloat16) if autocast else nullcontext
-        )
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        with self._products():
-            loss = self.model(tokens)
+        loss = self.model(tokens)
         loss.backward()
-        if self.clips:
-            nn.utils.clip_grad_norm_(self.model.parameters(), sides.CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -93,7 +81,6 @@ class Way:
         extended: ours.
         dtype: of the model's weights.
         warm_up: steps before the first that counts: until all choices of a run are made.
-        compiled: each layer of the model is compiled.
         needs: a package that is not in every environment.
         says: what a reader must know beside its numbers.
     """
@@ -106,13 +93,17 @@ class Way:
     extended: bool = False
     dtype: torch.dtype = torch.bfloat16
     warm_up: int = 3
-    compiled: bool = False
     needs: str = ""
     says: str = ""
 
     def at(self, stage: int) -> Way:
         """The same at another stage."""
         return replace(self, name=f"{self.name}, stage {stage}", stage=stage)
+
+    def accumulating(self, micro_steps: int) -> Way:
+        """The same with so many micro-steps in a step."""
+        other = self.other | {"gradient_accumulation_steps": micro_steps}
+        return replace(self, name=f"{self.name}, accumulation {micro_steps}", other=other)
 
     @property
     def is_engine(self) -> bool:
@@ -144,7 +135,13 @@ def _torchao(model: nn.Module, way: Way) -> Loop:
     optimizer = CPUOffloadOptimizer(
         model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True, **ADAMW
     )
-    return TorchLoop(model, optimizer, clips=False, autocast=way.dtype == torch.float32)
+    return TorchLoop(model, optimizer)
+
+
+def _torchao_8_bit(model: nn.Module, way: Way) -> Loop:
+    from torchao.optim import AdamW8bit
+
+    return TorchLoop(model, AdamW8bit(model.parameters(), bf16_stochastic_round=True, **ADAMW))
 
 
 def _fsdp2(model: nn.Module, way: Way) -> Loop:
@@ -159,13 +156,7 @@ def _fsdp2(model: nn.Module, way: Way) -> Loop:
         fully_shard(block, **policies)
     fully_shard(model, **policies)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    return TorchLoop(model, optimizer, clips=False)
-
-
-def _flash(model: nn.Module, way: Way) -> Loop:
-    from flashoptim import FlashAdamW
-
-    return TorchLoop(model, FlashAdamW(model.parameters(), **ADAMW), clips=True)
+    return TorchLoop(model, optimizer)
 
 
 def _ours(name: str, zenflow: dict[str, Any], **more: Any) -> Way:
@@ -179,10 +170,6 @@ def _given(name: str, zenflow: dict[str, Any], **more: Any) -> Way:
     return _ours(name, {"full_warm_up_rounds": 5, **zenflow}, warm_up=10, **more)
 
 
-def _compiled(way: Way) -> Way:
-    return replace(way, name=f"{way.name}, compiled", compiled=True)
-
-
 OFFLOAD = {"device": "cpu", "pin_memory": True}
 UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 FUSED = {
@@ -193,94 +180,66 @@ FUSED = {
     "zero_allow_untested_optimizer": True,
 }
 """torch's fused AdamW, because DeepSpeed's own is compiled with nvcc, which few machines have."""
-SUPER_OFFLOAD = {"ratio": 0.8, "super_offload": True, "cpuadam_cores_perc": 0.9}
-UPSTREAM_ZENFLOW = sides.UPSTREAM_OVERLAPPED.zenflow
 
-ZERO = Way("ZeRO", _engine, other=FUSED, says="bf16.check_grad_overflow is on by default")
-ZERO_UNCHECKED = replace(ZERO, name="ZeRO, no overflow check", other=FUSED | UNCHECKED, says="")
+ZERO = Way("ZeRO, no overflow check", _engine, other=FUSED | UNCHECKED)
 OURS = _ours("ours", {})
-OURS_14 = _given("ours, 14/2", {"pt_reserved_cores": 2, "update_interval": 1})
-OURS_14_BF16 = _given(
-    "ours, 14/2, bf16 moments",
-    {"pt_reserved_cores": 2, "state_dtype": "bfloat16"},
-)
-OURS_INT8 = _ours("ours, 8-bit moments", {"state_dtype": "int8"})
-OURS_EXACT = _ours("ours, exact", {"update_rule": "exact"})
+OURS_NOT_TUNED = _given("ours, not tuned", {"autotune": False})
+OURS_EXACT = _ours("ours, exact", {"update_rule": "exact"}).at(3)
 ZERO_OFFLOAD = Way("ZeRO-Offload", _engine, zero={"offload_optimizer": OFFLOAD})
-SHARES = (0.9, 0.75, 0.5)
-OURS_SHARED = tuple(
-    _given(
-        f"ours, ratio {ratio}",
-        {},
-        zero={"offload_optimizer": {"device": "cpu", "ratio": ratio}},
-    )
-    for ratio in SHARES
+OVERLAP = {"offload_optimizer": OFFLOAD, "overlap_comm": True}
+ZERO_OFFLOAD_OVERLAP = Way("ZeRO-Offload, overlap_comm", _engine, zero=OVERLAP)
+TORCHAO = Way(
+    "torchao CPUOffloadOptimizer, full bf16",
+    _torchao,
+    needs="torchao",
+    says="recommended there: no fp32 weights, moments in bf16, no clipping",
+)
+TORCHAO_8_BIT = Way(
+    "torchao AdamW8bit, full bf16",
+    _torchao_8_bit,
+    needs="torchao",
+    says="no offload: 8-bit moments, no fp32 weights, stochastic rounding, no clipping",
+)
+FSDP2 = Way(
+    "FSDP2, CPUOffloadPolicy",
+    _fsdp2,
+    dtype=torch.float32,
+    says="weights on the host, too; no clipping",
 )
 
 
-RIVALS = (
-    Way(
-        "SuperOffload, stage 3",
-        _engine,
+def _small_card(rule: str, moments: str) -> Way:
+    """What a card of 24 GB needs: gradients leave in backward, and all of the optimizer is on the
+    host."""
+    return _given(
+        f"ours, gradients on the host, {rule}, {moments} moments",
+        {"gradients_on_host": True, "update_rule": rule, "state_dtype": moments},
         stage=3,
-        zero={
-            "overlap_comm": False,
-            "reduce_bucket_size": 4 * 10**8,
-            "sub_group_size": 4 * 10**8,
-            "offload_optimizer": OFFLOAD | SUPER_OFFLOAD,
-        },
-        says="as in DeepSpeedExamples; made for Grace-Hopper",
-    ),
-    Way(
-        "DeepSpeed's ZenFlow",
-        _engine,
-        zero={"offload_optimizer": OFFLOAD, "zenflow": UPSTREAM_ZENFLOW},
-        warm_up=8,
-        says="nine tenths of the updates come every fourth step",
-    ),
-    Way(
-        "torchao CPUOffloadOptimizer, full bf16",
-        _torchao,
-        needs="torchao",
-        says="recommended there: no fp32 weights, moments in bf16, no clipping",
-    ),
-    Way(
-        "torchao CPUOffloadOptimizer, AMP",
-        _torchao,
-        dtype=torch.float32,
-        needs="torchao",
-        says="fp32 weights on the device, no clipping",
-    ),
-    Way(
-        "FSDP2, CPUOffloadPolicy",
-        _fsdp2,
-        dtype=torch.float32,
-        says="weights on the host, too; no clipping",
-    ),
-    Way(
-        "FlashOptim",
-        _flash,
-        needs="flashoptim",
-        says="no offload: 8-bit moments and 24-bit weights on the device",
-    ),
-)
+    )
+
+
+SMALL_CARD = {
+    (rule, moments): _small_card(rule, moments)
+    for rule in ("exact", "predictive")
+    for moments in ("int8", "float32")
+}
+"""By rule and by the type of the moments."""
+MICRO_STEPS = 8
 
 WAYS: dict[str, Way] = {
     way.name: way
     for way in (
         ZERO,
-        ZERO_UNCHECKED,
-        _compiled(ZERO_UNCHECKED),
         OURS,
-        _compiled(OURS),
-        OURS_14,
-        OURS_14_BF16,
-        OURS_INT8,
+        OURS_NOT_TUNED,
         OURS_EXACT,
-        *OURS_SHARED,
         ZERO_OFFLOAD,
-        *(way.at(3) for way in (OURS, OURS_14, OURS_14_BF16, OURS_EXACT, ZERO_OFFLOAD)),
-        *RIVALS,
+        ZERO_OFFLOAD_OVERLAP,
+        *(way.accumulating(MICRO_STEPS) for way in (ZERO, OURS, OURS_EXACT, ZERO_OFFLOAD)),
+        *SMALL_CARD.values(),
+        TORCHAO,
+        TORCHAO_8_BIT,
+        FSDP2,
     )
 }
 """By name."""

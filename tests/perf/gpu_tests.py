@@ -30,10 +30,10 @@ class Group:
     Attributes:
         files: where they are; none: all others.
         seconds: what they take on an H200 with 16 cores, ten parts beside each other, rounded up:
-            measured, but for the trainings, of which that run had room for two thirds, and for what
+            measured, but for the gather (a guess), a third of the trainings, and for what
             has become shorter since. Docs: docs/results/gpu.md.
         ranks: of the tests with a setting of that name, those with this value; None: all.
-        stages: the same of the setting `stage`. Those without it, of the gather, are stage 3's.
+        stages: the same of the setting `stage`; 0: those without it, of the gather.
     """
 
     name: str
@@ -54,7 +54,7 @@ def _trainings(
     covers, files = f"ZenFlow and resume, {of_ranks}", (ACCELERATOR,)
     return (
         Group(f"{name}/stages-1-2", covers, files, stages_1_2, ranks, (1, 2)),
-        Group(f"{name}/stage-3", f"gather, {covers}", files, stage_3, ranks, (3,)),
+        Group(f"{name}/stage-3", covers, files, stage_3, ranks, (3,)),
     )
 
 
@@ -70,6 +70,14 @@ GROUPS = (
     ),
     Group("rank-death", f"a rank dies, 2 and 3 {SHARED}", (DEATH,), 110),
     Group("copies", "every copy of ZenFlow waits for its source, one rank", (COPIES,), 190),
+    Group(
+        "gather",
+        f"the gather equals DeepSpeed's, 1, 2 and 3 {SHARED}",
+        (ACCELERATOR,),
+        60,
+        None,
+        (0,),
+    ),
     *_trainings("training-3", 3, f"3 {SHARED}", 270, 260),
     *_trainings("training-2", 2, f"2 {SHARED}", 220, 210),
     *_trainings("training", 1, "one rank, NCCL", 150, 150),
@@ -115,7 +123,7 @@ def part_of(path: str, settings: dict[str, Any]) -> str:
         path: its file, relative to the repository.
         settings: its parameters.
     """
-    ranks, stage = settings.get("ranks", 1), settings.get("stage", 3)
+    ranks, stage = settings.get("ranks", 1), settings.get("stage", 0)
     fitting = [
         group
         for group in GROUPS

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tests.perf.decoder_ways import Way
 
-__all__ = ["convergence", "decoder", "startup"]
+__all__ = ["convergence", "decoder", "start", "step"]
 
 START_SECONDS = 20.0
 """Of a process with its ranks: imports of torch and DeepSpeed from a cold disk, the device's
@@ -23,29 +23,40 @@ NEW_HOST_MEMORY = 5e9
 """Bytes a second of pages that the kernel zeroes and, perhaps, the driver locks."""
 
 
-def startup(parameters: float, repeats: int, variants: int = 4) -> float:
-    """Seconds of `repeats` and one more constructions of each variant on one rank, of which one is
-    pageable."""
-    weights = 2 * parameters
-    each, pageable = weights / LINK + 1, 2 * weights / PAGEABLE + 1
-    return START_SECONDS + (repeats + 1) * (pageable + (variants - 1) * each)
+def start(parameters: float, way: Way) -> float:
+    """Seconds until a way can make its first step."""
+    made = 16 * parameters / NEW_HOST_MEMORY if offloads(way) else 2 * parameters / PAGEABLE
+    return START_SECONDS + made
 
 
-def decoder(parameters: float, tokens: Sequence[int], steps: int, chosen: Sequence[Way]) -> float:
-    """Seconds of `steps` steps of each way on batches of each number of tokens, and of what comes
-    before: the ways are started beside each other, and then warm up one after the other."""
-    starts, stretches = [0.0], 0.0
-    for way in chosen:
-        offloads = "offload_optimizer" in way.zero or way.extended or not way.is_engine
-        host = 28 * parameters / HOST_MEMORY + 4 * parameters / LINK if offloads else 0.0
-        made = 16 * parameters / NEW_HOST_MEMORY if offloads else 2 * parameters / PAGEABLE
-        device = [8 * parameters * count / FLOPS + 0.05 for count in tokens]
-        starts.append(START_SECONDS + made)
-        stretches += way.warm_up * (device[0] + host)
-        stretches += steps * sum(
-            max(each, host) if way.extended else each + host for each in device
-        )
-    return max(starts) + stretches
+def step(parameters: float, tokens: int, way: Way, hides: bool) -> float:
+    """Seconds of a step; with `hides`, of a way that does so, the optimizer's work is behind the
+    device's."""
+    device = 8 * parameters * tokens / FLOPS + 0.05
+    moved = 14 if way.zero.get("zenflow", {}).get("state_dtype") == "int8" else 28
+    host = moved * parameters / HOST_MEMORY + 4 * parameters / LINK
+    if not offloads(way):
+        return device
+    return max(device, host) if way.extended and hides else device + host
+
+
+def offloads(way: Way) -> bool:
+    """Whether the host has the optimizer."""
+    return "offload_optimizer" in way.zero or way.extended or "CPU" in way.name
+
+
+def decoder(
+    parameters: float, tokens: Sequence[int], steps: int, chosen: Sequence[Way], alone: bool
+) -> float:
+    """Seconds of `steps` steps of each way on batches of each number of tokens,
+    and of what comes before: the ways are started beside each other, or each alone, and then warm
+    up one after the other."""
+    starts = [start(parameters, way) for way in chosen]
+    return (sum if alone else max)(starts) + sum(
+        way.warm_up * step(parameters, tokens[0], way, hides=False)
+        + steps * sum(step(parameters, count, way, hides=True) for count in tokens)
+        for way in chosen
+    )
 
 
 def convergence(parameters: float, tokens: int, steps: int, rows: int) -> float:

@@ -18,12 +18,18 @@ from pathlib import Path
 import psutil
 
 from tests.perf import report
+<<<<<<< HEAD
 from tests.support.progress import Progress
+=======
+from tests.perf.card import SKIPPED
+>>>>>>> main
 from tools.stale_locks import remove_stale_locks
 
 SHOWN_LINES, SHOWN_OF_BAD_LINES = 40, 200
 LOOK_SECONDS = 0.2
 """How often it is looked what parts do."""
+STATES = {0: "done", SKIPPED: "left out"}
+"""By exit status; all others: failed."""
 OUT = "{out}"
 
 
@@ -124,10 +130,12 @@ class Running:
             self._progress.look()
             return None
         self.end()
-        state = "overran" if code is None else "done" if code == 0 else "failed"
+        state = "overran" if code is None else STATES.get(code, "failed")
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").splitlines()
         self._output.close()
+        if state == "left out":
+            return Outcome(self.part.name, state, seconds, lines[-1] if lines else "")
         shown = SHOWN_LINES if state == "done" else SHOWN_OF_BAD_LINES
         return Outcome(self.part.name, state, seconds, "\n".join(lines[-shown:]))
 

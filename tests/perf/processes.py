@@ -3,16 +3,18 @@ host's memory."""
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.runtime.proc import available_host_bytes
 from tests.support.ranks import RankPool
 
-TIMEOUT_SECONDS = 1200.0
+START_SECONDS, CALL_SECONDS, END_SECONDS = 300.0, 1200.0, 120.0
+"""A process that ends gives back its page-locked memory first, which takes a while."""
 GIB = 1 << 30
 LEAST_FREE_BYTES = 3 * GIB
 LOOK_SECONDS = 0.1
@@ -24,20 +26,29 @@ class Processes:
     Args:
         name: the way, for errors.
         device: "cpu" or "accelerator".
+        start_seconds: within which they must have started.
+
+    Attributes:
+        least_free: the fewest bytes of the host that were free in a call.
     """
 
-    def __init__(self, name: str, ranks: int, device: str) -> None:
+    def __init__(
+        self, name: str, ranks: int, device: str, start_seconds: float = START_SECONDS
+    ) -> None:
         self.name = name
         self.ended_because = ""
-        self._pool = RankPool(ranks, device)
+        self.free_before = self.least_free = available_host_bytes()
+        self._pool = RankPool(ranks, device, start_timeout_seconds=start_seconds)
 
-    def call(self, body: Callable[..., Any], *args: Any) -> list[Any]:
+    def call(
+        self, body: Callable[..., Any], *args: Any, seconds: float = CALL_SECONDS
+    ) -> list[Any]:
         """What `body` returns on each rank.
 
         Raises:
-            RuntimeError: it failed on one of them.
+            RuntimeError: it failed on one of them, or took longer than `seconds`.
         """
-        outcomes = self._pool.run(body, args, {}, TIMEOUT_SECONDS)
+        outcomes = self._pool.run(body, args, {}, seconds)
         for outcome in outcomes:
             if outcome.error or outcome.exit_code is not None:
                 said = outcome.error or f"ended with {outcome.exit_code}"
@@ -51,7 +62,12 @@ class Processes:
             process.kill()
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, and wait until they have given back what they held."""
+        for process in self._pool.processes:
+            process.kill()
+        for process in self._pool.processes:
+            with suppress(TimeoutError, subprocess.TimeoutExpired):
+                process.wait(timeout=END_SECONDS)
         self._pool.close()
 
 
@@ -72,7 +88,9 @@ def guarded(
 
     def watch() -> None:
         while not over.wait(LOOK_SECONDS):
-            if (left := free()) < least:
+            left = free()
+            processes.least_free = min(processes.least_free, left)
+            if left < least:
                 processes.end(f"out of host memory: {left / GIB:.1f} GiB were left")
                 return
 

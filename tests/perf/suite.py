@@ -1,8 +1,8 @@
 """All that a machine can show, in parts that cannot harm each other: `make bench`, `make
 bench-gpu`, `make test-gpu`.
 
-    python -m tests.perf.suite [--on gpu|cpu|gpu-tests] [--parts startup step/1.5b ...] [--budget
-    SECONDS] [--list]
+    python -m tests.perf.suite [--on gpu|cpu|gpu-tests] [--parts 7b step/1.5b ...] [--budget
+    SECONDS] [--total SECONDS] [--list]
                               [--jobs N] [--again] [--device accelerator|cpu] [--toy]
 
 Each part is a benchmark, or tests, in a process of its own with a time limit of its own. Whatever
@@ -14,8 +14,9 @@ is in one file: outcomes, the ends of outputs and the results, also those of a p
 ran out of time half-way; what the file held of other parts stays. It is ``gpu.json``,
 ``gpu-tests.json`` or ``cpu.json`` beside the parts' own files, in ``outputs/bench`` or in the
 folder that the variable OUT names. What is done in that file at this
-commit is left out, so that the next call goes on; ``--again`` repeats it. ``--toy`` runs every part
-at sizes of no meaning.
+commit is left out, so that the next call goes on; ``--again`` repeats it. ``--total`` is a budget
+of all calls at one commit together: the file knows what earlier ones took. ``--toy`` runs every
+part at sizes of no meaning.
 """
 
 from __future__ import annotations
@@ -48,10 +49,13 @@ class Record:
         self.path = path
         self.outcomes: dict[str, Outcome] = {}
         self.results: dict[str, Any] = {}
+        self.spent: dict[str, float] = {}
+        """Seconds that calls took, by commit."""
         if path.exists():
             kept = json.loads(path.read_text())
             self.outcomes = {row["part"]: Outcome(**row) for row in kept["rows"]}
             self.results = kept["settings"]["results"]
+            self.spent = kept["settings"].get("spent", {})
 
     def is_done(self, part: Part, commit: str) -> bool:
         """Whether this run or an earlier one of the same commit has done it."""
@@ -67,7 +71,7 @@ class Record:
         self.take(result, newer_than)
         kept = {
             "provenance": report.provenance(),
-            "settings": settings | {"results": self.results},
+            "settings": settings | {"results": self.results, "spent": self.spent},
             "rows": [vars(outcome) for outcome in self.outcomes.values()],
         }
         report.replace(self.path, report.compact(kept) + "\n")
@@ -135,7 +139,10 @@ def arguments() -> argparse.ArgumentParser:
         "--parts", nargs="*", default=[], help="names or beginnings of names (default: all)"
     )
     parser.add_argument(
-        "--budget", type=float, default=0, help="seconds for everything (default: no limit)"
+        "--budget", type=float, default=0, help="seconds for this call (default: no limit)"
+    )
+    parser.add_argument(
+        "--total", type=float, default=0, help="seconds for all calls at this commit (no limit)"
     )
     parser.add_argument(
         "--list", action="store_true", help="only list the parts and what would run"
@@ -226,8 +233,9 @@ def listing(chosen: Sequence[Part], args: argparse.Namespace) -> str:
 def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
     """Run the parts in their order, those that time nothing beside each other; 0 if all are
     done."""
-    record, deadline = record_of(args), time.monotonic() + (args.budget or float("inf"))
-    commit = report.commit()
+    record, commit, called = record_of(args), report.commit(), time.monotonic()
+    spent = record.spent.get(commit, 0.0)
+    deadline = called + min(args.budget or float("inf"), (args.total or float("inf")) - spent)
     record.take_over(chosen, args.toy)
     ahead = [part for part in chosen if args.again or not record.is_done(part, commit)]
     waiting, running = list(ahead), list[tuple[Running, float, bool]]()
@@ -236,6 +244,7 @@ def measure(chosen: Sequence[Part], args: argparse.Namespace) -> int:
 
     def keep(outcome: Outcome, part: Part, begin: float) -> None:
         outcome.commit = commit
+        record.spent[commit] = spent + time.monotonic() - called
         record.add(
             outcome,
             "" if outcome.state == "left out" else part.result_of(args.toy),

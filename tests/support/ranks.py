@@ -78,6 +78,7 @@ class RankPool:
         group_timeout_seconds: float = 900.0,
         *,
         forks_workers: bool = False,
+        start_timeout_seconds: float = START_TIMEOUT_SECONDS,
     ) -> None:
         self.world_size = world_size
         self.shares_nccl = False
@@ -95,13 +96,12 @@ class RankPool:
                 self.processes.append(start(environment, theirs.fileno(), log))
             theirs.close()
             self.connections.append(ours)
-        most = shared_device.MOST_SECONDS if self.shares_nccl else START_TIMEOUT_SECONDS
+        most = shared_device.MOST_SECONDS if self.shares_nccl else start_timeout_seconds
         self._require(self._collect(most), "start")
 
     def _environment(self, rank: int, device: str, group_timeout_seconds: float) -> dict[str, str]:
-        environment = dict(os.environ)
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            environment.pop(name, None)
+        unwanted = ("MASTER_ADDR", "MASTER_PORT")
+        environment = {name: each for name, each in os.environ.items() if name not in unwanted}
         environment.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),

@@ -200,7 +200,7 @@ HARMLESS = {
         "runtime/proc.py:read_text",
         "runtime/proc.py:_read",
     ),
-    "plans do without the accelerator's NUMA node, with a warning": ("cores/binding.py:pci_address",),
+    "plans do without the accelerator's NUMA node": ("cores/binding.py:pci_address",),
     "threads that cannot be bound stay unbound, with a warning": (
         *(
             f"cores/binding.py:{name}"

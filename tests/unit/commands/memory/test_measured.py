@@ -41,7 +41,7 @@ EARLY = [way for way in WAYS if "gradients_on_host" in way]
 TOLERANCE = 0.02
 NOTHING = PARAMS // 1000 + 512 * LAYERS
 """Fewer bytes than that are constants of a process, and a number for each parameter."""
-KEPT = ("derived denominators", "signs and means", "drift", "hot state", "hot block numbers")
+KEPT = ("derived denominators", "signs and means", "hot blocks", "mean gradient")
 
 
 def once_each(ways: list[str]) -> pytest.MarkDecorator:
@@ -72,7 +72,7 @@ def test_a_longer_interval_is_planned_to_the_byte(way: str) -> None:
     config = memory_config(2, way, zenflow=section)
     plan = planned(config, 1)
     (rank,) = run_ranks(1, measure_state, config)
-    assert rank.arena >= PARAMS * 18
+    assert rank.arena >= PARAMS * 12  # p, m, v; the mean of the gradients is elsewhere
     assert rank.arena == sum(part.nbytes for part in plan.parts[Place.HOST, Phase.BETWEEN])
 
 
