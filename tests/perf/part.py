@@ -18,11 +18,8 @@ from pathlib import Path
 import psutil
 
 from tests.perf import report
-<<<<<<< HEAD
-from tests.support.progress import Progress
-=======
 from tests.perf.card import SKIPPED
->>>>>>> main
+from tests.support.progress import Progress
 from tools.stale_locks import remove_stale_locks
 
 SHOWN_LINES, SHOWN_OF_BAD_LINES = 40, 200
