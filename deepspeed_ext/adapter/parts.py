@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from typing import Any
 
 from deepspeed_ext.adapter import gather_hooks
-from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.construction import ranks_of_model
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
@@ -69,12 +68,14 @@ class Saver:
             config_params, world, leads: see `JointCheckpointEngine`.
             host: the optimizer whose process writes p, m and v; None: the engine has no optimizer.
         """
-        coded = None if host is None else host.coded
-        files: JointCheckpointEngine
-        if host is not None and async_save:
-            files = AsyncCheckpointEngine(config_params, world, leads, host.link, coded)
-        else:
-            files = JointCheckpointEngine(config_params, world, leads, coded)
+        files = JointCheckpointEngine(
+            config_params,
+            world,
+            leads,
+            None if host is None else host.link,
+            None if host is None else host.coded,
+            continues=host is not None and async_save,
+        )
         files.maps_files = bool(config_params.zero_config.pipeline_loading_checkpoint)
         return cls(files)
 
@@ -138,7 +139,7 @@ class Saver:
         Raises:
             CheckpointError: on every rank, if the save failed.
         """
-        if isinstance(self.files, AsyncCheckpointEngine):
+        if self.files is not None:
             self.files.finish_if_written()
 
     def finish_alone(self) -> None:
@@ -147,8 +148,8 @@ class Saver:
         Raises:
             CheckpointError: on the leading rank, if any rank could not write.
         """
-        if isinstance(self.files, AsyncCheckpointEngine):
-            self.files.finish_alone()
+        if self.files is not None:
+            self.files.finish(alone=True)
 
     def finished_alone(self, host: HostOptimizer | None) -> DeferredError:
         """Call `finish_alone`; keep its error, unless a step has already reported its cause."""

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.checkpoint.file import reading, save_id_of
+from deepspeed_ext.checkpoint.file import SMALL_BYTES, reading, require_sound, save_id_of
 from deepspeed_ext.checkpoint.folder import SavedNames
 from deepspeed_ext.checkpoint.layout import Layout, Placement
-from deepspeed_ext.checkpoint.sums import SMALL_BYTES, require_sound
 from deepspeed_ext.checkpoint.zenflow_state import (
     STATE_KEY,
     SavedState,

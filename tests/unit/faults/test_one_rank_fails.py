@@ -64,14 +64,13 @@ CANNOT_BE_AGREED_ON = {
         "adapter/reached_state.py:ReachedState.drain_together",
         "adapter/reached_state.py:ReachedState.load",
         "adapter/reached_state.py:ReachedState.take_from_weights",
-        "adapter/joint_checkpoint_engine.py:JointCheckpointEngine._all",
+        "adapter/joint_checkpoint_engine.py:_all",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine._complete",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine._recover",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.begin_load",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine.begin_save",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine.finish",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine._ending",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine.is_saving",
+        "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.finish",
+        "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.is_saving",
+        "adapter/joint_checkpoint_engine.py:_Saving.wait",
         *(
             f"adapter/resharding.py:Resharder.{name}"
             for name in (
@@ -114,7 +113,6 @@ CANNOT_BE_AGREED_ON = {
         "adapter/zenflow_parts.py:_begin_backward",
     ),
     "only keeps what fails inside of it": (
-        "adapter/async_checkpoint_engine.py:_failure_of",
         "adapter/parts.py:Parts.after_model_step",
         "adapter/step.py:StepDriver.find_factor",
         "adapter/step.py:StepDriver.forget_gradients",
@@ -128,10 +126,9 @@ CANNOT_BE_AGREED_ON = {
     "only assigns values, unless a save was interrupted": (
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.begin_save",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.break_off",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine.break_off",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine.has_written",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine._end_writer",
-        "checkpoint/writer.py:Writer.end",
+        "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.commit",
+        "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.has_written",
+        "adapter/joint_checkpoint_engine.py:_Saving.__init__",
     ),
     "pure, of values that are equal on all ranks": (
         "adapter/engine.py:Engine._loading_run",
