@@ -14,7 +14,7 @@ from deepspeed_ext.adapter import gather_hooks
 from deepspeed_ext.adapter.construction import ranks_of_model
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.resharding import Resharder
+from deepspeed_ext.adapter.load import Load
 from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
 from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer, ZeroOptimizer
 from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
@@ -197,7 +197,8 @@ class Parts:
         binding: this rank's placement on the host's cores; None: unbound.
         gather: the single-parameter gather at stage 3; None: DeepSpeed gathers.
         zenflow: the parts of the ZenFlow optimizer; None: there is none.
-        saver, resharder: save and load the engine's states.
+        saver: saves the engine's states.
+        load: the load of a checkpoint that runs; None: none does.
     """
 
     def __init__(self, undo: ExitStack, mpu: Any = None) -> None:
@@ -208,7 +209,7 @@ class Parts:
         self.gather: SingleParameterGather | None = None
         self.zenflow: ZenFlowParts | None = None
         self.saver = Saver()
-        self.resharder = Resharder()
+        self.load: Load | None = None
         self._frozen: Parked | None = None
         self._cores_refreshed = False
 

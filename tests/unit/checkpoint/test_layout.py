@@ -179,7 +179,7 @@ def test_each_flat_tensor_belongs_to_the_group_that_lists_it(
         Keys.FP32_FLAT_GROUPS: [torch.zeros(2) for _ in range(3)],
         Keys.OPTIMIZER_STATE_DICT: base,
     }
-    saved = SavedPartitions(state, "file")
+    saved = SavedPartitions(SimpleNamespace(path="file", optimizer_state=state))
     assert saved.group_of_flats == expected
     order = [number for params in groups for number in params]
     assert [scalars["step"] for scalars in saved.scalars] == order

@@ -72,9 +72,9 @@ CANNOT_BE_AGREED_ON = {
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.is_saving",
         "adapter/joint_checkpoint_engine.py:_Saving.wait",
         *(
-            f"adapter/resharding.py:Resharder.{name}"
+            f"adapter/load.py:Load.{name}"
             for name in (
-                *("loading", "plan", "_instead", "_together", "_resharded"),
+                *("__init__", "_together", "_read_elsewhere", "state_dicts"),
                 *("load_beside", "write_weights"),
             )
         ),
@@ -131,20 +131,18 @@ CANNOT_BE_AGREED_ON = {
         "adapter/joint_checkpoint_engine.py:_Saving.__init__",
     ),
     "pure, of values that are equal on all ranks": (
-        "adapter/engine.py:Engine._loading_run",
         "adapter/engine.py:Engine._require",
         "adapter/engine.py:Engine._recording",
         "adapter/engine_settings.py:EngineSettings._settings",
         "adapter/engine_settings.py:EngineSettings._zenflow",
         "adapter/zero_config.py:ZeroConfig.zenflow_with",
-        "adapter/resharding.py:LoadingRun.leads",
-        "adapter/resharding.py:Resharder._loading",
-        "adapter/resharding.py:Resharder.loads_fp32",
-        "adapter/resharding.py:Resharder.loading_model",
-        "adapter/resharding.py:Resharder.swap",
-        "adapter/resharding.py:Resharder._load_at_once",
-        "adapter/resharding.py:Resharder.model_file",
-        "adapter/resharding.py:only_weights",
+        *(
+            f"adapter/load.py:{name}"
+            for name in (
+                *("Load.loading_model", "Load._joins", "Load.settings", "Load._say_idle"),
+                *("Load.model_files", "_Model", "only_weights"),
+            )
+        ),
         "adapter/readiness.py:BackwardPass.",
         "adapter/readiness.py:_Running.",
         "adapter/step.py:Step.begin",
