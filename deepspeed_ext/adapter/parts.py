@@ -47,10 +47,14 @@ class Saver:
 
     Attributes:
         files: our checkpoint engine; None: DeepSpeed's own checkpoint engine is used.
+        continues: whether training continues while `files` saves.
     """
 
-    def __init__(self, files: JointCheckpointEngine | None = None) -> None:
+    def __init__(
+        self, files: JointCheckpointEngine | None = None, *, continues: bool = False
+    ) -> None:
         self.files = files
+        self.continues = continues
 
     @classmethod
     def of(
@@ -74,10 +78,10 @@ class Saver:
             leads,
             None if host is None else host.link,
             None if host is None else host.coded,
-            continues=host is not None and async_save,
+            continues=(continues := host is not None and async_save),
         )
         files.maps_files = bool(config_params.zero_config.pipeline_loading_checkpoint)
-        return cls(files)
+        return cls(files, continues=continues)
 
     @contextmanager
     def saving(self, names_latest: bool) -> Iterator[bool]:
@@ -139,7 +143,7 @@ class Saver:
         Raises:
             CheckpointError: on every rank, if the save failed.
         """
-        if self.files is not None:
+        if self.files is not None and self.continues:
             self.files.finish_if_written()
 
     def finish_alone(self) -> None:

@@ -79,7 +79,8 @@ def touched() -> set[tuple[str, str]]:
                 found.add((PARAMETERS, node.attr))
             if path.parent == ADAPTER and isinstance(node, ast.ClassDef) and node.name in HOLDERS:
                 place, known_as = HOLDERS[node.name]
-                found |= {(place, name) for name in attributes_of(node, *known_as)}
+                names = attributes_of(node, *known_as) - OF_TORCH
+                found |= {(place, name) for name in names}
         module = (
             importlib.import_module(
                 ".".join(["deepspeed_ext", *path.relative_to(PACKAGE).with_suffix("").parts])

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.commands.memory.fit import Question, fits, suggested
@@ -17,7 +18,6 @@ from deepspeed_ext.commands.memory.report import as_json, as_text, phases_text
 from deepspeed_ext.commands.memory.setup import Ranks
 from deepspeed_ext.commands.memory.ways import config_of
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.proc import total_host_bytes
 
 __all__ = ["run_from_cli"]
@@ -62,10 +62,7 @@ def run_from_cli(arguments: Any) -> str:
         if best is None:
             raise ConfigError("--write: no run fits, or --gpu-gb is missing, so there is none")
         config = config_of(best.setup, dtype, vars(arguments)["for"] or "script")
-        try:
-            files.replace_file(arguments.write, f"{json.dumps(config, indent=2)}\n")
-        except OSError as error:
-            raise ConfigError(f"--write {arguments.write!r} cannot be written: {error}") from None
+        Path(arguments.write).write_text(f"{json.dumps(config, indent=2)}\n")
         text = f"{text}\nIts config is in {arguments.write}."
     return text
 
