@@ -114,7 +114,9 @@ def test_a_section_is_read_or_refused(section: dict[str, Any]) -> None:
         assert accepted.zenflow is None or accepted.zenflow.rule in ("predictive", "selective")
 
 
-KEYS = st.sampled_from([1, None, True, 0.5, ("a", 1), b"stage", frozenset()])
+KEYS: st.SearchStrategy[Any] = st.sampled_from(
+    [1, None, True, 0.5, ("a", 1), b"stage", frozenset()]
+)
 CONFIGS = st.dictionaries(
     st.sampled_from(["zero_optimization", "optimizer", "zenflow"]) | KEYS, VALUES | SECTIONS
 )
