@@ -41,16 +41,13 @@ def kinds_of(
     *,
     may_open: bool = False,
 ) -> ArenaKinds:
-    """The arrays of partitions with these places. Until the interval is chosen, only the ring slots
-    that interval 1 needs are touched.
+    """The arrays of partitions with these places.
 
     Args:
         may_open: whether gradients that pass through in chunks may stay whole later.
     """
-    in_transit, is_open = places.handed_over is Place.IN_TRANSIT, rule.update_interval is None
-    passes = in_transit and not (is_open or may_open)
-    slots = 0 if passes else rule.ring_at(1, places.arrival)
-    touched = rule.ring_at(None, places.arrival) if is_open else slots
+    in_transit = places.handed_over is Place.IN_TRANSIT
+    slots = 0 if in_transit and not may_open else rule.slots(places.arrival)
     return ArenaKinds(
         layout=rule.layout,
         block_size=rule.block_size,
@@ -58,7 +55,7 @@ def kinds_of(
         per_block=rule.per_block(places),
         lifts_y=places.weights is Place.ACCELERATOR,
         slots=slots,
-        touched_slots=0 if in_transit else touched,
+        touched_slots=0 if in_transit else slots,
     )
 
 

@@ -1,4 +1,4 @@
-"""Measures each step, for the log, the monitor and the choice of the update interval."""
+"""Measures each step, for the log, the monitor and the choice of the share."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class Metrics:
         self._overlapped, self._is_resumed = _Overlapped(**past), True
         self._worker, self._device = (list(samples.get(name, ())) for name in ("alone", "device"))
 
-    def as_dict(self, interval: int) -> dict[str, float]:
+    def as_dict(self) -> dict[str, float]:
         """The measured metrics by name, for logs; times in milliseconds, sizes in bytes."""
         figures = {
             "wait_ms": self.wait_seconds * 1e3,
@@ -217,7 +217,6 @@ class Metrics:
             "overlap": self.overlap,
             "bytes_down": float(self.bytes_down),
             "bytes_up": float(self.bytes_up),
-            "interval": float(interval),
         }
         judged = {} if self.adviser is None else self.adviser.measurements()
         return {name: value for name, value in figures.items() if not math.isnan(value)} | judged

@@ -159,8 +159,7 @@ class HostOptimizer:
                 last step ended.
         """
         with in_profile("zenflow.begin_step"):
-            # the last step failed, perhaps before its interval was chosen
-            if self.plan is not None:
+            if self.plan is not None:  # the last step failed
                 self.link.raise_deferred()
             with self.link.deferring_errors():
                 self._take_over()
@@ -248,7 +247,7 @@ class HostOptimizer:
 
     def end_step(self) -> None:
         """Hand over what the plan says, without waiting for the worker, except while the mover
-        measures. A collective only until interval and share are chosen."""
+        measures. A collective only until the share is chosen."""
         with in_profile("zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
             with self.link.deferring_errors():
@@ -505,7 +504,7 @@ class HostOptimizer:
 
     def measurements(self) -> dict[str, float]:
         """The metrics of the last step that have been measured, by name; units are in the names."""
-        values = self._metrics.as_dict(self.rule.schedule.interval or 1) | self.rule.measurements()
+        values = self._metrics.as_dict() | self.rule.measurements()
         return {f"zenflow_{name}": value for name, value in values.items()}
 
     def move_to(

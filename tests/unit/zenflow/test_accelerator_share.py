@@ -167,7 +167,6 @@ def test_collected_gradients_reach_only_the_part_on_the_host(data: st.DataObject
         gradients=[gradient],
         last=None,
         errors=None,
-        drift=None,
         inverse=None,
     )
     whole = tuple(torch.zeros(head + host) for _ in range(3))

@@ -79,7 +79,6 @@ def test_a_run_trains_and_is_measured() -> None:
     assert figures["zenflow_bytes_down"] > 0
     assert figures["zenflow_worker_ms"] > 0
     assert figures["zenflow_wait_ms"] >= 0
-    assert figures["zenflow_interval"] == 1
     pages = "".join(
         (ROOT / "docs" / f"{page}.md").read_text() for page in ("zenflow", "flattening")
     )

@@ -52,7 +52,7 @@ def test_every_number_has_its_name_and_unit() -> None:
     metrics._between = GivenLaps(2.0)  # time before the first step is not between two
     metrics.begin_step()
     metrics.bytes_down, metrics.bytes_up = 10, 20
-    assert metrics.as_dict(3) == {
+    assert metrics.as_dict() == {
         "wait_ms": 250.0,
         "worker_ms": 4000.0,
         "link_ms": 1000.0,
@@ -62,7 +62,6 @@ def test_every_number_has_its_name_and_unit() -> None:
         "overlap": 1 - 0.75 / 5.0,
         "bytes_down": 10.0,
         "bytes_up": 20.0,
-        "interval": 3.0,
     }
     metrics.begin_step()
     assert (metrics.bytes_down, metrics.bytes_up) == (0, 0)
@@ -109,7 +108,7 @@ def test_overlapped_steps_in_a_row_are_judged_by_their_medians() -> None:
     assert len(judge.judged) == 2, "a synchronous step begins anew"
     take_step(metrics, 7.0)
     assert judge.judged[-1] == MeasuredStep(56.0, 28.0, 14.0, 35.0, 35.0, 7.0)
-    assert metrics.as_dict(1)["slowdown"] == 1.5
+    assert metrics.as_dict()["slowdown"] == 1.5
 
 
 def test_nothing_is_judged_while_a_share_is_chosen() -> None:
