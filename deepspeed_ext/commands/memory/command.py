@@ -62,7 +62,10 @@ def run_from_cli(arguments: Any) -> str:
         if best is None:
             raise ConfigError("--write: no run fits, or --gpu-gb is missing, so there is none")
         config = config_of(best.setup, dtype, vars(arguments)["for"] or "script")
-        Path(arguments.write).write_text(f"{json.dumps(config, indent=2)}\n")
+        try:
+            Path(arguments.write).write_text(f"{json.dumps(config, indent=2)}\n")
+        except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
+            raise ConfigError(f"--write {arguments.write!r} cannot be written: {error}") from None
         text = f"{text}\nIts config is in {arguments.write}."
     return text
 
