@@ -31,7 +31,6 @@ from deepspeed_ext.adapter.reshard import (
 )
 from deepspeed_ext.adapter.saved_checkpoint import (
     ZERO_STAGE_WEIGHTS,
-    Keys,
     SavedCheckpoint,
     SavedFile,
     SavedPartitions,
@@ -43,6 +42,7 @@ from deepspeed_ext.adapter.upstream import (
     TorchCheckpointEngine,
     is_zero_optimizer,
 )
+from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
 from deepspeed_ext.checkpoint.file import reading
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, rule_told
@@ -266,7 +266,7 @@ class Load:
             zenflow.readiness.require_groups(groups_of(state), file.path)
             zenflow.state.require_fitting(state)
         numels = [each.master.numel() for each in zenflow.host.states]
-        behind = state.get(Keys.GROUP_PADDINGS) or [0] * len(numels)
+        behind = state.get(keys.GROUP_PADDINGS) or [0] * len(numels)
         sizes = [(numel - more, numel) for numel, more in zip(numels, behind, strict=False)]
         SavedPartitions(file).require(zenflow.moments, sizes)
 
@@ -286,7 +286,7 @@ class Load:
         # without optimizer states, stage 3 would gather a whole fp32 model
         self.how["load_optimizer_states"] = True
         if not self._has_weights(target):
-            model |= {"module": {}, Keys.FROZEN_PARAM_FRAGMENTS: None}
+            model |= {"module": {}, keys.FROZEN_PARAM_FRAGMENTS: None}
             self.how["load_module_strict"] = False
         self.swaps.append(Swap(engine, "checkpoint_engine", _Model(engine._config, model)))
 

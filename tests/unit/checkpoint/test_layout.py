@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ext.adapter import reshard
 from deepspeed_ext.adapter.reshard import load_frozen
-from deepspeed_ext.adapter.saved_checkpoint import MASTER, Keys, SavedPartitions
+from deepspeed_ext.adapter.saved_checkpoint import MASTER, SavedPartitions
 from deepspeed_ext.checkpoint.layout import Layout, Placement, plan_copies
 from deepspeed_ext.errors import CheckpointError
 
@@ -166,9 +166,9 @@ def test_each_flat_tensor_belongs_to_the_group_that_lists_it(
         "param_groups": [{"params": params} for params in groups],
     }
     state = {
-        Keys.ZERO_STAGE: 3,
-        Keys.FP32_FLAT_GROUPS: [torch.zeros(2) for _ in range(3)],
-        Keys.OPTIMIZER_STATE_DICT: base,
+        "zero_stage": 3,
+        "fp32_flat_groups": [torch.zeros(2) for _ in range(3)],
+        "optimizer_state_dict": base,
     }
     saved = SavedPartitions(SimpleNamespace(path="file", optimizer_state=state))
     assert saved.group_of_flats == expected
