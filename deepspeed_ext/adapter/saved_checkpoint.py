@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
-from deepspeed_ext.checkpoint.file import SMALL_BYTES, reading, require_sound, save_id_of
+from deepspeed_ext.checkpoint.file import SavedFile, reading
 from deepspeed_ext.checkpoint.folder import SavedNames
 from deepspeed_ext.checkpoint.layout import Layout, Placement
 from deepspeed_ext.checkpoint.zenflow_state import (
@@ -35,7 +34,6 @@ __all__ = [
     "SAVED_NAMES",
     "ZERO_STAGE_WEIGHTS",
     "SavedCheckpoint",
-    "SavedFile",
     "SavedPartitions",
     "groups_of",
 ]
@@ -56,54 +54,6 @@ ZERO_STAGE_WEIGHTS = 3
 _SCALER = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
 
 
-class SavedFile:
-    """One file of a checkpoint, mapped.
-
-    Attributes:
-        content: its dict. Only shapes of large tensors may be used: their bytes are not verified.
-        save_id: of the save that it belongs to; None: plain DeepSpeed wrote it.
-
-    Raises:
-        CheckpointError: it cannot be read, is no dict, or was saved as another file.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        with reading(path):
-            require_sound(path, most_bytes=SMALL_BYTES)
-            maps = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
-            content = torch.load(path, map_location="cpu", mmap=maps, weights_only=False)
-        if not isinstance(content, Mapping):
-            raise CheckpointError(
-                f"{path} holds a {type(content).__name__}, expected a dict: {LOAD_ANOTHER}"
-            )
-        self.content = content
-        self.save_id = save_id_of(content, path)
-        self._is_sound = False
-
-    @property
-    def optimizer_state(self) -> Any:
-        """The optimizer's state dict, in an optimizer's file."""
-        return self.content.get(keys.OPTIMIZER_STATE_DICT)
-
-    def require_sound(self) -> None:
-        """Verify all checksums, once.
-
-        Raises:
-            CheckpointError: the file is damaged.
-        """
-        if not self._is_sound:
-            with reading(self.path):
-                require_sound(self.path)
-            self._is_sound = True
-
-    @property
-    def sound(self) -> Mapping[str, Any]:
-        """The content, after `require_sound`."""
-        self.require_sound()
-        return self.content
-
-
 class SavedPartitions:
     """The partitions that one rank saved.
 
@@ -121,11 +71,12 @@ class SavedPartitions:
     def __init__(self, file: SavedFile) -> None:
         self._file = file
         self.path = file.path
-        self.state = file.optimizer_state
+        self.state: Any = file.content.get(keys.OPTIMIZER_STATE_DICT)
         self.tensors: list[dict[str, torch.Tensor]] = []
         self.scalars: list[dict[str, Any]] = []
         try:
-            self._take(_masters(self.state), _base_optimizer(self.state))
+            state: Any = self.state
+            self._take(_masters(state), _base_optimizer(state))
         except Exception as error:  # the file may hold anything
             raise CheckpointError(
                 f"{self.path} is not a ZeRO optimizer file ({type(error).__name__}: {error}): "

@@ -147,7 +147,7 @@ def test_each_flat_tensor_belongs_to_the_group_that_lists_it(
         "fp32_flat_groups": [torch.zeros(2) for _ in range(3)],
         "optimizer_state_dict": base,
     }
-    saved = SavedPartitions(SimpleNamespace(path="file", optimizer_state=state))
+    saved = SavedPartitions(SimpleNamespace(path="file", content={"optimizer_state_dict": state}))
     assert saved.group_of_flats == expected
     order = [number for params in groups for number in params]
     assert [scalars["step"] for scalars in saved.scalars] == order
