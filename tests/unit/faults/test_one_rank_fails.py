@@ -83,6 +83,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine.forward",
         "adapter/engine.py:Engine._between_steps",
         "adapter/engine.py:Engine.backward",
+        "adapter/zenflow_parts.py:ZenFlowParts.begin_call",
         "adapter/engine.py:Engine._backward_prologue",
         "adapter/parts.py:Parts.require_known_state",
         "flatten/tiers.py:broadcasts",
