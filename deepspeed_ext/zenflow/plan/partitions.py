@@ -34,23 +34,10 @@ class PartitionPlan:
         return self.numel - self.head
 
 
-def kinds_of(
-    rule: RuleSettings,
-    dtypes: Dtypes,
-    places: Places,
-    *,
-    may_open: bool = False,
-) -> ArenaKinds:
-    """The arrays of partitions with these places. Until the interval is chosen, only the ring slots
-    that interval 1 needs are touched.
-
-    Args:
-        may_open: whether gradients that pass through in chunks may stay whole later.
-    """
-    in_transit, is_open = places.handed_over is Place.IN_TRANSIT, rule.update_interval is None
-    passes = in_transit and not (is_open or may_open)
-    slots = 0 if passes else rule.ring_at(1, places.arrival)
-    touched = rule.ring_at(None, places.arrival) if is_open else slots
+def kinds_of(rule: RuleSettings, dtypes: Dtypes, places: Places) -> ArenaKinds:
+    """The arrays of partitions with these places. Gradients in transit pass through the slots of
+    chunks instead."""
+    slots = 0 if places.handed_over is Place.IN_TRANSIT else rule.ring_at(1, places.arrival)
     return ArenaKinds(
         layout=rule.layout,
         block_size=rule.block_size,
@@ -58,7 +45,6 @@ def kinds_of(
         per_block=rule.per_block(places),
         lifts_y=places.weights is Place.ACCELERATOR,
         slots=slots,
-        touched_slots=0 if in_transit else touched,
     )
 
 
