@@ -154,9 +154,8 @@ def plan() -> dict[str, Any]:
     if host is None:
         return {}
     reasons = [str(reason) for reason in host.decided.reasons]
-    plan = host.decided
-    threads = None if plan.cpus is None else plan.cpus.threads
-    return {"config": {"ratio": plan.host_share, "threads": threads}, "reasons": reasons}
+    config = {"ratio": host.decided.host_share, "cpus": str(host.decided.cpus)}
+    return {"config": config, "reasons": reasons}
 
 
 def memory() -> dict[str, float | None]:

@@ -30,7 +30,6 @@ __all__ = [
     "HIDDEN",
     "LEAST_GAINED",
     "MEASURED_STEPS",
-    "PROBED_STEPS",
     "SETTLING_STEPS",
     "UNITS",
     "WATCHED_STEPS",
@@ -44,7 +43,6 @@ __all__ = [
     "limit_line",
     "probed_threads",
     "share_reason",
-    "step_seconds",
     "thread_counts",
     "times_of",
     "with_heads",
@@ -58,10 +56,10 @@ UNITS = 1024
 SETTLING_STEPS = 2
 """The first steps, which touch memory and warm caches: they are not measured."""
 
-PROBED_STEPS = 6
+_PROBED_STEPS = 6
 """Synchronous steps after those, whose passes run with several thread counts."""
 
-MEASURED_STEPS = SETTLING_STEPS + PROBED_STEPS
+MEASURED_STEPS = SETTLING_STEPS + _PROBED_STEPS
 
 WATCHED_STEPS = 6
 """Overlapped steps to measure."""
@@ -264,8 +262,8 @@ def thread_counts(most: int) -> tuple[int, ...]:
 
 
 def probed_threads(counts: Sequence[int]) -> list[int]:
-    """The thread count of the pass of each of `PROBED_STEPS` steps."""
-    return [count for count in counts for _ in range(PROBED_STEPS // len(counts))]
+    """The thread count of the pass of each of `_PROBED_STEPS` steps."""
+    return [count for count in counts for _ in range(_PROBED_STEPS // len(counts))]
 
 
 def best_threads(counts: Sequence[int], seconds: Sequence[float]) -> int:
@@ -332,7 +330,7 @@ def chosen_share(plan: ZenFlowPlan, ranks: Sequence[Measured]) -> tuple[float, s
     hiding = min(hiding_units(plan, each.times) for each in ranks) / UNITS
 
     def seconds(share: float) -> float:
-        return max(step_seconds(plan, share, each.times) for each in ranks)
+        return max(_step_seconds(plan, share, each.times) for each in ranks)
 
     share = min(now, max(least, hiding))
     share = least if seconds(least) < (1.0 - LEAST_GAINED) * seconds(share) else share
@@ -360,7 +358,7 @@ def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
     return max(0, min(UNITS, math.floor(share * UNITS)))
 
 
-def step_seconds(plan: ZenFlowPlan, host_share: float, times: ChainTimes) -> float:
+def _step_seconds(plan: ZenFlowPlan, host_share: float, times: ChainTimes) -> float:
     """Seconds of a step of `plan` on one rank, with this share."""
     worker, link = times.worker * host_share, times.link * host_share
     device, there = times.beside(host_share), times.there * (1.0 - host_share)
