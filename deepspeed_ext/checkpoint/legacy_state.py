@@ -22,7 +22,6 @@ def converted(saved: Mapping[str, Any]) -> Mapping[str, Any]:
         "kernel": f"{saved['kernel']} (of an earlier release)",
         "schedule": {
             "steps": schedule["steps"],
-            "interval": 1,
             "collected": max((len(each["collected"]) for each in saved["partitions"]), default=0),
             "is_in_flight": schedule["steps_in_flight"] is not None,
             "since_selection": schedule["since_selection"],

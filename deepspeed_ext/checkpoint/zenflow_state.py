@@ -371,7 +371,7 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
     pairs = zip(host.partitions, saved.partitions, strict=True)
     if any(partition.master.numel() != values.on_host for partition, values in pairs):
         return f"offload_optimizer.ratio ({_host_share(saved)} in the checkpoint)"
-    return rule.changed_setting(saved.schedule, saved.position)
+    return rule.changed_setting(saved.position)
 
 
 def _host_share(saved: SavedState) -> str:

@@ -340,7 +340,7 @@ class Rank:
         dist.barrier()
         if self.number == 0:
             workers[0].send_signal(signal.SIGKILL)
-        begin, most = time.monotonic(), 4 * (self.zenflow.interval or 8) + 4
+        begin, most = time.monotonic(), 4 * (self.zenflow.update_interval or 4) + 4
         try:
             for step in range(most):
                 self.step(self.steps + step)

@@ -171,11 +171,6 @@ class ZenFlowConfig(ConfigSection):
         return {name: meaning for name, meaning in RETIRED.items() if name in self._retired}
 
     @property
-    def interval(self) -> int | None:
-        """Optimizer steps per hand-over; None: the rule chooses it while it trains."""
-        return self.update_interval if self.rule == "selective" else 1
-
-    @property
     def rule(self) -> RuleName:
         """The update rule in use."""
         return self.update_rule or (

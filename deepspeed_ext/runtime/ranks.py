@@ -148,11 +148,6 @@ class RankGroup:
         low, high = self.minimum(number, -number)
         return low == -high
 
-    def add_up(self, tensor: torch.Tensor) -> None:
-        """Replace `tensor` by its sum over the ranks. A collective."""
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
-
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return every rank's `tensor` in rank order, [ranks, ...]; all have one shape and dtype. A
         collective."""
@@ -286,10 +281,6 @@ class GridRanks(RankGroup):
         for axis in self.axes:
             values = axis.minimum(*values)
         return values
-
-    def add_up(self, tensor: torch.Tensor) -> None:
-        for axis in self.axes:
-            axis.add_up(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         found = tensor

@@ -60,7 +60,6 @@ class Way:
         config = zenflow_config(
             self.stage,
             accumulation=self.accumulation,
-            update_interval=1,
             hide_transfers=self.hidden,
             **dict(self.section),
         )

@@ -105,11 +105,9 @@ def agreement(ranks: RankGroup) -> None:
     assert ranks.all(True)
     assert not ranks.all(ranks.rank != 0)
     assert ranks.equal("a plan")
-    total = torch.full((3,), ranks.rank + 1.0, device=ranks.device)
-    ranks.add_up(total)
-    assert total.tolist() == [ranks.size * (ranks.size + 1) / 2] * 3
-    ranks.copy_from(int(ranks.size) - 1, total.copy_(torch.arange(3.0) + ranks.rank))
-    assert total.tolist() == [ranks.size - 1, ranks.size, ranks.size + 1]
+    copied = torch.arange(3.0, device=ranks.device) + ranks.rank
+    ranks.copy_from(int(ranks.size) - 1, copied)
+    assert copied.tolist() == [ranks.size - 1, ranks.size, ranks.size + 1]
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         mine = torch.arange(6, device=ranks.device).view(2, 3).to(dtype) + ranks.rank
         expected = torch.stack([mine - ranks.rank + rank for rank in range(ranks.size)])

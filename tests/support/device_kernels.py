@@ -29,8 +29,7 @@ TARGETS = {
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, "u8": 1}
 _ARRAYS = {  # of the model's size, and how often each is loaded and stored
-    "predict": {"weights": (0, 1), "published": (1, 0), "drift": (1, 0), "grad": (1, 0)},
-    "move": {"weights": (1, 1), "drift": (1, 1), "grad": (1, 0)},
+    "predict": {"weights": (0, 1), "published": (1, 0), "grad": (1, 0)},
     "share_step": {
         **{name: (1, 1) for name in ("p", "m", "v")},
         "grad": (1, 0),
@@ -77,16 +76,12 @@ class Variant:
             constants = dict(launch.NORM_SUM)
         else:
             constants = launch.shape_constants(kernel, block, aligned)
-        if kernel == "predict":
-            constants["DRIFTS"] = "drift" in dtypes
         return cls(kernel, tuple(dtypes.items()), tuple(constants.items()))
 
     @property
     def array_bytes(self) -> tuple[int, int]:
         """Bytes of an element that are loaded and stored, of the arrays of the model's size."""
         dtypes, arrays = dict(self.dtypes), _ARRAYS.get(self.kernel, {})
-        if self.kernel == "predict" and "drift" not in dtypes:
-            arrays = {name: times for name, times in arrays.items() if name != "drift"}
         size = {name: ELEMENT_BYTES[dtypes.get(name, "fp32")] for name in arrays}
         loaded, stored = (
             sum(size[name] * times[way] for name, times in arrays.items()) for way in (0, 1)
@@ -107,8 +102,6 @@ class Variant:
             else:
                 default = _TYPES.get(parameter.name, "fp32")
                 signature[parameter.name] = f"*{dtypes.get(parameter.name, default)}"
-        if self.kernel == "predict" and "drift" not in dtypes:
-            signature["drift"] = signature["published"]
         return ASTSource(fn=function, signature=signature, constexprs=constants)
 
 

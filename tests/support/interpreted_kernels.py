@@ -90,25 +90,12 @@ class Case:
 
     def predict(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         published, grad = (self.array(self.random.choice(READ)) for _ in range(2))
-        drift = self.array(self.random.choice(READ)) if self.random.random() < 0.5 else None
         inverse = self.array(torch.float32, -(-self.n // self.block), 10.0)
         scale, coefficient = self.number(), self.number()
         weights = self.array(self.random.choice(READ))
         return self.both(
-            lambda w: launch.predict(
-                w, published, drift, grad, inverse, scale, coefficient, self.block
-            ),
+            lambda w: launch.predict(w, published, grad, inverse, scale, coefficient, self.block),
             [weights],
-        )
-
-    def move(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        grad = self.array(self.random.choice(READ))
-        inverse = self.array(torch.float32, -(-self.n // self.block), 10.0)
-        scale, by_weights, by_drift = (self.number() for _ in range(3))
-        arrays = [self.array(self.random.choice(READ)) for _ in range(2)]
-        return self.both(
-            lambda w, d: launch.move(w, d, grad, inverse, scale, by_weights, by_drift, self.block),
-            arrays,
         )
 
     def constants(self) -> definition.AdamConstants:
@@ -201,7 +188,6 @@ def main(cases: int, seed: int) -> None:
         case = Case.invent(number)
         for kernel in (
             case.predict,
-            case.move,
             case.share_step,
             case.rounded_step,
             case.predict_lion,

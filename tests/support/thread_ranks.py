@@ -40,9 +40,6 @@ class ThreadRanks(RankGroup):
     def minimum(self, *values: int) -> tuple[int, ...]:
         return tuple(map(min, zip(*self.group.gather(self.rank, values), strict=True)))
 
-    def add_up(self, tensor: torch.Tensor) -> None:
-        tensor.copy_(torch.stack(self.group.gather(self.rank, tensor.clone())).sum(0))
-
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.group.gather(self.rank, tensor))
 

@@ -92,12 +92,11 @@ def selective_config(
 
 
 def losses_of(config: dict, steps: int) -> tuple[list[float], dict[str, Any]]:
-    """Losses of a run, and its interval, figures and weights."""
+    """Losses of a run, and its figures and weights."""
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, batches(steps, dist.get_rank()))
     adam = engine.optimizer.host_optimizer
     found = {
-        "interval": adam.rule.schedule.interval,
         "figures": adam.measurements(),
         "weights": weights_of(engine),
     }

@@ -11,7 +11,6 @@ Triton is installed. `host` is one pass of the native library on the CPU. `launc
 from deepspeed_ext.zenflow.kernels.definition import CLAMP, AdamConstants
 from deepspeed_ext.zenflow.kernels.launch import (
     missing,
-    move,
     norms,
     predict,
     serves,
@@ -24,7 +23,6 @@ __all__ = [
     "CLAMP",
     "AdamConstants",
     "missing",
-    "move",
     "norms",
     "predict",
     "root",

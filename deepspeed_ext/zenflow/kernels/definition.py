@@ -40,7 +40,6 @@ __all__ = [
     "advance_moments",
     "bias_correction",
     "chunk_numel",
-    "move",
     "predict",
     "share_step",
     "update",
@@ -130,58 +129,27 @@ class _Part:
 def predict(
     weights: torch.Tensor,
     published: torch.Tensor,
-    drift: torch.Tensor | None,
     grad: torch.Tensor,
     inverse: torch.Tensor,
     grad_scale: float,
     coefficient: float,
     block_size: int,
 ) -> None:
-    """Compute ``weights = published - drift - coefficient q``, dithered, in place; drift counts as
-    zero if it is None.
+    """Compute ``weights = published - coefficient q``, dithered, in place.
 
     Args:
         weights, published: 1-D [n], any float dtype, any device.
-        drift: D, 1-D [n], any float dtype, on grad's device.
         grad: 1-D [n], any float dtype.
         inverse: 1 / d_b of each block, 1-D fp32 [ceil(n / block_size)], on grad's device.
         grad_scale: c.
         coefficient: multiplier of q.
         block_size: elements per block.
     """
-    temporaries = 3 if weights.dtype in _CUT_BITS else 1 if drift is None else 2
+    temporaries = 3 if weights.dtype in _CUT_BITS else 1
     for part in Chunks(grad.numel(), block_size, grad.device, temporaries):
         moved = part.normalized(grad, inverse, grad_scale).mul_(-coefficient)
         arrived = part.of(published).to(grad.device, non_blocking=True)
-        if drift is not None:
-            arrived = part.temporary(1).copy_(arrived).sub_(part.of(drift))
         part.of(weights).copy_(part.dithered(moved.add_(arrived), weights.dtype, 1, 2))
-
-
-def move(
-    weights: torch.Tensor,
-    drift: torch.Tensor,
-    grad: torch.Tensor,
-    inverse: torch.Tensor,
-    grad_scale: float,
-    weights_coefficient: float,
-    drift_coefficient: float,
-    block_size: int,
-) -> None:
-    """Compute ``weights -= weights_coefficient q`` and ``drift += drift_coefficient q``, dithered,
-    in place.
-
-    Args: as for `predict`.
-    """
-    temporaries = 4 if {weights.dtype, drift.dtype} & _CUT_BITS.keys() else 2
-    for part in Chunks(grad.numel(), block_size, grad.device, temporaries):
-        q = part.normalized(grad, inverse, grad_scale)
-        moved = torch.mul(q, -weights_coefficient, out=part.temporary(1)).add_(
-            part.of(weights).to(q.device)
-        )
-        part.of(weights).copy_(part.dithered(moved, weights.dtype, 2, 3))
-        drifted = q.mul_(drift_coefficient).add_(part.of(drift))
-        part.of(drift).copy_(part.dithered(drifted, drift.dtype, 2, 3))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import (
 )
 
 __all__ = [
-    "move",
     "norms",
     "predict",
     "predict_lion",
@@ -86,33 +85,27 @@ def _dithered(x, like):
 def _predict(
     weights,
     published,
-    drift,
     grad,
     offsets,
     inside,
     factor,
     coefficient,
-    DRIFTS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     q = _normalized(grad, offsets, inside, factor, ALIGNED)
     arrived = tl.load(_at(published, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32)
-    if DRIFTS:
-        arrived -= tl.load(_at(drift, offsets, ALIGNED), mask=inside, other=0.0).to(tl.float32)
     predicted = q * -coefficient + arrived
     tl.store(_at(weights, offsets, ALIGNED), _dithered(predicted, weights), mask=inside)
 
 
 @triton.jit(
     do_not_specialize=[
-        *("weights", "published", "drift", "grad", "inverse"),
-        *("n", "grad_scale", "coefficient"),
+        *("weights", "published", "grad", "inverse", "n", "grad_scale", "coefficient"),
     ]
 )
 def predict(
     weights,
     published,
-    drift,
     grad,
     inverse,
     n: tl.int64,
@@ -121,10 +114,9 @@ def predict(
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    DRIFTS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Weights from y, D and the newest gradient, 1-D [n]. COLUMNS is BLOCK rounded up to a power of
+    """Weights from y and the newest gradient, 1-D [n]. COLUMNS is BLOCK rounded up to a power of
     two."""
     whole = n // BLOCK
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -136,98 +128,17 @@ def predict(
     _predict(
         weights,
         published,
-        drift,
         grad,
         rows[:, None] * BLOCK + columns,
         inside,
         factor,
         coefficient,
-        DRIFTS,
         ALIGNED,
     )
     if (tl.program_id(0) == 0) & (n > whole * BLOCK):
         last = whole * BLOCK + columns
         last_factor = tl.load(inverse + whole) * grad_scale
-        _predict(
-            weights, published, drift, grad, last, last < n, last_factor, coefficient, DRIFTS, False
-        )
-
-
-@triton.jit
-def _move(
-    weights,
-    drift,
-    grad,
-    offsets,
-    inside,
-    factor,
-    weights_coefficient,
-    drift_coefficient,
-    ALIGNED: tl.constexpr,
-):
-    q = _normalized(grad, offsets, inside, factor, ALIGNED)
-    at = _at(weights, offsets, ALIGNED)
-    moved = q * -weights_coefficient + tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, _dithered(moved, weights), mask=inside)
-    at = _at(drift, offsets, ALIGNED)
-    drifted = q * drift_coefficient + tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, _dithered(drifted, drift), mask=inside)
-
-
-@triton.jit(
-    do_not_specialize=[
-        *("weights", "drift", "grad", "inverse"),
-        *("n", "grad_scale", "weights_coefficient", "drift_coefficient"),
-    ]
-)
-def move(
-    weights,
-    drift,
-    grad,
-    inverse,
-    n: tl.int64,
-    grad_scale: tl.float32,
-    weights_coefficient: tl.float32,
-    drift_coefficient: tl.float32,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """Weights and D moved in place by the newest gradient, 1-D [n]."""
-    whole = n // BLOCK
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)[None, :]
-    inside = rows[:, None] < whole
-    if COLUMNS != BLOCK:
-        inside = inside & (columns < BLOCK)
-    factor = (tl.load(inverse + rows, mask=rows < whole, other=0.0) * grad_scale)[:, None]
-    offsets = rows[:, None] * BLOCK + columns
-    _move(
-        weights,
-        drift,
-        grad,
-        offsets,
-        inside,
-        factor,
-        weights_coefficient,
-        drift_coefficient,
-        ALIGNED,
-    )
-    if (tl.program_id(0) == 0) & (n > whole * BLOCK):
-        last = whole * BLOCK + columns
-        last_factor = tl.load(inverse + whole) * grad_scale
-        _move(
-            weights,
-            drift,
-            grad,
-            last,
-            last < n,
-            last_factor,
-            weights_coefficient,
-            drift_coefficient,
-            False,
-        )
+        _predict(weights, published, grad, last, last < n, last_factor, coefficient, False)
 
 
 @triton.jit

@@ -17,9 +17,7 @@ import torch
 from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.kernels import definition, host
 from deepspeed_ext.zenflow.kernels.definition import AdamConstants
-from deepspeed_ext.zenflow.plan.chunks import (
-    LARGEST_KERNEL_BLOCK,
-)
+from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
 
 __all__ = [
     "NORM_PART",
@@ -29,7 +27,6 @@ __all__ = [
     "give_up",
     "is_aligned",
     "missing",
-    "move",
     "norms",
     "predict",
     "run_on_blocks",
@@ -48,7 +45,7 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8)
 _ALIGNMENT = 16
 _TILE_NUMEL = {
-    **dict.fromkeys(("predict", "predict_lion", "move"), 2048),
+    **dict.fromkeys(("predict", "predict_lion"), 2048),
     **dict.fromkeys(("share_step", "rounded_step"), 1024),
 }
 _UNALIGNED_TILE_NUMEL = 512
@@ -102,14 +99,13 @@ def give_up(device: torch.device, reason: str) -> None:
     _given_up[device.type] = f"A kernel failed at the start ({reason})"
 
 
-def serves(block_size: int, *arrays: torch.Tensor | None) -> bool:
-    """Whether a kernel can run on these arrays; at least one is not None."""
-    given = [array for array in arrays if array is not None]
-    device = given[0].device
+def serves(block_size: int, *arrays: torch.Tensor) -> bool:
+    """Whether a kernel can run on these arrays."""
+    device = arrays[0].device
     return (
         block_size <= LARGEST_KERNEL_BLOCK
         and missing(device) is None
-        and all(a.device == device and a.is_contiguous() and a.dtype in _DTYPES for a in given)
+        and all(a.device == device and a.is_contiguous() and a.dtype in _DTYPES for a in arrays)
     )
 
 
@@ -151,14 +147,13 @@ def run_on_blocks(
     per_block: Sequence[torch.Tensor],
     numbers: Sequence[float],
     block_size: int,
-    constants: dict[str, Any],
     written: Sequence[torch.Tensor],
 ) -> None:
     """Launch an elementwise kernel on `arrays`, 1-D [n]."""
     n = arrays[0].numel()
     if n == 0:
         return
-    constants = shape_constants(kernel, block_size, is_aligned(block_size, arrays)) | constants
+    constants = shape_constants(kernel, block_size, is_aligned(block_size, arrays))
     programs = max(1, -(-(n // block_size) // constants["ROWS"]))
     _run(kernel, [*arrays, *per_block], [n, *numbers], programs, constants, written)
 
@@ -166,7 +161,6 @@ def run_on_blocks(
 def predict(
     weights: torch.Tensor,
     published: torch.Tensor,
-    drift: torch.Tensor | None,
     grad: torch.Tensor,
     inverse: torch.Tensor,
     grad_scale: float,
@@ -174,39 +168,13 @@ def predict(
     block_size: int,
 ) -> None:
     """See `definition.predict`."""
-    if serves(block_size, grad, weights, published, drift, inverse):
-        # without drift it is not read
-        arrays = [weights, published, published if drift is None else drift, grad]
-        numbers, constants = [grad_scale, coefficient], {"DRIFTS": drift is not None}
-        run_on_blocks("predict", arrays, [inverse], numbers, block_size, constants, [weights])
+    arrays, numbers = (weights, published, grad), (grad_scale, coefficient)
+    if serves(block_size, *arrays, inverse):
+        run_on_blocks("predict", arrays, [inverse], numbers, block_size, [weights])
         return
-    run = (
-        host.predict
-        if host.serves(inverse, grad, weights, published, drift)
-        else definition.predict
-    )
-    run(weights, published, drift, grad, inverse, grad_scale, coefficient, block_size)
-
-
-def move(
-    weights: torch.Tensor,
-    drift: torch.Tensor,
-    grad: torch.Tensor,
-    inverse: torch.Tensor,
-    grad_scale: float,
-    weights_coefficient: float,
-    drift_coefficient: float,
-    block_size: int,
-) -> None:
-    """See `definition.move`."""
-    numbers = (grad_scale, weights_coefficient, drift_coefficient)
-    if serves(block_size, grad, weights, drift, inverse):
-        run_on_blocks(
-            "move", [weights, drift, grad], [inverse], numbers, block_size, {}, [weights, drift]
-        )
-        return
-    run = host.move if host.serves(inverse, grad, weights, drift) else definition.move
-    run(weights, drift, grad, inverse, *numbers, block_size)
+    is_host = host.serves(inverse, grad, weights, published)
+    run = host.predict if is_host else definition.predict
+    run(*arrays, inverse, *numbers, block_size)
 
 
 def share_step(
@@ -233,7 +201,7 @@ def share_step(
     arrays = [array.view(-1) for array in (p, m, v, grad, weights)]
     numbers = [*definition.bias_correction(updates, constants), *constants.of_kernel()]
     written = [*arrays[:3], arrays[-1]]
-    run_on_blocks("share_step", arrays, [], numbers, block_size, {}, written)
+    run_on_blocks("share_step", arrays, [], numbers, block_size, written)
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

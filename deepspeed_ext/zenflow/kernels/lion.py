@@ -8,7 +8,7 @@ operations on every device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -47,7 +47,7 @@ def predict_lion(
     """
     arrays, numbers = (weights, published, grad), (grad_weight, beta1, lr)
     if launch.serves(block_size, grad, weights, published) and known.is_contiguous():
-        launch.run_on_blocks("predict_lion", arrays, [known], numbers, block_size, {}, [weights])
+        launch.run_on_blocks("predict_lion", arrays, [known], numbers, block_size, [weights])
     else:
         define_predict_lion(*arrays, known, *numbers, block_size)
 
@@ -86,11 +86,9 @@ def estimates(
     weights: torch.dtype,
     published: torch.dtype,
     grad: torch.dtype,
-    drifts: Sequence[bool],
     alignments: Iterable[bool],
 ) -> Iterator[Callable[[], None]]:
     """Calls of `predict_lion`; arguments as for `prepare.estimates`."""
-    assert not any(drifts), "the settings allow no interval with earlier gradients"
     blocks = -(-PREPARED_NUMEL // block_size)
     known = torch.zeros(
         blocks * LION_STATE.per_block_width(block_size), dtype=torch.int32, device=device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -72,31 +72,23 @@ def estimates(
     weights: torch.dtype,
     published: torch.dtype,
     grad: torch.dtype,
-    drifts: Sequence[bool],
     alignments: Iterable[bool],
 ) -> Iterator[Callable[[], None]]:
-    """Calls of `predict` and, with D, of `move`.
+    """Calls of `predict`.
 
     Args:
         device: where the weights are.
         block_size: elements per block.
         weights, published, grad: dtypes of the weights, of y and of the gradients handed over.
-        drifts: whether to call with D; may hold both values.
         alignments: whether to call with aligned arrays (`launch.is_aligned`); may hold both values.
     """
     inverse = torch.ones(-(-PREPARED_NUMEL // block_size), dtype=torch.float32, device=device)
     for first in first_elements(alignments):
-        w, y, d, g = (
+        w, y, g = (
             torch.zeros(PREPARED_NUMEL + first, dtype=dtype, device=device)[first:]
-            for dtype in (weights, published, weights, grad)
+            for dtype in (weights, published, grad)
         )
-        for drifting in drifts:
-            drift = d if drifting else None
-            yield lambda w=w, y=y, g=g, drift=drift: launch.predict(
-                w, y, drift, g, inverse, 1.0, 0.0, block_size
-            )  # type: ignore[misc]
-            if drifting:
-                yield lambda w=w, d=d, g=g: launch.move(w, d, g, inverse, 1.0, 0.0, 0.0, block_size)  # type: ignore[misc]
+        yield lambda w=w, y=y, g=g: launch.predict(w, y, g, inverse, 1.0, 0.0, block_size)  # type: ignore[misc]
 
 
 def share_steps(

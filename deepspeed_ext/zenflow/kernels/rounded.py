@@ -55,7 +55,7 @@ def rounded_step(
     numbers = [rounding_key(updates), *bias_correction(updates, constants), *constants.of_kernel()]
     written = [*arrays[:3], arrays[-1], *scales]
     of_blocks = scales or [m, v]  # which are not read as scales
-    launch.run_on_blocks("rounded_step", arrays, of_blocks, numbers, block_size, {}, written)
+    launch.run_on_blocks("rounded_step", arrays, of_blocks, numbers, block_size, written)
 
 
 @torch.no_grad()

@@ -129,7 +129,7 @@ class AdamKind(OptimizerKind):
         alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
         dtypes = weights, published, grad
-        return prepare.estimates(device, block_size, *dtypes, (False,), alignments)
+        return prepare.estimates(device, block_size, *dtypes, alignments)
 
     def step_rows(
         self,

@@ -158,4 +158,4 @@ class Estimator:
             coefficient: factor of q.
         """
         numbers = (grad_scale, coefficient)
-        kernels.predict(weights, published, None, grad, self.inverse, *numbers, self._block_size)
+        kernels.predict(weights, published, grad, self.inverse, *numbers, self._block_size)

@@ -124,4 +124,4 @@ class LionKind(OptimizerKind):
         grad: torch.dtype,
         alignments: Iterable[bool],
     ) -> Iterable[Callable[[], object]]:
-        return kernels.estimates(device, block_size, weights, published, grad, (), alignments)
+        return kernels.estimates(device, block_size, weights, published, grad, alignments)

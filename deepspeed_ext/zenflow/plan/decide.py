@@ -468,8 +468,8 @@ class _Choice:
         """The chunks of copies beside the step, and whether they share a few slots on the host.
 
         Chunks may reuse slots if no gradient or y is read on the host after its chunk has been
-        stepped and sent back, at least until the interval is chosen; if y fits in its gradient's
-        place; and if slots take less memory than whole gradients.
+        stepped and sent back; if y fits in its gradient's place; and if slots take less memory
+        than whole gradients.
         """
         name = "gradients on the host"
         if places.copies is not Copies.BESIDE_STEP:
@@ -477,9 +477,8 @@ class _Choice:
         size, block_size = self._on_host(partitions, host_share), self.rule.block_size
         numel, largest = _total(size), max((run.numel for run in size), default=0)
         whole = Chunks(block_size, chunk_numel(numel, block_size))
-        in_use = self.rule.ring_at(1, places.arrival)
-        if in_use > 1:
-            return whole, Reason(name, "whole, because several of an interval are read there")
+        if self.rule.slots(places.arrival) > 1:
+            return whole, Reason(name, "whole, because the next one comes before y is read")
         if not self.dtypes.y_replaces_gradient:
             return whole, Reason(name, "whole, because y does not fit into their place")
         slot_numel = min(whole.numel, largest)

@@ -37,7 +37,7 @@ class PartitionPlan:
 def kinds_of(rule: RuleSettings, dtypes: Dtypes, places: Places) -> ArenaKinds:
     """The arrays of partitions with these places. Gradients in transit pass through the slots of
     chunks instead."""
-    slots = 0 if places.handed_over is Place.IN_TRANSIT else rule.ring_at(1, places.arrival)
+    slots = 0 if places.handed_over is Place.IN_TRANSIT else rule.slots(places.arrival)
     return ArenaKinds(
         layout=rule.layout,
         block_size=rule.block_size,

@@ -39,7 +39,6 @@ class PredictiveSettings(RuleSettings):
     def of(cls, config: ZenFlowConfig, *, layout: StateLayout = ADAM_STATE) -> PredictiveSettings:
         """Read the settings from a section."""
         return cls(
-            update_interval=1,
             overlapped=config.overlapped,
             warm_up_steps=config.warm_up_steps,
             block_size=config.block_size,
@@ -47,7 +46,7 @@ class PredictiveSettings(RuleSettings):
             layout=layout,
         )
 
-    def ring_at(self, interval: int | None, arrival: Arrival) -> int:
+    def slots(self, arrival: Arrival) -> int:
         return slots_at(arrival) if self.overlapped else 1
 
     @property

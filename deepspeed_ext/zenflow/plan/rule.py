@@ -26,8 +26,6 @@ class RuleSettings(ABC):
 
     limits: ClassVar[str] = ""
 
-    update_interval: int | None
-    """Optimizer steps handed over together; None: chosen by measurement."""
     overlapped: bool
     """Whether steps after the warm-up are overlapped."""
     warm_up_steps: int | None
@@ -41,9 +39,8 @@ class RuleSettings(ABC):
     """What the user should know of the settings; None: nothing."""
 
     @abstractmethod
-    def ring_at(self, interval: int | None, arrival: Arrival) -> int:
-        """Slots of the gradient ring in use at `interval`. None (not chosen yet): as many as
-        interval 1 needs, so that it always fits."""
+    def slots(self, arrival: Arrival) -> int:
+        """Slots of a partition's gradients, which they take in turn."""
 
     @property
     @abstractmethod

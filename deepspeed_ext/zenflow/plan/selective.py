@@ -59,7 +59,6 @@ class SelectiveSettings(RuleSettings):
         steps = _select_steps(config, steps_per_epoch)
         interval = given if isinstance(given, int) else min(_INTERVAL, steps or _INTERVAL)
         return cls(
-            update_interval=1,
             overlapped=config.overlapped,
             warm_up_steps=max(1, config.full_warm_up_rounds),
             block_size=config.block_size,
@@ -71,7 +70,7 @@ class SelectiveSettings(RuleSettings):
             warning=_UNKNOWN_EPOCH if by_epoch and not steps_per_epoch else None,
         )
 
-    def ring_at(self, interval: int | None, arrival: Arrival) -> int:
+    def slots(self, arrival: Arrival) -> int:
         return 2 if self.overlapped and arrival is not Arrival.AFTER_Y else 1
 
     @property

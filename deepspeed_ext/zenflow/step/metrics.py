@@ -1,4 +1,4 @@
-"""Measures each step, for the log, the monitor and the choice of the share on the accelerator."""
+"""Measures each step, for the log, the monitor and the choice of the share."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class Metrics:
         parts = past.device, past.inside, past.wait, past.worker, past.link
         return MeasuredStep(*map(_median, (*parts, past.gather, past.estimate)))
 
-    def as_dict(self, interval: int) -> dict[str, float]:
+    def as_dict(self) -> dict[str, float]:
         """The measured metrics by name, for logs; times in milliseconds, sizes in bytes."""
         figures = {
             "wait_ms": self.wait_seconds * 1e3,
@@ -188,7 +188,6 @@ class Metrics:
             "overlap": self.overlap,
             "bytes_down": float(self.bytes_down),
             "bytes_up": float(self.bytes_up),
-            "interval": float(interval),
         }
         found = {name: value for name, value in figures.items() if not math.isnan(value)}
         if self._is_synchronous or len(self._alike.inside) < _FEWEST:

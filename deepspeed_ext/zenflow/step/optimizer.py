@@ -133,8 +133,7 @@ class HostOptimizer:
                 last step ended.
         """
         with in_profile("zenflow.begin_step"):
-            # the last step failed, perhaps before its interval was chosen
-            if self.plan is not None:
+            if self.plan is not None:  # the last step failed
                 self.link.raise_deferred()
             with self.link.deferring_errors():
                 self._take_over()
@@ -476,7 +475,7 @@ class HostOptimizer:
 
     def measurements(self) -> dict[str, float]:
         """The metrics of the last step that have been measured, by name; units are in the names."""
-        values = self._metrics.as_dict(self.rule.schedule.interval or 1) | self.rule.measurements()
+        values = self._metrics.as_dict() | self.rule.measurements()
         return {f"zenflow_{name}": value for name, value in values.items()}
 
     def move_to(

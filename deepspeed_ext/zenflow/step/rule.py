@@ -8,7 +8,7 @@ step run on this rank alone, between DeepSpeed's collectives, unless documented 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -136,12 +136,11 @@ class UpdateRule(ABC, Generic[PlanT]):
         collected gradients. Nothing may be in flight."""
 
     @abstractmethod
-    def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
+    def changed_setting(self, position: int) -> str | None:
         """Name the setting that keeps a checkpoint from being continued bitwise because it changed;
         None: nothing does.
 
         Args:
-            schedule: state of the schedule in the checkpoint.
             position: number of gradients in the checkpoint that were collected and not handed over.
         """
 

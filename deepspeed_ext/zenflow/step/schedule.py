@@ -19,7 +19,7 @@ class StepPlan(ABC):
     """Describes one optimizer step, as far as it does not depend on the rule."""
 
     handed_over: int
-    """Gradients handed over in this step: 0, 1 or the interval."""
+    """Gradients handed over in this step: 0 or 1."""
 
     @property
     @abstractmethod
@@ -44,8 +44,6 @@ class State:
 
     steps: int = 0
     """Optimizer steps so far; overflowed steps do not count."""
-    interval: int | None = None
-    """Optimizer steps handed over together; None: not yet chosen."""
     position: int = 0
     """Gradients collected and not handed over."""
     written: int = 0
@@ -71,20 +69,15 @@ class Schedule(ABC, Generic[PlanT, StateT]):
     def advance(self, plan: PlanT) -> None:
         """Record that the step described by `plan` was carried out."""
 
-    @abstractmethod
-    def ring_at(self, interval: int | None) -> int:
-        """Number of ring slots in use at `interval`. It exceeds the interval when gradients are
-        collected while others are in flight."""
-
     @property
     @abstractmethod
     def warm_up_steps(self) -> int:
         """Synchronous steps at the start."""
 
     @property
+    @abstractmethod
     def ring(self) -> int:
-        """Number of ring slots in use."""
-        return self.ring_at(self.state.interval)
+        """Number of slots that gradients take in turn."""
 
     @property
     def coming(self) -> int:
@@ -102,19 +95,14 @@ class Schedule(ABC, Generic[PlanT, StateT]):
         return tuple((self.state.written - count + k) % self.ring for k in range(count))
 
     @property
-    def interval(self) -> int | None:
-        """Optimizer steps handed over together; None: not yet chosen."""
-        return self.state.interval
-
-    @property
     def is_settled(self) -> bool:
         """Whether no gradient is collected: after the update in flight has arrived, nothing refers
         to elements of the arena."""
         return self.state.position == 0
 
     def restart(self) -> None:
-        """Start over with synchronous steps; a chosen interval is kept."""
-        self.state = type(self.state)(interval=self.state.interval)
+        """Start over with synchronous steps."""
+        self.state = type(self.state)()
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain values, except what follows from the collected gradients."""

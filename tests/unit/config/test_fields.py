@@ -243,26 +243,6 @@ def test_auto_means_not_given() -> None:
     assert ZeroConfig(zenflow={"select_interval": "auto"}).zenflow == ZeroConfig(zenflow={}).zenflow
 
 
-@pytest.mark.parametrize(
-    ("section", "interval"),
-    [
-        ({}, 1),
-        ({"update_interval": None}, 1),
-        ({"update_interval": 3}, 1),
-        ({"update_interval": 3, "update_rule": "exact"}, 1),
-        ({"topk_ratio": 0.1}, None),
-        ({"topk_ratio": 0.1, "update_interval": "auto"}, None),
-        ({"topk_ratio": 0.1, "update_interval": "measured"}, None),
-        ({"topk_ratio": 0.1, "update_interval": 3}, 3),
-    ],
-)
-def test_an_interval_is_the_selective_rules(section: dict[str, Any], interval: int | None) -> None:
-    for made in (ZenFlowConfig(**section), ZeroConfig(zenflow=section).zenflow):
-        assert made is not None
-        assert made.interval == interval
-        assert ZenFlowConfig(**made.model_dump(exclude_unset=True)).interval == interval
-
-
 def test_a_value_that_fits_no_branch_of_a_type_is_one_mistake_of_the_field() -> None:
     with pytest.raises(ConfigError) as caught:
         ZeroConfig(zenflow={"update_interval": "mesured"})
@@ -385,13 +365,12 @@ def test_fields_of_one_rule_say_so_and_are_noticed_under_the_other() -> None:
     idle = given_of_the_other_rule(every)
     wanted = [*SELECTING, "offload", "prediction_error_factor", "update_interval"]
     assert sorted(idle) == sorted(wanted)
-    assert every.interval == 1
     assert given_of_the_other_rule(ZenFlowConfig(update_rule="exact", update_interval=1)) == []
 
 
 def test_weights_arrive_late_under_the_exact_rule_unless_steps_wait() -> None:
     exact = ZenFlowConfig(update_rule="exact")
-    assert (exact.interval, exact.overlapped, exact.arrives_late) == (1, False, True)
+    assert (exact.overlapped, exact.arrives_late) == (False, True)
     assert not ZenFlowConfig(update_rule="exact", overlap_step=False).arrives_late
     assert not ZenFlowConfig().arrives_late
     assert not ZenFlowConfig(topk_ratio=0.1).arrives_late

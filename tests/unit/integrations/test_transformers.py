@@ -74,7 +74,7 @@ def test_a_config_that_plan_writes_for_the_trainer_trains_with_it(
     losses = [loss for _, loss, *_ in curve(history)]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
-    assert any("dsext/zenflow_interval" in log for log in history)
+    assert any("dsext/zenflow_step_ms" in log for log in history)
 
 
 def fails_with(folder: str, *flags: str) -> str:

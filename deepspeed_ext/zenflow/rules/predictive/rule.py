@@ -4,7 +4,7 @@ in flight."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import add
@@ -256,17 +256,13 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
             {
                 "last": None if state.last is None else asdict(state.last),
                 "errors": None if state.errors is None else asdict(state.errors),
-                "drift": None,
                 "inverse": None if state.estimator is None else state.estimator.kept,
             }
             for state in self.states
         ]
 
-    def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
-        there = schedule["interval"]
-        if position or there not in (None, 1):
-            return f"zenflow.update_interval ({there} in the checkpoint, 1 now)"
-        return None
+    def changed_setting(self, position: int) -> str | None:
+        return "zenflow.update_interval (above 1 in the checkpoint)" if position else None
 
     def restore(self, partitions: Sequence[PredictivePartitionValues]) -> None:
         for partition, state, saved in zip(self._partitions, self.states, partitions, strict=True):

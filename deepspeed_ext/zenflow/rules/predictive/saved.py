@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
-from deepspeed_ext.zenflow.rules.saved_values import FLOATS, AdamState, PartitionValues, Shape
+from deepspeed_ext.zenflow.rules.saved_values import AdamState, PartitionValues, Shape
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, LionStep
 from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
@@ -28,13 +28,10 @@ class PredictivePartitionValues(PartitionValues):
 
     last: AdamStep | LionStep | None = None
     errors: PredictionErrors | None = None
-    drift: torch.Tensor | None = None
     inverse: torch.Tensor | None = None
 
     def shapes(self, layout: StateLayout, block_size: int) -> Iterator[Shape]:
         yield from super().shapes(layout, block_size)
-        if self.drift is not None:
-            yield Shape("drift", self.drift, self.on_host, FLOATS)
         if self.inverse is not None:
             numel = -(-self.on_host // block_size) * layout.per_block_width(block_size)
             yield Shape("inverse", self.inverse, numel, (getattr(torch, layout.per_block[1]),))

@@ -101,7 +101,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         arrival: Arrival = Arrival.AFTER_Y,
         weights_arrive: WeightsArrival = WeightsArrival.IN_STEP,
     ) -> None:
-        super().__init__(PredictiveState(interval=1, is_exact=not overlap))
+        super().__init__(PredictiveState(is_exact=not overlap))
         self._arrives_later = weights_arrive is WeightsArrival.IN_FORWARD
         self._arrival = arrival
         self._overlap = overlap
@@ -114,7 +114,8 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         moments."""
         return _WARM_UP_STEPS if self._warm_up_steps is None else max(1, self._warm_up_steps)
 
-    def ring_at(self, interval: int | None) -> int:
+    @property
+    def ring(self) -> int:
         return slots_at(self._arrival) if self._overlap else 1
 
     def plan(self) -> PredictivePlan:
@@ -165,7 +166,7 @@ class PredictiveSchedule(Schedule[PredictivePlan, PredictiveState]):
         guard = GuardState(**dict(state["guard"]))
         is_released = guard.synchronous and not self._guarded
         guard = GuardState() if is_released else guard
-        kept = {"interval": 1, "guard": guard, "is_exact": self.state.is_exact}
+        kept = {"guard": guard, "is_exact": self.state.is_exact}
         super().load_state_dict({**state, **kept}, position)
 
     def restart(self) -> None:

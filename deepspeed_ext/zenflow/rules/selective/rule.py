@@ -19,7 +19,7 @@ instead of blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -266,7 +266,7 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
             for state in self.states
         ]
 
-    def changed_setting(self, schedule: Mapping[str, Any], position: int) -> str | None:
+    def changed_setting(self, position: int) -> str | None:
         return None
 
     @torch.no_grad()

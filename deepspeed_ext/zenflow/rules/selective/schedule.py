@@ -72,7 +72,7 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
     """
 
     def __init__(self, settings: SelectiveSettings, arrival: Arrival = Arrival.AFTER_Y) -> None:
-        super().__init__(SelectiveState(interval=1))
+        super().__init__(SelectiveState())
         self._settings = settings
         self._arrival = arrival
 
@@ -81,8 +81,9 @@ class SelectiveSchedule(Schedule[SelectivePlan, SelectiveState]):
         assert self._settings.warm_up_steps is not None
         return self._settings.warm_up_steps
 
-    def ring_at(self, interval: int | None) -> int:
-        return self._settings.ring_at(interval, self._arrival)
+    @property
+    def ring(self) -> int:
+        return self._settings.slots(self._arrival)
 
     def plan(self) -> SelectivePlan:
         state, settings = self.state, self._settings

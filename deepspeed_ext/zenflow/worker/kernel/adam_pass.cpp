@@ -98,7 +98,7 @@ INLINE void peek(const AdamPass &a, int64_t first, int64_t last, const RunTile &
 
 }  // namespace
 
-extern "C" int32_t dsext_adam_pass_version() { return 16; }
+extern "C" int32_t dsext_adam_pass_version() { return 17; }
 
 extern "C" void dsext_adam_pass(const AdamPass *pass) {
     const AdamPass &a = *pass;

@@ -18,12 +18,11 @@ extern "C" {
 struct Estimate {
     void *weights;
     const void *published;
-    void *drift;
     const void *grad;
     const float *inverse;
     int64_t numel, block_size;
-    int32_t weights_dtype, grad_dtype, threads;  // y and D have the dtype of the weights
-    float grad_scale, coefficient, drift_coefficient, bound;
+    int32_t weights_dtype, grad_dtype, threads;  // y has the dtype of the weights
+    float grad_scale, coefficient, bound;
 };
 }
 
@@ -64,39 +63,16 @@ template <Dtype W, Dtype G>
 INLINE void predict(const Estimate &e, int64_t first, int64_t last) {
     using Weight = typename Element<W>::type;
     auto *weights = static_cast<Weight *>(e.weights);
-    const auto *published = static_cast<const Weight *>(e.published), *drift = static_cast<const Weight *>(e.drift);
+    const auto *published = static_cast<const Weight *>(e.published);
     const float factor = -e.coefficient;
-    if (drift == nullptr)
-        for_each_normalized<G>(e, first, last, [=](int64_t i, float q) {
-            const float product = q * factor;
-            weights[i] = dithered<W>(product + Element<W>::load(published[i]));
-        });
-    else
-        for_each_normalized<G>(e, first, last, [=](int64_t i, float q) {
-            const float moved = Element<W>::load(published[i]) - Element<W>::load(drift[i]), product = q * factor;
-            weights[i] = dithered<W>(product + moved);
-        });
-}
-
-template <Dtype W, Dtype G>
-INLINE void move(const Estimate &e, int64_t first, int64_t last) {
-    auto *weights = static_cast<typename Element<W>::type *>(e.weights);
-    auto *drift = static_cast<typename Element<W>::type *>(e.drift);
-    const float of_weights = -e.coefficient, of_drift = e.drift_coefficient;
     for_each_normalized<G>(e, first, last, [=](int64_t i, float q) {
-        const float product = q * of_weights, drifted = q * of_drift;
-        weights[i] = dithered<W>(product + Element<W>::load(weights[i]));
-        drift[i] = dithered<W>(drifted + Element<W>::load(drift[i]));
+        const float product = q * factor;
+        weights[i] = dithered<W>(product + Element<W>::load(published[i]));
     });
 }
 
 #define ESTIMATE(SUFFIX, W, G) \
-    CLONES void predict_##SUFFIX(const Estimate &e, int64_t first, int64_t last) { predict<W, G>(e, first, last); } \
-    CLONES void move_##SUFFIX(const Estimate &e, int64_t first, int64_t last) { move<W, G>(e, first, last); }
-#define TABLE(KIND) \
-    {KIND##_32_32, KIND##_32_bf, KIND##_32_fp}, {KIND##_bf_32, KIND##_bf_bf, KIND##_bf_fp}, { \
-        KIND##_fp_32, KIND##_fp_bf, KIND##_fp_fp \
-    }
+    CLONES void predict_##SUFFIX(const Estimate &e, int64_t first, int64_t last) { predict<W, G>(e, first, last); }
 
 ESTIMATE(32_32, kFloat32, kFloat32)
 ESTIMATE(32_bf, kFloat32, kBFloat16)
@@ -110,14 +86,13 @@ ESTIMATE(fp_fp, kFloat16, kFloat16)
 
 // Indexed by the dtypes of the weights and of gradients.
 using Run = void (*)(const Estimate &, int64_t, int64_t);
-const Run kPredict[3][3] = {TABLE(predict)}, kMove[3][3] = {TABLE(move)};
-
-void in_tiles(const Estimate &e, Run run) {
-    for_each_tile(e.numel, e.block_size, e.threads, [&](int64_t first, int64_t last) { run(e, first, last); });
-}
+const Run kPredict[3][3] = {{predict_32_32, predict_32_bf, predict_32_fp},
+                            {predict_bf_32, predict_bf_bf, predict_bf_fp},
+                            {predict_fp_32, predict_fp_bf, predict_fp_fp}};
 
 }  // namespace
 
-extern "C" void dsext_predict(const Estimate *e) { in_tiles(*e, kPredict[e->weights_dtype][e->grad_dtype]); }
-
-extern "C" void dsext_move(const Estimate *e) { in_tiles(*e, kMove[e->weights_dtype][e->grad_dtype]); }
+extern "C" void dsext_predict(const Estimate *e) {
+    const Run run = kPredict[e->weights_dtype][e->grad_dtype];
+    for_each_tile(e->numel, e->block_size, e->threads, [&](int64_t first, int64_t last) { run(*e, first, last); });
+}

@@ -36,7 +36,6 @@ LION_STATE = StateLayout(
     per_block=("known", "int32"),
     with_signs=True,
     counts_updates=False,
-    longest_interval=1,
 )
 
 

@@ -12,7 +12,7 @@ from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
 __all__ = ["DTYPE_CODES", "NativeKernel", "open_library"]
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 
 
@@ -119,7 +119,6 @@ def open_library(path: str) -> ctypes.CDLL:
             ctypes.c_int32,
         ],
         "dsext_predict": [ctypes.c_void_p],
-        "dsext_move": [ctypes.c_void_p],
         "dsext_first_touch": [
             ctypes.c_void_p,
             *[ctypes.c_int64] * 4,

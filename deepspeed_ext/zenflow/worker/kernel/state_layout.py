@@ -39,8 +39,6 @@ class StateLayout:
         with_signs: whether that array holds, after one number, a sign bit for each element of the
             block.
         counts_updates: whether a step depends on the number of updates.
-        longest_interval: longest interval that its estimate supports for overlapped steps; None:
-            any.
         moment_dtype: dtype of the moments; p is always fp32. ``int8``: codes, with a scale for each
             block (`rounding`).
     """
@@ -50,7 +48,6 @@ class StateLayout:
     per_block: tuple[str, str]
     with_signs: bool = False
     counts_updates: bool = True
-    longest_interval: int | None = None
     moment_dtype: str = "float32"
 
     @property

@@ -18,11 +18,8 @@ from tests.support.ranks import run_ranks
 from tests.support.zenflow import RULES, make_engine, train, zenflow_config
 
 BLOCK = 32
-ARRAYS = {"predict": 4, "move": 3, "share_step": 5}
-PREPARED = {
-    "estimates": ("predict", "move"),
-    "share_steps": ("share_step",),
-}
+ARRAYS = {"predict": 3, "share_step": 5}
+PREPARED = {"estimates": "predict", "share_steps": "share_step"}
 
 
 def alignments(
@@ -48,7 +45,7 @@ def alignments(
 
     def noted(name: str) -> Any:
         def call(*args: Any) -> list[Any]:
-            prepared.update((kernel, aligned) for kernel in PREPARED[name] for aligned in args[-1])
+            prepared.update((PREPARED[name], aligned) for aligned in args[-1])
             return []
 
         return patch.object(prepare, name, call)

@@ -7,8 +7,7 @@ import pytest
 from tests.support.device_kernels import ELEMENT_BYTES, TARGETS, Variant, compiled
 
 ARRAYS = {
-    "predict": ("weights", "published", "drift", "grad"),
-    "move": ("weights", "drift", "grad"),
+    "predict": ("weights", "published", "grad"),
     "share_step": ("grad", "weights"),
     "rounded_step": ("m", "v", "grad", "weights"),
     "predict_lion": ("weights", "published", "grad"),
@@ -18,10 +17,7 @@ ARRAYS = {
 
 BY_DEFAULT = {
     *itertools.product(("predict", "share_step"), ("sm_80", "sm_120", "gfx942")),
-    *itertools.product(
-        ("move", "predict_lion", "rounded_step", "sums_of_squares", "norms"),
-        ("sm_90",),
-    ),
+    *itertools.product(("predict_lion", "rounded_step", "sums_of_squares", "norms"), ("sm_90",)),
 }
 
 
@@ -57,9 +53,7 @@ def test_a_kernel_reads_16_bytes_at_once_and_rounds_each_operation(
     if kernel not in ("sums_of_squares", "norms"):
         assert max(made.stores) == 16
     narrow = [width for width in made.stores if width < 16]
-    assert len(narrow) <= {"move": 2, "share_step": 0, "rounded_step": 0}.get(kernel, 1), (
-        "one short block"
-    )
+    assert len(narrow) <= {"share_step": 0, "rounded_step": 0}.get(kernel, 1), "one short block"
 
 
 def test_codes_are_read_and_written_8_at_once() -> None:
@@ -79,7 +73,7 @@ def test_16_bit_results_are_rounded_to_nearest() -> None:
 
 def test_an_unaligned_array_is_read_an_element_at_a_time() -> None:
     """An access of a GPU must begin at a multiple of its size."""
-    made = compiled(variant("move", aligned=False), "sm_90")
+    made = compiled(variant("predict", aligned=False), "sm_90")
     assert max(made.loads) == 4, "a number of a block"
     assert set(made.stores) == {ELEMENT_BYTES["bf16"]}
     assert (made.spilled, made.fused) == (0, [])
@@ -95,7 +89,7 @@ def test_an_unaligned_array_is_read_an_element_at_a_time() -> None:
 def test_no_dtypes_and_blocks_spill(
     target: str, block: int, aligned: bool, array: str, dtype: str
 ) -> None:
-    for kernel in ("predict", "predict_lion", "move", "share_step", "rounded_step"):
+    for kernel in ("predict", "predict_lion", "share_step", "rounded_step"):
         if array in ARRAYS[kernel]:
             made = compiled(variant(kernel, block, aligned, **{array: dtype}), target)
             assert (made.spilled, made.fused) == (0, [])

@@ -21,7 +21,7 @@ def predicted(
     """``published - coefficient grad``, with all block means such that q is the gradient."""
     weights, inverse = torch.empty_like(published), torch.ones(-(-published.numel() // BLOCK))
     with patch.object(host, "serves", host.serves if native else lambda *_: False):
-        launch.predict(weights, published, None, grad, inverse, 1.0, coefficient, BLOCK)
+        launch.predict(weights, published, grad, inverse, 1.0, coefficient, BLOCK)
     return weights
 
 

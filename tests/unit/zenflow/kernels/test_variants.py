@@ -81,7 +81,7 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
     prepared = [
         *prepare.norms(cpu, [bf16]),
-        *prepare.estimates(cpu, 32, bf16, bf16, bf16, [False], [True, False]),
+        *prepare.estimates(cpu, 32, bf16, bf16, bf16, [True, False]),
         *prepare.share_steps(cpu, 32, bf16, bf16, [True, False]),
         *rounded.rounded_steps(cpu, 32, "int8", bf16, bf16, [True, False]),
     ]
@@ -119,9 +119,8 @@ def test_50_steps_of_five_odd_partitions_compile_nothing_that_was_not_prepared(
 
 def test_steps_of_lion_compile_nothing_that_was_not_prepared(recorded: Recorded) -> None:
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    prepare.prepare(
-        cpu, 32, lion.estimates(cpu, 32, bf16, bf16, bf16, [False], [True, False]), warns=True
-    )
+    calls = lion.estimates(cpu, 32, bf16, bf16, bf16, [True, False])
+    prepare.prepare(cpu, 32, calls, warns=True)
     expected = {target: set(keys) for target, keys in recorded.keys.items()}
     assert [len(keys) for keys in expected.values()] == [2, 2], "aligned and not"
     for numel, first in [(1, 0), (16, 1), (5003, 3), (4096, 8), (70_001, 64)]:

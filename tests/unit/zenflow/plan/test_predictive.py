@@ -16,7 +16,7 @@ NUMEL, BLOCKS = 3 * 32 + 5, 4
 
 
 def settings(overlapped: bool = True) -> PredictiveSettings:
-    return PredictiveSettings(1, overlapped, None, block_size=32, prediction_error_factor=0.0)
+    return PredictiveSettings(overlapped, None, block_size=32, prediction_error_factor=0.0)
 
 
 def test_a_denominator_for_each_block_is_kept_if_steps_overlap() -> None:

@@ -54,7 +54,7 @@ def test_every_number_has_its_name_and_unit() -> None:
     metrics._between = GivenLaps(2.0)  # time before the first step is not between two
     metrics.begin_step()
     metrics.bytes_down, metrics.bytes_up = 10, 20
-    assert metrics.as_dict(3) == {
+    assert metrics.as_dict() == {
         "wait_ms": 250.0,
         "worker_ms": 4000.0,
         "link_ms": 1000.0,
@@ -64,7 +64,6 @@ def test_every_number_has_its_name_and_unit() -> None:
         "overlap": 1 - 0.75 / 5.0,
         "bytes_down": 10.0,
         "bytes_up": 20.0,
-        "interval": 3.0,
     }
     metrics.begin_step()
     assert (metrics.bytes_down, metrics.bytes_up) == (0, 0)
@@ -86,14 +85,14 @@ def test_steps_of_one_kind_in_a_row_are_judged_by_their_medians() -> None:
     for seconds in [90.0] * SETTLING_STEPS + [3.0, 1.0, 2.0]:
         take_step(metrics, seconds, synchronous=True)
     assert metrics.typical_step() == MeasuredStep(16.0, 8.0, 4.0, 10.0, 10.0, 2.0)
-    assert "slowdown" not in metrics.as_dict(1), "what waits for its own update hides nothing"
+    assert "slowdown" not in metrics.as_dict(), "what waits for its own update hides nothing"
     for seconds in (80.0, 3.0, 3.0, 3.0):  # what was noted before the first one ends is left out
         metrics.estimating = GivenLaps(seconds / 2)
         take_step(metrics, seconds)
-    assert "slowdown" not in metrics.as_dict(1)
+    assert "slowdown" not in metrics.as_dict()
     take_step(metrics, 3.0)
     assert metrics.typical_step() == MeasuredStep(24.0, 12.0, 6.0, 15.0, 15.0, 3.0, 1.5)
-    found = metrics.as_dict(1)
+    found = metrics.as_dict()
     assert (found["slowdown"], found["limit"]) == (1.5, 1.0)
     metrics.begin_anew()
     assert metrics.typical_step() is None
