@@ -21,7 +21,7 @@ from deepspeed.utils import (
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import RankError, run_ranks
 from tests.support.same import first_difference
-from tests.support.state_access import looking_on, scale_state, state_of
+from tests.support.state_access import scale_state, state_of
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
 
 pytestmark = pytest.mark.sampled(6)
@@ -48,27 +48,6 @@ EXACT = {
         "select_interval": 6,
     },
 }
-
-
-READ_BY_DEFAULT = (
-    (2, 2, "predictive"),
-    (3, 2, "predictive"),
-    (3, 2, "selective"),
-    (2, 2, "selective, overlapped"),
-)
-
-
-@pytest.mark.parametrize(
-    ("stage", "ranks", "rule"),
-    [
-        case if case in READ_BY_DEFAULT else pytest.param(*case, marks=pytest.mark.full)
-        for rule in RULES
-        for case in ((1, 1, rule), (1, 2, rule), (2, 2, rule), (3, 1, rule), (3, 2, rule))
-    ],
-)
-def test_reading_state_changes_nothing(stage: int, ranks: int, rule: str) -> None:
-    config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
-    assert run_ranks(ranks, looking_on, config) == [[]] * ranks
 
 
 def written_and_trained(config: dict, extended: bool) -> dict[str, Any]:

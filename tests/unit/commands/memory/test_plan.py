@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.commands import main as cli
-from deepspeed_ext.commands.argument_types import numel as numel_of
+from deepspeed_ext.commands.arguments import numel as numel_of
 from deepspeed_ext.commands.memory.model import Model
 from deepspeed_ext.commands.memory.plan import plan_memory
 from deepspeed_ext.commands.memory.setup import Ranks, Setup
