@@ -5,7 +5,7 @@ that DeepSpeed would have saved in the run's layout.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -186,9 +186,7 @@ def reshard(saved: SavedCheckpoint, target: Target) -> dict[str, Any]:
         }
         for flat, master in enumerate(target.masters)
     ]
-    for copy, offset, values in _read(copies, sources):
-        for name, each in values.items():
-            filled[copy.target][name][offset : offset + each.numel()].copy_(each)
+    _fill(filled, copies, sources)
     return target.state_dict(_base_state(sources, target, filled), sources[0].scaler)
 
 
@@ -198,20 +196,23 @@ def load_masters(saved: SavedCheckpoint, target: Target) -> None:
     Raises:
         CheckpointError: as for `reshard`.
     """
-    for copy, offset, values in _read(*require_readable(saved, target, ())):
-        p = values[MASTER]
-        target.masters[copy.target].data[offset : offset + p.numel()].copy_(p)
+    masters = [{MASTER: master.data} for master in target.masters]
+    _fill(masters, *require_readable(saved, target, ()))
 
 
-def _read(
-    copies: Sequence[Copy], sources: Mapping[int, SavedPartitions]
-) -> Iterator[tuple[Copy, int, dict[str, torch.Tensor]]]:
-    """Yield each copy in chunks: the copy, the offset to write to, and the values by name."""
+def _fill(
+    flats: Sequence[Mapping[str, torch.Tensor]],
+    copies: Sequence[Copy],
+    sources: Mapping[int, SavedPartitions],
+) -> None:
+    """Copy to the tensors of each flat tensor those of the same names in `sources`."""
     for copy in copies:
         for begin in range(copy.begin, copy.end, _CHUNK_NUMEL):
             end = min(copy.end, begin + _CHUNK_NUMEL)
             values = sources[copy.rank].read(copy.flat, begin, end)
-            yield copy, copy.offset + begin - copy.begin, values
+            place = slice(copy.offset + begin - copy.begin, copy.offset + end - copy.begin)
+            for name, target in flats[copy.target].items():
+                target[place].copy_(values[name])
 
 
 def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -> bool:

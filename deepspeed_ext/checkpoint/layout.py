@@ -196,32 +196,17 @@ def plan_copies(saved: Layout, wanted: Layout, rank: int) -> list[Copy]:
     `saved`.
 
     Returns:
-        The copies, sorted by `target` and `offset`. Contiguous elements form one copy. Padding is
-        not copied.
+        The copies, sorted by `target` and `offset`. Padding is not copied.
     """
     held = [
         (name, part)
         for name, each in wanted.placements.items()
         if (part := each.of_rank(rank)) is not None
     ]
-    copies: list[Copy] = []
+    copies = []
     for name, part in sorted(held, key=lambda item: (item[1].flat, item[1].offset)):
         for found in saved.placements[name].fragments(part.begin, part.end):
             numel, offset = found.end - found.begin, part.offset + found.begin - part.begin
-            new = Copy(
-                found.rank, found.flat, found.offset, found.offset + numel, part.flat, offset
-            )
-            if copies and (joined := _joined(copies[-1], new)) is not None:
-                copies[-1] = joined
-            else:
-                copies.append(new)
+            source = found.rank, found.flat, found.offset, found.offset + numel
+            copies.append(Copy(*source, part.flat, offset))
     return copies
-
-
-def _joined(first: Copy, second: Copy) -> Copy | None:
-    """Both as one copy; None if `second` is not contiguous to `first` in source and target."""
-    here = (first.rank, first.flat, first.end, first.target, first.offset + first.end - first.begin)
-    there = (second.rank, second.flat, second.begin, second.target, second.offset)
-    if here != there:
-        return None
-    return Copy(first.rank, first.flat, first.begin, second.end, first.target, first.offset)

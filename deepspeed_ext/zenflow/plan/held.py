@@ -13,7 +13,6 @@ from functools import cached_property
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArenaKinds, ArraySpec, Dtypes, plan_layout
 from deepspeed_ext.zenflow.plan.chunks import (
-    CODED_CHUNK_NUMEL,
     CONVERTED_NUMEL,
     UPLOAD_NUMEL,
     chunk_of,
@@ -56,8 +55,6 @@ _MOST_PLACED = 32
 """Maximum number of partitions that are placed in the arena one by one."""
 
 _FLOAT_BYTES = 4
-_DECODING_BYTES = 16
-"""Per element that is decoded: its value, two fp32 temporaries, and a value of the chunk before."""
 
 
 def passing(most: int, chunks: int = 1) -> Part:
@@ -307,7 +304,7 @@ class Held:
                 "copy of the weights": weights,
             }
             return found | {"module": [shown, *_parts(copies, Memory.PAGEABLE)]}
-        tensors = [shown, passing(self._most_saved()), self._decoded()]
+        tensors = [shown, passing(self._most_saved())]
         return found | {"module": [shown], "state": tensors}
 
     def _most_saved(self) -> int:
@@ -321,15 +318,6 @@ class Held:
     def _shown(self) -> Part:
         """The accelerator's share, shown on the host."""
         return Part("shown state", self.share_bytes, Memory.ARENA)
-
-    @property
-    def _coded_at_once(self) -> int:
-        return min(chunk_of(CODED_CHUNK_NUMEL, self.rule.block_size), self._most)
-
-    def _decoded(self) -> Part:
-        """Moments that are codes, on their way to a file."""
-        size = _DECODING_BYTES * self._coded_at_once if self.rule.layout.is_coded else 0
-        return Part("moments on their way", size, Memory.PAGEABLE)
 
 
 def _parts(nbytes: Mapping[str, int], memory: Memory) -> list[Part]:

@@ -96,7 +96,7 @@ class ShownTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self._used().tolist()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._used())
 
     def __reduce_ex__(self, protocol: Any) -> Any:

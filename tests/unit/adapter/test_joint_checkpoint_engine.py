@@ -16,8 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
-from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
+from deepspeed_ext.adapter import joint_checkpoint_engine as joint
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
 from deepspeed_ext.checkpoint import folder as checkpoint_folder
@@ -375,17 +374,14 @@ def test_a_folder_that_is_relative_to_the_current_one(
 def test_the_script_may_change_its_folder_while_a_save_goes_on(
     alone: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    # `make_engine` changes it
-    monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)
     folders = [tmp_path / name for name in ("before", "after")]
     for folder in folders:
         folder.mkdir()
     monkeypatch.chdir(folders[0])
     engine, state = make_engine(ALONE, True, MODES[1])
-    assert isinstance(engine, AsyncCheckpointEngine)
     commit_save(engine, state.fill_(1), ALONE, Named(Path("saves"), False), "t")
     monkeypatch.chdir(folders[1])
-    engine.finish_alone() if alone else engine.finish()
+    engine.finish(alone=alone)
     assert load(ALONE, Named(folders[0] / "saves", False)) == {1}
     assert list(folders[1].iterdir()) == []
 
@@ -395,12 +391,10 @@ def test_copies_of_all_ranks_find_room(
     ranks: int, copies: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """The other ranks of the host copy at the same time."""
-    monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)
     engine, state = make_engine(ALONE, True, MODES[1])
-    assert isinstance(engine, AsyncCheckpointEngine)
-    copy = Mock(wraps=async_engine.host_copy)
-    monkeypatch.setattr(async_engine, "host_copy", copy)
-    monkeypatch.setattr(async_engine, "available_host_bytes", lambda: 2 * state.nbytes)
+    copy = Mock(wraps=joint.host_copy)
+    monkeypatch.setattr(joint, "host_copy", copy)
+    monkeypatch.setattr(joint, "available_host_bytes", lambda: 2 * state.nbytes)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     commit_save(engine, state.fill_(1), ALONE, Disks(tmp_path, False), "t")
     engine.finish()

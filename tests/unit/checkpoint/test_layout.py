@@ -87,15 +87,6 @@ def test_fragments_are_the_parameter_in_order(data: st.DataObject) -> None:
             assert held == next((piece for piece in pieces if piece.rank == rank), None)
 
 
-def test_an_equal_layout_is_one_copy_of_each_flat_tensor() -> None:
-    """Copies that follow each other are joined, so a plan has as many as there are borders, not
-    parameters."""
-    groups = [{f"p{index}": 10 for index in range(100)}]
-    layout = Layout.of_groups(groups, [[0] * 100], [500], 2)
-    assert len(plan_copies(layout, layout, 1)) == 1
-    assert len(plan_copies(layout, Layout.of_groups(groups, [[0] * 100], [1000], 1), 0)) == 2
-
-
 def test_another_model_is_named() -> None:
     mine = Layout(1, {"same": Placement(4, 0, 0, 9, 0), "other": Placement(5, 0, 4, 9, 0)})
     theirs = Layout(1, {"same": Placement(3, 0, 0, 9, 0), "old": Placement(5, 0, 4, 9, 0)})
@@ -179,7 +170,7 @@ def test_each_flat_tensor_belongs_to_the_group_that_lists_it(
         Keys.FP32_FLAT_GROUPS: [torch.zeros(2) for _ in range(3)],
         Keys.OPTIMIZER_STATE_DICT: base,
     }
-    saved = SavedPartitions(state, "file")
+    saved = SavedPartitions(SimpleNamespace(path="file", optimizer_state=state))
     assert saved.group_of_flats == expected
     order = [number for params in groups for number in params]
     assert [scalars["step"] for scalars in saved.scalars] == order

@@ -19,7 +19,6 @@ import psutil
 import pytest
 from deepspeed import comm as dist
 
-from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.gradients import HostGradients
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.late_weights import LateWeights
@@ -124,10 +123,10 @@ PHASES = {
     "a save waits for the worker": Phase(HostOptimizer, "drain", saves="waiting"),
     "a save writes": Phase(JointCheckpointEngine, "_write", saves="waiting"),
     "a save is named": Phase(JointCheckpointEngine, "_complete", saves="waiting"),
-    "a save beside training begins": Phase(AsyncCheckpointEngine, "_write", saves="beside"),
-    "a save beside training goes on": Phase(AsyncCheckpointEngine, "commit", True, saves="beside"),
+    "a save beside training begins": Phase(JointCheckpointEngine, "_write", saves="beside"),
+    "a save beside training goes on": Phase(JointCheckpointEngine, "commit", True, saves="beside"),
     "a step goes on beside a save": Phase(HostOptimizer, "step_partition", saves="beside"),
-    "a save beside training is named": Phase(AsyncCheckpointEngine, "_complete", saves="beside"),
+    "a save beside training is named": Phase(JointCheckpointEngine, "_complete", saves="beside"),
     "a share is agreed on": Phase(Tuner, "_of_all", False, ("share",), devices=SIM),
     "between steps": Phase(HostOptimizer, "end_step", True, ("default",), (2,)),
 }
