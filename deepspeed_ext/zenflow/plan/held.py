@@ -161,7 +161,7 @@ class Held:
                 return {"update": self._updating(self._most)}
             return {"lift": self._lifting(self._most)}
         if phase is Phase.SAVE and self.computes_there:
-            return {"export": self._aside(Memory.ACCELERATOR)}
+            return {"export": [self._aside(Memory.ACCELERATOR)]}
         return {}
 
     def _updating(self, numel: int) -> list[Part]:
@@ -189,12 +189,11 @@ class Held:
         converted = arrived * min(numel, CONVERTED_NUMEL) if arrived != self._item else 0
         return _parts({"temporaries": converted}, Memory.ACCELERATOR)
 
-    def _aside(self, memory: Memory) -> list[Part]:
+    def _aside(self, memory: Memory) -> Part:
         """The weights that are not p, set aside while the model is saved with p as its weights;
         none if every step is exact."""
-        if not self.rule.overlapped:
-            return []
-        return [Part("predicted weights, aside", self._item * self.numel, memory)]
+        nbytes = self._item * self.numel if self.rule.overlapped else 0
+        return Part("predicted weights, aside", nbytes, memory)
 
     # -- on the host -------------------------------------------------------------------------------
 
@@ -292,9 +291,8 @@ class Held:
     def _saving(self) -> Moments:
         """The accelerator's share is shown all the time. An export sets predicted weights
         aside."""
-        shown = self._shown()
-        aside = [] if self.computes_there else self._aside(Memory.PAGEABLE)
-        found: dict[str, list[Part]] = {"export": [shown, *aside]}
+        shown, aside = self._shown(), self._aside(Memory.PAGEABLE)
+        found = {"export": [shown] if self.computes_there else [shown, aside]}
         if self.saves_beside:  # what is not in the arena is copied, until it is written
             weights = self._item * self.numel if self.caller.partitions_weights else 0
             copies = {
