@@ -2,8 +2,8 @@
 
 Decisions in order: where gradients may wait, how much steps on the accelerator, whether copies may
 run beside the next step, whether gradients and y pass through the host in chunks. Each sees those
-before it, and the memory of all ranks. If several answers fit, `search` takes the one predicted to
-be fastest.
+before it, and the memory of all ranks. If several answers fit, the one predicted to be fastest is
+taken.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from deepspeed_ext.zenflow.plan.arrays import (
 )
 from deepspeed_ext.zenflow.plan.chunks import Chunks, chunk_numel
 from deepspeed_ext.zenflow.plan.facts import RankFacts, Run, ZenFlowFacts
+from deepspeed_ext.zenflow.plan.lanes import Speeds, lanes_of
 from deepspeed_ext.zenflow.plan.partitions import (
     PartitionPlan,
     head_of,
@@ -45,14 +46,22 @@ from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.plan.rules import settings_of
-from deepspeed_ext.zenflow.plan.search import Option, expected_times, search
-from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS, share_reason
+from deepspeed_ext.zenflow.plan.share import (
+    HIDDEN,
+    LEAST_GAINED,
+    MEASURED_STEPS,
+    UNITS,
+    share_reason,
+)
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = ["decide"]
 
 MOST_FOR_GRADIENTS = 0.5
 """Fraction of the accelerator's free memory that gradients may take."""
+
+TYPICAL = Speeds(link=20e9, host=100e9)
+"""Assumed for a rank with an accelerator. Only their ratio matters."""
 
 LEAST_FREE = 0.1
 """Fraction of the accelerator's memory that must stay free beside landing buffers."""
@@ -126,10 +135,7 @@ class _Choice:
                 plans.append(
                     self._plan(landed, host_share, reasons, measures and not stays, is_asked)
                 )
-        times = zip(plans, expected_times(plans), strict=True)
-        return search(
-            [Option(plan, plan.host_share, plan.host_share, (each,)) for plan, each in times]
-        ).plan
+        return _fastest(plans)
 
     def _plan(
         self,
@@ -422,14 +428,14 @@ class _Choice:
             return [
                 (
                     places,
-                    _of_copies("no copies of gradients and y", "the host computes the weights"),
+                    Reason("no copies of gradients and y", "the host computes the weights"),
                 )
             ]
         if self.peeks:
-            return [(places, _of_copies(inside, "exact weights are copied to where they are used"))]
+            return [(places, Reason(inside, "exact weights are copied to where they are used"))]
         beside = replace(places, published=Place.ACCELERATOR)
         if self.facts.refuses_landing:
-            return [(places, _of_copies(inside, "a rank could not allocate the landing buffers"))]
+            return [(places, Reason(inside, "a rank could not allocate the landing buffers"))]
         needs = self._by_shape(partial(self._landing_bytes, places=places, host_share=host_share))
         missing = {
             needs[rank.partitions] - self._left(rank, host_share)
@@ -441,8 +447,8 @@ class _Choice:
             f"{LEAST_FREE:.0%} must stay free on any rank"
         )
         if (most := max(missing, default=0)) > 0:
-            return [(places, _of_copies(inside, f"{why}: {most:,} bytes are missing"))]
-        return [(beside, _of_copies(_BESIDE, why)), (places, _of_copies(inside, why))]
+            return [(places, Reason(inside, f"{why}: {most:,} bytes are missing"))]
+        return [(beside, Reason(_BESIDE, why)), (places, Reason(inside, why))]
 
     def _landing_bytes(self, partitions: Partitions, places: Places, host_share: float) -> int:
         kinds = kinds_of(self.rule, self.dtypes, places)
@@ -532,8 +538,16 @@ def _total(partitions: Sequence[Run]) -> int:
     return sum(run.numel * run.times for run in partitions)
 
 
-def _of_copies(decision: str, why: str) -> Reason:
-    return Reason(decision, why, about="copies")
+def _fastest(plans: Sequence[ZenFlowPlan]) -> ZenFlowPlan:
+    """The plan whose steps wait least at `TYPICAL` speeds, if the accelerator's step is just long
+    enough to hide the slowest; an earlier one unless a later one gains `LEAST_GAINED`."""
+    lanes = [lanes_of(plan, TYPICAL) for plan in plans]
+    device = max(each.beside for each in lanes) / HIDDEN
+    best, least = plans[0], device + lanes[0].exposed
+    for plan, each in zip(plans, lanes, strict=True):
+        if device + each.exposed < (1.0 - LEAST_GAINED) * least:
+            best, least = plan, device + each.exposed
+    return best
 
 
 def _arriving(arrives: WeightsArrival, why: str) -> tuple[WeightsArrival, Reason]:

@@ -190,8 +190,10 @@ class Held:
         return _parts({"temporaries": converted}, Memory.ACCELERATOR)
 
     def _aside(self, memory: Memory) -> Part:
-        """The predicted weights, set aside while the model is saved with p as its weights."""
-        return Part("predicted weights, aside", self._item * self.numel, memory)
+        """The weights that are not p, set aside while the model is saved with p as its weights;
+        none if every step is exact."""
+        nbytes = self._item * self.numel if self.rule.overlapped else 0
+        return Part("predicted weights, aside", nbytes, memory)
 
     # -- on the host -------------------------------------------------------------------------------
 
@@ -287,11 +289,10 @@ class Held:
     # -- while it saves and loads ------------------------------------------------------------------
 
     def _saving(self) -> Moments:
-        """The accelerator's share is shown all the time. An export sets the predicted weights
+        """The accelerator's share is shown all the time. An export sets predicted weights
         aside."""
-        shown = self._shown()
-        aside = [] if self.computes_there else [self._aside(Memory.PAGEABLE)]
-        found: dict[str, list[Part]] = {"export": [shown, *aside]}
+        shown, aside = self._shown(), self._aside(Memory.PAGEABLE)
+        found = {"export": [shown] if self.computes_there else [shown, aside]}
         if self.saves_beside:  # what is not in the arena is copied, until it is written
             weights = self._item * self.numel if self.caller.partitions_weights else 0
             copies = {

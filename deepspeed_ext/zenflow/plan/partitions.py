@@ -34,20 +34,10 @@ class PartitionPlan:
         return self.numel - self.head
 
 
-def kinds_of(
-    rule: RuleSettings,
-    dtypes: Dtypes,
-    places: Places,
-    *,
-    may_open: bool = False,
-) -> ArenaKinds:
-    """The arrays of partitions with these places.
-
-    Args:
-        may_open: whether gradients that pass through in chunks may stay whole later.
-    """
-    in_transit = places.handed_over is Place.IN_TRANSIT
-    slots = 0 if in_transit and not may_open else rule.slots(places.arrival)
+def kinds_of(rule: RuleSettings, dtypes: Dtypes, places: Places) -> ArenaKinds:
+    """The arrays of partitions with these places. Gradients in transit pass through the slots of
+    chunks instead."""
+    slots = 0 if places.handed_over is Place.IN_TRANSIT else rule.slots(places.arrival)
     return ArenaKinds(
         layout=rule.layout,
         block_size=rule.block_size,
@@ -55,7 +45,6 @@ def kinds_of(
         per_block=rule.per_block(places),
         lifts_y=places.weights is Place.ACCELERATOR,
         slots=slots,
-        touched_slots=0 if in_transit else slots,
     )
 
 

@@ -6,7 +6,6 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from deepspeed_ext.zenflow.plan.arrays import (
     ArenaKinds,
@@ -25,7 +24,7 @@ from deepspeed_ext.zenflow.plan.phases import Part, Phase, nbytes_of, parts_with
 from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, Places, WeightsArrival
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 
-__all__ = ["Kernel", "Reason", "Subject", "ZenFlowPlan"]
+__all__ = ["Kernel", "Reason", "ZenFlowPlan"]
 
 
 class Kernel(enum.Enum):
@@ -36,10 +35,6 @@ class Kernel(enum.Enum):
     ESTIMATE = "estimate of an update in flight"
 
 
-Subject = Literal["share", "copies"]
-"""What a later plan may decide anew: the share on the accelerator, copies of gradients and y."""
-
-
 @dataclass(frozen=True)
 class Reason:
     """A decision and why it was made.
@@ -48,13 +43,13 @@ class Reason:
         decision: name and value, as a config would give them.
         why: the reason, in a sentence.
         is_open: whether the config left it to be decided.
-        about: what it decides; None: nothing that changes later.
+        is_of_share: whether it decides the share on the accelerator, which may move later.
     """
 
     decision: str
     why: str
     is_open: bool = False
-    about: Subject | None = None
+    is_of_share: bool = False
 
     def __str__(self) -> str:
         return f"{self.decision}: {self.why}"
@@ -130,7 +125,7 @@ class ZenFlowPlan:
     @cached_property
     def kinds(self) -> ArenaKinds:
         """What the arrays of all partitions have in common."""
-        return kinds_of(self.rule, self.dtypes, self.places, may_open=self.measures_share)
+        return kinds_of(self.rule, self.dtypes, self.places)
 
     @cached_property
     def arena(self) -> tuple[ArraySpec, ...]:

@@ -9,7 +9,7 @@ hands them to the worker and waits for it. An `UpdateRule` decides when, and com
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -31,55 +31,29 @@ from deepspeed_ext.zenflow.step.shown_state import ShownState, write
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
-__all__ = ["Mover", "HostOptimizer"]
+__all__ = ["HostOptimizer", "Observer"]
 
 
-class Mover(Protocol):
-    """Moves a run to a better plan. Every rank of the model has one, or none.
+class Observer(Protocol):
+    """Observes steps, and may then choose a better plan (`zenflow.first_steps`). Every rank of the
+    model has one, or none.
 
     Attributes:
-        device_seconds: accelerator time between two steps when the plan was chosen; 0: not chosen
-            yet.
+        is_chosen: whether it has chosen, on this machine.
     """
 
-    device_seconds: float
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether steps that overlap wait for their pass before they end, so that forward and
-        backward run alone."""
+    is_chosen: bool
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
         """Observe a step that has ended. A collective if a choice is due."""
 
-    def measured(self) -> dict[str, Any] | None:
-        """What was measured for a choice that is still to come, as plain values, so that a resumed
-        run makes it at the same step; None: there is none."""
-
-    def adopt(self, host: HostOptimizer, heads: Sequence[int]) -> None:
-        """Take over a checkpoint's share if there is room for it, after p and the moments were
-        loaded. A collective.
+    def resume(self, host: HostOptimizer, heads: Sequence[int], threads: int | None) -> None:
+        """Go on from a checkpoint, after p and the moments were loaded. A collective.
 
         Args:
-            heads: elements of each partition that step on the accelerator.
-        """
-
-    def resumed(
-        self,
-        host: HostOptimizer,
-        threads: int | None,
-        device_seconds: float,
-        *,
-        is_elsewhere: bool,
-        measured: Mapping[str, Any] | None,
-    ) -> None:
-        """Continue with a checkpoint's plan, or with its measurements. A collective.
-
-        Args:
-            threads: threads of the optimizer process; None: not known.
-            device_seconds: see `Mover`.
-            is_elsewhere: whether it was saved on another machine, so that steps are measured again.
-            measured: see `measured`.
+            heads: elements of each partition that step on the accelerator there.
+            threads: those of the optimizer process, chosen on this machine; None: there was no
+                choice here.
         """
 
 
@@ -103,7 +77,7 @@ class HostOptimizer:
         plan: plan of the current step; None between steps. Kept if an exception interrupts the
             step.
         is_offloaded: whether `offload` was called, and `reload` was not.
-        mover: may move the run to a better plan; None: the plan stays.
+        first_steps: may choose a better plan; None: the plan stays.
     """
 
     def __init__(
@@ -126,7 +100,7 @@ class HostOptimizer:
         self.plan: StepPlan | None = None
         self.is_offloaded = False
         self._changes = 0
-        self.mover: Mover | None = None
+        self.first_steps: Observer | None = None
         self._parked: Parked | None = None
         used = weakref.WeakMethod(self._used)
 
@@ -246,8 +220,8 @@ class HostOptimizer:
                 self._metrics.gathering.start()
 
     def end_step(self) -> None:
-        """Hand over what the plan says, without waiting for the worker, except while the mover
-        measures. A collective only until the share is chosen."""
+        """Hand over what the plan says, without waiting for the worker. A collective only where
+        the first steps choose a plan."""
         with in_profile("zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
             with self.link.deferring_errors():
@@ -260,20 +234,17 @@ class HostOptimizer:
                 self.link.follow()
                 rule.end_step(plan)
             self.counts = [count + 1 for count in self.counts]
-            if is_apart := self.mover is not None and self.mover.is_apart:
-                with self.link.deferring_errors(), self._metrics.waiting.measured():
-                    self.link.wait()
             with self.link.deferring_errors():
                 self._metrics.note_link(self.link.transfers.copying_seconds())
-                self._metrics.end_step(plan.waits_last or is_apart)
+                self._metrics.end_step(plan.waits_last)
                 self.shown.advance(self._shown_counts())
             self.plan = None
             with self.link.deferring_errors():
                 # No parameter has a gradient, so no weight changes; schedulers and step hooks still
                 # see a step.
                 self.kind.optimizer.step()
-            if self.mover is not None:
-                self.mover.after_step(self, plan)
+            if self.first_steps is not None:
+                self.first_steps.after_step(self, plan)
 
     def _tasks(self, plan: StepPlan) -> list[WorkerTask]:
         """What the step hands over, of all partitions."""
@@ -526,7 +497,6 @@ class HostOptimizer:
     def _lock_slots(self) -> None:
         """Page-lock the slots of gradients that are whole on the host. Nothing may be in flight."""
         if self.decided.places.handed_over is Place.HOST:
-            self.link.transfers.keep_whole()
             keys = (self.link.arena.keys("g", each.index) for each in self.partitions)
             self.link.lock([key for of_partition in keys for key in of_partition])
 

@@ -25,12 +25,12 @@ from deepspeed_ext.adapter.late_weights import LateWeights
 from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.zenflow.first_steps import FirstSteps
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.stream import Stream
-from deepspeed_ext.zenflow.tuner import Tuner
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.same import first_difference
@@ -127,7 +127,7 @@ PHASES = {
     "a save beside training goes on": Phase(JointCheckpointEngine, "commit", True, saves="beside"),
     "a step goes on beside a save": Phase(HostOptimizer, "step_partition", saves="beside"),
     "a save beside training is named": Phase(JointCheckpointEngine, "_complete", saves="beside"),
-    "a share is agreed on": Phase(Tuner, "_of_all", False, ("share",), devices=SIM),
+    "a share is agreed on": Phase(FirstSteps, "_choose", False, ("share",), devices=SIM),
     "between steps": Phase(HostOptimizer, "end_step", True, ("default",), (2,)),
 }
 

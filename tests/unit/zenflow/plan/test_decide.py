@@ -24,7 +24,6 @@ from deepspeed_ext.zenflow.plan.places import (
     WeightsArrival,
 )
 from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
-from deepspeed_ext.zenflow.plan.printed import as_config
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LION_STATE
 from tests.support.planned import decided
 
@@ -249,24 +248,6 @@ def test_gradients_stay_where_a_host_has_no_memory_for_them() -> None:
         plan = plan_of(facts_of(one_rank(MIB, GIB), rank))
         assert plan.places.gradient is expected
         assert plan.shortage is None
-
-
-@pytest.mark.parametrize("free", [None, 1 << 20, 1 << 24])
-@pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize(
-    "section",
-    [{}, {"update_rule": "exact"}, {"overlap_step": False}],
-    ids=str,
-)
-def test_a_plan_as_a_config_makes_the_same_plan_beside_the_other_fields(
-    section: dict[str, Any], share: float, free: int | None
-) -> None:
-    facts = facts_of(one_rank(1 << 20, free))
-    plan = plan_of(facts, host_share=share, **section)
-    printed = as_config(plan)
-    ratio = printed["offload_optimizer"]["ratio"]
-    again = plan_of(facts, host_share=ratio, **section | printed["zenflow"])
-    assert replace(again, reasons=plan.reasons) == plan
 
 
 def test_on_the_cpu_everything_is_on_the_host_but_a_given_share() -> None:
