@@ -84,6 +84,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine._between_steps",
         "adapter/engine.py:Engine.backward",
         "adapter/zenflow_parts.py:ZenFlowParts.begin_call",
+        "adapter/reached_state.py:Evaluation.end",
         "adapter/engine.py:Engine._backward_prologue",
         "adapter/parts.py:Parts.require_known_state",
         "flatten/tiers.py:broadcasts",
