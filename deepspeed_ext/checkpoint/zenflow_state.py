@@ -28,7 +28,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.proc import host_id
 from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
 from deepspeed_ext.zenflow.choose_rule import SAVED
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues, Shape
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.partition import Partition

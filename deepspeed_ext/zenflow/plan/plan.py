@@ -12,6 +12,7 @@ from deepspeed_ext.zenflow.plan.arrays import (
     ArenaLayout,
     ArraySpec,
     Dtypes,
+    bytes_at_start,
     plan_layout,
     slot_arrays,
     weight_slots,
@@ -144,6 +145,14 @@ class ZenFlowPlan:
             total = sum(each.on_host * each.times for each in self.partitions)
             most = max((each.on_host for each in self.partitions), default=0)
             yield from weight_slots(total, most, self.rule.block_size, self.dtypes)
+
+    @property
+    def bytes_at_start(self) -> int:
+        """Bytes of the arena that the worker touches at start."""
+        partitions = (
+            bytes_at_start(self.kinds.of(0, each.on_host)) * each.times for each in self.partitions
+        )
+        return sum(partitions) + bytes_at_start(self._slot_arrays())
 
     @cached_property
     def layout(self) -> ArenaLayout:

@@ -10,8 +10,7 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
 from deepspeed_ext.zenflow.plan.places import Arrival, Places
-from deepspeed_ext.zenflow.plan.rule import RuleSettings
-from deepspeed_ext.zenflow.plan.rule_bytes import FLOAT_BYTES, RuleBytes, share_step_bytes
+from deepspeed_ext.zenflow.plan.rule import FLOAT_BYTES, RuleBytes, RuleSettings, share_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_ext.zenflow.kernels import AdamConstants, rounded
 from deepspeed_ext.zenflow.plan.chunks import HOST_CHUNK_NUMEL
-from deepspeed_ext.zenflow.plan.rule_bytes import share_step_bytes
+from deepspeed_ext.zenflow.plan.rule import share_step_bytes
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.codes import loaded

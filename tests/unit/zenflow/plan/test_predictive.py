@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
-from deepspeed_ext.zenflow.plan.rule_bytes import share_step_bytes
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings, share_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from deepspeed_ext.zenflow.plan.arrays import PAGE_BYTES, ArrayKey, plan_layout
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.share import (
-    MEASURED_STEPS,
     UNITS,
     ChainTimes,
     Measured,
@@ -265,17 +263,3 @@ def test_an_open_share_is_measured_if_the_host_is_large(plan: ZenFlowPlan, measu
     assert plan.host_share == 1.0 or not measures
     if measures:
         assert any(each.is_open for each in plan.reasons)
-
-
-@pytest.mark.parametrize(
-    ("config", "rounds"),
-    [
-        ({}, None),
-        ({"full_warm_up_rounds": 2}, MEASURED_STEPS + 2),
-        ({"full_warm_up_rounds": 50}, 50),
-    ],
-)
-def test_a_run_that_measures_waits_often_enough(config: dict[str, int], rounds: int | None) -> None:
-    rule = plan_of(GIB, share=None, **config).rule
-    assert isinstance(rule, PredictiveSettings)
-    assert rule.warm_up_steps == rounds
