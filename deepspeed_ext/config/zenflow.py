@@ -178,11 +178,6 @@ class ZenFlowConfig(ConfigSection):
         )
 
     @property
-    def leaves_rule_open(self) -> bool:
-        """Whether no field asks for an update rule."""
-        return self.update_rule is None and self.rule == "predictive"
-
-    @property
     def overlapped(self) -> bool:
         """Whether the worker steps while the accelerator runs a whole step, after the warm-up."""
         if self.rule == "exact":

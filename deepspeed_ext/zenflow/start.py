@@ -143,8 +143,7 @@ def _first_steps(
     if is_late or not (rule.overlapped or plan.measures_share or len(counts) > 1):
         return None
     cores = None if start.cores is None else (count, start.cores)
-    chooses = plan.measures_share
-    return FirstSteps(metrics, config, chooses_share=chooses, threads=counts, cores=cores)
+    return FirstSteps(metrics, config, plan.measures_share, threads=counts, cores=cores)
 
 
 def _plan_with_buffers(

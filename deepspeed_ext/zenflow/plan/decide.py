@@ -220,7 +220,8 @@ class _Planner:
         config, caller = self.config, self.facts.caller
         asked = config.gradients_on_host
         return (
-            config.leaves_rule_open
+            config.update_rule is None
+            and not self.rule.limits
             and config.overlapped
             and not self.facts.is_on_cpu
             and caller.partitions_weights

@@ -15,11 +15,11 @@ from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import (
     UNITS,
     ChainTimes,
-    Measured,
     MeasuredStep,
     best_threads,
     chosen_share,
     hiding_units,
+    least_units,
     probed_threads,
     thread_counts,
     times_of,
@@ -80,7 +80,7 @@ def test_the_host_keeps_what_the_accelerators_time_hides(times: ChainTimes, shar
 @given(st.integers(1, 5_000_000), st.integers(0, 5_000_000), st.integers(0, 80_000_000))
 def test_what_fits_is_as_much_as_there_is_room_for(first: int, second: int, room: int) -> None:
     plan = plan_of(first, second)
-    units = Measured.of(plan, ChainTimes(1.0, 1.0), room).least
+    units = least_units(plan, room)
     taken = plan.held.landing_bytes + room
 
     def bytes_at(units: int) -> int:
@@ -95,7 +95,7 @@ def test_what_fits_is_as_much_as_there_is_room_for(first: int, second: int, room
 
 
 def choice(plan: ZenFlowPlan, *times: ChainTimes, room: int = 80 * GIB) -> float:
-    share, _ = chosen_share(plan, [Measured.of(plan, each, room) for each in times])
+    share, _ = chosen_share(plan, [(each, least_units(plan, room)) for each in times])
     return share
 
 
