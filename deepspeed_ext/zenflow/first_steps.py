@@ -37,7 +37,7 @@ from deepspeed_ext.zenflow.plan.share import (
     with_host_share,
     with_threads,
 )
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.schedule import StepPlan
@@ -178,8 +178,8 @@ class FirstSteps:
             for head, size in zip(heads, sizes, strict=False)
         )
         wants, fits_all = host.ranks.minimum(-int(any(heads)), int(fits))
-        if plan.has_share or not (wants and fits_all):
-            return bool(fits_all) and bool(wants) is plan.has_share
+        if plan.has_heads or not (wants and fits_all):
+            return bool(fits_all) and bool(wants) is plan.has_heads
         share = 1.0 - sum(heads) / max(1, sum(sizes))
         return move(host, with_heads(plan, heads, share, "the checkpoint's"))
 
@@ -203,14 +203,14 @@ def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
     weights = [state.weights() for state in host.states]
     with link.deferring_errors():
         link.transfers.release()
-    share = AcceleratorShare.if_all_have_room(plan, weights, link.arena, host.kind, ranks)
-    if share is None:
+    heads = Heads.if_all_have_room(plan, weights, link.arena, host.kind, ranks)
+    if heads is None:
         with link.deferring_errors():
             link.transfers.restore()
         return False
     prepare_kernels(plan, host.kind, weights, warns=ranks.rank == 0)
     with link.deferring_errors():
-        share.take()
+        heads.take()
     buffers = landing_buffers(plan, ranks)
     if buffers is None:
         told = "smaller landing buffers do not fit where larger ones were"
@@ -220,6 +220,6 @@ def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
         partitions = [
             partition_of(plan, index, state, link.arena) for index, state in enumerate(host.states)
         ]
-        host.move_to(plan, partitions, share)
+        host.move_to(plan, partitions, heads)
     link.raise_deferred()
     return True

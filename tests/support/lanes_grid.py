@@ -73,7 +73,7 @@ class Machine:
     def unused(self, plan: ZenFlowPlan) -> int:
         """Bytes of the accelerator that a step with `plan` leaves, beside the reserve."""
         room = (2.2 + self.free * 12.1) * NUMEL
-        return round(room) - plan.held.share_bytes - plan.held.landing_bytes
+        return round(room) - plan.held.head_bytes - plan.held.landing_bytes
 
     @cached_property
     def automatic(self) -> ZenFlowPlan:

@@ -407,7 +407,7 @@ class _Planner:
         held = {shape: self.draft(shape, _beside(places), host_share).held for shape in shapes}
         missing = [
             held[rank.partitions].landing_bytes
-            + held[rank.partitions].share_bytes
+            + held[rank.partitions].head_bytes
             + self._later(rank.partitions)
             + math.ceil((rank.accelerator_total or 0) * LEAST_FREE)
             - rank.accelerator_free
@@ -456,11 +456,11 @@ class _Planner:
                 self.draft(shape, places, host_share).bytes_at_start + sums * _total(shape)
             )
         )
-        sharers: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        by_limit: dict[tuple[str, str], list[tuple[int, int]]] = {}
         for rank in self.facts.ranks:
             for limit, free in rank.host_free:
-                sharers.setdefault((rank.host, limit), []).append((needs[rank.partitions], free))
-        for found in sharers.values():
+                by_limit.setdefault((rank.host, limit), []).append((needs[rank.partitions], free))
+        for found in by_limit.values():
             needed, available = sum(need for need, _ in found), min(free for _, free in found)
             if needed > max(0, available):
                 return (

@@ -185,7 +185,7 @@ class ZenFlowPlan:
     # -- the accelerator ---------------------------------------------------------------------------
 
     @property
-    def has_share(self) -> bool:
+    def has_heads(self) -> bool:
         """Whether some elements step on the accelerator."""
         return any(each.head for each in self.partitions)
 
@@ -196,7 +196,7 @@ class ZenFlowPlan:
             return frozenset()
         found = {Kernel.NORM}
         computes_there = self.places.gradient is Place.ACCELERATOR
-        if self.has_share or (self.rule.steps_beside_worker and computes_there):
+        if self.has_heads or (self.rule.steps_beside_worker and computes_there):
             found.add(Kernel.STEP)
         if self.rule.estimates and computes_there:
             found.add(Kernel.ESTIMATE)

@@ -23,7 +23,7 @@ __all__ = [
     "PredictiveSettings",
     "RuleBytes",
     "RuleSettings",
-    "share_step_bytes",
+    "head_step_bytes",
     "slots_at",
 ]
 
@@ -190,7 +190,7 @@ class PredictiveSettings(RuleSettings):
         return RuleBytes(kept, saved=tuple(kept.values()), step=step)
 
 
-def share_step_bytes(
+def head_step_bytes(
     numel: int, block_size: int, layout: StateLayout = ADAM_STATE, *, on_host: bool = False
 ) -> int:
     """Bytes of temporaries while `numel` elements step beside the worker, if no kernel can run: two

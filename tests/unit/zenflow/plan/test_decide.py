@@ -272,7 +272,7 @@ def test_a_share_of_the_optimizer_and_landing_buffers_do_not_take_the_same_memor
         rank = one_rank(2 * numel, room * numel + 10_000, 100_000)
         plan = plan_of(facts_of(rank, takes_gradients=False), host_share=0.5)
         assert (plan.copies is Copies.BESIDE_STEP) is expected
-        assert plan.held.share_bytes == 12 * numel
+        assert plan.held.head_bytes == 12 * numel
 
 
 @pytest.mark.parametrize(

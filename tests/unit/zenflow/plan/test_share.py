@@ -85,7 +85,7 @@ def test_what_fits_is_as_much_as_there_is_room_for(first: int, second: int, room
 
     def bytes_at(units: int) -> int:
         moved = with_host_share(plan, units / UNITS, "")
-        return moved.held.share_bytes + moved.held.landing_bytes
+        return moved.held.head_bytes + moved.held.landing_bytes
 
     assert units == UNITS or bytes_at(units) <= taken
     assert units == 0 or bytes_at(units - 1) > taken
@@ -209,7 +209,7 @@ def test_a_moved_plan_is_the_one_of_a_run_that_began_with_it(
     moved = with_host_share(plan_of(*numels, **config), share, "")
     begun = plan_of(*numels, share=share, **config)
     assert [each.head for each in moved.partitions] == [each.head for each in begun.partitions]
-    assert moved.held.share_bytes == begun.held.share_bytes
+    assert moved.held.head_bytes == begun.held.head_bytes
     assert moved.held.landing_bytes == begun.held.landing_bytes
     assert moved.kernels == begun.kernels
     assert not moved.measures_share
