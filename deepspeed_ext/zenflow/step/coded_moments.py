@@ -24,7 +24,7 @@ __all__ = ["CodedMoment", "CodedMoments"]
 
 class CodedMoment(NamedTuple):
     """One moment of one partition of ZeRO, of n elements. The first of them may step on the
-    accelerator; then their codes are here only while they are shown (see `AcceleratorShare`).
+    accelerator; then their codes are here only while they are shown (see `Heads`).
 
     Attributes:
         kind, shown_kind, partition: kinds and partition of the arena's arrays of codes and shown

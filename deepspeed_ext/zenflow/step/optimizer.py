@@ -21,7 +21,7 @@ from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.optimizer_state import OptimizerState
 from deepspeed_ext.zenflow.step.partition import Partition
@@ -70,7 +70,7 @@ class HostOptimizer:
 
     Attributes:
         decided, rule, link, kind, ranks: the arguments.
-        partitions, states, share, coded: see `OptimizerState`; `states` are its `wholes`.
+        partitions, states, heads, coded: see `OptimizerState`; `states` are its `wholes`.
         counts: for each partition, the updates of p and the moments whose gradients have been taken
             so far (t of the newest). They differ only if a user has reset some partitions' state.
         shown: the optimizer's state as users reach it.
@@ -114,7 +114,7 @@ class HostOptimizer:
     def _hold(self, state: OptimizerState) -> None:
         self._state = state
         self.partitions, self.states = state.partitions, state.wholes
-        self.share, self.coded = state.share, state.coded
+        self.heads, self.coded = state.heads, state.coded
         self.link.arrivals.partitions = state.partitions
 
     @property
@@ -172,8 +172,8 @@ class HostOptimizer:
             transfers = self.link.transfers
             slot = self.coming_slot(index) if transfers.handed_over is Place.HOST else None
             step = self.kind.step(partition.group, self.counts[index] + 1, grad_scale)
-            if self.share is not None:
-                grad = self._step_share(self.share, index, grad, step)
+            if self.heads is not None:
+                grad = self._step_head(self.heads, index, grad, step)
             if grad.dtype != partition.grad_dtype:
                 grad = grad.to(partition.grad_dtype)
             partition.collected.append(step)
@@ -296,7 +296,7 @@ class HostOptimizer:
         self.link.complete(used)
 
     def _on_host(self, parts: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
-        heads = [0] * len(self.partitions) if self.share is None else self.share.numels
+        heads = [0] * len(self.partitions) if self.heads is None else self.heads.numels
         return [
             (index, Span(max(0, span.begin - heads[index]), span.end - heads[index]))
             for index, span in parts
@@ -465,12 +465,12 @@ class HostOptimizer:
 
     # -- the share on the accelerator --------------------------------------------------------------
 
-    def _step_share(
-        self, share: AcceleratorShare, index: int, grad: torch.Tensor, step: StepConstants
+    def _step_head(
+        self, heads: Heads, index: int, grad: torch.Tensor, step: StepConstants
     ) -> torch.Tensor:
         """Step the share of a partition, and return the rest of its gradient."""
-        numel = share.numels[index]
-        share.step(index, grad[:numel], step, self.states[index].weights()[:numel])
+        numel = heads.numels[index]
+        heads.step(index, grad[:numel], step, self.states[index].weights()[:numel])
         return grad[numel:]
 
     def measurements(self) -> dict[str, float]:
@@ -478,19 +478,17 @@ class HostOptimizer:
         values = self._metrics.as_dict() | self.rule.measurements()
         return {f"zenflow_{name}": value for name, value in values.items()}
 
-    def move_to(
-        self, plan: ZenFlowPlan, partitions: Sequence[Partition], share: AcceleratorShare
-    ) -> None:
+    def move_to(self, plan: ZenFlowPlan, partitions: Sequence[Partition], heads: Heads) -> None:
         """Continue with `plan`, in which more elements step on the accelerator. Call it only when p
         and the moments are complete on the host, and y and the per-block arrays of the last update
         are not read again.
 
         Args:
             partitions: the partitions as the rule now sees them.
-            share: holds p and the moments of the rest.
+            heads: hold p and the moments of the rest.
         """
         self.decided = plan
-        self._hold(replace(self._state, partitions=partitions, share=share))
+        self._hold(replace(self._state, partitions=partitions, heads=heads))
         self.rule.restart(None, partitions)
         self._lock_slots()
 
