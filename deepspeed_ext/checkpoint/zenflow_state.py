@@ -209,7 +209,7 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
         "kernel": host.link.process.ready.kernel,
         "block_size": host.rule.block_size,
         "schedule": host.rule.schedule.state_dict(),
-        "updates": host.updates,
+        "updates": host.state.updates,
         **({} if layout.name == ADAM_STATE.name else {"optimizer": layout.name}),
         **({} if layout.moment_dtype == "float32" else {"moment_dtype": layout.moment_dtype}),
         **({} if host.first_steps is None else {"plan": _plan_of(host)}),
@@ -217,13 +217,17 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
             {
                 "numel": state.master.numel(),
                 "on_accelerator": state.master.numel() - partition.master.numel(),
-                **({} if count == host.updates else {"updates": count}),
+                **({} if count == host.state.updates else {"updates": count}),
                 "collected": [asdict(step) for step in partition.collected],
                 "gradients": _collected_gradients(host, partition),
                 **saved,
             }
             for partition, state, count, saved in zip(
-                host.partitions, host.states, host.counts, host.rule.saved(), strict=True
+                host.state.partitions,
+                host.state.wholes,
+                host.state.counts,
+                host.rule.saved(),
+                strict=True,
             )
         ],
     }
@@ -265,10 +269,10 @@ def adopt_optimizer_state(
         clear_padding: zeroes the padding of each partition's p and moments, which may be nonzero in
             a checkpoint.
     """
-    loaded = host.shown.loaded()
+    loaded = host.state.handles.loaded()
     write(loaded)
-    clear_padding([state.arrays for state in host.states])
-    host.masters_changed([each.updates or 0 for each in loaded])
+    clear_padding([state.arrays for state in host.state.wholes])
+    host.state.replaced([each.updates or 0 for each in loaded])
 
 
 def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
@@ -297,9 +301,9 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         logger.info(told)
     rule = host.rule
     if changed := _changed_setting(host, saved):
-        for state, values in zip(host.states, saved.partitions, strict=True):
+        for state, values in zip(host.state.wholes, saved.partitions, strict=True):
             values.catch_up(state.arrays, saved.block_size, moment_dtype=saved.moment_dtype)
-        host.masters_changed(saved.counts if saved.position else None)
+        host.state.replaced(saved.counts if saved.position else None)
         logger.warning(
             f"{where}: {changed} differs from the checkpoint; "
             "training continues from the exact weights"
@@ -312,8 +316,8 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
     rule.schedule.load_state_dict(saved.schedule, saved.position)
-    host.counts = saved.counts
-    for partition, values in zip(host.partitions, saved.partitions, strict=True):
+    host.state.counts = saved.counts
+    for partition, values in zip(host.state.partitions, saved.partitions, strict=True):
         partition.collected = values.collected
         targets = _collected_gradients(host, partition)
         for target, gradient in zip(targets, values.gradients, strict=True):
@@ -368,7 +372,7 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
             f"the block size of zenflow ({saved.block_size} "
             f"in the checkpoint, {rule.block_size} now)"
         )
-    pairs = zip(host.partitions, saved.partitions, strict=True)
+    pairs = zip(host.state.partitions, saved.partitions, strict=True)
     if any(partition.master.numel() != values.on_host for partition, values in pairs):
         return f"offload_optimizer.ratio ({_host_share(saved)} in the checkpoint)"
     return rule.changed_setting(saved.position)

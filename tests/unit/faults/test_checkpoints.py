@@ -305,7 +305,7 @@ def die_while_saving(config: dict, folder: str) -> str:
 def load_latest(config: dict, folder: str) -> int:
     engine = make_engine(config)
     engine.load_checkpoint(folder)
-    updates = engine.optimizer.host_optimizer.updates
+    updates = engine.optimizer.host_optimizer.state.updates
     engine.destroy()
     return updates
 

@@ -68,7 +68,7 @@ class Run:
             found["weights"], found["masters"] = weights_of(engine), full_masters_of(engine)
             found["steps"] = (
                 engine.global_steps,
-                engine.optimizer.host_optimizer.updates,
+                engine.optimizer.host_optimizer.state.updates,
                 engine.get_lr(),
             )
         except Exception as error:

@@ -100,7 +100,7 @@ def read_beside_the_dead(config: dict) -> dict[str, Any]:
     engine = make_engine(config)
     data = batches(6, dist.get_rank())
     train(engine, data[:5])
-    engine.optimizer.host_optimizer.drain()
+    engine.optimizer.host_optimizer.state.drain()
     process = engine.optimizer.host_optimizer.link.process
     if dist.get_rank() == 0:
         os.kill(process.pid, signal.SIGSTOP)

@@ -79,7 +79,7 @@ def suffer(config: dict, how: str, folder: str) -> dict[str, Any]:
         engine = make_engine(config)
         train(engine, batches(4, rank))
         process = engine.optimizer.host_optimizer.link.process
-        engine.optimizer.host_optimizer.drain()
+        engine.optimizer.host_optimizer.state.drain()
         dist.barrier()
         harmed = time.monotonic()
         if rank == 0:

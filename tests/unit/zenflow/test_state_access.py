@@ -137,7 +137,7 @@ def read_from_the_base_optimizer(config: dict, extended: bool) -> dict[str, Any]
     losses = train(engine, data[:5])
     shown = copied_state(base)
     if extended:
-        engine.optimizer.host_optimizer.drain()
+        engine.optimizer.host_optimizer.state.drain()
     arrived = {"moments": copied_state(base)["moments"]}
     losses += train(engine, data[5:])
     later = copied_state(base)
