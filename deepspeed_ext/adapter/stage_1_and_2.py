@@ -194,7 +194,7 @@ class MasterFragment(TensorFragment):
             fragment = super().get_hp_fragment(optim_state_key)
         else:
             fragment = whole.narrow(0, place.start, place.numel)
-        return fragment if exposed else torch.full_like(fragment, math.nan)
+        return fragment if exposed else torch.full(fragment.shape, math.nan, device="cpu")
 
 
 class ZenFlowZeroOptimizer(ZeroOptimizer):

@@ -362,7 +362,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         NaN on all ranks; the next step raises the error on every rank."""
         exposed = self.host_optimizer.state.expose()
         partition, sub_group = super()._get_fp32_opt_state_partition(*args, **kwargs)
-        return partition if exposed else torch.full_like(partition, math.nan), sub_group
+        return partition if exposed else torch.full(
+            partition.shape, math.nan, device="cpu"
+        ), sub_group
 
     def measurements(self) -> dict[str, float]:
         """Metrics for a training log, by name; units are in the names."""

@@ -90,6 +90,9 @@ class ShownTensor(torch.Tensor):
             owner.used(writes=False)
         return plain(self)
 
+    def is_pinned(self, *args: Any, **kwargs: Any) -> bool:
+        return plain(self).is_pinned(*args, **kwargs)
+
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self._used().numpy(*args, **kwargs)
 

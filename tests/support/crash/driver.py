@@ -85,11 +85,9 @@ class InProcess:
     def failed_write(self, number: int) -> str | None:
         return self._failed[number]
 
-    def file_parts(
-        self, values: torch.Tensor, offset: int, crc_offsets: tuple[int, ...]
-    ) -> list[FilePart] | None:
-        place = self.arena.find(values.data_ptr(), values.nbytes)
-        return None if place is None else [FilePart(place, values.nbytes, offset, crc_offsets)]
+    def file_parts(self, values: Any, *place: Any) -> list[FilePart] | None:
+        begin = self.arena.find(values.data_ptr(), values.nbytes)
+        return None if begin is None else [FilePart(begin, values.nbytes, *place)]
 
 
 def make_engine(

@@ -43,7 +43,7 @@ def spoil(state: dict[str, Any], how: str) -> None:
     elif how == "size":
         section["partitions"][0]["numel"] += 1
     elif how == "key":
-        del section["partitions"][0]["collected"]
+        del section["partitions"][0]["numel"]
     elif how == "no section":
         del state[STATE_KEY]
     elif how == "another step":
@@ -85,7 +85,7 @@ def test_a_section_that_fits_on_one_rank_only(stage: int, rule: str, tmp_path: P
     messages, equal = outcomes[0]
     for how, words in zip(
         SPOILT,
-        ["version 99", "elements", "collected", "different plans", "different plans"],
+        ["version 99", "elements", "numel", "different plans", "different plans"],
         strict=True,
     ):
         message = messages[SPOILT.index(how)]

@@ -182,17 +182,6 @@ def losses_of(config: dict) -> list[float]:
     return losses
 
 
-def test_the_state_dict_of_the_base_optimizer_is_that_of_zero_offload() -> None:
-    config = zenflow_config(2, torch.float32, overlap_step=False)
-    expected = run_ranks(2, read_from_the_base_optimizer, offload_config(config), False)
-    for theirs, ours in zip(
-        expected, run_ranks(2, read_from_the_base_optimizer, config, True), strict=True
-    ):
-        assert ours["shown"]["steps"] == theirs["shown"]["steps"]
-        for value, found in zip(theirs["shown"]["moments"], ours["shown"]["moments"], strict=True):
-            torch.testing.assert_close(found, value, rtol=2e-3, atol=5e-5)
-
-
 def doubled_momentum(config: dict, through_state: bool) -> tuple[list[float], str]:
     """Losses of a run whose first moments are doubled in the middle; and how what is then read of
     them differs from twice of what was there."""
