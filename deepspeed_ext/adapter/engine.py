@@ -471,7 +471,7 @@ class Engine(EngineSettings):
     ) -> Any:
         if (load := self._parts.load) is None:
             return super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
-        with swapped(load.settings()):
+        with swapped(*load.swaps):
             loaded = super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
         if loaded:
             load.write_weights()

@@ -1,5 +1,5 @@
-"""Writes and reads checkpoint files on all ranks together: all succeed or none does. A save may go
-on while training continues."""
+"""Writes checkpoint files on all ranks together: all succeed or none does. A save may go on while
+training continues."""
 
 from __future__ import annotations
 
@@ -18,18 +18,12 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
-import torch
-
 from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
 from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
 from deepspeed_ext.checkpoint.file import (
     ROOM,
     advised,
-    checking,
     marked,
-    reading,
-    save_id_of,
-    unmarked,
 )
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, fill_holes, write_skeleton
@@ -53,7 +47,7 @@ from deepspeed_ext.runtime.ranks import (
     require_same_plan,
     together,
 )
-from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
+from deepspeed_ext.runtime.words import one_line
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.worker.channel import Patience
@@ -85,14 +79,14 @@ class JointCheckpointEngine(TorchCheckpointEngine):
     gives the complete checkpoint its name; the engine calls it after the first step at which all
     ranks have written everything, or without a collective when the engine or the process ends.
 
-    Every file says which save and which file it is (`checkpoint.file`), and `load` rejects others.
+    Every file says which save and which file it is (`checkpoint.file`); `Load` reads them.
 
     DeepSpeed also saves a model alone through this class, to a folder that the user names, without
     `begin_save`. Such a save writes that file in place; its errors are raised on all ranks, too.
 
     Args:
         config_params: as for DeepSpeed's class.
-        ranks: all ranks that save and load; each calls `load` equally often.
+        ranks: all ranks that save and load.
         leads: whether this rank creates and renames folders. One rank does, or one per node if
             checkpoints are on node-local storage.
         state: p, m and v, which the worker writes; None: there is no worker. Nothing is in flight
@@ -102,10 +96,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     Attributes:
         kept: the first error of this rank since `begin_save`.
-        maps_files: whether `load` memory-maps tensors instead of reading them.
     """
-
-    maps_files = False
 
     def __init__(
         self,
@@ -125,7 +116,6 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         self._is_begun = False
         self._folder: CheckpointFolder | None = None
         self._save_id = UNKNOWN
-        self._loaded_id: str | None = None
         self._names_latest = False
         self._jobs: list[Callable[[], None]] = []
         self._saving: _Saving | None = None
@@ -391,14 +381,14 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             return None
         with together(self._ranks, CheckpointError):
             folder = CheckpointFolder(load_dir, tag, SAVED_NAMES)
-        self._loaded_id = self._recover(folder) or None
+        self._recover(folder)
         with together(self._ranks, CheckpointError):
             if self._leads:
                 folder.require_loadable()
         return tag
 
-    def _recover(self, folder: CheckpointFolder) -> str | None:
-        """Put the same save under the tag on every node; return its id."""
+    def _recover(self, folder: CheckpointFolder) -> None:
+        """Put the same save under the tag on every node."""
         with together(self._ranks, CheckpointError):
             if self._leads:
                 folder.finish_swap()
@@ -414,32 +404,6 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             save_id = choose_save(states)
             if state is not None:
                 folder.settle(state, save_id)
-        return save_id
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one file. A collective.
-
-        Raises:
-            CheckpointError: on every rank, if any rank could not read its file, or a file belongs
-                to another save. Load another checkpoint before training on.
-        """
-        with together(self._ranks, CheckpointError):
-            with reading(path), checking(path):
-                content = self._read(path, map_location)
-            save_id, content = save_id_of(content, path), unmarked(content)
-            if save_id != (expected := self._loaded_id or save_id):
-                raise CheckpointError(
-                    f"{path} is of save {save_id}, expected {expected}: the folder holds files of "
-                    f"different saves: {LOAD_ANOTHER}"
-                )
-            self._loaded_id = expected
-        return content
-
-    def _read(self, path: str, map_location: Any) -> Any:
-        """The content of a file."""
-        if not self.maps_files:
-            return super().load(path, map_location)
-        return torch.load(path, map_location=map_location, mmap=True, weights_only=False)
 
 
 class _Saving:

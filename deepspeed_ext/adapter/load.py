@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.reshard import (
     Target,
     load_frozen,
@@ -31,9 +32,7 @@ from deepspeed_ext.adapter.reshard import (
 )
 from deepspeed_ext.adapter.saved_checkpoint import (
     ZERO_STAGE_WEIGHTS,
-    Keys,
     SavedCheckpoint,
-    SavedFile,
     SavedPartitions,
     groups_of,
 )
@@ -43,8 +42,9 @@ from deepspeed_ext.adapter.upstream import (
     TorchCheckpointEngine,
     is_zero_optimizer,
 )
+from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
 from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
-from deepspeed_ext.checkpoint.file import reading
+from deepspeed_ext.checkpoint.file import SavedFile, reading, unmarked
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, rule_told
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
@@ -61,16 +61,19 @@ from deepspeed_ext.runtime.words import LOAD_ANOTHER, counted
 __all__ = ["Load", "only_weights"]
 
 
-class _Model(TorchCheckpointEngine):
-    """Gives DeepSpeed the content of the model's file that it would have found in the run's
-    layout."""
+class _Reader(TorchCheckpointEngine):
+    """Gives DeepSpeed the content of files.
 
-    def __init__(self, config: Any, content: Mapping[str, Any]) -> None:
+    Args:
+        read: returns that of the file at a path.
+    """
+
+    def __init__(self, config: Any, read: Callable[[str], dict[str, Any]]) -> None:
         super().__init__(config)
-        self._content = content
+        self._read = read
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        return dict(self._content)
+        return self._read(path)
 
 
 class Load:
@@ -92,7 +95,7 @@ class Load:
         how: the keyword arguments to call it with.
         target: this rank's partitions, if they are filled from a checkpoint of another layout;
             None: DeepSpeed reads its own files.
-        swaps: what to replace while ``_load_checkpoint`` runs.
+        swaps: what to replace while DeepSpeed reads.
 
     Raises:
         CheckpointError: on every rank, if a file cannot be read, is of another rank or save, or
@@ -115,7 +118,6 @@ class Load:
         self._loads_state = False  # ZenFlow's state, in the layout of this run
         self.how = dict(how)
         self.target: Target | None = None
-        self.swaps: list[Swap] = []
         found: Any = None
         with self._together():
             self._saved = SavedCheckpoint(folder)
@@ -135,7 +137,8 @@ class Load:
             )
             raise agreed(error, ranks)
         if self.target is not None:
-            self._read_elsewhere(self.target)
+            self._prepare(self.target)
+        self.swaps = [*self._reader(), *self._settings()]
 
     def _together(self) -> AbstractContextManager[None]:
         return together(self._ranks, CheckpointError)
@@ -258,7 +261,8 @@ class Load:
     def _require_fitting(self, file: SavedFile) -> None:
         """Check what the run takes from this rank's optimizer state: the parameter groups, the
         sizes of p and the moments, and ZenFlow's state."""
-        zenflow, state = self._zenflow, file.optimizer_state
+        zenflow = self._zenflow
+        state: Any = file.content.get(keys.OPTIMIZER_STATE_DICT)
         with _naming(file.path), reading(file.path):
             self._loads_state = STATE_KEY in state
             if zenflow is None:
@@ -266,29 +270,46 @@ class Load:
             zenflow.readiness.require_groups(groups_of(state), file.path)
             zenflow.state.require_fitting(state)
         numels = [each.master.numel() for each in zenflow.host.state.wholes]
-        behind = state.get(Keys.GROUP_PADDINGS) or [0] * len(numels)
+        behind = state.get(keys.GROUP_PADDINGS) or [0] * len(numels)
         sizes = [(numel - more, numel) for numel, more in zip(numels, behind, strict=False)]
         SavedPartitions(file).require(zenflow.moments, sizes)
 
     # -- while DeepSpeed reads ---------------------------------------------------------------------
 
-    def _read_elsewhere(self, target: Target) -> None:
-        """Let DeepSpeed read a model's file as this run would have saved it."""
-        saved, engine, model = self._saved, self._engine, dict[str, Any]()
+    def _prepare(self, target: Target) -> None:
+        """Let DeepSpeed load another layout as if this run had saved it."""
+        saved = self._saved
         if self._ranks.rank == 0:
             logger.info(
                 f"{saved.folder}, saved by {counted(saved.ranks, 'rank')} at ZeRO stage "
                 f"{saved.stage}, is loaded on {counted(target.ranks, 'rank')} "
-                f"at stage {int(engine.zero_optimization_stage())}"
+                f"at stage {int(self._engine.zero_optimization_stage())}"
             )
-        with self._together():
-            model |= {**saved.model(saved.first).sound, "dp_world_size": target.ranks}
         # without optimizer states, stage 3 would gather a whole fp32 model
         self.how["load_optimizer_states"] = True
         if not self._has_weights(target):
-            model |= {"module": {}, Keys.FROZEN_PARAM_FRAGMENTS: None}
             self.how["load_module_strict"] = False
-        self.swaps.append(Swap(engine, "checkpoint_engine", _Model(engine._config, model)))
+
+    def _reader(self) -> list[Swap]:
+        """What reads in place of the engine's own: the files that were checked, mapped."""
+        engine = self._engine
+        if self.target is None and not isinstance(engine.checkpoint_engine, JointCheckpointEngine):
+            return []
+        return [Swap(engine, "checkpoint_engine", _Reader(engine._config, self._read))]
+
+    def _read(self, path: str) -> dict[str, Any]:
+        """The content of a file that DeepSpeed asks for; of another layout, of the model's file as
+        this run would have saved it. A collective."""
+        content, saved = dict[str, Any](), self._saved
+        with self._together():
+            if (target := self.target) is None:
+                content |= unmarked(saved.open(path).sound)
+            else:
+                content |= unmarked(saved.model(saved.first).sound)
+                content["dp_world_size"] = target.ranks
+                if not self._has_weights(target):
+                    content |= {"module": {}, keys.FROZEN_PARAM_FRAGMENTS: None}
+        return content
 
     @property
     def model_files(self) -> list[str] | None:
@@ -304,32 +325,27 @@ class Load:
     def _joins(self) -> bool:
         return self.target is not None or self._zenflow is not None
 
-    def settings(self) -> Swap:
-        """The settings to read the optimizer's files with. ``pipeline_loading_checkpoint`` saves
-        host memory: each rank would wait for the one before it, which waits in a collective. The
-        weights cannot give p if they are ZenFlow's predictions, or not loaded yet."""
+    def _settings(self) -> list[Swap]:
+        """The settings to read with. ``pipeline_loading_checkpoint`` saves host memory: each rank
+        would wait for the one before it, which waits in a collective. The weights cannot give p if
+        they are ZenFlow's predictions, or not loaded yet."""
         config = self._engine._config
-        before, stage = config.zero_config, int(self._engine.zero_optimization_stage())
-        changes: dict[str, bool] = {}
+        before, changes = config.zero_config, dict[str, bool]()
         if self._joins and before.pipeline_loading_checkpoint:
             changes["pipeline_loading_checkpoint"] = False
-            self._say_idle(
-                "zero_optimization.pipeline_loading_checkpoint has no effect on this load: all "
-                "ranks load at once, each only its own partitions"
-            )
-        if (self.target or self._loads_state) and not before.load_from_fp32_weights:
+            self._say_idle("pipeline_loading_checkpoint", "all ranks load at once, mapped files")
+        takes_p = (self.target or self._loads_state) and not self._weights_alone
+        if takes_p and not before.load_from_fp32_weights:
             changes["load_from_fp32_weights"] = True
             why = "the layout has changed" if self.target else "ZenFlow's weights are predictions"
-            if stage != ZERO_STAGE_WEIGHTS:  # which ignores the field
-                self._say_idle(
-                    "zero_optimization.load_from_fp32_weights = false has no effect on this load, "
-                    f"because {why}: the optimizer's fp32 values are those of the checkpoint"
-                )
-        return Swap(config, "zero_config", before.model_copy(update=changes))
+            if int(self._engine.zero_optimization_stage()) != ZERO_STAGE_WEIGHTS:  # ignores it
+                self._say_idle("load_from_fp32_weights", f"{why}: p is that of the checkpoint")
+        after = before.model_copy(update=changes)
+        return [Swap(config, "zero_config", after)] if changes else []
 
-    def _say_idle(self, message: str) -> None:
+    def _say_idle(self, field: str, why: str) -> None:
         if self._ranks.rank == 0:
-            log_once(logging.INFO, message)
+            log_once(logging.INFO, f"zero_optimization.{field} has no effect on this load: {why}")
 
     def state_dicts(self) -> list[Any] | None:
         """The optimizer's state dict of each rank, of which this rank has only its own; None:
@@ -352,18 +368,17 @@ class Load:
     def load_beside(self, result: tuple[Any, Any]) -> tuple[Any, Any]:
         """Load what DeepSpeed's ``_load_checkpoint`` has left out of a checkpoint of another
         layout, buffers and frozen weights, and p if only weights are loaded; return its `result`.
-        A collective."""
-        if (target := self.target) is None:
-            return result
-        with self._together():
-            if not self._has_weights(target):
-                self._load_untrained(target)
-            if self._weights_alone:
-                self._open_masters()
-                load_masters(self._saved, target)
-        if self._weights_alone:
-            self.write_weights()
+        A collective, if there is one."""
         path, client_state = result
+        if (target := self.target) is not None:
+            with self._together():
+                if not self._has_weights(target):
+                    self._load_untrained(target)
+                if self._weights_alone:
+                    self._open_masters()
+                    load_masters(self._saved, target)
+            if self._weights_alone:
+                self.write_weights()
         # copied, because the user may keep these longer than the memory-mapped files
         return path, tree_map_only(torch.Tensor, torch.Tensor.clone, client_state)
 

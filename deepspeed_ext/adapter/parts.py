@@ -79,7 +79,6 @@ class Saver:
             None if host is None else host.state,
             continues=(continues := host is not None and async_save),
         )
-        files.maps_files = bool(config_params.zero_config.pipeline_loading_checkpoint)
         return cls(files, continues=continues)
 
     @contextmanager

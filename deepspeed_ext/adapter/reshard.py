@@ -12,7 +12,6 @@ import torch
 
 from deepspeed_ext.adapter.saved_checkpoint import (
     MASTER,
-    Keys,
     SavedCheckpoint,
     SavedPartitions,
 )
@@ -22,6 +21,7 @@ from deepspeed_ext.adapter.upstream import (
     group_paddings,
     is_stored_quantized,
 )
+from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
 from deepspeed_ext.checkpoint.layout import Copy, Layout, Placement, plan_copies
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
@@ -96,13 +96,13 @@ class Target:
             scaler: state of the loss scale.
         """
         if self.is_sharded:
-            return {**scaler, Keys.OPTIMIZER_STATE_DICT: base, Keys.FP32_FLAT_GROUPS: self.masters}
+            return {**scaler, keys.OPTIMIZER_STATE_DICT: base, keys.FP32_FLAT_GROUPS: self.masters}
         return {
             **scaler,
-            Keys.BASE_OPTIMIZER_STATE: base,
-            Keys.SINGLE_PARTITION_OF_FP32_GROUPS: self.masters,
-            Keys.PARAM_ALIGNMENT_PADDINGS: group_paddings(self.optimizer),
-            Keys.DS_VERSION: deepspeed.__version__,
+            keys.BASE_OPTIMIZER_STATE: base,
+            keys.SINGLE_PARTITION_OF_FP32_GROUPS: self.masters,
+            keys.PARAM_ALIGNMENT_PADDINGS: group_paddings(self.optimizer),
+            keys.DS_VERSION: deepspeed.__version__,
         }
 
     def write_weights(self) -> None:

@@ -1,22 +1,22 @@
 """Reads parts of a checkpoint that any number of ranks saved at any ZeRO stage, with or without
 ZenFlow.
 
-Only this module names the files of DeepSpeed's checkpoints and their keys. Files are memory-mapped:
-only the elements that are copied are read from disk, and their pages can be evicted.
+Only this module names the files of DeepSpeed's checkpoints. Files are memory-mapped: only the
+elements that are copied are read from disk, and their pages can be evicted.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import zipfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from deepspeed_ext.checkpoint.file import SMALL_BYTES, reading, require_sound, save_id_of
+from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
+from deepspeed_ext.checkpoint.file import SavedFile, reading
 from deepspeed_ext.checkpoint.folder import SavedNames
 from deepspeed_ext.checkpoint.layout import Layout, Placement
 from deepspeed_ext.checkpoint.zenflow_state import (
@@ -33,32 +33,10 @@ __all__ = [
     "MASTER",
     "SAVED_NAMES",
     "ZERO_STAGE_WEIGHTS",
-    "Keys",
     "SavedCheckpoint",
-    "SavedFile",
     "SavedPartitions",
     "groups_of",
 ]
-
-
-class Keys:
-    """Keys of DeepSpeed's checkpoint files. A test compares them with
-    ``deepspeed.checkpoint.constants``."""
-
-    BASE_OPTIMIZER_STATE = "base_optimizer_state"
-    CLIP_GRAD = "clip_grad"
-    DS_VERSION = "ds_version"
-    FP32_FLAT_GROUPS = "fp32_flat_groups"
-    FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
-    FROZEN_PARAM_SHAPES = "frozen_param_shapes"
-    GROUP_PADDINGS = "group_paddings"
-    LOSS_SCALER = "loss_scaler"
-    OPTIMIZER_STATE_DICT = "optimizer_state_dict"
-    PARAM_ALIGNMENT_PADDINGS = "param_alignment_paddings"
-    PARAM_SHAPES = "param_shapes"
-    PARTITION_COUNT = "partition_count"
-    SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
-    ZERO_STAGE = "zero_stage"
 
 
 MASTER = "fp32"
@@ -73,55 +51,7 @@ SAVED_NAMES = SavedNames(
 )
 """How DeepSpeed names the files of a save."""
 ZERO_STAGE_WEIGHTS = 3
-_SCALER = (Keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", Keys.CLIP_GRAD)
-
-
-class SavedFile:
-    """One file of a checkpoint, mapped.
-
-    Attributes:
-        content: its dict. Only shapes of large tensors may be used: their bytes are not verified.
-        save_id: of the save that it belongs to; None: plain DeepSpeed wrote it.
-
-    Raises:
-        CheckpointError: it cannot be read, is no dict, or was saved as another file.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        with reading(path):
-            require_sound(path, most_bytes=SMALL_BYTES)
-            maps = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
-            content = torch.load(path, map_location="cpu", mmap=maps, weights_only=False)
-        if not isinstance(content, Mapping):
-            raise CheckpointError(
-                f"{path} holds a {type(content).__name__}, expected a dict: {LOAD_ANOTHER}"
-            )
-        self.content = content
-        self.save_id = save_id_of(content, path)
-        self._is_sound = False
-
-    @property
-    def optimizer_state(self) -> Any:
-        """The optimizer's state dict, in an optimizer's file."""
-        return self.content.get(Keys.OPTIMIZER_STATE_DICT)
-
-    def require_sound(self) -> None:
-        """Verify all checksums, once.
-
-        Raises:
-            CheckpointError: the file is damaged.
-        """
-        if not self._is_sound:
-            with reading(self.path):
-                require_sound(self.path)
-            self._is_sound = True
-
-    @property
-    def sound(self) -> Mapping[str, Any]:
-        """The content, after `require_sound`."""
-        self.require_sound()
-        return self.content
+_SCALER = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
 
 
 class SavedPartitions:
@@ -141,11 +71,12 @@ class SavedPartitions:
     def __init__(self, file: SavedFile) -> None:
         self._file = file
         self.path = file.path
-        self.state = file.optimizer_state
+        self.state: Any = file.content.get(keys.OPTIMIZER_STATE_DICT)
         self.tensors: list[dict[str, torch.Tensor]] = []
         self.scalars: list[dict[str, Any]] = []
         try:
-            self._take(_masters(self.state), _base_optimizer(self.state))
+            state: Any = self.state
+            self._take(_masters(state), _base_optimizer(state))
         except Exception as error:  # the file may hold anything
             raise CheckpointError(
                 f"{self.path} is not a ZeRO optimizer file ({type(error).__name__}: {error}): "
@@ -281,7 +212,7 @@ class SavedCheckpoint:
     def ranks(self) -> int:
         """The number of ranks that saved it; if no file states it, the number of optimizer
         files."""
-        counts = self.partitions(self.first).state.get(Keys.PARTITION_COUNT, len(self._files))
+        counts = self.partitions(self.first).state.get(keys.PARTITION_COUNT, len(self._files))
         return counts if isinstance(counts, int) else max(counts)
 
     @property
@@ -337,7 +268,7 @@ class SavedCheckpoint:
     @cached_property
     def stage(self) -> int:
         """The ZeRO stage that saved it."""
-        return int(self.partitions(self.first).state[Keys.ZERO_STAGE])
+        return int(self.partitions(self.first).state[keys.ZERO_STAGE])
 
     @property
     def save_id(self) -> str | None:
@@ -364,14 +295,14 @@ class SavedCheckpoint:
     def _layout_by(self, first: SavedPartitions, model: Mapping[str, Any]) -> Layout:
         groups = [
             {name: torch.Size(shape).numel() for name, shape in group.items()}
-            for group in model.get(Keys.PARAM_SHAPES) or ()
+            for group in model.get(keys.PARAM_SHAPES) or ()
         ]
         if self.stage == ZERO_STAGE_WEIGHTS:
             return Layout.of_sub_groups(groups, self.ranks)
-        paddings = first.state.get(Keys.PARAM_ALIGNMENT_PADDINGS) or [
+        paddings = first.state.get(keys.PARAM_ALIGNMENT_PADDINGS) or [
             [0] * len(group) for group in groups
         ]
-        behind = first.state[Keys.GROUP_PADDINGS]
+        behind = first.state[keys.GROUP_PADDINGS]
         parts = [
             tensors[MASTER].numel() + more
             for tensors, more in zip(first.tensors, behind, strict=True)
@@ -384,32 +315,32 @@ class SavedCheckpoint:
         if self.has_whole_weights:
             whole = model["module"].get(name)
             return None if whole is None else Placement.of_one(whole.numel(), 1)
-        shape = (model.get(Keys.FROZEN_PARAM_SHAPES) or {}).get(name)
+        shape = (model.get(keys.FROZEN_PARAM_SHAPES) or {}).get(name)
         return None if shape is None else Placement.of_one(torch.Size(shape).numel(), self.ranks)
 
     def frozen_part(self, name: str, rank: int) -> torch.Tensor:
         """The elements of a frozen parameter that `rank` saved, 1-D."""
-        key = "module" if self.has_whole_weights else Keys.FROZEN_PARAM_FRAGMENTS
+        key = "module" if self.has_whole_weights else keys.FROZEN_PARAM_FRAGMENTS
         return self.model(rank).sound[key][name].reshape(-1)
 
 
 def _masters(state: Mapping[str, Any]) -> list[torch.Tensor]:
-    is_sharded = state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
+    is_sharded = state[keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
     return list(
-        state[Keys.FP32_FLAT_GROUPS if is_sharded else Keys.SINGLE_PARTITION_OF_FP32_GROUPS]
+        state[keys.FP32_FLAT_GROUPS if is_sharded else keys.SINGLE_PARTITION_OF_FP32_GROUPS]
     )
 
 
 def groups_of(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The parameter groups in an optimizer's state dict of any stage; empty: not saved."""
-    base = state.get(Keys.OPTIMIZER_STATE_DICT, state.get(Keys.BASE_OPTIMIZER_STATE))
+    base = state.get(keys.OPTIMIZER_STATE_DICT, state.get(keys.BASE_OPTIMIZER_STATE))
     return base.get("param_groups", ()) if isinstance(base, Mapping) else ()
 
 
 def _base_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state dict of the optimizer that DeepSpeed wraps."""
-    is_sharded = state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
-    base = state[Keys.OPTIMIZER_STATE_DICT if is_sharded else Keys.BASE_OPTIMIZER_STATE]
+    is_sharded = state[keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
+    base = state[keys.OPTIMIZER_STATE_DICT if is_sharded else keys.BASE_OPTIMIZER_STATE]
     if not isinstance(base, Mapping):
         raise CheckpointError(
             "saved with zero_optimization.elastic_checkpoint, which leaves out hyperparameters. "

@@ -2,18 +2,18 @@
 checksums, and errors that name the file.
 
 A file of `torch.save` is a zip file of uncompressed records, with the checksum of each.
-`torch.load` verifies none; here `zipfile` verifies every record that a load uses, in threads beside
-the load, from the page cache. Files in torch's older format have no checksums, nor have those
-written while `torch.serialization.set_crc32_options` had switched them off; they are loaded with a
-warning.
+`torch.load` verifies none; here `zipfile` verifies every record before its bytes are used. Files in
+torch's older format have no checksums, nor have those written while
+`torch.serialization.set_crc32_options` had switched them off; they are loaded with a warning.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -22,17 +22,14 @@ import torch
 
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime.log import warn_once
-from deepspeed_ext.runtime.words import one_line
+from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
 
 __all__ = [
     "ROOM",
-    "SMALL_BYTES",
+    "SavedFile",
     "advised",
-    "checking",
     "marked",
     "reading",
-    "require_sound",
-    "save_id_of",
     "unmarked",
 ]
 
@@ -42,8 +39,8 @@ ROOM = "make room there, or save elsewhere"
 _SAVE_ID, _FILE = "deepspeed_ext_save_id", "deepspeed_ext_file"
 """Keys of the save's id and of the file's name. If a file has only tensors, they are attributes of
 the dict instead, because DeepSpeed reads every key of an expert's file as the name of a weight."""
-SMALL_BYTES = 1 << 20
-"""Records up to this size, among them all pickles, are verified before they are read."""
+_SMALL_BYTES = 1 << 20
+"""Records up to this size, among them all pickles, are verified before anything is read."""
 _CHUNK_BYTES = 1 << 20
 _THREADS = 4
 
@@ -63,88 +60,90 @@ def marked(content: Mapping[str, Any], save_id: str, path: str) -> dict[str, Any
     return tensors
 
 
-def save_id_of(content: Any, path: str) -> str | None:
-    """The id of the save that a file's content belongs to; None: plain DeepSpeed wrote it.
-
-    Raises:
-        CheckpointError: the content was saved as another file than `path`.
-    """
-    if not isinstance(content, Mapping):
-        return None
-    mark = {**(vars(content) if isinstance(content, OrderedDict) else {}), **content}
-    name = mark.get(_FILE, os.path.basename(path))
-    if name != os.path.basename(path):
-        raise CheckpointError(
-            f"{path} was saved as {name}, so it is of another rank or partition: the files have "
-            "been swapped, copied or renamed. Put them back, or load another checkpoint by its tag"
-        )
-    save_id = mark.get(_SAVE_ID)
-    return None if save_id is None else str(save_id)
-
-
-def unmarked(content: Any) -> Any:
+def unmarked(content: Mapping[str, Any]) -> dict[str, Any]:
     """A file's content as DeepSpeed saves it."""
-    if isinstance(content, dict):
-        for key in (_SAVE_ID, _FILE):
-            content.pop(key, None)
-        return dict(content) if isinstance(content, OrderedDict) and vars(content) else content
-    return content
+    return {key: value for key, value in content.items() if key not in (_SAVE_ID, _FILE)}
 
 
-@contextmanager
-def checking(path: str) -> Iterator[None]:
-    """Wrap a block that reads a whole file: small records are verified before it, the others at the
-    same time.
+class SavedFile:
+    """One file of a checkpoint, mapped: only what is used is read, and its pages can be evicted.
+
+    Attributes:
+        content: its dict. Only shapes of large tensors may be used: their bytes are not verified.
+        save_id: of the save that it belongs to; None: plain DeepSpeed wrote it.
 
     Raises:
-        CheckpointError: the file is damaged; it replaces any error of the block.
+        CheckpointError: it cannot be read, is no dict, or was saved as another file.
     """
-    large = require_sound(path, most_bytes=SMALL_BYTES)
-    with ThreadPoolExecutor(1, "deepspeed_ext-sums") as thread:
-        check = thread.submit(_verify, path, large)
-        try:
-            yield
-        finally:
-            check.result()
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._is_sound = False
+        with reading(path):
+            _require_sound(path, most_bytes=_SMALL_BYTES)
+            maps = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
+            content = torch.load(path, map_location="cpu", mmap=maps, weights_only=False)
+        if not isinstance(content, Mapping):
+            raise CheckpointError(
+                f"{path} holds a {type(content).__name__}, expected a dict: {LOAD_ANOTHER}"
+            )
+        self.content = content
+        mark = {**(vars(content) if isinstance(content, OrderedDict) else {}), **content}
+        name = mark.get(_FILE, os.path.basename(path))
+        if name != os.path.basename(path):
+            raise CheckpointError(
+                f"{path} was saved as {name}, so it is of another rank or partition: the files "
+                "have been swapped, copied or renamed. Put them back, or load another checkpoint "
+                "by its tag"
+            )
+        save_id = mark.get(_SAVE_ID)
+        self.save_id = None if save_id is None else str(save_id)
+
+    @property
+    def sound(self) -> Mapping[str, Any]:
+        """The content, after `require_sound`."""
+        self.require_sound()
+        return self.content
+
+    def require_sound(self) -> None:
+        """Verify all checksums, once.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        if not self._is_sound:
+            with reading(self.path):
+                _require_sound(self.path, least_bytes=_SMALL_BYTES + 1)
+            self._is_sound = True
 
 
-def require_sound(path: str, most_bytes: int | None = None) -> Sequence[zipfile.ZipInfo]:
-    """Verify the checksums of a file's records.
-
-    Args:
-        most_bytes: leave out larger records; None: verify all.
-
-    Returns:
-        The records that were left out and have checksums.
+def _require_sound(path: str, least_bytes: int = 0, most_bytes: float = math.inf) -> None:
+    """Verify the checksums of a file's records of these sizes.
 
     Raises:
         CheckpointError: the file is damaged.
     """
     with open(path, "rb") as file:
         is_zip = file.read(2) == b"PK"
-    found: Sequence[zipfile.ZipInfo] = ()
-    if is_zip:
-        with _damage(path), zipfile.ZipFile(path) as archive:
-            found = archive.infolist()
-    summed = [record for record in found if record.CRC or not record.file_size]
-    if not found or len(summed) < len(found):
-        folder, name = os.path.split(path)
-        warn_once(f"{folder}: files such as {name} have no checksums, so damage would go unnoticed")
-    small = [record for record in summed if most_bytes is None or record.file_size <= most_bytes]
-    _verify(path, small)
-    return [record for record in summed if record not in small]
-
-
-def _verify(path: str, records: Sequence[zipfile.ZipInfo]) -> None:
-    """Compare the bytes of `records` with their checksums."""
-    if not records:
+    if not is_zip:
+        _warn_of_unsummed(path)
         return
     with (
         _damage(path),
         zipfile.ZipFile(path) as archive,
         ThreadPoolExecutor(_THREADS, "deepspeed_ext-sums") as threads,
     ):
-        list(threads.map(lambda record: _read_through(archive, record), records))
+        found = archive.infolist()
+        summed = [record for record in found if record.CRC or not record.file_size]
+        if len(summed) < len(found):
+            _warn_of_unsummed(path)
+        wanted = [each for each in summed if least_bytes <= each.file_size <= most_bytes]
+        list(threads.map(lambda record: _read_through(archive, record), wanted))
+
+
+def _warn_of_unsummed(path: str) -> None:
+    folder, name = os.path.split(path)
+    warn_once(f"{folder}: files such as {name} have no checksums, so damage would go unnoticed")
 
 
 def _read_through(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:

@@ -234,14 +234,10 @@ class CheckpointFolder:
         self._write_marker(None)
         self._clear_leftovers()
 
-    @property
-    def is_marked(self) -> bool:
-        """Whether `mark` was called, even if the staging folder is already in place."""
-        return self._save_id in (_save_id(self.staging), _save_id(self.path))
-
     def mark(self) -> None:
-        """Mark the staging folder as complete, by a file with the id of its save. Idempotent."""
-        if not self.is_marked:
+        """Mark the staging folder as complete, by a file with the id of its save. Idempotent, also
+        once the folder is in place."""
+        if self._save_id not in (_save_id(self.staging), _save_id(self.path)):
             self._write_marker(self._save_id)
 
     def _write_marker(self, save_id: str | None) -> None:

@@ -22,6 +22,7 @@ import torch
 
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.checkpoint import writer
+from deepspeed_ext.checkpoint.file import SavedFile, unmarked
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.arrays import ArraySpec, plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -148,11 +149,10 @@ def load(ranks: RankGroup, disks: Disks, tag: str | None = None) -> set[int]:
     engine = JointCheckpointEngine(CONFIG, ranks, disks.leads(ranks.rank))
     folder = disks.of(ranks.rank)
     found = engine.begin_load(folder, tag)
-    content = [
-        engine.load(f"{folder}/{found}/{name}")
-        for name in ("mp_rank_00_model_states.pt", _file(ranks.rank))
-    ]
-    assert all("deepspeed_ext" not in key for part in content for key in part)
+    names = ("mp_rank_00_model_states.pt", _file(ranks.rank))
+    files = [SavedFile(f"{folder}/{found}/{name}") for name in names]
+    assert len({file.save_id for file in files}) == 1
+    content = [unmarked(file.sound) for file in files]
     return {int(value) for part in content for tensor in part.values() for value in tensor.unique()}
 
 

@@ -17,7 +17,7 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.checkpoint import file as checkpoint_file
-from deepspeed_ext.checkpoint.file import SMALL_BYTES, checking, require_sound
+from deepspeed_ext.checkpoint.file import SavedFile
 from deepspeed_ext.errors import CheckpointError
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
@@ -168,18 +168,26 @@ def records(path: Path) -> list[zipfile.ZipInfo]:
         return archive.infolist()
 
 
-def test_a_large_record_is_compared_beside_the_load_and_what_the_load_says_of_it_is_not_asked(
+def test_small_records_are_verified_at_once_and_large_ones_before_they_are_used(
     tmp_path: Path,
 ) -> None:
-    path = written(tmp_path)
-    (large,) = (record for record in records(path) if record.file_size > SMALL_BYTES)
-    content = bytearray(path.read_bytes())
-    content[large.header_offset + large.file_size] ^= 1
-    path.write_bytes(content)
-    damage = f"{path} is damaged or incomplete .*{large.filename}"
-    with pytest.raises(CheckpointError, match=damage), checking(str(path)):
-        raise ValueError("what torch made of it")
-    assert [left.filename for left in require_sound(str(path), SMALL_BYTES)] == [large.filename]
+    for small in (True, False):
+        path = written(tmp_path)
+        sizes = {record.filename: record for record in records(path)}
+        record = (min if small else max)(sizes.values(), key=lambda each: each.file_size or 9)
+        content = bytearray(path.read_bytes())
+        lengths = struct.unpack_from("<HH", content, record.header_offset + 26)
+        content[record.header_offset + 30 + sum(lengths) + record.file_size - 1] ^= 1
+        path.write_bytes(content)
+        damage = f"{path} is damaged or incomplete .*{record.filename}"
+        if small:
+            with pytest.raises(CheckpointError, match=damage):
+                SavedFile(str(path))
+        else:
+            file = SavedFile(str(path))
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match=damage):
+                    file.require_sound()
 
 
 def test_files_without_sums_are_loaded_and_one_line_says_so(
@@ -187,20 +195,20 @@ def test_files_without_sums_are_loaded_and_one_line_says_so(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(checkpoint_file, "warn_once", said.append)
-    with checking(str(written(tmp_path))):
-        assert said == []
-    with checking(str(written(tmp_path, _use_new_zipfile_serialization=False))):
-        assert said.pop() == (
-            f"{tmp_path}: files such as file_states.pt "
-            "have no checksums, so damage would go unnoticed"
-        )
+    assert SavedFile(str(written(tmp_path))).sound
+    assert said == []
+    assert SavedFile(str(written(tmp_path, _use_new_zipfile_serialization=False))).sound
+    message = f"{tmp_path}: files such as file_states.pt have no checksums, so damage would go unno"
+    assert all(line.startswith(message) for line in said)
+    assert said
+    said.clear()
     path = written(tmp_path)
     content = path.read_bytes()
     for record in records(path):  # in the directory, and behind the record
         content = content.replace(struct.pack("<I", record.CRC), bytes(4))
     path.write_bytes(content)
-    with checking(str(path)):
-        assert len(said) == 1
+    assert SavedFile(str(path)).sound
+    assert said
 
 
 def test_sums_of_a_save_stand_the_test_of_zip_files(tmp_path: Path) -> None:

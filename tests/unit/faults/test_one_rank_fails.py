@@ -74,7 +74,7 @@ CANNOT_BE_AGREED_ON = {
         *(
             f"adapter/load.py:Load.{name}"
             for name in (
-                *("__init__", "_together", "_read_elsewhere", "state_dicts"),
+                *("__init__", "_together", "_read", "state_dicts"),
                 *("load_beside", "write_weights"),
             )
         ),
@@ -83,6 +83,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine.forward",
         "adapter/engine.py:Engine._between_steps",
         "adapter/engine.py:Engine.backward",
+        "adapter/zenflow_parts.py:ZenFlowParts.begin_call",
         "adapter/engine.py:Engine._backward_prologue",
         "adapter/parts.py:Parts.require_known_state",
         "flatten/tiers.py:broadcasts",
@@ -139,8 +140,8 @@ CANNOT_BE_AGREED_ON = {
         *(
             f"adapter/load.py:{name}"
             for name in (
-                *("Load.loading_model", "Load._joins", "Load.settings", "Load._say_idle"),
-                *("Load.model_files", "_Model", "only_weights"),
+                *("Load.loading_model", "Load._joins", "Load._settings", "Load._say_idle"),
+                *("Load.model_files", "Load._prepare", "Load._reader", "_Reader", "only_weights"),
             )
         ),
         "adapter/readiness.py:BackwardPass.",
