@@ -344,7 +344,9 @@ class ReachedState:
         self._host.state.drain(shows_moments=self._copies)
         scale = {} if self._scale is None else {_AUTOCAST_SCALE: self._scale.state_dict()}
         with self._host.state.handles.quiet():
-            state = tree_map_only(ShownTensor, plain, super_call())
+            state = super_call()
+            if not self._copies:  # written at once; handles that a user keeps stay current
+                state = tree_map_only(ShownTensor, plain, state)
         ours = checkpoint.state_of(self._host, self._partitions.saved_weights, copied=self._copies)
         return {**state, checkpoint.STATE_KEY: ours, **scale}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup, together, within
 from deepspeed_ext.zenflow.plan.places import Arrival, Place
 from deepspeed_ext.zenflow.start import ZenFlowStart
+from deepspeed_ext.zenflow.step.shown_state import nan_like
 
 __all__ = ["ZenFlowZeroOptimizer", "ZeroOptimizer"]
 
@@ -194,7 +194,7 @@ class MasterFragment(TensorFragment):
             fragment = super().get_hp_fragment(optim_state_key)
         else:
             fragment = whole.narrow(0, place.start, place.numel)
-        return fragment if exposed else torch.full(fragment.shape, math.nan, device="cpu")
+        return fragment if exposed else nan_like(fragment)
 
 
 class ZenFlowZeroOptimizer(ZeroOptimizer):

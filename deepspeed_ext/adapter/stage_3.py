@@ -31,6 +31,7 @@ from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
 from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival
 from deepspeed_ext.zenflow.start import ZenFlowStart
+from deepspeed_ext.zenflow.step.shown_state import nan_like
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
@@ -362,9 +363,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         NaN on all ranks; the next step raises the error on every rank."""
         exposed = self.host_optimizer.state.expose()
         partition, sub_group = super()._get_fp32_opt_state_partition(*args, **kwargs)
-        return partition if exposed else torch.full(
-            partition.shape, math.nan, device="cpu"
-        ), sub_group
+        return partition if exposed else nan_like(partition), sub_group
 
     def measurements(self) -> dict[str, float]:
         """Metrics for a training log, by name; units are in the names."""

@@ -96,7 +96,7 @@ def start_optimizer(
     prepare_kernels(plan, kind, parts, warns=ranks.rank == 0)
     metrics = Metrics()
     link = WorkerLink(plan, buffers, threads, ranks, metrics)
-    start.undo.callback(link.abandon)
+    start.undo.callback(link.close)
     share = None
     if plan.has_share:
         share = AcceleratorShare.on_all_ranks(plan, parts, link.arena, kind, ranks)

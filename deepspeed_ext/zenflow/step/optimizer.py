@@ -331,8 +331,8 @@ class HostOptimizer:
             self.link.lock([key for of_partition in keys for key in of_partition])
 
     def close(self) -> None:
-        """Stop the worker. Weights, masters and moments stay readable. Idempotent."""
+        """Stop the worker, and free p and the moments; weights stay readable. Idempotent."""
         if self.link.home.is_here:
             self.link.complete()
-        self.state.handles.close()
+        self.state.handles.is_open = False
         self.link.close()

@@ -1,6 +1,9 @@
 """DeepSpeed's ``safe_get_*`` and ``safe_set_*`` see masters, moments and gradients as they are, at
 any step."""
 
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 
+from deepspeed_ext.errors import StateError
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import RankError, run_ranks
 from tests.support.same import first_difference
@@ -148,6 +152,8 @@ def read_from_the_base_optimizer(config: dict, extended: bool) -> dict[str, Any]
     found = {"losses": losses, "shown": shown, "arrived": arrived, "later": later["steps"]}
     engine.destroy()
     base.state_dict()  # the worker is gone
+    with pytest.raises(StateError, match="was destroyed") if extended else nullcontext():
+        copied_state(base)
     return found
 
 
@@ -180,6 +186,29 @@ def losses_of(config: dict) -> list[float]:
     losses = train(engine, batches(9, dist.get_rank()))
     engine.destroy()
     return losses
+
+
+def destroyed(config: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of shared memory that this process has before and after `destroy`, with the engine and
+    what `state_dict` returned still there."""
+    engine = make_engine(config, model=partial(torch.nn.Linear, 512, 512))
+    engine.backward(engine(torch.ones(1, 512, dtype=torch.bfloat16)).sum())
+    engine.step()
+    kept, before = engine.optimizer.state_dict(), shared_bytes()
+    engine.destroy()
+    assert kept
+    return before, shared_bytes()
+
+
+def shared_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssShmem"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_destroyed_engine_frees_its_state_although_it_is_referred_to(stage: int) -> None:
+    ((before, after),) = run_ranks(1, destroyed, zenflow_config(stage, torch.bfloat16))
+    assert before - after > 6 * 512 * 512  # p, m and v of half the elements at least
 
 
 def doubled_momentum(config: dict, through_state: bool) -> tuple[list[float], str]:
