@@ -190,9 +190,9 @@ class Engine(EngineSettings):
         loader, steps = self.training_dataloader, None
         if loader is not None:
             steps = max(1, len(loader) // self.gradient_accumulation_steps())
-        share, is_open = settings.host_share, settings.leaves_share_open
-        asks = share is None
-        return ZenFlowRun.of(zenflow, timeouts, steps, None if is_open else share, asks)
+        ratio, is_open = settings.host_ratio, settings.leaves_ratio_open
+        asks = ratio is None
+        return ZenFlowRun.of(zenflow, timeouts, steps, None if is_open else ratio, asks)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()

@@ -28,7 +28,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.proc import host_id
 from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
 from deepspeed_ext.zenflow.choose_rule import SAVED
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues, Shape
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.shown_state import write
@@ -359,10 +359,10 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
         )
     pairs = zip(host.state.partitions, saved.partitions, strict=True)
     if any(partition.master.numel() != values.on_host for partition, values in pairs):
-        return f"offload_optimizer.ratio ({_host_share(saved)} in the checkpoint)"
+        return f"offload_optimizer.ratio ({_ratio(saved)} in the checkpoint)"
     return rule.changed_setting(saved.position)
 
 
-def _host_share(saved: SavedState) -> str:
+def _ratio(saved: SavedState) -> str:
     numel = sum(values.numel for values in saved.partitions)
     return f"{sum(values.on_host for values in saved.partitions) / max(1, numel):.4g}"

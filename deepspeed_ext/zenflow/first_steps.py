@@ -23,12 +23,13 @@ from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import (
     MEASURED_STEPS,
     SETTLING_STEPS,
+    UNITS,
     WATCHED_STEPS,
     ChainTimes,
-    Measured,
     MeasuredStep,
     best_threads,
     chosen_share,
+    least_units,
     limit_line,
     probed_threads,
     times_of,
@@ -36,7 +37,7 @@ from deepspeed_ext.zenflow.plan.share import (
     with_host_share,
     with_threads,
 )
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.schedule import StepPlan
@@ -59,8 +60,8 @@ class FirstSteps:
         self,
         metrics: Metrics,
         config: ZenFlowConfig,
-        *,
         chooses_share: bool,
+        *,
         threads: Sequence[int],
         cores: tuple[int, int] | None,
     ) -> None:
@@ -106,13 +107,14 @@ class FirstSteps:
 
     def _note_alone(self, host: HostOptimizer) -> None:
         """A synchronous step has ended: note its pass, and set the threads of the next one."""
-        probed = probed_threads(self._counts)
         if self._steps > SETTLING_STEPS:
             self._passes.append(self._metrics.worker_seconds)
             self._alone = self._metrics.typical_step()
-        coming = len(self._passes)
-        is_probed = coming < len(probed) and host.rule.schedule.plan().waits_last
-        self._limit(host, probed[coming] if is_probed else best_threads(self._counts, self._passes))
+        coming = probed_threads(self._counts)[len(self._passes) :]
+        if coming and host.rule.schedule.plan().waits_last:
+            self._limit(host, coming[0])
+        else:
+            self._limit(host, best_threads(self._counts, self._passes))
 
     def _limit(self, host: HostOptimizer, threads: int) -> None:
         if threads != self._threads:
@@ -126,12 +128,12 @@ class FirstSteps:
         host.decided = plan = with_threads(host.decided, self._threads)
         if not self._chooses_share:
             return False
-        mine, overlaps = Measured(ChainTimes(0.0, 0.0)), plan.rule.overlapped
+        mine, overlaps = (ChainTimes(0.0, 0.0), UNITS), plan.rule.overlapped
         with host.link.deferring_errors():
             reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
             beside = self._metrics.typical_step() if overlaps else None
-            times = times_of(plan, self._alone, beside)
-            mine = Measured.of(plan, times, memory.unused_accelerator_bytes() - reserve)
+            units = least_units(plan, memory.unused_accelerator_bytes() - reserve)
+            mine = times_of(plan, self._alone, beside), units
         share, why = chosen_share(plan, host.ranks.gather_objects(mine))
         moves = share < plan.host_share
         if moves:
@@ -176,8 +178,8 @@ class FirstSteps:
             for head, size in zip(heads, sizes, strict=False)
         )
         wants, fits_all = host.ranks.minimum(-int(any(heads)), int(fits))
-        if plan.has_share or not (wants and fits_all):
-            return bool(fits_all) and bool(wants) is plan.has_share
+        if plan.has_heads or not (wants and fits_all):
+            return bool(fits_all) and bool(wants) is plan.has_heads
         share = 1.0 - sum(heads) / max(1, sum(sizes))
         return move(host, with_heads(plan, heads, share, "the checkpoint's"))
 
@@ -201,14 +203,14 @@ def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
     weights = [state.weights() for state in host.state.wholes]
     with link.deferring_errors():
         link.transfers.release()
-    share = AcceleratorShare.if_all_have_room(plan, weights, link.arena, host.kind, ranks)
-    if share is None:
+    heads = Heads.if_all_have_room(plan, weights, link.arena, host.kind, ranks)
+    if heads is None:
         with link.deferring_errors():
             link.transfers.restore()
         return False
     prepare_kernels(plan, host.kind, weights, warns=ranks.rank == 0)
     with link.deferring_errors():
-        share.take()
+        heads.take()
     buffers = landing_buffers(plan, ranks)
     if buffers is None:
         told = "smaller landing buffers do not fit where larger ones were"
@@ -219,6 +221,6 @@ def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
             partition_of(plan, index, state, link.arena)
             for index, state in enumerate(host.state.wholes)
         ]
-        host.move_to(plan, partitions, share)
+        host.move_to(plan, partitions, heads)
     link.raise_deferred()
     return True

@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import thread_counts
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink, WorkerThreads
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
@@ -66,7 +66,7 @@ def start_optimizer(
     groups: Sequence[int],
     weights: Callable[[int], torch.Tensor],
     caller: Caller,
-    sharers: RankGroup,
+    replicas: RankGroup,
 ) -> HostOptimizer:
     """Make this rank's plan, and build exactly that. A collective.
 
@@ -77,7 +77,7 @@ def start_optimizer(
             They are written in place.
         caller: what the caller does with weights and gradients. It must follow the result's
             ``decided``.
-        sharers: the data-parallel ranks, whose partitions are in the same order.
+        replicas: the data-parallel ranks, whose partitions are in the same order.
 
     Raises:
         ConfigError: settings contradict each other, or ZenFlow does not run this optimizer.
@@ -90,16 +90,16 @@ def start_optimizer(
         kind = kind_of(optimizer, start.run.config)
         threads = _threads(start)
     facts = facts_of_all(parts, caller, type(kind).layout, ranks, _cpus(threads))
-    with within(ranks, sharers):  # stages of a pipeline may have different groups
-        require_same_plan("ZenFlow's partitions", list(groups), sharers)
+    with within(ranks, replicas):  # stages of a pipeline may have different groups
+        require_same_plan("ZenFlow's partitions", list(groups), replicas)
     plan, buffers = _plan_with_buffers(facts, start.run, ranks)
     prepare_kernels(plan, kind, parts, warns=ranks.rank == 0)
     metrics = Metrics()
     link = WorkerLink(plan, buffers, threads, ranks, metrics)
     start.undo.callback(link.close)
-    share = None
-    if plan.has_share:
-        share = AcceleratorShare.on_all_ranks(plan, parts, link.arena, kind, ranks)
+    heads = None
+    if plan.has_heads:
+        heads = Heads.on_all_ranks(plan, parts, link.arena, kind, ranks)
     layout = plan.rule.layout
     states = [
         _state(layout, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)
@@ -108,7 +108,7 @@ def start_optimizer(
     for partition, part, decided in zip(partitions, parts, plan.partitions, strict=True):
         _copy_to_host(part[decided.head :], partition.master)
     rule = rule_of(plan)(plan, partitions, link, ranks, kind, metrics)
-    store = StateStore(link, rule, kind, partitions, states, share)
+    store = StateStore(link, rule, kind, partitions, states, heads)
     host = HostOptimizer(plan, rule, store, link, kind, ranks)
     host.first_steps = _first_steps(start, plan, threads, metrics, is_on_cpu=facts.is_on_cpu)
     return host
@@ -137,8 +137,7 @@ def _first_steps(
     if is_late or not (rule.overlapped or plan.measures_share or len(counts) > 1):
         return None
     cores = None if start.cores is None else (count, start.cores)
-    chooses = plan.measures_share
-    return FirstSteps(metrics, config, chooses_share=chooses, threads=counts, cores=cores)
+    return FirstSteps(metrics, config, plan.measures_share, threads=counts, cores=cores)
 
 
 def _plan_with_buffers(

@@ -37,7 +37,7 @@ from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import Arrival, Place
 from deepspeed_ext.zenflow.rules.predictive import probe
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.compare import base_config
 from tests.support.meter import LiveBytes
@@ -123,16 +123,16 @@ class HostBytes(LiveBytes):
 
             return make
 
-        show = AcceleratorShare.show
+        show = Heads.show
 
-        def shown(share: AcceleratorShare) -> None:
+        def shown(share: Heads) -> None:
             show(share)
             self.see_arenas()
 
         with (
             patch.object(Arena, "tensor", seen(Arena.tensor)),
             patch.object(Arena, "whole", seen(Arena.whole)),
-            patch.object(AcceleratorShare, "show", shown),
+            patch.object(Heads, "show", shown),
             self,
         ):
             yield self

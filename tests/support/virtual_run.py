@@ -18,7 +18,7 @@ from deepspeed_ext.zenflow import first_steps
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import Measured, MeasuredStep, thread_counts
+from deepspeed_ext.zenflow.plan.share import ChainTimes, MeasuredStep, thread_counts
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
 
 __all__ = ["THREADS", "WARM_UP", "Machine", "VirtualRun"]
@@ -80,10 +80,10 @@ class _Ranks:
     def minimum(self, *values: int) -> tuple[int, ...]:
         return values
 
-    def gather_objects(self, mine: Measured) -> list[Measured]:
-        times = mine.times
+    def gather_objects(self, mine: tuple[ChainTimes, int]) -> list[tuple[ChainTimes, int]]:
+        times, units = mine
         slower = (replace(times, worker=times.worker * by) for by in self._slower)
-        return [mine, *(replace(mine, times=each) for each in slower)]
+        return [mine, *((each, units) for each in slower)]
 
 
 class VirtualRun:

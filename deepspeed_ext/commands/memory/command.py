@@ -142,8 +142,8 @@ def _accelerator_bytes(gib: Any) -> int | None:
 
 
 def _notes_of_this_machine() -> list[str]:
-    from deepspeed_ext.runtime.backend import SHARED_MEMORY, shares_host_memory
+    from deepspeed_ext.runtime.backend import SHARED_MEMORY, has_host_memory
 
-    if not shares_host_memory():
+    if not has_host_memory():
         return []
     return [f"this accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}"]

@@ -20,15 +20,14 @@ from deepspeed_ext.zenflow.plan.chunks import (
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.partitions import (
     PartitionPlan,
+    head_bytes,
     head_of,
     kinds_of,
     landing_bytes,
-    share_bytes,
 )
 from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase
 from deepspeed_ext.zenflow.plan.places import Copies, Place
-from deepspeed_ext.zenflow.plan.rule import RuleSettings
-from deepspeed_ext.zenflow.plan.rule_bytes import RuleBytes, share_step_bytes
+from deepspeed_ext.zenflow.plan.rule import RuleBytes, RuleSettings, head_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
 __all__ = ["Held", "passing"]
@@ -125,9 +124,9 @@ class Held:
         return sum(landing_bytes(self.kinds, each.on_host) * each.times for each in self.partitions)
 
     @property
-    def share_bytes(self) -> int:
+    def head_bytes(self) -> int:
         """Bytes of the state on the accelerator."""
-        return sum(share_bytes(self.rule, each.head) * each.times for each in self.partitions)
+        return sum(head_bytes(self.rule, each.head) * each.times for each in self.partitions)
 
     def _of_rule(self, numel: int) -> RuleBytes:
         return self.rule.nbytes(numel, self._item)
@@ -146,7 +145,7 @@ class Held:
         """Landing buffers, the share of the optimizer and the rule's own state."""
         if not self.computes_there:
             return []
-        kept = {_LANDING: self.landing_bytes, _SHARE: self.share_bytes} | self._kept()
+        kept = {_LANDING: self.landing_bytes, _SHARE: self.head_bytes} | self._kept()
         return _parts(kept, Memory.ACCELERATOR)
 
     def _accelerator_moments(self, phase: Phase) -> Moments:
@@ -173,7 +172,7 @@ class Held:
             arrived_bytes=DTYPE_BYTES[self.dtypes.published],
             in_place=self.copies is Copies.BESIDE_STEP,
         ).step
-        share = share_step_bytes(head, self.rule.block_size, self.rule.layout)
+        share = head_step_bytes(head, self.rule.block_size, self.rule.layout)
         return _parts({"temporaries": max(step, share)}, Memory.ACCELERATOR)
 
     def _head(self, numel: int) -> int:
@@ -315,7 +314,7 @@ class Held:
 
     def _shown(self) -> Part:
         """The accelerator's share, shown on the host."""
-        return Part("shown state", self.share_bytes, Memory.ARENA)
+        return Part("shown state", self.head_bytes, Memory.ARENA)
 
 
 def _parts(nbytes: Mapping[str, int], memory: Memory) -> list[Part]:

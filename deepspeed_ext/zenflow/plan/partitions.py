@@ -9,7 +9,7 @@ from deepspeed_ext.zenflow.plan.places import Place, Places
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
 
-__all__ = ["PartitionPlan", "head_of", "kinds_of", "landing_bytes", "share_bytes"]
+__all__ = ["PartitionPlan", "head_of", "kinds_of", "landing_bytes", "head_bytes"]
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ def landing_bytes(kinds: ArenaKinds, numel: int) -> int:
     return numel * item + per_block
 
 
-def share_bytes(rule: RuleSettings, numel: int) -> int:
+def head_bytes(rule: RuleSettings, numel: int) -> int:
     """Bytes of accelerator memory of `numel` elements, whole blocks, that step there: p, the
     moments in their own dtype, and a byte for each scale of codes."""
     scales = len(rule.layout.scales) * (numel // rule.block_size)
     return sum(DTYPE_BYTES[dtype] for _, dtype in rule.layout.arrays) * numel + scales
 
 
-def head_of(numel: int, host_share: float, block_size: int) -> int:
+def head_of(numel: int, ratio: float, block_size: int) -> int:
     """How many of a partition's `numel` elements step on the accelerator: whole blocks, as near as
-    possible to all but `host_share` of them."""
-    wanted = round(numel * (1.0 - host_share) / block_size) * block_size
+    possible to all but `ratio` of them."""
+    wanted = round(numel * (1.0 - ratio) / block_size) * block_size
     return min(wanted, numel // block_size * block_size)

@@ -12,6 +12,7 @@ from deepspeed_ext.zenflow.plan.arrays import (
     ArenaLayout,
     ArraySpec,
     Dtypes,
+    bytes_at_start,
     plan_layout,
     slot_arrays,
     weight_slots,
@@ -145,6 +146,14 @@ class ZenFlowPlan:
             most = max((each.on_host for each in self.partitions), default=0)
             yield from weight_slots(total, most, self.rule.block_size, self.dtypes)
 
+    @property
+    def bytes_at_start(self) -> int:
+        """Bytes of the arena that the worker touches at start."""
+        partitions = (
+            bytes_at_start(self.kinds.of(0, each.on_host)) * each.times for each in self.partitions
+        )
+        return sum(partitions) + bytes_at_start(self._slot_arrays())
+
     @cached_property
     def layout(self) -> ArenaLayout:
         """The arena with all arrays in their places."""
@@ -176,7 +185,7 @@ class ZenFlowPlan:
     # -- the accelerator ---------------------------------------------------------------------------
 
     @property
-    def has_share(self) -> bool:
+    def has_heads(self) -> bool:
         """Whether some elements step on the accelerator."""
         return any(each.head for each in self.partitions)
 
@@ -187,7 +196,7 @@ class ZenFlowPlan:
             return frozenset()
         found = {Kernel.NORM}
         computes_there = self.places.gradient is Place.ACCELERATOR
-        if self.has_share or (self.rule.steps_beside_worker and computes_there):
+        if self.has_heads or (self.rule.steps_beside_worker and computes_there):
             found.add(Kernel.STEP)
         if self.rule.estimates and computes_there:
             found.add(Kernel.ESTIMATE)

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deepspeed_ext.zenflow.plan.lanes import traffic_of
-from deepspeed_ext.zenflow.plan.partitions import head_of, share_bytes
+from deepspeed_ext.zenflow.plan.partitions import head_bytes, head_of
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
@@ -35,10 +35,10 @@ __all__ = [
     "WATCHED_STEPS",
     "ChainTimes",
     "Limit",
-    "Measured",
     "MeasuredStep",
     "best_threads",
     "chosen_share",
+    "least_units",
     "hiding_units",
     "limit_line",
     "probed_threads",
@@ -249,7 +249,7 @@ def _exact_over_estimate(plan: ZenFlowPlan) -> float:
     dtypes, block_size = plan.dtypes, plan.rule.block_size
     gradient, published = DTYPE_BYTES[dtypes.gradient], DTYPE_BYTES[dtypes.published]
     weights = DTYPE_BYTES[dtypes.weights]
-    stepped = 2 * share_bytes(plan.rule, block_size) / block_size + gradient + weights
+    stepped = 2 * head_bytes(plan.rule, block_size) / block_size + gradient + weights
     return stepped / (gradient + published + weights)
 
 
@@ -287,54 +287,44 @@ def best_threads(counts: Sequence[int], seconds: Sequence[float]) -> int:
 # -- the choice ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What one rank tells the others, from which all choose one share.
-
-    Attributes:
-        times: with all elements on the host.
-        least: how much must step on the host, of `UNITS`, because its accelerator has no room for
-            the rest.
-    """
-
-    times: ChainTimes
-    least: int = UNITS
-
-    @classmethod
-    def of(cls, plan: ZenFlowPlan, times: ChainTimes, room: int) -> Measured:
-        """Derive it from `room` bytes of the accelerator above the peak of a step of `plan`."""
-        before = _accelerator_bytes(plan)
-        fitting = bisect_right(
-            range(UNITS + 1),
-            max(0, room) + before,
-            key=lambda there: _accelerator_bytes(with_host_share(plan, 1.0 - there / UNITS, "")),
-        )
-        return cls(times, UNITS - max(0, fitting - 1))
+def least_units(plan: ZenFlowPlan, room: int) -> int:
+    """How much must step on the host, of `UNITS`, so that the rest fits into `room` bytes of the
+    accelerator above the peak of a step of `plan`. `UNITS` if nothing fits."""
+    fitting = bisect_right(
+        range(UNITS + 1),
+        max(0, room) + _accelerator_bytes(plan),
+        key=lambda there: _accelerator_bytes(with_host_share(plan, 1.0 - there / UNITS, "")),
+    )
+    return UNITS - max(0, fitting - 1)
 
 
 def _accelerator_bytes(plan: ZenFlowPlan) -> int:
-    return plan.held.share_bytes + plan.held.landing_bytes
+    return plan.held.head_bytes + plan.held.landing_bytes
 
 
-def chosen_share(plan: ZenFlowPlan, ranks: Sequence[Measured]) -> tuple[float, str]:
+def chosen_share(plan: ZenFlowPlan, ranks: Sequence[tuple[ChainTimes, int]]) -> tuple[float, str]:
     """The share of the optimizer on the host that makes steps shortest, and why. All ranks find the
     same. Elements never move back, and none move where steps would get longer.
 
     The largest share that hides comes first, because it moves least; then the smallest that fits,
     because the accelerator is delayed by every element of a pass.
+
+    Args:
+        ranks: of each rank what it has measured, and the `least_units` of its own plan.
     """
     now = plan.host_share
-    if not all(each.times.is_complete for each in ranks):
+    of_all = [times for times, _ in ranks]
+    if not all(times.is_complete for times in of_all):
         return now, "a rank could not measure its steps"
-    least = min(max(each.least for each in ranks) / UNITS, now)
-    hiding = min(hiding_units(plan, each.times) for each in ranks) / UNITS
+    least = min(max(units for _, units in ranks) / UNITS, now)
+    hiding = min(hiding_units(plan, times) for times in of_all) / UNITS
 
     def seconds(share: float) -> float:
-        return max(_step_seconds(plan, share, each.times) for each in ranks)
+        return max(_step_seconds(plan, share, times) for times in of_all)
 
     share = min(now, max(least, hiding))
     share = least if seconds(least) < (1.0 - LEAST_GAINED) * seconds(share) else share
-    slowest = max((each.times for each in ranks), key=lambda times: times.worker)
+    slowest = max(of_all, key=lambda times: times.worker)
     why = (
         f"a pass over all elements takes {slowest.worker * 1e3:.1f} ms, copies "
         f"{slowest.link * 1e3:.1f} ms, the accelerator {slowest.device * 1e3:.1f} ms between "

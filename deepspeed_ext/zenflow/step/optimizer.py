@@ -19,7 +19,7 @@ from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
@@ -135,10 +135,10 @@ class HostOptimizer:
             transfers = self.link.transfers
             slot = self.coming_slot(index) if transfers.handed_over is Place.HOST else None
             step = self.kind.step(partition.group, self.state.counts[index] + 1, grad_scale)
-            if (share := self.state.share) is not None:
-                numel = share.numels[index]
+            if (heads := self.state.heads) is not None:
+                numel = heads.numels[index]
                 weights = self.state.wholes[index].weights()
-                share.step(index, grad[:numel], step, weights[:numel])
+                heads.step(index, grad[:numel], step, weights[:numel])
                 grad = grad[numel:]
             if grad.dtype != partition.grad_dtype:
                 grad = grad.to(partition.grad_dtype)
@@ -300,8 +300,8 @@ class HostOptimizer:
         self.is_offloaded = False
 
     def _beside_weights(self, partition: Partition) -> list[torch.Tensor]:
-        share = self.state.share
-        beside = [] if share is None else share.tensors(partition.index)
+        heads = self.state.heads
+        beside = [] if heads is None else heads.tensors(partition.index)
         return [*self.rule.state_beside_weights(partition), *beside]
 
     # -- the share on the accelerator --------------------------------------------------------------
@@ -311,20 +311,18 @@ class HostOptimizer:
         values = self._metrics.as_dict() | self.rule.measurements()
         return {f"zenflow_{name}": value for name, value in values.items()}
 
-    def move_to(
-        self, plan: ZenFlowPlan, partitions: Sequence[Partition], share: AcceleratorShare
-    ) -> None:
+    def move_to(self, plan: ZenFlowPlan, partitions: Sequence[Partition], heads: Heads) -> None:
         """Continue with `plan`, in which more elements step on the accelerator. Call it only when p
         and the moments are complete on the host, and y and the per-block arrays of the last update
         are not read again.
 
         Args:
             partitions: the partitions as the rule now sees them.
-            share: holds p and the moments of the rest.
+            heads: hold p and the moments of the rest.
         """
         self.decided = plan
         self.state.partitions = self.link.arrivals.partitions = partitions
-        self.state.share = share
+        self.state.heads = heads
         self.rule.restart(None, partitions)
         if plan.places.handed_over is Place.HOST:  # slots of whole gradients
             keys = (self.link.arena.keys("g", each.index) for each in partitions)

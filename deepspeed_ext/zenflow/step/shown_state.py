@@ -50,9 +50,10 @@ class ShownTensor(torch.Tensor):
     host.
 
     Any operation that uses its values waits for the update in flight, and the next step starts from
-    the values that it leaves. What only describes it is no operation, such as ``shape`` or
-    ``data_ptr()``, and views are of this class, too; all other results, and pickled or deep copies,
-    are plain tensors. Later accesses by address are not noticed: ``numpy()``, DLPack.
+    the values that it leaves. What only describes it is no operation, such as ``shape``,
+    ``is_pinned()`` or ``data_ptr()``, and views are of this class, too; all other results, and
+    pickled or deep copies, are plain tensors. Later accesses by address are not noticed:
+    ``numpy()``, DLPack.
     """
 
     shown_by: weakref.ref[ShownState]
@@ -72,7 +73,7 @@ class ShownTensor(torch.Tensor):
         kwargs = kwargs or {}
         shown = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
         with torch._C._DisableTorchDispatch():
-            if func.is_view:
+            if func.is_view or func is torch.ops.aten.is_pinned.default:
                 of = partial(cls.of, shown_by=shown[0].shown_by)
                 return tree_map_only(torch.Tensor, of, func(*args, **kwargs))
             schema = func._schema.arguments

@@ -1,7 +1,7 @@
 """Keeps one rank's optimizer state, p, the moments and their step counts; the only way to it.
 
 The worker steps p and the moments in the arena, where moments may be 8-bit codes. The first
-elements of a partition may step on the accelerator (`AcceleratorShare`) and not be on the host.
+elements of a partition may step on the accelerator (`Heads`) and not be on the host.
 After `drain`, `read` returns p of any elements from where they are. Everyone else sees whole
 partitions in the arena, moments decoded to fp32, which take host memory while they are shown:
 
@@ -28,7 +28,7 @@ import torch
 
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, chunk_of
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.step.rule import UpdateRule
@@ -80,11 +80,11 @@ class StateStore:
     Args:
         partitions: as the update rule steps them.
         wholes: the same partitions as DeepSpeed sees them, with p in place.
-        share: steps the first elements of each partition on the accelerator; None: the rule steps
+        heads: step the first elements of each partition on the accelerator; None: the rule steps
             all.
 
     Attributes:
-        link, partitions, wholes, share: the arguments.
+        link, partitions, wholes, heads: the arguments.
         counts: for each partition, the updates of p and the moments whose gradients have been taken
             so far (t of the newest). They differ only if a user has reset some partitions' state.
         handles: p, the moments and the step counts as users reach them.
@@ -98,11 +98,11 @@ class StateStore:
         kind: OptimizerKind,
         partitions: Sequence[Partition],
         wholes: Sequence[WholeState],
-        share: AcceleratorShare | None = None,
+        heads: Heads | None = None,
     ) -> None:
         self.link = link
         self._rule = rule
-        self.partitions, self.wholes, self.share = partitions, wholes, share
+        self.partitions, self.wholes, self.heads = partitions, wholes, heads
         self.counts = [0] * len(wholes)
         self.in_step = False
         self._changes = 0
@@ -157,8 +157,8 @@ class StateStore:
             raise error
         if not self._is_exposed:
             self._rule.write_back()
-            if shows and self.share is not None:
-                self.share.show()
+            if shows and self.heads is not None:
+                self.heads.show()
         if shows and shows_moments:
             self.decode()
         if takes_over:
@@ -168,10 +168,10 @@ class StateStore:
         """p of some elements of a partition, 1-D fp32, on the host; after `drain`, valid until the
         next step, load or write. Elements on the accelerator are copied."""
         values = self.wholes[index].master.detach()[slice(*span)]
-        head = 0 if self.share is None else self.share.numels[index]
-        if self.share is None or self._is_exposed or span.begin >= head:
+        head = 0 if self.heads is None else self.heads.numels[index]
+        if self.heads is None or self._is_exposed or span.begin >= head:
             return values
-        there = self.share.tensors(index)[0].view(-1)[span.begin : span.end].to("cpu")
+        there = self.heads.tensors(index)[0].view(-1)[span.begin : span.end].to("cpu")
         return torch.cat([there, values[there.numel() :]])
 
     def decode(self) -> None:
@@ -273,7 +273,7 @@ class StateStore:
         Args:
             parts: partitions, and spans of their elements.
         """
-        heads = [0] * len(self.wholes) if self.share is None else self.share.numels
+        heads = [0] * len(self.wholes) if self.heads is None else self.heads.numels
         return [
             (index, Span(max(0, span.begin - heads[index]), span.end - heads[index]))
             for index, span in parts
@@ -302,8 +302,8 @@ class StateStore:
 
     def hide(self) -> None:
         """Free the memory of what was shown and is no longer read."""
-        if self.share is not None:
-            self.share.hide()
+        if self.heads is not None:
+            self.heads.hide()
         if self._has_decoded and not self._is_decoded:
             self._has_decoded = False
             for each in self._codes:
@@ -328,5 +328,5 @@ class StateStore:
         for each in self._codes if self._is_decoded else ():
             for _, codes, scales, shown in each.parts(CODED_CHUNK_NUMEL):
                 encode(shown, codes, scales, each.block_size)
-        if self.share is not None:
-            self.share.take()
+        if self.heads is not None:
+            self.heads.take()

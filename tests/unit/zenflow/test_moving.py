@@ -20,7 +20,7 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.zenflow import start
 from deepspeed_ext.zenflow.first_steps import move
 from deepspeed_ext.zenflow.plan.share import WATCHED_STEPS, MeasuredStep, with_host_share
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
@@ -128,11 +128,11 @@ def moved_and_begun(
     if not host.rule.schedule.plan().waits_last:
         host.state.expose(shows_moments=False)
     found = [] if move_share(host, SHARE) else ["there was no memory"]
-    found += [] if any(host.state.share.numels) else ["nothing has moved"]
+    found += [] if any(host.state.heads.numels) else ["nothing has moved"]
     if looks:
         found.append(first_difference(before, looked_at(engine), "masters and moments"))
     losses = train(engine, data[moved_at:])
-    found += ["it is still on the host"] if host.state.share.is_shown else []
+    found += ["it is still on the host"] if host.state.heads.is_shown else []
     moved = result_of(engine, losses)
     overlapped = host.rule.schedule.state.steps > WARM_UP
     engine.destroy()
@@ -246,12 +246,12 @@ def test_auto_stays_where_the_worker_keeps_up(tmp_path: Path) -> None:
 
 PHASES = [
     (HiddenTransfers, "release"),
-    (AcceleratorShare, "take"),
+    (Heads, "take"),
     (WorkerLink, "relay"),
     (PageLocks, "unlock"),
     (Arena, "relay"),
     (HostOptimizer, "move_to"),
-    (AcceleratorShare, "hide"),
+    (Heads, "hide"),
 ]
 """What a move calls, in order."""
 

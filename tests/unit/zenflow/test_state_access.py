@@ -12,10 +12,6 @@ from deepspeed import comm as dist
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_optimizer_state,
-    safe_set_full_optimizer_state,
-    safe_set_local_optimizer_state,
 )
 
 from deepspeed_ext.errors import StateError
@@ -209,47 +205,3 @@ def shared_bytes() -> int:
 def test_a_destroyed_engine_frees_its_state_although_it_is_referred_to(stage: int) -> None:
     ((before, after),) = run_ranks(1, destroyed, zenflow_config(stage, torch.bfloat16))
     assert before - after > 6 * 512 * 512  # p, m and v of half the elements at least
-
-
-def doubled_momentum(config: dict, through_state: bool) -> tuple[list[float], str]:
-    """Losses of a run whose first moments are doubled in the middle; and how what is then read of
-    them differs from twice of what was there."""
-    engine = make_engine(config, groups=two_groups)
-    data = batches(9, dist.get_rank())
-    losses = train(engine, data[:5])
-    key, local = "exp_avg", engine.zero_optimization_stage() == 3
-    if through_state:
-        before = [state[key].clone() for state in engine.optimizer.state.values()]
-        for state in engine.optimizer.state.values():
-            assert float(state["step"]) == 5.0
-            state[key].mul_(2)
-    else:
-        before = []
-        for parameter in engine.module.parameters():
-            if local:
-                safe_set_local_optimizer_state(
-                    parameter, safe_get_local_optimizer_state(parameter, key) * 2, key
-                )
-            else:
-                safe_set_full_optimizer_state(
-                    parameter, safe_get_full_optimizer_state(parameter, key) * 2, key
-                )
-    doubled = [state[key] for state in engine.optimizer.state.values()] if through_state else []
-    wrong = first_difference([2 * each for each in before], doubled)
-    losses += train(engine, data[5:])
-    engine.destroy()
-    assert engine.optimizer.state  # the worker is gone
-    return losses, wrong
-
-
-@pytest.mark.parametrize("rule", ["predictive", "selective, overlapped"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_optimizers_state_is_read_and_written_as_by_deepspeeds_functions(
-    stage: int, rule: str
-) -> None:
-    config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
-    expected = run_ranks(2, doubled_momentum, config, False)
-    actual = run_ranks(2, doubled_momentum, config, True)
-    for (losses, _), (found, wrong) in zip(expected, actual, strict=True):
-        assert found == losses
-        assert wrong == ""

@@ -205,14 +205,6 @@ def test_a_share_that_nobody_asked_for_is_measured_where_nothing_promises_the_la
     assert not decide(facts, frozen, host_share=None).measures_share
 
 
-def test_a_short_warm_up_stays_short_unless_the_share_is_asked_for() -> None:
-    for is_asked, rounds in ((True, 10), (False, 2)):
-        config = ZenFlowConfig(full_warm_up_rounds=2)
-        facts = facts_of(one_rank(MIB))
-        plan = decide(facts, config, host_share=None, is_asked=is_asked)
-        assert plan.rule.warm_up_steps == rounds
-
-
 def test_a_host_that_is_short_gets_the_share_that_lets_the_optimizer_fit() -> None:
     """14.1 bytes an element on the host."""
     for free, fits in ((80 * GIB, True), (0, False)):
@@ -280,7 +272,7 @@ def test_a_share_of_the_optimizer_and_landing_buffers_do_not_take_the_same_memor
         rank = one_rank(2 * numel, room * numel + 10_000, 100_000)
         plan = plan_of(facts_of(rank, takes_gradients=False), host_share=0.5)
         assert (plan.copies is Copies.BESIDE_STEP) is expected
-        assert plan.held.share_bytes == 12 * numel
+        assert plan.held.head_bytes == 12 * numel
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from deepspeed_ext.zenflow.plan.arrays import PAGE_BYTES, ArrayKey, plan_layout
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
 from deepspeed_ext.zenflow.plan.share import (
-    MEASURED_STEPS,
     UNITS,
     ChainTimes,
-    Measured,
     MeasuredStep,
     best_threads,
     chosen_share,
     hiding_units,
+    least_units,
     probed_threads,
     thread_counts,
     times_of,
@@ -82,12 +80,12 @@ def test_the_host_keeps_what_the_accelerators_time_hides(times: ChainTimes, shar
 @given(st.integers(1, 5_000_000), st.integers(0, 5_000_000), st.integers(0, 80_000_000))
 def test_what_fits_is_as_much_as_there_is_room_for(first: int, second: int, room: int) -> None:
     plan = plan_of(first, second)
-    units = Measured.of(plan, ChainTimes(1.0, 1.0), room).least
+    units = least_units(plan, room)
     taken = plan.held.landing_bytes + room
 
     def bytes_at(units: int) -> int:
         moved = with_host_share(plan, units / UNITS, "")
-        return moved.held.share_bytes + moved.held.landing_bytes
+        return moved.held.head_bytes + moved.held.landing_bytes
 
     assert units == UNITS or bytes_at(units) <= taken
     assert units == 0 or bytes_at(units - 1) > taken
@@ -97,7 +95,7 @@ def test_what_fits_is_as_much_as_there_is_room_for(first: int, second: int, room
 
 
 def choice(plan: ZenFlowPlan, *times: ChainTimes, room: int = 80 * GIB) -> float:
-    share, _ = chosen_share(plan, [Measured.of(plan, each, room) for each in times])
+    share, _ = chosen_share(plan, [(each, least_units(plan, room)) for each in times])
     return share
 
 
@@ -211,7 +209,7 @@ def test_a_moved_plan_is_the_one_of_a_run_that_began_with_it(
     moved = with_host_share(plan_of(*numels, **config), share, "")
     begun = plan_of(*numels, share=share, **config)
     assert [each.head for each in moved.partitions] == [each.head for each in begun.partitions]
-    assert moved.held.share_bytes == begun.held.share_bytes
+    assert moved.held.head_bytes == begun.held.head_bytes
     assert moved.held.landing_bytes == begun.held.landing_bytes
     assert moved.kernels == begun.kernels
     assert not moved.measures_share
@@ -265,17 +263,3 @@ def test_an_open_share_is_measured_if_the_host_is_large(plan: ZenFlowPlan, measu
     assert plan.host_share == 1.0 or not measures
     if measures:
         assert any(each.is_open for each in plan.reasons)
-
-
-@pytest.mark.parametrize(
-    ("config", "rounds"),
-    [
-        ({}, None),
-        ({"full_warm_up_rounds": 2}, MEASURED_STEPS + 2),
-        ({"full_warm_up_rounds": 50}, 50),
-    ],
-)
-def test_a_run_that_measures_waits_often_enough(config: dict[str, int], rounds: int | None) -> None:
-    rule = plan_of(GIB, share=None, **config).rule
-    assert isinstance(rule, PredictiveSettings)
-    assert rule.warm_up_steps == rounds
