@@ -323,9 +323,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             CheckpointError: on every rank, or on the leading one if `alone`, if any rank could not
                 write. Training can continue, and existing checkpoints are unchanged.
         """
+        self._home.require()
         if (saving := self._saving) is None:
             return
-        self._home.require()
         # the other ranks' collective must not time out first
         saving.wait(self.kept, math.inf if alone else saving.link.longest_wait_seconds)
         try:
