@@ -156,6 +156,7 @@ CONFIGS: list[tuple[Any, str]] = [
     ({"zero_optimization": {"stage": 0}}, "stage 0"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param"),
     ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme"),
+    ({"zero_optimization": {"stage": 2, "contiguous_gradients": False}}, "contiguous_gradients: false"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "quantized weights or gradients"),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio below 1"),
     ({"zero_optimization": {"stage": 2, "zenflow": {"update_interval": 0}}}, "update_interval"),
