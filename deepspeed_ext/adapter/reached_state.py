@@ -57,17 +57,20 @@ __all__ = ["Evaluation", "ExactWeights", "ReachedState", "wrap_accelerate"]
 LONGEST_MEETING_SECONDS = 30.0
 _PAUSE_SECONDS = 0.002
 _GO, _NO = b"go", b"no"
+_COMPARED_NUMEL = 1 << 16
+"""Elements of p that are compared with their weights at once, on the host."""
 _ROOM = 2
 """A copy stays on the accelerator if this many times its size are free there."""
 
 
 class ExactWeights:
     """Replaces the weights of one ZeRO optimizer by p, rounded. Each rank keeps a copy of its
-    partitions meanwhile.
+    partitions meanwhile; under the exact rule, only of those whose p a user has written.
 
     Args:
         weights: returns a partition's weights, 1-D [n], in the model's dtype.
-        drain: waits on all ranks until p is final; its argument is that of `enter`.
+        drain: waits on all ranks until p and the weights are final; its argument is that of
+            `enter`.
         spread: copies the given tensors, if any, to this rank's partitions, and gathers the weights
             on all ranks.
     """
@@ -112,8 +115,7 @@ class ExactWeights:
         """
         self._drain(takes_over)
         with together(self._host.ranks):
-            indices = range(len(self._host.states))
-            predicted = [self._aside(self._weights(index)) for index in indices]
+            predicted = [self._kept(index) for index in range(len(self._host.states))]
         self._predicted = predicted
         with together(self._host.ranks):
             self._round()
@@ -125,6 +127,12 @@ class ExactWeights:
         if predicted is not None:
             self._spread(predicted)
 
+    def _kept(self, index: int) -> torch.Tensor:
+        """The weights of a partition to go back to: a copy, unless they are p already, as after a
+        step of the exact rule."""
+        weights, overlapped = self._weights(index), self._host.decided.rule.overlapped
+        return self._aside(weights) if overlapped or not self._is_rounded(index) else weights
+
     def _aside(self, weights: torch.Tensor) -> torch.Tensor:
         """A copy: on the host if gradients are there to save accelerator memory, or if the
         accelerator is nearly full."""
@@ -133,12 +141,23 @@ class ExactWeights:
             on_host = memory.free_accelerator_bytes() < _ROOM * weights.nbytes
         return weights.to("cpu", copy=True) if on_host else weights.clone()
 
+    def _is_rounded(self, index: int) -> bool:
+        """Whether the weights of a partition are p, rounded, to the bit."""
+        return all(
+            torch.equal(p.to(part.dtype).view(torch.uint8), part.to("cpu").view(torch.uint8))
+            for part, p in self._parts(index, _COMPARED_NUMEL)
+        )
+
     def _round(self) -> None:
-        for index, state in enumerate(self._host.states):
+        for index in range(len(self._host.states)):
             # in parts: a copy that converts needs memory for its result
-            parts = self._weights(index).split(CONVERTED_NUMEL)
-            for part, p in zip(parts, state.master.detach().split(CONVERTED_NUMEL), strict=True):
+            for part, p in self._parts(index, CONVERTED_NUMEL):
                 part.copy_(p)
+
+    def _parts(self, index: int, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Weights of a partition and p, in parts of `numel` elements."""
+        weights, p = self._weights(index), self._host.states[index].master.detach()
+        return zip(weights.split(numel), p.split(numel), strict=True)
 
 
 class Evaluation:

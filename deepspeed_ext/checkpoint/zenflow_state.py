@@ -28,10 +28,9 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.proc import host_id
 from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
 from deepspeed_ext.zenflow.choose_rule import SAVED
-from deepspeed_ext.zenflow.plan.places import Copies, Place
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues, Shape
-from deepspeed_ext.zenflow.step.optimizer import HostOptimizer, Mover
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
@@ -213,7 +212,7 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
         "updates": host.updates,
         **({} if layout.name == ADAM_STATE.name else {"optimizer": layout.name}),
         **({} if layout.moment_dtype == "float32" else {"moment_dtype": layout.moment_dtype}),
-        **({} if host.mover is None else {"plan": _plan_of(host, host.mover)}),
+        **({} if host.first_steps is None else {"plan": _plan_of(host)}),
         "partitions": [
             {
                 "numel": state.master.numel(),
@@ -230,20 +229,23 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
     }
 
 
-def _plan_of(host: HostOptimizer, mover: Mover) -> dict[str, Any]:
-    """What the plan in force had chosen, and on which machine: its boot id. ``device_seconds``: of
-    the accelerator between two steps when it was chosen; 0: not measured. ``measured``: for a
-    choice that was still to come."""
-    plan, measured = host.decided, mover.measured()
-    return {
-        "host_share": plan.host_share,
-        "hides_transfers": plan.copies is Copies.BESIDE_STEP,
-        "gradients_on_host": plan.places.gradient is Place.HOST,
-        "threads": None if plan.cpus is None else plan.cpus.threads,
-        "device_seconds": mover.device_seconds,
-        "host": host_id(),
-        **({} if measured is None else {"measured": measured}),
-    }
+def _plan_of(host: HostOptimizer) -> dict[str, Any]:
+    """The threads of the optimizer process, and whether they and the share on the accelerator were
+    chosen from measured steps on this machine, named by its boot id."""
+    cpus = host.decided.cpus
+    threads = None if cpus is None else cpus.threads
+    is_chosen = host.first_steps is not None and host.first_steps.is_chosen
+    return {"threads": threads, "is_chosen": is_chosen, "host": host_id()}
+
+
+def _chosen_threads(plan: Mapping[str, Any] | None) -> int | None:
+    """The threads of `_plan_of`, if they were chosen on this machine; else None."""
+    if plan is None or plan["host"] != host_id():
+        return None
+    # releases before is_chosen wrote what the accelerator took when it was chosen
+    is_chosen = plan.get("is_chosen", plan.get("device_seconds", 0.0) > 0.0)
+    threads: int | None = plan["threads"]
+    return threads if is_chosen else None
 
 
 def _collected_gradients(host: HostOptimizer, partition: Partition) -> list[torch.Tensor]:
@@ -288,21 +290,9 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
         logger.warning(f"{where}: the checkpoint's moments are {told}")
     if saved is None:
         return False
-    if host.mover is not None:
-        host.mover.adopt(host, [values.numel - values.on_host for values in saved.partitions])
-        plan = saved.plan
-        here = plan is not None and plan["host"] == host_id()
-        threads = plan["threads"] if plan and here else None
-        seconds = plan["device_seconds"] if plan and here else 0.0
-        elsewhere = plan is not None and not here
-        measured = plan.get("measured") if plan and here else None
-        host.mover.resumed(
-            host,
-            threads,
-            seconds,
-            is_elsewhere=elsewhere,
-            measured=measured,
-        )
+    if host.first_steps is not None:
+        heads = [values.numel - values.on_host for values in saved.partitions]
+        host.first_steps.resume(host, heads, _chosen_threads(saved.plan))
     if host.ranks.rank == 0 and (told := rule_told(host, was_exact(saved))) is not None:
         logger.info(told)
     rule = host.rule
@@ -380,10 +370,10 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
         )
     pairs = zip(host.partitions, saved.partitions, strict=True)
     if any(partition.master.numel() != values.on_host for partition, values in pairs):
-        return f"offload_optimizer.ratio ({_host_share(saved)} in the checkpoint)"
+        return f"offload_optimizer.ratio ({_ratio(saved)} in the checkpoint)"
     return rule.changed_setting(saved.position)
 
 
-def _host_share(saved: SavedState) -> str:
+def _ratio(saved: SavedState) -> str:
     numel = sum(values.numel for values in saved.partitions)
     return f"{sum(values.on_host for values in saved.partitions) / max(1, numel):.4g}"

@@ -115,7 +115,7 @@ def _accelerator() -> Any:
 
 
 def check_accelerator() -> Finding:
-    from deepspeed_ext.runtime.backend import SHARED_MEMORY, shares_host_memory
+    from deepspeed_ext.runtime.backend import SHARED_MEMORY, has_host_memory
 
     accelerator = _accelerator()
     name, number = accelerator.device_name(), accelerator.device_count()
@@ -123,7 +123,7 @@ def check_accelerator() -> Finding:
         remedy = "install a torch that is built for your accelerator"
         return "none: training runs on the CPU", remedy
     detail = f"{number} x {name}, {accelerator.total_memory() / GIB:.0f} GiB each"
-    if shares_host_memory():
+    if has_host_memory():
         return f"{detail}, which is the host's memory: offload frees nothing", SHARED_MEMORY
     if reason := single_queue(os.environ):
         queue, remedy = reason.split(". ", 1)

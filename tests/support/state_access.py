@@ -33,7 +33,8 @@ def moments_of(engine: Any) -> tuple[str, ...]:
 def state_of(engine: Any) -> dict[tuple, torch.Tensor]:
     """Master and moments of every parameter, as DeepSpeed hands them to a user."""
     found = {}
-    for name, parameter in engine.module.named_parameters():
+    trained = (each for each in engine.module.named_parameters() if each[1].requires_grad)
+    for name, parameter in trained:
         for key in (None, *moments_of(engine)):
             value = (
                 safe_get_full_optimizer_state(parameter, key)
@@ -58,7 +59,7 @@ def scale_state(engine: Any, factor: float) -> None:
         if local
         else (safe_get_full_optimizer_state, safe_set_full_optimizer_state)
     )
-    for parameter in engine.module.parameters():
+    for parameter in filter(lambda each: each.requires_grad, engine.module.parameters()):
         put(parameter, get(parameter) * factor)
         for key in moments_of(engine):
             put_state(parameter, get_state(parameter, key) * factor, key)

@@ -130,11 +130,11 @@ def _accelerator_here() -> tuple[float, list[str]]:
         from deepspeed_ext.runtime.backend import (
             SHARED_MEMORY,
             get_accelerator,
-            shares_host_memory,
+            has_host_memory,
         )
 
         accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         raise ConfigError("--gpu-gb here: this machine has no accelerator; give its GiB")
     shared = f"this accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}"
-    return accelerator.total_memory() / (1 << 30), [shared] if shares_host_memory() else []
+    return accelerator.total_memory() / (1 << 30), [shared] if has_host_memory() else []

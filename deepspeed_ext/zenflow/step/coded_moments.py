@@ -3,7 +3,7 @@
 The codes and their scales are the state, and the worker knows nothing else. Everyone else sees fp32
 arrays of the arena, which take memory only while they are shown: reads see decoded values, and
 writes are encoded before the next step, to the nearest value. Unwritten values give the same codes
-again. A save does not show the moments: it decodes them chunk by chunk on their way to the file.
+again. A save does not show the moments: the worker decodes them on their way to the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CodedMoment", "CodedMoments"]
 
 class CodedMoment(NamedTuple):
     """One moment of one partition of ZeRO, of n elements. The first of them may step on the
-    accelerator; then their codes are here only while they are shown (see `AcceleratorShare`).
+    accelerator; then their codes are here only while they are shown (see `Heads`).
 
     Attributes:
         kind, shown_kind, partition: kinds and partition of the arena's arrays of codes and shown
@@ -54,16 +54,6 @@ class CodedMoment(NamedTuple):
         values = values[: span.numel]
         decode(self.codes[slice(*span)], self._scales_of(span), self.block_size, values)
         return values
-
-    def decoded(self) -> Iterator[torch.Tensor]:
-        """Yield the fp32 values in order, in parts, each valid until the next."""
-        chunk = torch.empty(
-            min(chunk_of(CODED_CHUNK_NUMEL, self.block_size), self.codes.numel()),
-            dtype=torch.float32,
-            device="cpu",
-        )
-        for span in self.spans(CODED_CHUNK_NUMEL):
-            yield self.decode(span, chunk)
 
     def encode(self, span: Span) -> None:
         """Encode the shown values of a run of whole blocks."""

@@ -22,7 +22,6 @@ from deepspeed_ext.runtime.process import OwnProcess
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import relaid
 from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.stream import Stream, WeightSlot
@@ -195,7 +194,7 @@ class WorkerLink:
             )
         self._end_copies.detach()
         self.page_locks.unlock()
-        layout = relaid(self.arena.layout, plan)
+        layout = self.arena.layout.relaid(plan.arena)
         self.process.wait_for(self.process.submit([ArenaRelay(layout)]))
         self.arena.relay(layout)
         self._carry(plan, buffers)

@@ -9,7 +9,7 @@ hands them to the worker and waits for it. An `UpdateRule` decides when, and com
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
 from deepspeed_ext.zenflow.step.optimizer_state import OptimizerState
 from deepspeed_ext.zenflow.step.partition import Partition
@@ -31,55 +31,29 @@ from deepspeed_ext.zenflow.step.shown_state import ShownState, write
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
-__all__ = ["Mover", "HostOptimizer"]
+__all__ = ["HostOptimizer", "Observer"]
 
 
-class Mover(Protocol):
-    """Moves a run to a better plan. Every rank of the model has one, or none.
+class Observer(Protocol):
+    """Observes steps, and may then choose a better plan (`zenflow.first_steps`). Every rank of the
+    model has one, or none.
 
     Attributes:
-        device_seconds: accelerator time between two steps when the plan was chosen; 0: not chosen
-            yet.
+        is_chosen: whether it has chosen, on this machine.
     """
 
-    device_seconds: float
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether steps that overlap wait for their pass before they end, so that forward and
-        backward run alone."""
+    is_chosen: bool
 
     def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
         """Observe a step that has ended. A collective if a choice is due."""
 
-    def measured(self) -> dict[str, Any] | None:
-        """What was measured for a choice that is still to come, as plain values, so that a resumed
-        run makes it at the same step; None: there is none."""
-
-    def adopt(self, host: HostOptimizer, heads: Sequence[int]) -> None:
-        """Take over a checkpoint's share if there is room for it, after p and the moments were
-        loaded. A collective.
+    def resume(self, host: HostOptimizer, heads: Sequence[int], threads: int | None) -> None:
+        """Go on from a checkpoint, after p and the moments were loaded. A collective.
 
         Args:
-            heads: elements of each partition that step on the accelerator.
-        """
-
-    def resumed(
-        self,
-        host: HostOptimizer,
-        threads: int | None,
-        device_seconds: float,
-        *,
-        is_elsewhere: bool,
-        measured: Mapping[str, Any] | None,
-    ) -> None:
-        """Continue with a checkpoint's plan, or with its measurements. A collective.
-
-        Args:
-            threads: threads of the optimizer process; None: not known.
-            device_seconds: see `Mover`.
-            is_elsewhere: whether it was saved on another machine, so that steps are measured again.
-            measured: see `measured`.
+            heads: elements of each partition that step on the accelerator there.
+            threads: those of the optimizer process, chosen on this machine; None: there was no
+                choice here.
         """
 
 
@@ -96,14 +70,14 @@ class HostOptimizer:
 
     Attributes:
         decided, rule, link, kind, ranks: the arguments.
-        partitions, states, share, coded: see `OptimizerState`; `states` are its `wholes`.
+        partitions, states, heads, coded: see `OptimizerState`; `states` are its `wholes`.
         counts: for each partition, the updates of p and the moments whose gradients have been taken
             so far (t of the newest). They differ only if a user has reset some partitions' state.
         shown: the optimizer's state as users reach it.
         plan: plan of the current step; None between steps. Kept if an exception interrupts the
             step.
         is_offloaded: whether `offload` was called, and `reload` was not.
-        mover: may move the run to a better plan; None: the plan stays.
+        first_steps: may choose a better plan; None: the plan stays.
     """
 
     def __init__(
@@ -126,7 +100,7 @@ class HostOptimizer:
         self.plan: StepPlan | None = None
         self.is_offloaded = False
         self._changes = 0
-        self.mover: Mover | None = None
+        self.first_steps: Observer | None = None
         self._parked: Parked | None = None
         used = weakref.WeakMethod(self._used)
 
@@ -140,7 +114,7 @@ class HostOptimizer:
     def _hold(self, state: OptimizerState) -> None:
         self._state = state
         self.partitions, self.states = state.partitions, state.wholes
-        self.share, self.coded = state.share, state.coded
+        self.heads, self.coded = state.heads, state.coded
         self.link.arrivals.partitions = state.partitions
 
     @property
@@ -198,8 +172,8 @@ class HostOptimizer:
             transfers = self.link.transfers
             slot = self.coming_slot(index) if transfers.handed_over is Place.HOST else None
             step = self.kind.step(partition.group, self.counts[index] + 1, grad_scale)
-            if self.share is not None:
-                grad = self._step_share(self.share, index, grad, step)
+            if self.heads is not None:
+                grad = self._step_head(self.heads, index, grad, step)
             if grad.dtype != partition.grad_dtype:
                 grad = grad.to(partition.grad_dtype)
             partition.collected.append(step)
@@ -246,8 +220,8 @@ class HostOptimizer:
                 self._metrics.gathering.start()
 
     def end_step(self) -> None:
-        """Hand over what the plan says, without waiting for the worker, except while the mover
-        measures. A collective only until the share is chosen."""
+        """Hand over what the plan says, without waiting for the worker. A collective only where
+        the first steps choose a plan."""
         with in_profile("zenflow.end_step"):
             plan, rule = self._current_plan, self.rule
             with self.link.deferring_errors():
@@ -260,20 +234,17 @@ class HostOptimizer:
                 self.link.follow()
                 rule.end_step(plan)
             self.counts = [count + 1 for count in self.counts]
-            if is_apart := self.mover is not None and self.mover.is_apart:
-                with self.link.deferring_errors(), self._metrics.waiting.measured():
-                    self.link.wait()
             with self.link.deferring_errors():
                 self._metrics.note_link(self.link.transfers.copying_seconds())
-                self._metrics.end_step(plan.waits_last or is_apart)
+                self._metrics.end_step(plan.waits_last)
                 self.shown.advance(self._shown_counts())
             self.plan = None
             with self.link.deferring_errors():
                 # No parameter has a gradient, so no weight changes; schedulers and step hooks still
                 # see a step.
                 self.kind.optimizer.step()
-            if self.mover is not None:
-                self.mover.after_step(self, plan)
+            if self.first_steps is not None:
+                self.first_steps.after_step(self, plan)
 
     def _tasks(self, plan: StepPlan) -> list[WorkerTask]:
         """What the step hands over, of all partitions."""
@@ -325,7 +296,7 @@ class HostOptimizer:
         self.link.complete(used)
 
     def _on_host(self, parts: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
-        heads = [0] * len(self.partitions) if self.share is None else self.share.numels
+        heads = [0] * len(self.partitions) if self.heads is None else self.heads.numels
         return [
             (index, Span(max(0, span.begin - heads[index]), span.end - heads[index]))
             for index, span in parts
@@ -494,12 +465,12 @@ class HostOptimizer:
 
     # -- the share on the accelerator --------------------------------------------------------------
 
-    def _step_share(
-        self, share: AcceleratorShare, index: int, grad: torch.Tensor, step: StepConstants
+    def _step_head(
+        self, heads: Heads, index: int, grad: torch.Tensor, step: StepConstants
     ) -> torch.Tensor:
         """Step the share of a partition, and return the rest of its gradient."""
-        numel = share.numels[index]
-        share.step(index, grad[:numel], step, self.states[index].weights()[:numel])
+        numel = heads.numels[index]
+        heads.step(index, grad[:numel], step, self.states[index].weights()[:numel])
         return grad[numel:]
 
     def measurements(self) -> dict[str, float]:
@@ -507,26 +478,23 @@ class HostOptimizer:
         values = self._metrics.as_dict() | self.rule.measurements()
         return {f"zenflow_{name}": value for name, value in values.items()}
 
-    def move_to(
-        self, plan: ZenFlowPlan, partitions: Sequence[Partition], share: AcceleratorShare
-    ) -> None:
+    def move_to(self, plan: ZenFlowPlan, partitions: Sequence[Partition], heads: Heads) -> None:
         """Continue with `plan`, in which more elements step on the accelerator. Call it only when p
         and the moments are complete on the host, and y and the per-block arrays of the last update
         are not read again.
 
         Args:
             partitions: the partitions as the rule now sees them.
-            share: holds p and the moments of the rest.
+            heads: hold p and the moments of the rest.
         """
         self.decided = plan
-        self._hold(replace(self._state, partitions=partitions, share=share))
+        self._hold(replace(self._state, partitions=partitions, heads=heads))
         self.rule.restart(None, partitions)
         self._lock_slots()
 
     def _lock_slots(self) -> None:
         """Page-lock the slots of gradients that are whole on the host. Nothing may be in flight."""
         if self.decided.places.handed_over is Place.HOST:
-            self.link.transfers.keep_whole()
             keys = (self.link.arena.keys("g", each.index) for each in self.partitions)
             self.link.lock([key for of_partition in keys for key in of_partition])
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
 from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
+from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 
 __all__ = ["OptimizerState"]
@@ -22,20 +22,20 @@ class OptimizerState:
     Attributes:
         partitions: as the update rule steps them.
         wholes: the same partitions as DeepSpeed sees them.
-        share: steps the first elements of each partition on the accelerator; None: the rule steps
+        heads: steps the first elements of each partition on the accelerator; None: the rule steps
             all.
         coded: shows coded moments; None: moments are not coded.
     """
 
     partitions: Sequence[Partition]
     wholes: Sequence[WholeState]
-    share: AcceleratorShare | None = None
+    heads: Heads | None = None
     coded: CodedMoments | None = None
 
     def show(self) -> None:
         """Make the arena hold everything, moments as they are kept. It must not be in use."""
-        if self.share is not None:
-            self.share.show()
+        if self.heads is not None:
+            self.heads.show()
 
     def show_moments(self) -> None:
         """Make the arena, which holds everything, hold coded moments in fp32, too."""
@@ -46,16 +46,16 @@ class OptimizerState:
         """Take back what others may have written where it was shown."""
         if self.coded is not None:
             self.coded.take()
-        if self.share is not None:
-            self.share.take()
+        if self.heads is not None:
+            self.heads.take()
 
     def hide(self) -> None:
         """Free the memory of what was shown and is no longer read."""
-        if self.share is not None:
-            self.share.hide()
+        if self.heads is not None:
+            self.heads.hide()
         if self.coded is not None:
             self.coded.hide()
 
     def on_accelerator(self, index: int) -> list[torch.Tensor]:
         """What a partition keeps on the accelerator besides its weights and the rule's state."""
-        return [] if self.share is None else self.share.tensors(index)
+        return [] if self.heads is None else self.heads.tensors(index)

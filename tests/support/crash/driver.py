@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
-from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
+from deepspeed_ext.checkpoint import writer
+from deepspeed_ext.checkpoint.file import SavedFile, unmarked
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.arrays import ArraySpec, plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -94,10 +94,10 @@ def make_engine(
     one."""
     if mode == "waiting":
         return JointCheckpointEngine(CONFIG, ranks, leads), torch.empty(NUMEL)
-    async_engine._SILENCE_SECONDS = 0.3  # of a rank that was killed
+    writer.SILENCE_SECONDS = 0.3  # of a rank that was killed
     arena = Arena.create(plan_layout([ArraySpec("p", "float32", NUMEL)]))
     link: Any = InProcess(arena)
-    return AsyncCheckpointEngine(CONFIG, ranks, leads, link), arena.tensor("p")
+    return JointCheckpointEngine(CONFIG, ranks, leads, link, continues=True), arena.tensor("p")
 
 
 def _file(rank: int) -> str:
@@ -136,8 +136,7 @@ def save(
     if crash is not None and crash.victim == ranks.rank:
         ctypes.CDLL(None).crash_arm(ctypes.c_long(crash.call))
     commit_save(engine, state.fill_(value), ranks, disks, tag)
-    if isinstance(engine, AsyncCheckpointEngine):
-        engine.finish() if mode == MODES[1] else engine.finish_alone()
+    engine.finish(alone=mode == MODES[2])
     return "saved"
 
 
@@ -146,11 +145,10 @@ def load(ranks: RankGroup, disks: Disks, tag: str | None = None) -> set[int]:
     engine = JointCheckpointEngine(CONFIG, ranks, disks.leads(ranks.rank))
     folder = disks.of(ranks.rank)
     found = engine.begin_load(folder, tag)
-    content = [
-        engine.load(f"{folder}/{found}/{name}")
-        for name in ("mp_rank_00_model_states.pt", _file(ranks.rank))
-    ]
-    assert all("deepspeed_ext" not in key for part in content for key in part)
+    names = ("mp_rank_00_model_states.pt", _file(ranks.rank))
+    files = [SavedFile(f"{folder}/{found}/{name}") for name in names]
+    assert len({file.save_id for file in files}) == 1
+    content = [unmarked(file.sound) for file in files]
     return {int(value) for part in content for tensor in part.values() for value in tensor.unique()}
 
 
@@ -179,7 +177,6 @@ def crash(size: int, folder: Path, case: Case) -> tuple[str | None, bool]:
     left = [
         str(path.parent) for path in folder.rglob("*_states.pt") if ".dsext-" in path.parent.name
     ]
-    left += [str(path) for path in folder.rglob("*written*")]
     return (f"left behind: {left}" if left else None), crashed
 
 

@@ -16,6 +16,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
+from deepspeed_ext.checkpoint.file import SavedFile
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError, OutOfMemoryError, WorkerError
 from deepspeed_ext.runtime import proc as memory
@@ -60,16 +61,16 @@ def restore_spoilt(config: dict, folder: str) -> tuple[list[str], bool]:
     train(engine, data[:5])
     engine.save_checkpoint(folder, tag="t")
     expected = train(engine, data[5:])
-    load, messages = Joint.load, []
+    read, messages = engine._get_all_zero_checkpoints, []
     for how in SPOILT:
 
-        def spoilt(self: Any, path: str, map_location: Any = None, how: str = how) -> Any:
-            content = load(self, path, map_location)
-            if rank == 1 and "optim_states" in path:
-                spoil(content["optimizer_state_dict"], how)
-            return content
+        def spoilt(load_dir: str, tag: Any, how: str = how) -> Any:
+            states = read(load_dir, tag)
+            if rank == 1:
+                spoil(states[1], how)
+            return states
 
-        with patch.object(Joint, "load", spoilt):
+        with patch.object(engine, "_get_all_zero_checkpoints", spoilt):
             messages.append(said(lambda: engine.load_checkpoint(folder, tag="t")))
     engine.load_checkpoint(folder, tag="t")
     equal = train(engine, data[5:]) == expected
@@ -168,4 +169,5 @@ def test_latest_that_cannot_be_replaced(tmp_path: Path) -> None:
     ):
         engine.commit(info)
     engine.begin_load(str(tmp_path), "t")
-    assert engine.load(str(tmp_path / "t" / "mp_rank_00_model_states.pt")) == {"a": math.pi}
+    file = SavedFile(str(tmp_path / "t" / "mp_rank_00_model_states.pt"))
+    assert file.sound["a"] == math.pi

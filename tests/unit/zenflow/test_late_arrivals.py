@@ -30,7 +30,7 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
         engine = make_engine(config, model=Branches)
         host, found = engine.optimizer.host_optimizer, []
         assert host.decided.weights_arrive is WeightsArrival.IN_FORWARD
-        assert host.mover is None
+        assert host.first_steps is None
         for first_token in (1, 1, 0, 0):
             batch = batches(1, dist.get_rank())[0]
             batch[0, 0] = first_token

@@ -10,19 +10,16 @@ from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
     safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
 
 from tests.support.models import batches, on_device, two_groups
 from tests.support.ranks import RankError, run_ranks
 from tests.support.same import first_difference
-from tests.support.state_access import looking_on, scale_state, state_of
-from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
+from tests.support.state_access import scale_state, state_of
+from tests.support.zenflow import make_engine, offload_config, train, zenflow_config
 
 pytestmark = pytest.mark.sampled(6)
 
@@ -48,27 +45,6 @@ EXACT = {
         "select_interval": 6,
     },
 }
-
-
-READ_BY_DEFAULT = (
-    (2, 2, "predictive"),
-    (3, 2, "predictive"),
-    (3, 2, "selective"),
-    (2, 2, "selective, overlapped"),
-)
-
-
-@pytest.mark.parametrize(
-    ("stage", "ranks", "rule"),
-    [
-        case if case in READ_BY_DEFAULT else pytest.param(*case, marks=pytest.mark.full)
-        for rule in RULES
-        for case in ((1, 1, rule), (1, 2, rule), (2, 2, rule), (3, 1, rule), (3, 2, rule))
-    ],
-)
-def test_reading_state_changes_nothing(stage: int, ranks: int, rule: str) -> None:
-    config = zenflow_config(stage, torch.bfloat16, **RULES[rule])
-    assert run_ranks(ranks, looking_on, config) == [[]] * ranks
 
 
 def written_and_trained(config: dict, extended: bool) -> dict[str, Any]:
@@ -116,41 +92,6 @@ def test_training_uses_written_state_as_zero_offload_does(
             torch.testing.assert_close(ours["state"][name], value, rtol=2e-3, atol=5e-5)
         for name, value in theirs["gradients"].items():
             torch.testing.assert_close(ours["gradients"][name], value, rtol=5e-3, atol=1e-5)
-
-
-def written_while_in_flight(config: dict) -> tuple[float, float]:
-    """Set every master to a constant in the middle of an interval; how far masters are from it at
-    once, and the weights two intervals later, when every block has been stepped from it at most
-    seven times."""
-    engine = make_engine(config, groups=two_groups)
-    train(engine, batches(7, dist.get_rank()))
-    for parameter in engine.module.parameters():
-        if engine.zero_optimization_stage() == 3:
-            safe_set_local_fp32_param(
-                parameter, torch.full_like(safe_get_local_fp32_param(parameter), 3.0)
-            )
-        else:
-            safe_set_full_fp32_param(
-                parameter, torch.full_like(parameter, 3.0, dtype=torch.float32)
-            )
-    at_once = max(
-        float((value - 3).abs().max())
-        for (_, key), value in state_of(engine).items()
-        if key is None
-    )
-    train(engine, batches(7, dist.get_rank()))
-    later = max(float((weight - 3).abs().max()) for weight in weights_of(engine).values())
-    engine.destroy()
-    return at_once, later
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_training_continues_from_a_master_that_was_set(stage: int, rule: str) -> None:
-    config = zenflow_config(stage, torch.float32, lr=1e-3, **RULES[rule])
-    for at_once, later in run_ranks(2, written_while_in_flight, config):
-        assert at_once == 0
-        assert 0 < later < 0.1
 
 
 def in_order(

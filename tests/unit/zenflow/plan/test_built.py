@@ -71,9 +71,9 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         )
         said.append(("chunk", plan.chunks.numel, transfers.chunk_numel))
         said.append(("slots", plan.chunks.slots, len(transfers._chunk_slots)))
-    parts = [] if adam.share is None else adam.share._parts
+    parts = [] if adam.heads is None else adam.heads._parts
     share = sum(tensor.nbytes for part in parts for tensor in part.state)
-    said.append(("share", plan.held.share_bytes, share))
+    said.append(("share", plan.held.head_bytes, share))
     engine.destroy()
     return plan, [
         f"{name}: planned {planned}, built {made}"
