@@ -269,7 +269,7 @@ class Load:
                 return
             zenflow.readiness.require_groups(groups_of(state), file.path)
             zenflow.state.require_fitting(state)
-        numels = [each.master.numel() for each in zenflow.host.states]
+        numels = [each.master.numel() for each in zenflow.host.state.wholes]
         behind = state.get(keys.GROUP_PADDINGS) or [0] * len(numels)
         sizes = [(numel - more, numel) for numel, more in zip(numels, behind, strict=False)]
         SavedPartitions(file).require(zenflow.moments, sizes)
@@ -361,7 +361,7 @@ class Load:
     def _open_masters(self) -> None:
         """Let p and the optimizer's state be written."""
         if self._zenflow is not None:
-            self._zenflow.host.expose()
+            self._zenflow.host.state.expose()
 
     # -- after DeepSpeed has read ------------------------------------------------------------------
 

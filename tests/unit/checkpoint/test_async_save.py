@@ -238,7 +238,7 @@ def trained_on(config: dict[str, Any], steps: int) -> list[float]:
 def load_latest(config: dict[str, Any], folder: str) -> int:
     engine = make_engine(config)
     engine.load_checkpoint(folder)
-    updates = engine.optimizer.host_optimizer.updates
+    updates = engine.optimizer.host_optimizer.state.updates
     train(engine, batches(2, dist.get_rank()))
     engine.destroy()
     return updates

@@ -81,12 +81,12 @@ def resume(config: dict[str, Any], folder: str) -> tuple[int, int]:
     engine.step()
     adam = engine.optimizer.host_optimizer
     adam.link.wait_together()
-    for tensor in (tensor for partition in adam.partitions for tensor in partition.state):
+    for tensor in (tensor for partition in adam.state.partitions for tensor in partition.state):
         tensor.sum()  # only what this process has read or written counts as its memory
     before = own_bytes()
     with peak_bytes() as peak:
         engine.load_checkpoint(folder, tag="t")
-    filled = sum(12 * partition.master.numel() for partition in adam.partitions)
+    filled = sum(12 * partition.master.numel() for partition in adam.state.partitions)
     dist.barrier()
     engine.destroy()
     return peak[0] - before, filled
