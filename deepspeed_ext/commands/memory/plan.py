@@ -10,6 +10,7 @@ from deepspeed_ext.commands.memory.zero import Zero
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.flatten.plan import FlattenFacts, choose_tier
 from deepspeed_ext.zenflow.plan.facts import RankFacts
+from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.phases import Holder, Part, Phase, nbytes_of, parts_within
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
@@ -90,10 +91,10 @@ def plan_memory(
 
 def added_up(model: Model, ranks: Ranks, setup: Setup, zenflow: ZenFlowPlan | None) -> MemoryPlan:
     """What DeepSpeed and ZenFlow, with this plan, hold together."""
-    ours = [] if zenflow is None else [zenflow.held]
 
     def holders(*, is_first: bool) -> list[Holder]:
-        return [Zero.of(model, ranks, setup, zenflow, is_first=is_first), *ours]
+        zero = Zero.of(model, ranks, setup, zenflow, is_first=is_first)
+        return [zero] if zenflow is None else [zero, Held(zenflow)]
 
     first, other = holders(is_first=True), holders(is_first=False)
     parts = {(place, at): parts_within(first, place, at) for place in PLACES for at in Phase}
