@@ -48,17 +48,14 @@ from deepspeed_ext.runtime.ranks import (
     together,
 )
 from deepspeed_ext.runtime.words import one_line
-from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.step.link import WorkerLink
+from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.worker.channel import Patience
 from deepspeed_ext.zenflow.worker.messages import ArenaWrite, CodedPart, FilePart
 
 __all__ = ["JointCheckpointEngine"]
 
 _LATEST_BYTES = 4096
-_PART_BYTES = 1 << 28
-"""The worker answers after each part of this many bytes, so every wait is bounded even if the disk
-is slow."""
 _WRITE_SECONDS = 3600.0
 """Timeout for one part of a file: a file system may stall for minutes while it fails over. The
 worker's timeout applies instead if it is longer, or once a step waits for the file."""
@@ -92,9 +89,8 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         ranks: all ranks that save and load.
         leads: whether this rank creates and renames folders. One rank does, or one per node if
             checkpoints are on node-local storage.
-        link: connection to the worker; None: there is none. Nothing is in flight while DeepSpeed
-            saves.
-        coded: the moments in the arena that are encoded; None: none is.
+        state: p, m and v, which the worker writes; None: there is no worker. Nothing is in flight
+            while DeepSpeed saves.
         continues: whether training continues while a save is written; `leads` is then true on one
             rank only.
 
@@ -107,16 +103,14 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         config_params: Any,
         ranks: RankGroup,
         leads: bool,
-        link: WorkerLink | None = None,
-        coded: CodedMoments | None = None,
+        state: StateStore | None = None,
         *,
         continues: bool = False,
     ) -> None:
         super().__init__(config_params)
         self._ranks = ranks
         self._leads = leads
-        self._link = link
-        self._coded = coded
+        self._state = state
         self._continues = continues
         self._home = OwnProcess("a checkpoint that is being saved")
         self._is_begun = False
@@ -210,12 +204,12 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 logger.warning(
                     f"rank {self._ranks.rank}: training waits while a file is written: {error}"
                 )
-            if self._coded is not None and self._folder is not None:
-                self._coded.show()
+            if self._state is not None and self._folder is not None:
+                self._state.decode()
             super().save(content, path)
             holes = []
-        if self._folder is not None and self._link is not None:
-            numbers, holes = _submit_arena(holes, path, self._link, self._coded)
+        if self._folder is not None and self._state is not None:
+            numbers, holes = _submit_arena(holes, path, self._state)
         if not self._continues or self._folder is None:
             self._finish_file(path, holes, numbers)
             return
@@ -236,9 +230,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             fill_holes(path, holes)
             holes.clear()
             for number in numbers:
-                assert self._link is not None
-                self._link.process.wait_for(number, _WRITE_SECONDS)
-                if (why := self._link.process.failed_write(number)) is not None:
+                assert self._state is not None
+                self._state.link.process.wait_for(number, _WRITE_SECONDS)
+                if (why := self._state.link.process.failed_write(number)) is not None:
                     raise CheckpointError(
                         f"the optimizer process could not write {path}: {why}. To go on: {ROOM}"
                     )
@@ -256,9 +250,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
                 existing checkpoints are unchanged.
         """
         if self._folder is not None and self._continues:
-            assert self._link is not None
+            assert self._state is not None
             jobs, self._jobs = self._jobs, []
-            self._saving = _Saving(info, self._folder, begin_writing(jobs), self._link)
+            self._saving = _Saving(info, self._folder, begin_writing(jobs), self._state.link)
             self._folder, self._is_begun = None, False
             return True
         if self._folder is None:
@@ -329,9 +323,9 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             CheckpointError: on every rank, or on the leading one if `alone`, if any rank could not
                 write. Training can continue, and existing checkpoints are unchanged.
         """
+        self._home.require()
         if (saving := self._saving) is None:
             return
-        self._home.require()
         # the other ranks' collective must not time out first
         saving.wait(self.kept, math.inf if alone else saving.link.longest_wait_seconds)
         try:
@@ -462,34 +456,18 @@ def _all(ranks: RankGroup, what: str, remedy: str = "") -> Iterator[None]:
 
 
 def _submit_arena(
-    holes: Sequence[Hole], path: str, link: WorkerLink, coded: CodedMoments | None
+    holes: Sequence[Hole], path: str, state: StateStore
 ) -> tuple[list[int], list[Hole]]:
-    """Submit the holes whose values are in the worker's arena, as they are or encoded; return the
-    numbers of the submissions, and the other holes."""
+    """Submit the holes whose values are in the worker's arena; return the numbers of the
+    submissions, and the other holes."""
     parts: list[FilePart | CodedPart] = []
     others: list[Hole] = []
     for hole in holes:
-        values, nbytes = hole.values, hole.values.nbytes
-        if coded is not None and (moment := coded.behind(values)) is not None:
-            size = moment.shown.element_size()
-            for span in moment.spans(_PART_BYTES // size):
-                offset, continues = hole.offset + size * span.begin, span.begin > 0
-                parts.append(
-                    CodedPart(
-                        moment.kind, moment.partition, span, offset, hole.crc_offsets, continues
-                    )
-                )
-            continue
-        place = link.arena.find(values.data_ptr(), nbytes) if values.device.type == "cpu" else None
-        if place is None:
-            others.append(hole)
-            continue
-        for begin in range(0, nbytes, _PART_BYTES):
-            size = min(_PART_BYTES, nbytes - begin)
-            parts.append(
-                FilePart(place + begin, size, hole.offset + begin, hole.crc_offsets, begin > 0)
-            )
-    return [link.process.submit([ArenaWrite(path, (part,))]) for part in parts], others
+        on_host = hole.values.device.type == "cpu"
+        found = state.file_parts(hole.values, hole.offset, hole.crc_offsets) if on_host else None
+        others += [hole] if found is None else []
+        parts += found or []
+    return [state.link.process.submit([ArenaWrite(path, (part,))]) for part in parts], others
 
 
 def _finish_at_exit(engine: weakref.ref[JointCheckpointEngine]) -> None:

@@ -122,12 +122,15 @@ class Load:
         with self._together():
             self._saved = SavedCheckpoint(folder)
             self.target = self._find_target()
+            layout: tuple[int, int] | None = None
             if self.target is None:
                 self._check_own_files(folder)
-                found = (None, self._saved.save_id, self._loads_state)
             else:
                 self._require_readable(self.target)
-                found = ((self._saved.stage, self._saved.ranks), self._saved.save_id, False)
+                self._prepare(self.target)
+                layout = self._saved.stage, self._saved.ranks
+            self.swaps = [*self._reader(), *self._settings()]
+            found = layout, self._saved.save_id, self._loads_state
         if len(each := ranks.distinct(found, MOST_TOLD)) > 1:
             listing = ", ".join(f"{what} on {rank_list(on, ranks)}" for what, on in each)
             error = CheckpointError(
@@ -136,9 +139,6 @@ class Load:
                 f"ranks the same folder, or {LOAD_ANOTHER}"
             )
             raise agreed(error, ranks)
-        if self.target is not None:
-            self._prepare(self.target)
-        self.swaps = [*self._reader(), *self._settings()]
 
     def _together(self) -> AbstractContextManager[None]:
         return together(self._ranks, CheckpointError)
@@ -269,7 +269,7 @@ class Load:
                 return
             zenflow.readiness.require_groups(groups_of(state), file.path)
             zenflow.state.require_fitting(state)
-        numels = [each.master.numel() for each in zenflow.host.states]
+        numels = [each.master.numel() for each in zenflow.host.state.wholes]
         behind = state.get(keys.GROUP_PADDINGS) or [0] * len(numels)
         sizes = [(numel - more, numel) for numel, more in zip(numels, behind, strict=False)]
         SavedPartitions(file).require(zenflow.moments, sizes)
@@ -361,7 +361,7 @@ class Load:
     def _open_masters(self) -> None:
         """Let p and the optimizer's state be written."""
         if self._zenflow is not None:
-            self._zenflow.host.expose()
+            self._zenflow.host.state.expose()
 
     # -- after DeepSpeed has read ------------------------------------------------------------------
 
@@ -407,10 +407,10 @@ class Load:
             return
         with self._together():
             target.write_weights()
-        if self._zenflow is not None and self._ranks.rank == 0:
-            told = rule_told(self._zenflow.host, self._saved.partitions(0).was_exact)
-            if told is not None:
-                logger.info(told)
+            if self._zenflow is not None and self._ranks.rank == 0:
+                told = rule_told(self._zenflow.host, self._saved.partitions(0).was_exact)
+                if told is not None:
+                    logger.info(told)
 
 
 @contextmanager

@@ -76,8 +76,7 @@ class Saver:
             config_params,
             world,
             leads,
-            None if host is None else host.link,
-            None if host is None else host.coded,
+            None if host is None else host.state,
             continues=(continues := host is not None and async_save),
         )
         return cls(files, continues=continues)
@@ -381,7 +380,7 @@ class Parts:
             if first is not None:
                 first()
             if not host.link.failed:  # otherwise all ranks get its error
-                host.shown.changes()
+                host.state.handles.changes()
 
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's

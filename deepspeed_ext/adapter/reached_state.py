@@ -51,6 +51,7 @@ from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.shown_state import ShownTensor, plain
+from deepspeed_ext.zenflow.worker.messages import Span
 
 __all__ = ["Evaluation", "ExactWeights", "ReachedState", "wrap_accelerate"]
 
@@ -111,11 +112,11 @@ class ExactWeights:
         """Give the model p, until `leave`. A collective.
 
         Args:
-            takes_over: see `HostOptimizer.drain`.
+            takes_over: see `StateStore.drain`.
         """
         self._drain(takes_over)
         with together(self._host.ranks):
-            predicted = [self._kept(index) for index in range(len(self._host.states))]
+            predicted = [self._kept(index) for index in range(len(self._host.state.wholes))]
         self._predicted = predicted
         with together(self._host.ranks):
             self._round()
@@ -149,15 +150,16 @@ class ExactWeights:
         )
 
     def _round(self) -> None:
-        for index in range(len(self._host.states)):
+        for index in range(len(self._host.state.wholes)):
             # in parts: a copy that converts needs memory for its result
             for part, p in self._parts(index, CONVERTED_NUMEL):
                 part.copy_(p)
 
     def _parts(self, index: int, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Weights of a partition and p, in parts of `numel` elements."""
-        weights, p = self._weights(index), self._host.states[index].master.detach()
-        return zip(weights.split(numel), p.split(numel), strict=True)
+        begin = 0
+        for part in self._weights(index).split(numel):
+            yield part, self._host.state.read(index, Span(begin, begin := begin + part.numel()))
 
 
 class Evaluation:
@@ -271,7 +273,7 @@ _AUTOCAST_SCALE = "deepspeed_ext_autocast_scale"
 
 class ReachedState:
     """Saves, loads and exports the state of one optimizer. In between, users reach the state by
-    `HostOptimizer.shown`.
+    `StateStore.handles`.
 
     Args:
         ranks: the data-parallel ranks.
@@ -299,13 +301,13 @@ class ReachedState:
         self._scale = scale
         self._require_groups = require_groups
         self._copies = True
-        drain = partial(self._drain_together, False)
+        drain = partial(self.drain_together, False)
         self.exact_weights = ExactWeights(host, partitions.weights, drain, partitions.spread)
         self.evaluation = Evaluation(
             # a script may have moved the optimizer's state away, to have memory for this
             partial(self.exact_weights.enter, takes_over=False),
             self.exact_weights.leave,
-            lambda: host.updates if host.decided.rule.overlapped else 0,
+            lambda: host.state.updates if host.decided.rule.overlapped else 0,
             1 if partitions.saved_weights is not None else host.ranks.size,
         )
 
@@ -327,25 +329,24 @@ class ReachedState:
         """Let all weights be those of the last step."""
         self._host.complete_weights()
 
-    def drain_together(self, *, shows_moments: bool = True) -> None:
-        """Call `HostOptimizer.drain` on all ranks; raise on all if any rank's worker has failed. A
+    def drain_together(self, shows: bool = True, takes_over: bool = True) -> None:
+        """Call `StateStore.drain` on all ranks; raise on all if any rank's worker has failed. A
         collective."""
-        self._drain_together(shows_moments, takes_over=True)
-
-    def _drain_together(self, shows_moments: bool, takes_over: bool) -> None:
         self.settle()
         with together(self._host.ranks, WorkerError):
-            self._host.drain(shows_moments=shows_moments, takes_over=takes_over)
+            self._host.state.drain(shows=shows, takes_over=takes_over)
 
     # -- saving ------------------------------------------------------------------------------------
 
     def saved(self, super_call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state dict of `super_call`, DeepSpeed's method, with p, m, v under their usual keys,
         plus ZenFlow's state."""
-        self._host.drain(shows_moments=self._copies)
+        self._host.state.drain(shows_moments=self._copies)
         scale = {} if self._scale is None else {_AUTOCAST_SCALE: self._scale.state_dict()}
-        with self._host.shown.quiet():
-            state = tree_map_only(ShownTensor, plain, super_call())
+        with self._host.state.handles.quiet():
+            state = super_call()
+            if not self._copies:  # written at once; handles that a user keeps stay current
+                state = tree_map_only(ShownTensor, plain, state)
         ours = checkpoint.state_of(self._host, self._partitions.saved_weights, copied=self._copies)
         return {**state, checkpoint.STATE_KEY: ours, **scale}
 
@@ -384,7 +385,7 @@ class ReachedState:
         with together(host.ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read(state_dict_list, loads_optimizer)
         _require_same_position(saved, host.ranks)
-        with self._replaceable(), host.shown.quiet():
+        with self._replaceable(), host.state.handles.quiet():
             super_call(
                 state_dict_list,
                 load_optimizer_states,
@@ -400,14 +401,16 @@ class ReachedState:
                 checkpoint.adopt_optimizer_state(host, self._partitions.clear_padding)
                 exact = checkpoint.restore(host, saved, f"rank {dist.get_rank()}")
                 weights = saved.weights if exact and saved is not None else None
-                self._partitions.loaded(weights or [state.master.detach() for state in host.states])
+                self._partitions.loaded(
+                    weights or [state.master.detach() for state in host.state.wholes]
+                )
             else:
-                host.masters_changed()
+                host.state.replaced()
             if self._scale is not None and not checkpoint_folder:
                 state = state_dict_list[self._ranks.rank] or {}
                 self._scale.load_state_dict(state.get(_AUTOCAST_SCALE, self._scale.state_dict()))
         if loads_optimizer and not exact:
-            with host.shown.quiet():
+            with host.state.handles.quiet():
                 self._partitions.exchange_loaded()
 
     @contextmanager
@@ -417,15 +420,15 @@ class ReachedState:
         try:
             yield
         except BaseException:
-            self._host.shown.drop_changes()
+            self._host.state.handles.drop_changes()
             raise
 
     def take_from_weights(self, super_call: Callable[[], None]) -> None:
         """Let `super_call` set p to the weights, and start over from p. A collective."""
         self.drain_together()
-        with self._host.shown.quiet():
+        with self._host.state.handles.quiet():
             super_call()
-        self._host.masters_changed()
+        self._host.state.replaced()
 
     def _read(self, states: Any, loads_optimizer: bool) -> SavedState | None:
         """Return this rank's saved ZenFlow state; None if the checkpoint has none. What else will
@@ -448,7 +451,7 @@ class ReachedState:
         """
         if checkpoint.STATE_KEY not in state:
             return None
-        numels = [state.master.numel() for state in self._host.states]
+        numels = [state.master.numel() for state in self._host.state.wholes]
         saved, here = read_saved_state(state[checkpoint.STATE_KEY], numels), self._host.kind.layout
         if saved.optimizer != here.name:
             raise CheckpointError(

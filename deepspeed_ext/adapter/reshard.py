@@ -22,7 +22,7 @@ from deepspeed_ext.adapter.upstream import (
     is_stored_quantized,
 )
 from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
-from deepspeed_ext.checkpoint.layout import Copy, Layout, Placement, plan_copies
+from deepspeed_ext.checkpoint.layout import Fragment, Layout, Placement
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.words import LOAD_ANOTHER, counted
@@ -138,24 +138,24 @@ def require_same_groups(saved: SavedPartitions, target: Target) -> None:
 
 def require_readable(
     saved: SavedCheckpoint, target: Target, moments: Sequence[str]
-) -> tuple[list[Copy], dict[int, SavedPartitions]]:
+) -> tuple[list[tuple[Fragment, Fragment]], dict[int, SavedPartitions]]:
     """Check all that this rank will read, but for the values of large tensors.
 
     Args:
         moments: names of the moments that the run takes.
 
     Returns:
-        What this rank copies, and the partitions of other ranks, by rank, that it reads for that.
+        What this rank copies (see `Layout.copies`), and the partitions that it reads for that, by
+        the rank that saved them.
 
     Raises:
         CheckpointError: the checkpoint has other parameters, or its files do not fit together.
     """
     target.layout.require_same_parameters(saved.layout)
     saved.require_complete()
-    copies = plan_copies(saved.layout, target.layout, target.rank)
-    sources = {
-        rank: saved.partitions(rank) for rank in sorted({copy.rank for copy in copies} | {0})
-    }
+    copies = target.layout.copies(saved.layout, target.rank)
+    ranks = sorted({source.rank for source, _ in copies} | {0})
+    sources = {rank: saved.partitions(rank) for rank in ranks}
     for rank, source in sources.items():
         source.require(moments, saved.layout.sizes(rank))
     names = {tuple(tensors) for source in sources.values() for tensors in source.tensors}
@@ -202,16 +202,17 @@ def load_masters(saved: SavedCheckpoint, target: Target) -> None:
 
 def _fill(
     flats: Sequence[Mapping[str, torch.Tensor]],
-    copies: Sequence[Copy],
+    copies: Sequence[tuple[Fragment, Fragment]],
     sources: Mapping[int, SavedPartitions],
 ) -> None:
     """Copy to the tensors of each flat tensor those of the same names in `sources`."""
-    for copy in copies:
-        for begin in range(copy.begin, copy.end, _CHUNK_NUMEL):
-            end = min(copy.end, begin + _CHUNK_NUMEL)
-            values = sources[copy.rank].read(copy.flat, begin, end)
-            place = slice(copy.offset + begin - copy.begin, copy.offset + end - copy.begin)
-            for name, target in flats[copy.target].items():
+    for source, here in copies:
+        for begin in range(source.begin, source.end, _CHUNK_NUMEL):
+            end = min(source.end, begin + _CHUNK_NUMEL)
+            there = source.offset - source.begin
+            values = sources[source.rank].read(source.flat, there + begin, there + end)
+            place = slice(here.offset - here.begin + begin, here.offset - here.begin + end)
+            for name, target in flats[here.flat].items():
                 target[place].copy_(values[name])
 
 

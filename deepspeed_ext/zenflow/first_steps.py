@@ -138,7 +138,7 @@ class FirstSteps:
         moves = share < plan.host_share
         if moves:
             # the next step publishes y again, without what moves
-            host.expose(shows_moments=False)
+            host.state.expose(shows_moments=False)
             moves = move(host, with_host_share(plan, share, why))
             why = why if moves else f"{why}; but a rank could not allocate it"
         if host.ranks.rank == 0:
@@ -172,7 +172,7 @@ class FirstSteps:
     def _take_over(self, host: HostOptimizer, heads: Sequence[int]) -> bool:
         """Let so many elements of each partition step on the accelerator; return whether they do. A
         collective."""
-        plan, sizes = host.decided, [state.master.numel() for state in host.states]
+        plan, sizes = host.decided, [state.master.numel() for state in host.state.wholes]
         fits = len(heads) == len(sizes) and all(
             head % host.rule.block_size == 0 and head <= size
             for head, size in zip(heads, sizes, strict=False)
@@ -200,7 +200,7 @@ def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
     """
     link, ranks = host.link, host.ranks
     link.wait_together()
-    weights = [state.weights() for state in host.states]
+    weights = [state.weights() for state in host.state.wholes]
     with link.deferring_errors():
         link.transfers.release()
     heads = Heads.if_all_have_room(plan, weights, link.arena, host.kind, ranks)
@@ -218,7 +218,8 @@ def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
     with link.deferring_errors():
         link.relay(plan, buffers)
         partitions = [
-            partition_of(plan, index, state, link.arena) for index, state in enumerate(host.states)
+            partition_of(plan, index, state, link.arena)
+            for index, state in enumerate(host.state.wholes)
         ]
         host.move_to(plan, partitions, heads)
     link.raise_deferred()

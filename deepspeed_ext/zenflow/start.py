@@ -25,14 +25,13 @@ from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.plan.share import thread_counts
-from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink, WorkerThreads
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.optimizer_state import OptimizerState
 from deepspeed_ext.zenflow.step.partition import WholeState
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
@@ -97,7 +96,7 @@ def start_optimizer(
     prepare_kernels(plan, kind, parts, warns=ranks.rank == 0)
     metrics = Metrics()
     link = WorkerLink(plan, buffers, threads, ranks, metrics)
-    start.undo.callback(link.abandon)
+    start.undo.callback(link.close)
     heads = None
     if plan.has_heads:
         heads = Heads.on_all_ranks(plan, parts, link.arena, kind, ranks)
@@ -109,13 +108,8 @@ def start_optimizer(
     for partition, part, decided in zip(partitions, parts, plan.partitions, strict=True):
         _copy_to_host(part[decided.head :], partition.master)
     rule = rule_of(plan)(plan, partitions, link, ranks, kind, metrics)
-    coded = (
-        CodedMoments(link.arena, len(partitions), layout, plan.rule.block_size)
-        if layout.is_coded
-        else None
-    )
-    state_here = OptimizerState(partitions, states, heads, coded)
-    host = HostOptimizer(plan, rule, state_here, link, kind, ranks)
+    store = StateStore(link, rule, kind, partitions, states, heads)
+    host = HostOptimizer(plan, rule, store, link, kind, ranks)
     host.first_steps = _first_steps(start, plan, threads, metrics, is_on_cpu=facts.is_on_cpu)
     return host
 

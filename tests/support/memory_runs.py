@@ -305,7 +305,7 @@ def _note_state(engine: Any, found: Measured) -> None:
     adam = getattr(engine.optimizer, "host_optimizer", None)
     if adam is None:
         return
-    adam.drain(shows_moments=False)
+    adam.state.drain(shows_moments=False)
     found.arena = resident_bytes(adam.link.arena)
     idle = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)
     if (
@@ -314,8 +314,8 @@ def _note_state(engine: Any, found: Measured) -> None:
         and not engine.optimizer._sums_apart
     ):
         found.untouched = idle.nbytes
-    found.numels = [partition.master.numel() for partition in adam.partitions]
-    for partition in adam.partitions:
+    found.numels = [partition.master.numel() for partition in adam.state.partitions]
+    for partition in adam.state.partitions:
         found.kept += sum(tensor.nbytes for tensor in adam.rule.state_beside_weights(partition))
 
 

@@ -317,7 +317,7 @@ EVENTS: dict[str, Callable[[Any, str, int], None]] = {
     "new engine": _load,
     "evaluation": _evaluate,
     "stream of weights": _stream,
-    "drain": lambda engine, folder, number: engine.optimizer.host_optimizer.drain(),
+    "drain": lambda engine, folder, number: engine.optimizer.host_optimizer.state.drain(),
     "read gradients": _nothing,
 }
 """Before a step: of which engine, a folder, its number. "read gradients" is in backward, and "new
@@ -428,7 +428,7 @@ def overflowing(config: dict[str, Any], variant: Variant) -> list[tuple[bool, bo
         engine.step()
         same = not first_difference(before, weights_of(engine))
         host = engine.optimizer.host_optimizer
-        trace.append((bool(engine.optimizer.overflow), same, host.updates))
+        trace.append((bool(engine.optimizer.overflow), same, host.state.updates))
     finite = all(bool(master.isfinite().all()) for master in full_masters_of(engine))
     engine.destroy()
     assert finite

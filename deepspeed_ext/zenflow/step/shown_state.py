@@ -39,7 +39,7 @@ from deepspeed_ext.errors import CheckpointError, StateError
 from deepspeed_ext.runtime.words import LOAD_ANOTHER
 from deepspeed_ext.zenflow.step.partition import WholeState
 
-__all__ = ["Change", "ShownState", "ShownTensor", "plain", "write"]
+__all__ = ["Change", "ShownState", "ShownTensor", "nan_like", "plain", "write"]
 
 _MOST_UPDATES = 1 << 62
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,15 +81,16 @@ class ShownTensor(torch.Tensor):
             written = tree_leaves([named.get(each.name) for each in schema if each.is_write])
             writes = any(isinstance(each, cls) for each in written)
             for shown_by in {each.shown_by for each in shown}:
-                if (owner := shown_by()) is not None:
-                    owner.used(writes=writes)
+                _used(shown_by, writes=writes)
             return func(*args, **kwargs)
 
     def _used(self) -> torch.Tensor:
         """A plain tensor on the same memory, for what is no operation."""
-        if (owner := self.shown_by()) is not None:
-            owner.used(writes=False)
+        _used(self.shown_by, writes=False)
         return plain(self)
+
+    def is_pinned(self, *args: Any, **kwargs: Any) -> bool:
+        return plain(self).is_pinned(*args, **kwargs)
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self._used().numpy(*args, **kwargs)
@@ -110,10 +111,24 @@ class ShownTensor(torch.Tensor):
         return copied
 
 
+def _used(shown_by: weakref.ref[ShownState], *, writes: bool) -> None:
+    if (owner := shown_by()) is None or not owner.is_open:
+        raise StateError(
+            "the engine of this optimizer state was destroyed, which frees p and the moments: copy "
+            "what you need of them before engine.destroy()"
+        )
+    owner.used(writes=writes)
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor on the same memory; valid while nothing is in flight."""
     with torch._C._DisableTorchDispatch():
         return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def nan_like(tensor: torch.Tensor) -> torch.Tensor:
+    """NaN in the place of values that a failed worker has lost."""
+    return torch.full(tensor.shape, torch.nan, dtype=tensor.dtype, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -181,6 +196,7 @@ class ShownState:
         masters: the handles on p, in order of the partitions; each a leaf that requires a gradient,
             1-D fp32 [n].
         writes: how often users have written in place.
+        is_open: whether there still are values.
     """
 
     def __init__(
@@ -193,8 +209,8 @@ class ShownState:
         owner = weakref.ref(self)
         self._optimizer = optimizer
         self._step_value = step_value
-        self._use: Callable[[], None] | None = use
-        self.writes = 0
+        self._use = use
+        self.writes, self.is_open = 0, True
         self._is_quiet = False
         self._group_count = len(optimizer.param_groups)
         self._handles = [_Handles(state, owner) for state in states]
@@ -213,7 +229,7 @@ class ShownState:
 
     def used(self, *, writes: bool) -> None:
         """Report that a handle's values are accessed."""
-        if self._use is not None and not self._is_quiet:
+        if not self._is_quiet:
             self._use()
             self.writes += writes
 
@@ -226,10 +242,6 @@ class ShownState:
             yield
         finally:
             self._is_quiet = before
-
-    def close(self) -> None:
-        """Stop reporting accesses; values stay readable."""
-        self._use = None
 
     # -- showing -----------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.arrays import ArraySpec, plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.main import write_from_arena
-from deepspeed_ext.zenflow.worker.messages import ArenaWrite
+from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart
 from tests.support.crash.fork_ranks import run_forked
 
 CONFIG = SimpleNamespace(checkpoint_config={"checkpoint_serialization": True})
@@ -68,7 +68,7 @@ class InProcess:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.process = self
+        self.link = self.process = self
         self.write_wait_seconds = 0.0
         self.longest_wait_seconds = math.inf
         self._failed: list[str | None] = []
@@ -85,6 +85,10 @@ class InProcess:
 
     def failed_write(self, number: int) -> str | None:
         return self._failed[number]
+
+    def file_parts(self, values: Any, *place: Any) -> list[FilePart] | None:
+        begin = self.arena.find(values.data_ptr(), values.nbytes)
+        return None if begin is None else [FilePart(begin, values.nbytes, *place)]
 
 
 def make_engine(

@@ -238,7 +238,7 @@ def trained_on(config: dict[str, Any], steps: int) -> list[float]:
 def load_latest(config: dict[str, Any], folder: str) -> int:
     engine = make_engine(config)
     engine.load_checkpoint(folder)
-    updates = engine.optimizer.host_optimizer.updates
+    updates = engine.optimizer.host_optimizer.state.updates
     train(engine, batches(2, dist.get_rank()))
     engine.destroy()
     return updates
@@ -298,7 +298,7 @@ def test_a_worker_lost_while_it_writes(stage: int, moment: str, how: str, tmp_pa
     config = config_of(stage, "exact" if rule else "predictive")
     found = run_ranks(2, lose_a_worker, config, str(tmp_path), moment, how)
     if moment == "destroy":  # without the others
-        assert [len(messages) for messages in found] == [1, 0]
+        assert [len(messages) for messages in found] == [1, 0], found
     assert "rank 1" in found[0][0]
     assert how in found[0][0]
     assert moment == "destroy" or found[0][0] == found[1][0]

@@ -131,7 +131,7 @@ def test_an_interrupted_wait_for_a_slow_disk_is_waited_for_again(tmp_path: Path)
     with patch.object(joint, "begin_writing", LateFuture):
         engine, state = make_engine(ALONE, True, MODES[2])
         commit_save(engine, state.fill_(2), ALONE, Disks(tmp_path, False), "t")
-        with patch.object(engine._link, "wait_for_writes", side_effect=KeyboardInterrupt):
+        with patch.object(engine._state.link, "wait_for_writes", side_effect=KeyboardInterrupt):
             for wait in WAITS.values():
                 if wait is not WAITS["step"]:  # which does not wait
                     with pytest.raises(KeyboardInterrupt):

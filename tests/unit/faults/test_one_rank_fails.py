@@ -84,6 +84,7 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine._between_steps",
         "adapter/engine.py:Engine.backward",
         "adapter/zenflow_parts.py:ZenFlowParts.begin_call",
+        "adapter/reached_state.py:Evaluation.end",
         "adapter/engine.py:Engine._backward_prologue",
         "adapter/parts.py:Parts.require_known_state",
         "flatten/tiers.py:broadcasts",
@@ -115,6 +116,7 @@ CANNOT_BE_AGREED_ON = {
     ),
     "only keeps what fails inside of it": (
         "adapter/parts.py:Parts.after_model_step",
+        "checkpoint/writer.py:begin_writing",
         "adapter/step.py:StepDriver.find_factor",
         "adapter/step.py:StepDriver.forget_gradients",
         "adapter/step.py:StepDriver.known_norms",
@@ -140,8 +142,8 @@ CANNOT_BE_AGREED_ON = {
         *(
             f"adapter/load.py:{name}"
             for name in (
-                *("Load.loading_model", "Load._joins", "Load._settings", "Load._say_idle"),
-                *("Load.model_files", "Load._prepare", "Load._reader", "_Reader", "only_weights"),
+                *("Load.loading_model", "Load._joins", "Load.model_files", "_Reader.load"),
+                *("only_weights",),
             )
         ),
         "adapter/readiness.py:BackwardPass.",

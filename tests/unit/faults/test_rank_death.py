@@ -30,6 +30,7 @@ from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.step.stream import Stream
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
@@ -120,7 +121,7 @@ PHASES = {
         when=lambda late: late._host.link.arrivals.are_awaited,
     ),
     "backward completes weights": Phase(ReachedState, "complete_weights", False, ("exact",)),
-    "a save waits for the worker": Phase(HostOptimizer, "drain", saves="waiting"),
+    "a save waits for the worker": Phase(StateStore, "drain", saves="waiting"),
     "a save writes": Phase(JointCheckpointEngine, "_write", saves="waiting"),
     "a save is named": Phase(JointCheckpointEngine, "_complete", saves="waiting"),
     "a save beside training begins": Phase(JointCheckpointEngine, "_write", saves="beside"),

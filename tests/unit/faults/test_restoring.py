@@ -44,7 +44,7 @@ def spoil(state: dict[str, Any], how: str) -> None:
     elif how == "size":
         section["partitions"][0]["numel"] += 1
     elif how == "key":
-        del section["partitions"][0]["collected"]
+        del section["partitions"][0]["numel"]
     elif how == "no section":
         del state[STATE_KEY]
     elif how == "another step":
@@ -86,7 +86,7 @@ def test_a_section_that_fits_on_one_rank_only(stage: int, rule: str, tmp_path: P
     messages, equal = outcomes[0]
     for how, words in zip(
         SPOILT,
-        ["version 99", "elements", "collected", "different plans", "different plans"],
+        ["version 99", "elements", "numel", "different plans", "different plans"],
         strict=True,
     ):
         message = messages[SPOILT.index(how)]
@@ -101,7 +101,7 @@ def read_beside_the_dead(config: dict) -> dict[str, Any]:
     engine = make_engine(config)
     data = batches(6, dist.get_rank())
     train(engine, data[:5])
-    engine.optimizer.host_optimizer.drain()
+    engine.optimizer.host_optimizer.state.drain()
     process = engine.optimizer.host_optimizer.link.process
     if dist.get_rank() == 0:
         os.kill(process.pid, signal.SIGSTOP)

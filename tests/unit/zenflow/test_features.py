@@ -36,7 +36,7 @@ def overlapped_with_schedule(config: dict) -> tuple[list[float], int]:
     for batch in batches(16, dist.get_rank()):
         train(engine, [batch])
         lrs.append(engine.get_lr()[0])
-    steps = engine.optimizer.host_optimizer.updates
+    steps = engine.optimizer.host_optimizer.state.updates
     engine.destroy()
     return lrs, steps
 
@@ -54,12 +54,12 @@ def measured_run(config: dict) -> dict[str, Any]:
     engine = make_engine(config, groups=two_groups)
     losses = train(engine, batches(30, dist.get_rank()))
     adam = engine.optimizer.host_optimizer
-    adam.drain()
+    adam.state.drain()
     found = {
         "losses": losses,
         "figures": engine.optimizer.measurements(),
         "bytes_a_parameter": resident_bytes(adam.link.arena)
-        / sum(p.master.numel() for p in adam.partitions),
+        / sum(p.master.numel() for p in adam.state.partitions),
     }
     engine.destroy()
     return found

@@ -72,11 +72,11 @@ def moved_and_freed(config: dict[str, Any], folder: str) -> list[str]:
     engine.destroy()
     engine = make_engine(config, groups=two_groups)
     adam = engine.optimizer.host_optimizer
-    found = [] if any(adam.heads.numels) else ["nothing is on the accelerator"]
+    found = [] if any(adam.state.heads.numels) else ["nothing is on the accelerator"]
     losses = []
     for number, batch in enumerate(data):
         losses += train(engine, [batch])
-        if adam.heads.is_shown and number % 3 == 2:
+        if adam.state.heads.is_shown and number % 3 == 2:
             found.append(f"still shown in step {number}")
         if number % 3 == 0:
             engine.save_checkpoint(folder, tag=str(number))

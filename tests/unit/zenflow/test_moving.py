@@ -20,11 +20,11 @@ from deepspeed_ext.runtime import memory
 from deepspeed_ext.zenflow import start
 from deepspeed_ext.zenflow.first_steps import move
 from deepspeed_ext.zenflow.plan.share import WATCHED_STEPS, MeasuredStep, with_host_share
-from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
 from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -69,13 +69,13 @@ def result_of(engine: Any, losses: list[float]) -> dict[str, Any]:
 def state_of(engine: Any) -> dict[str, Any]:
     """What an engine holds between two steps. Nothing may be on the accelerator yet."""
     adam = engine.optimizer.host_optimizer
-    adam.drain()
+    adam.state.drain()
     return {
         "last": [each.last for each in adam.rule.states],
-        "arrays": [[each.clone() for each in state.arrays] for state in adam.states],
-        "weights": [state.weights().clone() for state in adam.states],
+        "arrays": [[each.clone() for each in state.arrays] for state in adam.state.wholes],
+        "weights": [state.weights().clone() for state in adam.state.wholes],
         "parameters": [each.data.clone() for each in engine.module.parameters()],
-        "counts": list(adam.counts),
+        "counts": list(adam.state.counts),
         "schedule": adam.rule.schedule.state,
     }
 
@@ -83,22 +83,22 @@ def state_of(engine: Any) -> dict[str, Any]:
 def looked_at(engine: Any) -> list[torch.Tensor]:
     """The masters and the moments as a user reads them between two steps."""
     masters, host = full_masters_of(engine), engine.optimizer.host_optimizer
-    return [*masters, *(each.clone() for state in host.states for each in state.arrays)]
+    return [*masters, *(each.clone() for state in host.state.wholes for each in state.arrays)]
 
 
 def begin_with(engine: Any, state: dict[str, Any]) -> None:
     """Let a new engine go on from `state`, whatever share it has."""
     adam = engine.optimizer.host_optimizer
-    assert adam.expose()
-    for whole, arrays in zip(adam.states, state["arrays"], strict=True):
+    assert adam.state.expose()
+    for whole, arrays in zip(adam.state.wholes, state["arrays"], strict=True):
         for target, values in zip(whole.arrays, arrays, strict=True):
             target.copy_(values)
-    adam.masters_changed(state["counts"])
+    adam.state.replaced(state["counts"])
     adam.rule.schedule.state = state["schedule"]
     for each, last in zip(adam.rule.states, state["last"], strict=True):
         each.last = last
     with torch.no_grad():
-        for whole, weights in zip(adam.states, state["weights"], strict=True):
+        for whole, weights in zip(adam.state.wholes, state["weights"], strict=True):
             whole.weights().copy_(weights)
         for parameter, values in zip(engine.module.parameters(), state["parameters"], strict=True):
             if parameter.data.shape == values.shape:  # stage 3 gathers them from the partitions
@@ -126,13 +126,13 @@ def moved_and_begun(
     state = state_of(engine)
     before = looked_at(engine) if looks else []
     if not host.rule.schedule.plan().waits_last:
-        host.expose(shows_moments=False)
+        host.state.expose(shows_moments=False)
     found = [] if move_share(host, SHARE) else ["there was no memory"]
-    found += [] if any(host.heads.numels) else ["nothing has moved"]
+    found += [] if any(host.state.heads.numels) else ["nothing has moved"]
     if looks:
         found.append(first_difference(before, looked_at(engine), "masters and moments"))
     losses = train(engine, data[moved_at:])
-    found += ["it is still on the host"] if host.heads.is_shown else []
+    found += ["it is still on the host"] if host.state.heads.is_shown else []
     moved = result_of(engine, losses)
     overlapped = host.rule.schedule.state.steps > WARM_UP
     engine.destroy()
@@ -194,7 +194,7 @@ def chosen(
         for number in range(len(data) // passes):
             if number in saved:
                 engine.save_checkpoint(folder, tag=str(number))
-            with patch.object(CodedMoments, "show", side_effect=AssertionError("decodes all")):
+            with patch.object(StateStore, "decode", side_effect=AssertionError("decodes all")):
                 losses += train(engine, data[number * passes : (number + 1) * passes])
             shares.append(adam.decided.host_share)
         expected = result_of(engine, losses)
@@ -342,7 +342,7 @@ def without_host(stage: int) -> list[list[float]]:
         losses = train(engine, data[:2])
         if ratio:
             assert move_share(host, 0.0)
-        assert all(partition.master.numel() == 0 for partition in host.partitions)
+        assert all(partition.master.numel() == 0 for partition in host.state.partitions)
         found.append(losses + train(engine, data[2:]))
         engine.destroy()
     return found

@@ -57,10 +57,10 @@ def moments_and_bytes(config: dict[str, Any]) -> tuple[set[torch.dtype], float]:
     engine = make_engine(config)
     train(engine, batches(2, dist.get_rank()))
     adam = engine.optimizer.host_optimizer
-    found = {moment.dtype for partition in adam.partitions for moment in partition.moments}
+    found = {moment.dtype for partition in adam.state.partitions for moment in partition.moments}
     kinds = (*adam.kind.layout.kinds, *adam.kind.layout.scales)
     arrays = [array.spec for array in adam.link.arena.layout.arrays if array.spec.kind in kinds]
-    numel = sum(state.master.numel() for state in adam.states)
+    numel = sum(state.master.numel() for state in adam.state.wholes)
     engine.destroy()
     return found, sum(spec.nbytes for spec in arrays) / numel
 
@@ -86,9 +86,9 @@ def bytes_of_arena(config: dict[str, Any]) -> tuple[int, int, int]:
     engine = make_engine(config)
     train(engine, batches(4, dist.get_rank()))
     adam = engine.optimizer.host_optimizer
-    adam.drain()
+    adam.state.drain()
     found = resident_bytes(adam.link.arena), len(adam.link.arena.layout.arrays)
-    numel = sum(partition.master.numel() for partition in adam.partitions)
+    numel = sum(partition.master.numel() for partition in adam.state.partitions)
     engine.destroy()
     return *found, numel
 
@@ -227,12 +227,12 @@ def written(config: dict[str, Any]) -> list[bool]:
         value = torch.rand_like(safe_get_full_optimizer_state(parameter, key).float())
         safe_set_full_optimizer_state(parameter, value, key)
         found = safe_get_full_optimizer_state(parameter, key).float()
-        if (coded := engine.optimizer.host_optimizer.coded) is None:
+        host = engine.optimizer.host_optimizer
+        if not host.kind.layout.is_coded:
             same.append(torch.equal(found, value.bfloat16().float()))
             continue
         same.append(torch.equal(found, value))
-        coded.take()
-        coded.show()
+        host.state.take_back()
         rounding = (safe_get_full_optimizer_state(parameter, key) - value).abs()
         same.append(bool(0 < rounding.max() < 1 / 80))
     train(engine, batches(2, dist.get_rank()))
@@ -273,7 +273,7 @@ def arena_bytes(config: dict[str, Any], folder: str) -> list[int]:
     found.append(resident_bytes(arena))
     shown = sum(
         moment.nbytes
-        for state in engine.optimizer.host_optimizer.states
+        for state in engine.optimizer.host_optimizer.state.wholes
         for moment in state.moments.values()
     )
     engine.destroy()

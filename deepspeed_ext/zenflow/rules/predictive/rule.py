@@ -64,7 +64,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
     """
 
     name = "predictive"
-    shows_collected = False
     schedule: PredictiveSchedule
 
     def __init__(

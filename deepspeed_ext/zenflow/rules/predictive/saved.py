@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
-from deepspeed_ext.zenflow.rules.saved_values import AdamState, PartitionValues, Shape
+from deepspeed_ext.zenflow.rules.saved_values import PartitionValues, Shape
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, LionStep
-from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
 from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
 
 __all__ = ["PredictivePartitionValues"]
@@ -35,13 +34,3 @@ class PredictivePartitionValues(PartitionValues):
         if self.inverse is not None:
             numel = -(-self.on_host // block_size) * layout.per_block_width(block_size)
             yield Shape("inverse", self.inverse, numel, (getattr(torch, layout.per_block[1]),))
-
-    def apply_collected(
-        self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
-    ) -> None:
-        if not self.gradients:
-            return
-        p, m, v = state
-        gradients = [gradient[begin : begin + p.numel()] for gradient in self.gradients]
-        first = self.on_accelerator + begin
-        take_steps(p, m, v, gradients, self.collected, first, moment_dtype, block_size)

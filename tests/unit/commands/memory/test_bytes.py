@@ -176,14 +176,14 @@ OFFLOAD = {"offload": True, "pins": True, "rounds_pinned": False}
 HALF, MASTERS = 500, 4 * 500 + 2 * 4 * 500
 """This rank's elements, and the bytes of its masters and moments."""
 BY_HAND: list[tuple[dict[str, Any], tuple[Place, Phase], dict[str, int]]] = [
-    (  # stage 1 keeps each gradient in fp32, and fills a bucket in it that is reduced in bf16
+    (  # stage 1 keeps each gradient in fp32; those of a bucket give way to its sum in bf16
         {"stage": 1, "accumulates_fp32": True, "accumulation": 2},
         (Place.ACCELERATOR, Phase.BACKWARD),
         {
             "weights": 2 * 1000,
             "optimizer": MASTERS,
-            "gradients": 4 * (1000 - 300) + 4 * HALF,
-            "buffers": 4 * 300 + 4 * 300 + 2 * 300,
+            "gradients": 4 * 1000,
+            "buffers": 4 * 300 + 4 * HALF + 2 * 300,
         },
     ),
     (  # stage 2 converts the reduced bucket, and the largest gradient, which is being made

@@ -54,7 +54,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         ("beside", plan.copies is Copies.BESIDE_STEP, isinstance(transfers, HiddenTransfers)),
         ("lifts", plan.copies is not Copies.NONE, transfers._lifts),
     ]
-    for decided, partition in zip(plan.partitions, adam.partitions, strict=True):
+    for decided, partition in zip(plan.partitions, adam.state.partitions, strict=True):
         numels = partition.master.numel(), partition.weights().numel()
         said.append(("on the host", (decided.on_host,) * 2, numels))
         said.append(("places", plan.places, partition.places))
@@ -69,7 +69,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         said.append(("landing", plan.landing_bytes if equal_items else y_and_means, y_and_means))
         said.append(("chunk", plan.chunks.numel, transfers.chunk_numel))
         said.append(("slots", plan.chunks.slots, len(transfers._chunk_slots)))
-    parts = [] if adam.heads is None else adam.heads._parts
+    parts = [] if adam.state.heads is None else adam.state.heads._parts
     share = sum(tensor.nbytes for part in parts for tensor in part.state)
     said.append(("share", plan.head_bytes, share))
     engine.destroy()

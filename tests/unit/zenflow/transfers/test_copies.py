@@ -325,7 +325,7 @@ def read_as_gathers_do(config: dict[str, Any], steps: int) -> int:
             reads += len(
                 [
                     partition.weights().clone()
-                    for partition in engine.optimizer.host_optimizer.partitions
+                    for partition in engine.optimizer.host_optimizer.state.partitions
                 ]
             )
         accelerator.current_stream().wait_stream(side)
