@@ -353,7 +353,11 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         if self.kept.error is None:
             with self.kept.deferring_errors():
                 wait_for_reports(staging, others)
-        self._complete(saving.info, saving.folder, RankGroup.alone())
+        try:
+            self._complete(saving.info, saving.folder, RankGroup.alone())
+        except DeepSpeedExtError:
+            remove_reports(staging, others)
+            raise
         remove_reports(staging, others)
 
     # -- loading -----------------------------------------------------------------------------------
@@ -465,8 +469,10 @@ def _submit_arena(
     for hole in holes:
         on_host = hole.values.device.type == "cpu"
         found = state.file_parts(hole.values, hole.offset, hole.crc_offsets) if on_host else None
-        others += [hole] if found is None else []
-        parts += found or []
+        if found is None:
+            others.append(hole)
+        else:
+            parts += found
     return [state.link.process.submit([ArenaWrite(path, (part,))]) for part in parts], others
 
 
