@@ -329,7 +329,7 @@ class Parts:
         if (
             zenflow is not None
             and offload is not None
-            and offload.host_ratio != settings.host_ratio
+            and offload.host_ratio not in (None, settings.host_ratio)
         ):
             logger.warning(
                 "zero_optimization.offload_optimizer.ratio has no effect: "
