@@ -14,7 +14,6 @@ from deepspeed_ext.zenflow.kernels import launch, prepare
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
-from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer, allocated_on_all_ranks
 from deepspeed_ext.zenflow.transfers.inside_step import Results
@@ -56,7 +55,7 @@ def prepare_kernels(
         calls.append(prepare.norms(device, {of_weights, gradient}))
     if Kernel.STEP in plan.kernels:
         calls.append(kind.step_kernels(device, block_size, gradient, of_weights, alignments))
-    if Kernel.ESTIMATE in plan.kernels and isinstance(plan.rule, PredictiveSettings):
+    if Kernel.ESTIMATE in plan.kernels:
         estimated = of_weights, published, gradient
         calls.append(kind.estimate_kernels(device, block_size, *estimated, alignments))
     prepare.prepare(device, block_size, chain(*calls), warns=warns)
@@ -64,8 +63,7 @@ def prepare_kernels(
 
 def partition_of(plan: ZenFlowPlan, index: int, state: WholeState, arena: Arena) -> Partition:
     """A partition as the rule sees it: without its head, which steps on the accelerator."""
-    layout, decided = plan.rule.layout, plan.partitions[index]
-    head = decided.head
+    layout, head = plan.rule.layout, plan.partitions[index].head
     return Partition(
         index,
         state.group,
@@ -77,5 +75,5 @@ def partition_of(plan: ZenFlowPlan, index: int, state: WholeState, arena: Arena)
         grad_dtype=getattr(torch, plan.dtypes.gradient),
         per_block=arena.tensor(plan.kinds.per_block.kind, index),
         ring=[arena.tensor(*key) for key in arena.keys("g", index)],
-        places=decided.places,
+        places=plan.places,
     )

@@ -81,7 +81,8 @@ def _require_known(zero: ZeroConfig, section: Mapping[str, Any], config: Mapping
         f"stage 0{no_stage}": int(zero.stage) == 0,
         'offload_param.device = "nvme"': param is not None and param.device == "nvme",
         'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
-        "offload_optimizer.ratio below 1 without zenflow": not ours and zero.host_ratio != 1,
+        "offload_optimizer.ratio below 1 without zenflow": not ours
+        and zero.host_ratio not in (None, 1),
         "offload_optimizer.super_offload": offload is not None and offload.super_offload,
         "contiguous_gradients: false": section.get("contiguous_gradients") is False,
         "quantized weights or gradients": any(
@@ -122,7 +123,7 @@ def _setup(
         fused_adam=not of_torch and (name in ("adam", "adamw", "lion") or on_host),
         pins=on_host and offload is not None and offload.pin_memory,
         offload_param=zero.offload_param is not None and zero.offload_param.device == "cpu",
-        host_share=zero.host_ratio,
+        host_share=1.0 if (wish := zero.host_ratio) is None else None if wish == "auto" else wish,
         layout=LION_STATE if name == "lion" else ADAM_STATE,
         overlap_comm=overlaps if isinstance(overlaps, bool) else None,
         stage3_allgather_single_param=zero.stage3_allgather_single_param,

@@ -167,8 +167,7 @@ def _as_measured(question: Question, setup: Setup) -> ZenFlowPlan:
     if total is None:
         return now
     lanes = lanes_on(question.machine, question.model, question.ranks, setup, now)
-    transfer = max(lanes.down, lanes.up)
-    times = ChainTimes(question.compute, lanes.host, transfer, contention=_CONTENTION)
+    times = ChainTimes(question.compute, lanes.host, max(lanes.down, lanes.up), 0.0, _CONTENTION)
     reserve = max(GPU_RESERVE, round(total * setup.zenflow.offload_reserve_fraction))
     room = total - reserve - _of_gpu(question, plan)
     share, _ = chosen_share(now, [(times, least_units(now, room))])

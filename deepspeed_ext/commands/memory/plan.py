@@ -10,6 +10,7 @@ from deepspeed_ext.commands.memory.zero import Zero
 from deepspeed_ext.config import ZeroFields
 from deepspeed_ext.flatten.plan import FlattenFacts, choose_tier
 from deepspeed_ext.zenflow.plan.facts import RankFacts
+from deepspeed_ext.zenflow.plan.held import Held
 from deepspeed_ext.zenflow.plan.phases import Holder, Part, Phase, nbytes_of, parts_within
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
@@ -101,7 +102,7 @@ def added_up(model: Model, ranks: Ranks, setup: Setup, zenflow: ZenFlowPlan | No
     """What DeepSpeed and ZenFlow, with this plan, hold together."""
 
     def holders(*, is_first: bool) -> list[Holder]:
-        ours = [] if zenflow is None else [zenflow.held]
+        ours = [] if zenflow is None else [Held(zenflow)]
         return [Zero(model, ranks, setup, zenflow, is_first=is_first), *ours]
 
     first, other = holders(is_first=True), holders(is_first=False)
