@@ -49,7 +49,7 @@ from deepspeed_ext.zenflow.plan.share import (
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.schedule import StepPlan
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = ["Tuner", "there_over_estimate"]
 

@@ -47,7 +47,7 @@ from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.plan.rules import settings_of
 from deepspeed_ext.zenflow.plan.search import Option, expected_times, search
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS, UNITS, share_reason
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = ["decide"]
 

@@ -30,7 +30,7 @@ from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import RuleBytes, share_step_bytes
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = ["Held", "passing"]
 

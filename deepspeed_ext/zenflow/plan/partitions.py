@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from deepspeed_ext.zenflow.plan.arrays import ArenaKinds, Dtypes
 from deepspeed_ext.zenflow.plan.places import Place, Places
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = ["PartitionPlan", "head_of", "kinds_of", "landing_bytes", "share_bytes"]
 

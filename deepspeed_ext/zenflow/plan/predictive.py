@@ -11,7 +11,7 @@ from deepspeed_ext.zenflow.plan.places import Arrival, Place, Places
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.plan.rule_bytes import FLOAT_BYTES, RuleBytes
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["PredictiveSettings", "slots_at"]
 

@@ -10,8 +10,8 @@ from deepspeed_ext.zenflow.plan.chunks import (
     ROUNDED_CHUNK_NUMEL,
     chunk_of,
 )
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, DTYPE_BYTES
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, StateLayout
 
 __all__ = ["FLOAT_BYTES", "RuleBytes", "share_step_bytes"]
 

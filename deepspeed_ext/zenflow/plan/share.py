@@ -17,7 +17,7 @@ from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, PlacedArray
 from deepspeed_ext.zenflow.plan.partitions import head_of
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = [
     "HIDDEN",

@@ -12,7 +12,7 @@ import torch
 from pydantic import ConfigDict
 
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["FLOATS", "AdamState", "PartitionValues", "Shape"]
 

@@ -16,7 +16,7 @@ import torch
 from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, chunk_of
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.codes import decode, encode
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 from deepspeed_ext.zenflow.worker.messages import Span
 
 __all__ = ["CodedMoment", "CodedMoments"]

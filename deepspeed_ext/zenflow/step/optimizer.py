@@ -28,7 +28,7 @@ from deepspeed_ext.zenflow.step.partition import Partition
 from deepspeed_ext.zenflow.step.rule import UpdateRule
 from deepspeed_ext.zenflow.step.schedule import StepPlan
 from deepspeed_ext.zenflow.step.shown_state import ShownState, write
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StepConstants
+from deepspeed_ext.zenflow.worker.kernel.passes import StepConstants
 from deepspeed_ext.zenflow.worker.messages import Span, WorkerTask
 
 __all__ = ["Mover", "HostOptimizer"]

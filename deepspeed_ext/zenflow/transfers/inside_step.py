@@ -160,7 +160,7 @@ class Transfers:
 
     def _note_slots(self, tasks: Sequence[WorkerTask]) -> None:
         for task in tasks:
-            self._slots[task.partition] = task.y_slot
+            self._slots[task.partition] = task.slot
             self._read.pop(task.partition, None)
 
     def in_order(self, indices: Iterable[int]) -> list[tuple[int, Span]]:

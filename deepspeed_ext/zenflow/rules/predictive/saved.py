@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.rules.saved_values import AdamState, PartitionValues, Shape
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, LionStep
-from deepspeed_ext.zenflow.worker.kernel.reference import take_steps
-from deepspeed_ext.zenflow.worker.kernel.state_layout import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.definition import adam_step
+from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["PredictivePartitionValues"]
 
@@ -26,7 +26,7 @@ class PredictivePartitionValues(PartitionValues):
         inverse: what the estimate remembers (`Estimate.kept`).
     """
 
-    last: AdamStep | LionStep | None = None
+    last: Any = None
     errors: PredictionErrors | None = None
     inverse: torch.Tensor | None = None
 
@@ -41,7 +41,7 @@ class PredictivePartitionValues(PartitionValues):
     ) -> None:
         if not self.gradients:
             return
-        p, m, v = state
-        gradients = [gradient[begin : begin + p.numel()] for gradient in self.gradients]
         first = self.on_accelerator + begin
-        take_steps(p, m, v, gradients, self.collected, first, moment_dtype, block_size)
+        for gradient, step in zip(self.gradients, self.collected, strict=True):
+            part = gradient[begin : begin + state[0].numel()]
+            adam_step(state, part, step, block_size, first, moment_dtype)

@@ -1,0 +1,295 @@
+"""The arithmetic of a step in torch operations: the definition of all kernels, on accelerators and
+in the worker, and the fallback if none can run.
+
+Large arrays are processed in chunks of whole blocks, so temporaries are small for any size of
+array; on the CPU they also stay in a core's L2 cache. Each operation rounds once in fp32: no
+`lerp`, `addcmul`, `add` with a factor, division by a number or torch's `sqrt`, which round
+differently on different devices. A 16-bit result is rounded once, when it is stored. So results
+depend neither on the chunks nor on the number of threads, and equal those of the device's kernels
+bitwise. The native pass of Adam fuses products and sums, so its last bits differ.
+Symbols are those of `deepspeed_ext.zenflow.optimizers.adam_estimator`.
+
+Estimates are *dithered* when they are stored in 16 bits: rounded up or down at random, so that the
+mean is right (Gupta et al., 2015, arXiv 1502.02551). A gradient's effect on one step is mostly less
+than half a step of bfloat16, and rounding to nearest would lose it. The random number is a hash of
+the value's own bits, so it needs no state and does not depend on the element's position::
+
+    x dithered = the upper bits of (bits of x) + (the lower k bits of hash(bits of x))
+    k: 16 (bf16), 13 (fp16)
+
+A NaN stays a NaN. Numbers below the normal range of fp16 are rounded to the nearest value. The hash
+is that of `deepspeed_ext.zenflow.worker.kernel.rounding`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import deepspeed_ext.runtime.first_calls  # noqa: F401
+from deepspeed_ext.zenflow.plan.chunks import (
+    ACCELERATOR_CHUNK_NUMEL,
+    HOST_CHUNK_NUMEL,
+    ROUNDED_CHUNK_NUMEL,
+    chunk_of,
+)
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamConstants, AdamStep, Publish
+from deepspeed_ext.zenflow.worker.kernel.codes import loaded, round_moments, store
+from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
+from deepspeed_ext.zenflow.worker.kernel.roots import root
+from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS
+
+__all__ = [
+    "CLAMP",
+    "Chunks",
+    "adam_step",
+    "block_means",
+    "chunk_numel",
+    "predict",
+    "predict_signs",
+    "publish_adam",
+]
+
+CLAMP = 4.5
+"""Bound on |q|. No Adam update is much larger, and a block's mean of v says little about an element
+that dominates it."""
+
+_CHUNK_NUMEL = {"cpu": HOST_CHUNK_NUMEL}
+
+_SIGNED_FACTORS = tuple(factor - (1 << 32) if factor >> 31 else factor for factor in HASH_FACTORS)
+"""As int32, whose products wrap to 32 bits."""
+_WORD_BITS = 32
+_CUT_BITS = {torch.bfloat16: 16, torch.float16: 13}
+"""Bits of an fp32 number that the dtype drops."""
+
+
+def chunk_numel(device: torch.device, block_size: int) -> int:
+    """Elements computed at once on `device`: whole blocks."""
+    return chunk_of(_CHUNK_NUMEL.get(device.type, ACCELERATOR_CHUNK_NUMEL), block_size)
+
+
+class Chunks:
+    """Parts of 1-D arrays of n elements, each as rows of blocks [rows, block_size]; a short last
+    block is a separate part. All parts share the memory for temporaries."""
+
+    def __init__(self, n: int, block_size: int, device: torch.device, temporaries: int) -> None:
+        self._n, self._block = n, block_size
+        self._whole = n // block_size * block_size
+        self._chunk = chunk_numel(device, block_size)
+        self._temporaries = torch.empty(
+            temporaries, min(self._chunk, n), dtype=torch.float32, device=device
+        )
+
+    def __iter__(self) -> Iterator[_Part]:
+        for begin in range(0, self._whole, self._chunk):
+            end = min(begin + self._chunk, self._whole)
+            yield _Part(begin, end, self._block, self._block, self._temporaries)
+        if self._whole < self._n:
+            yield _Part(self._whole, self._n, self._n - self._whole, self._block, self._temporaries)
+
+
+@dataclass(frozen=True)
+class _Part:
+    begin: int
+    end: int
+    row: int
+    block_size: int
+    temporaries: torch.Tensor
+
+    def of(self, array: torch.Tensor) -> torch.Tensor:
+        return array[self.begin : self.end].view(-1, self.row)
+
+    def temporary(self, number: int) -> torch.Tensor:
+        return self.temporaries[number, : self.end - self.begin].view(-1, self.row)
+
+    def dithered(self, x: torch.Tensor, dtype: torch.dtype, *free: int) -> torch.Tensor:
+        """`x`, one of the temporaries, dithered to values of `dtype` in place; `free` are two
+        temporaries that may be overwritten."""
+        if dtype not in _CUT_BITS:
+            return x
+        mask, bits = (1 << _CUT_BITS[dtype]) - 1, x.view(torch.int32)
+        random, shifted = (self.temporary(number).view(torch.int32) for number in free)
+        random.copy_(bits)
+        for shift, factor in zip(HASH_SHIFTS, (*_SIGNED_FACTORS, None), strict=True):
+            torch.bitwise_right_shift(random, shift, out=shifted).bitwise_and_(
+                (1 << (32 - shift)) - 1
+            )
+            random.bitwise_xor_(shifted)
+            if factor is not None:
+                random.mul_(factor)
+        is_nan = shifted.view(-1).view(torch.bool)[: x.numel()].view_as(x)
+        torch.ne(x, x, out=is_nan)
+        bits.add_(random.bitwise_and_(mask)).bitwise_and_(~mask)
+        return x.masked_fill_(is_nan, math.nan)
+
+    def normalized(
+        self, grad: torch.Tensor, inverse: torch.Tensor, grad_scale: float
+    ) -> torch.Tensor:
+        """q, in temporary 0."""
+        factor = (
+            inverse[self.begin // self.block_size : -(-self.end // self.block_size)] * grad_scale
+        )
+        return self.temporary(0).copy_(self.of(grad)).mul_(factor[:, None]).clamp_(-CLAMP, CLAMP)
+
+
+def predict(
+    weights: torch.Tensor,
+    published: torch.Tensor,
+    grad: torch.Tensor,
+    inverse: torch.Tensor,
+    grad_scale: float,
+    coefficient: float,
+    block_size: int,
+) -> None:
+    """Compute ``weights = published - coefficient q``, dithered, in place.
+
+    Args:
+        weights, published: 1-D [n], any float dtype, any device.
+        grad: 1-D [n], any float dtype.
+        inverse: 1 / d_b of each block, 1-D fp32 [ceil(n / block_size)], on grad's device.
+        grad_scale: c.
+        coefficient: multiplier of q.
+        block_size: elements per block.
+    """
+    temporaries = 3 if weights.dtype in _CUT_BITS else 1
+    for part in Chunks(grad.numel(), block_size, grad.device, temporaries):
+        moved = part.normalized(grad, inverse, grad_scale).mul_(-coefficient)
+        arrived = part.of(published).to(grad.device, non_blocking=True)
+        part.of(weights).copy_(part.dithered(moved.add_(arrived), weights.dtype, 1, 2))
+
+
+def predict_signs(
+    weights: torch.Tensor,
+    published: torch.Tensor,
+    grad: torch.Tensor,
+    known: torch.Tensor,
+    grad_weight: float,
+    beta1: float,
+    lr: float,
+    block_size: int,
+) -> None:
+    """Compute ``weights = published - lr sign(beta1 k + grad_weight grad)``, in place. k is a
+    block's number with the sign of the element; sign(x) is -1 if x < 0, otherwise 1, also for a
+    NaN.
+
+    Args:
+        weights, published: 1-D [n], any float dtype, any device.
+        grad: 1-D [n], any float dtype.
+        known: for each block the bits of its number, then a sign bit for each element; 1-D int32,
+            on grad's device.
+        grad_weight: (1 - beta1) c.
+        beta1: weight of k.
+        lr: the learning rate.
+        block_size: elements per block.
+    """
+    rows = known.view(-1, 1 + -(-block_size // _WORD_BITS))
+    for part in Chunks(grad.numel(), block_size, grad.device, 1):
+        of_part = rows[part.begin // block_size : -(-part.end // block_size)]
+        lean = of_part[:, :1].view(torch.float32) * beta1
+        x = part.temporary(0).copy_(part.of(grad)).mul_(grad_weight)
+        x.add_(torch.where(_signs(of_part[:, 1:], part.row), -lean, lean))
+        update = torch.full_like(x, -lr).masked_fill_(x < 0.0, lr)
+        arrived = part.of(published).to(grad.device, non_blocking=True)
+        part.of(weights).copy_(x.copy_(arrived).add_(update))
+
+
+def _signs(words: torch.Tensor, numel: int) -> torch.Tensor:
+    """The first `numel` sign bits of each row of `words`, bool."""
+    bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
+    return (words[:, :, None] >> bits).bitwise_and_(1).view(len(words), -1)[:, :numel].bool()
+
+
+@torch.no_grad()
+def adam_step(
+    state: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    step: AdamStep,
+    block_size: int,
+    first: int = 0,
+    moment_dtype: str | None = None,
+) -> None:
+    """Take one step of Adam in place, a chunk at a time. Moments of 16 or 8 bits are rounded before
+    the update, with the random number of each element's place in its partition.
+
+    Args:
+        state: p, fp32; m and v, fp32, bfloat16, or codes (int8 and uint8); 1-D [n]; then the scales
+            of codes of m and of v, uint8 [ceil(n / block_size)] each. On one device.
+        grad: 1-D [n], any float dtype.
+        step: its constants.
+        block_size: elements per block.
+        first: number of the first element in its partition, where a block begins.
+        moment_dtype: what the moments are rounded to; None: their own dtype.
+    """
+    c, device, dtype = AdamConstants.of(step), grad.device, dtype_name(state[1].dtype)
+    dtype = moment_dtype or dtype
+    most = chunk_numel(device, block_size)
+    if dtype != "float32":
+        most = min(most, chunk_of(ROUNDED_CHUNK_NUMEL, block_size))
+    correction1, correction2_sqrt = (
+        torch.full((1,), value, dtype=torch.float32, device=device) for value in step.corrections
+    )
+    temporaries = torch.empty(2, min(most, grad.numel()), dtype=torch.float32, device=device)
+    for begin in range(0, grad.numel(), most):
+        end = min(begin + most, grad.numel())
+        p, *stored = (array[begin:end] for array in state[:3])
+        blocks = slice(begin // block_size, -(-end // block_size))
+        scales = [array[blocks] for array in state[3:]]
+        moments = m, v = loaded(stored, scales, block_size)
+        g, other = (each[: end - begin] for each in temporaries)
+        g.copy_(grad[begin:end]).mul_(c.grad_scale)
+        if c.l2:
+            g.add_(torch.mul(p, c.l2, out=other))
+        m.mul_(c.beta1).add_(torch.mul(g, c.weight1, out=other))
+        v.mul_(c.beta2).add_(torch.mul(g, c.weight2, out=other).mul_(g))
+        round_moments(m, v, dtype, block_size, step.step, first + begin)
+        denominator = root(v, out=other).div_(correction2_sqrt).add_(c.eps)
+        change = torch.div(m, correction1, out=g).mul_(-c.lr).div_(denominator)
+        if c.decay != 1.0:
+            p.mul_(c.decay)
+        p.add_(change)
+        store(moments, stored, scales, block_size)
+
+
+@torch.no_grad()
+def publish_adam(
+    publish: Publish,
+    state: Sequence[torch.Tensor],
+    block_size: int,
+    published: torch.Tensor,
+    means: torch.Tensor | None,
+) -> None:
+    """Compute y of `adam_pass`, and the block means unless they are None. On the CPU.
+
+    Args:
+        state: as for `adam_step`.
+        published: receives y, 1-D [n], any float dtype.
+        means: receives the mean of v over each block, fp32 [ceil(n / block_size)].
+    """
+    p, (m, v) = state[0], loaded(state[1:3], state[3:], block_size)
+    wanted = publish.l2_factor or means is not None
+    of_blocks = block_means(v, block_size) if wanted else torch.empty(0, device="cpu")
+    if means is not None:
+        means.copy_(of_blocks)
+
+    def denominator(of: torch.Tensor) -> torch.Tensor:
+        return of.sqrt().div_(publish.bias_correction2_sqrt).add_(publish.eps)
+
+    y = p * publish.p_factor
+    if publish.m_factor:
+        y.sub_((m * publish.m_factor).div_(denominator(v)))
+    if publish.l2_factor:
+        of_elements = denominator(of_blocks).repeat_interleave(block_size)[: p.numel()]
+        l2_term = (p * publish.l2_factor).div_(of_elements)
+        y.sub_(l2_term.clamp_(-publish.l2_bound, publish.l2_bound))
+    published.copy_(y)
+
+
+def block_means(values: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The mean of each block of `values`, 1-D; the last block may be shorter."""
+    whole = values.numel() // block_size * block_size
+    means = values[:whole].view(-1, block_size).mean(1)
+    rest = values[whole:]
+    return torch.cat([means, rest.mean().view(1)]) if rest.numel() else means
