@@ -30,7 +30,7 @@ SEED ?= 1
 PYTHON_VERSION ?= 3.12
 MODE ?= zenflow
 SOAK_MINUTES ?= 30
-FUZZ_MINUTES ?= 30
+EXAMPLES ?= 20000
 SEEDS ?= 1000
 # Of `make test-torch`: the torch that it installs, and the tests that it runs beside the simulated accelerator's own: some
 # of each feature.
@@ -158,8 +158,8 @@ format: $(VENV)/.stamp-dev  ## put the code into its standard form
 soak: $(VENV)/.stamp-operators  ## train with faults at random times for SOAK_MINUTES, and compare with an undisturbed run
 	python -m tests.soak.run --minutes $(SOAK_MINUTES) $(ARGS)
 
-fuzz: $(VENV)/.stamp-operators  ## try invented configs and checkpoints for FUZZ_MINUTES (ARGS="--seed 7 --target config")
-	python -m tests.fuzz.run --minutes $(FUZZ_MINUTES) $(ARGS)
+fuzz: $(VENV)/.stamp-operators  ## try EXAMPLES invented configs of each kind (ARGS="--hypothesis-seed 7")
+	EXAMPLES=$(EXAMPLES) python -m pytest --timeout 0 tests/unit/config/test_invented.py $(ARGS)
 
 bench: $(VENV)/.stamp-operators  ## measure against upstream DeepSpeed without an accelerator (PARTS="startup gather"; ARGS=--list lists the parts)
 	python -m tests.perf.suite --on cpu $(if $(PARTS),--parts $(PARTS)) $(ARGS)

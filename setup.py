@@ -66,7 +66,7 @@ class BuildKernel(build_ext):
 
 class WithConfigs(build_py):
     """Puts the ready configs, which are beside the package, into it
-    (deepspeed_ext/commands/ready_configs.py)."""
+    (deepspeed_ext/commands/main.py)."""
 
     def run(self) -> None:
         """Copy the package, then the configs."""

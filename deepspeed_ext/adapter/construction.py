@@ -31,8 +31,8 @@ from deepspeed_ext.runtime.backend import (
     SHARED_MEMORY,
     dist,
     get_accelerator,
+    has_host_memory,
     local_rank,
-    shares_host_memory,
 )
 from deepspeed_ext.runtime.device_queues import single_queue
 from deepspeed_ext.runtime.garbage import earlier_objects_left_out
@@ -172,7 +172,7 @@ def log_start(
         and (told := single_queue(os.environ))
     ):
         warn_once(told)
-    if zenflow and shares_host_memory():
+    if zenflow and has_host_memory():
         warn_once(
             f"the accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}"
         )

@@ -16,10 +16,10 @@ from deepspeed_ext.adapter.construction import built_together, log_start
 from deepspeed_ext.adapter.engine_settings import EngineSettings
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.late_weights import complete_weights_of
+from deepspeed_ext.adapter.load import Load, only_weights
 from deepspeed_ext.adapter.parts import Parts, destroy_parts
 from deepspeed_ext.adapter.reached_state import wrap_accelerate
 from deepspeed_ext.adapter.readiness import Readiness, Work
-from deepspeed_ext.adapter.resharding import LoadingRun, RunLayout, only_weights
 from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
 from deepspeed_ext.adapter.stand_ins import StreamThroughputTimer, WeakEngine, held_optimizers
 from deepspeed_ext.adapter.upstream import (
@@ -28,10 +28,7 @@ from deepspeed_ext.adapter.upstream import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
     PipelineEngine,
-    Swap,
     ThroughputTimer,
-    TorchCheckpointEngine,
-    is_zero_optimizer,
     swapped,
     throughput_timer,
     ties_stages,
@@ -193,9 +190,9 @@ class Engine(EngineSettings):
         loader, steps = self.training_dataloader, None
         if loader is not None:
             steps = max(1, len(loader) // self.gradient_accumulation_steps())
-        share, is_open = settings.host_share, settings.leaves_share_open
-        asks = share is None
-        return ZenFlowRun.of(zenflow, timeouts, steps, None if is_open else share, asks)
+        ratio, is_open = settings.host_ratio, settings.leaves_ratio_open
+        asks = ratio is None
+        return ZenFlowRun.of(zenflow, timeouts, steps, None if is_open else ratio, asks)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()
@@ -430,54 +427,31 @@ class Engine(EngineSettings):
         self._parts.settle()
         if not self.load_universal_checkpoint():
             tag = self._parts.saver.begin_load(load_dir, tag)
-        with self._recording(Work.LOAD), self._parts.resharder.loading(self._loading_run()):
-            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
-
-    def _loading_run(self) -> LoadingRun:
-        is_known = is_zero_optimizer(self.optimizer) and not self.load_universal_checkpoint()
-        is_known = is_known and isinstance(self.checkpoint_engine, TorchCheckpointEngine)
-        can_reshard = (
-            is_known
-            and not (self.has_moe_layers or isinstance(self, PipelineEngine))
-            and self.mp_world_size == 1
-            and not self.zero_nvme_offload_optimizer()
-        )
-        layout = RunLayout(
-            stage=int(self.zero_optimization_stage()),
-            sharers=RankGroup.of(self.seq_data_parallel_group),
-            has_experts=bool(self.has_moe_layers),
-            shapes=self._get_zero_param_shapes,
-            files=self._own_files if is_known else None,
-        )
-        of_engine = self.optimizer, self.module, self._config, self._parts.ranks
-        return LoadingRun(*of_engine, layout, can_reshard, self._parts.zenflow)
-
-    def _own_files(self, folder: str) -> tuple[str, list[str]]:
-        """See `RunLayout.files`. State on NVMe is copied: no file of the optimizer is loaded."""
-        is_copied = self.zero_nvme_offload_optimizer()
-        return self._get_ckpt_name(folder, ""), (
-            [] if is_copied else [self._get_zero_ckpt_name(folder, "")]
-        )
+        try:
+            with self._recording(Work.LOAD):
+                return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        finally:
+            self._parts.load = None
 
     def _load_checkpoint(self, load_dir: str, tag: Any, **how: Any) -> Any:
         if only_weights(how):  # after an interrupted load, the rest must be loaded too
             self._require(Readiness.require_states_here)
         if self.load_universal_checkpoint():  # it changes counters before `load_module_state_dict`
             self._require(Readiness.load_begins)
-        folder, resharder = os.path.join(load_dir, str(tag)), self._parts.resharder
-        if (instead := resharder.plan(folder, how, self.lr_scheduler)) is None:
-            return super()._load_checkpoint(load_dir, tag, **how)
-        resharder.swap(Swap(self, "checkpoint_engine", instead[0]))
-        result = super()._load_checkpoint(load_dir, tag, **instead[1])
-        return resharder.load_beside(result)
-
-    def zero_load_from_fp32_weights(self) -> bool:
-        """Also true if p cannot come from the weights; see `Resharder.loads_fp32`."""
-        return self._parts.resharder.loads_fp32(bool(super().zero_load_from_fp32_weights()))
+        folder = os.path.join(load_dir, str(tag))
+        load = Load(self, folder, how, self._parts.ranks, self._parts.zenflow)
+        self._parts.load = load
+        with swapped(*load.swaps):
+            result = super()._load_checkpoint(load_dir, tag, **load.how)
+        return load.load_beside(result)
 
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: Any) -> list[str]:
-        file = self._parts.resharder.model_file
-        return super()._get_all_ckpt_names(checkpoints_path, tag) if file is None else [file]
+        files = None if self._parts.load is None else self._parts.load.model_files
+        return super()._get_all_ckpt_names(checkpoints_path, tag) if files is None else files
+
+    def _get_all_zero_checkpoints(self, load_dir: str, tag: Any) -> Any:
+        states = None if self._parts.load is None else self._parts.load.state_dicts()
+        return super()._get_all_zero_checkpoints(load_dir, tag) if states is None else states
 
     def load_module_state_dict(
         self,
@@ -488,15 +462,19 @@ class Engine(EngineSettings):
         **kwargs: Any,
     ) -> None:
         self._require(Readiness.load_begins)
-        with self._parts.resharder.loading_model():
+        load = self._parts.load
+        with nullcontext() if load is None else load.loading_model():
             super().load_module_state_dict(checkpoint, strict, custom_load_fn, *args, **kwargs)
 
     def _load_zero_checkpoint(
         self, load_dir: str, tag: Any, load_optimizer_states: bool = True
     ) -> Any:
-        loaded = super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
+        if (load := self._parts.load) is None:
+            return super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
+        with swapped(*load.swaps):
+            loaded = super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
         if loaded:
-            self._parts.resharder.write_weights()
+            load.write_weights()
         return loaded
 
     # -- the end -----------------------------------------------------------------------------------

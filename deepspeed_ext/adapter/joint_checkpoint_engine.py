@@ -1,26 +1,45 @@
-"""Writes and reads checkpoint files on all ranks together: all succeed or none does."""
+"""Writes checkpoint files on all ranks together: all succeed or none does. A save may go on while
+training continues."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import math
 import os
+import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
+from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any
-
-import torch
-from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
 from deepspeed_ext.adapter.upstream import TorchCheckpointEngine
-from deepspeed_ext.checkpoint.file import advised, marked, reading, save_id_of, unmarked
+from deepspeed_ext.checkpoint.file import (
+    ROOM,
+    advised,
+    marked,
+)
 from deepspeed_ext.checkpoint.folder import UNKNOWN, CheckpointFolder, choose_save
 from deepspeed_ext.checkpoint.skeleton import Hole, SkeletonError, fill_holes, write_skeleton
-from deepspeed_ext.checkpoint.sums import checking
+from deepspeed_ext.checkpoint.writer import (
+    begin_writing,
+    remove_reports,
+    report,
+    wait_for_reports,
+)
+from deepspeed_ext.checkpoint.zenflow_state import host_copy
 from deepspeed_ext.errors import CheckpointError, DeepSpeedExtError
 from deepspeed_ext.runtime import files
-from deepspeed_ext.runtime.backend import get_accelerator
+from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.proc import available_host_bytes
+from deepspeed_ext.runtime.process import OwnProcess
 from deepspeed_ext.runtime.ranks import (
     DeferredError,
     RankGroup,
@@ -28,12 +47,18 @@ from deepspeed_ext.runtime.ranks import (
     require_same_plan,
     together,
 )
-from deepspeed_ext.runtime.words import LOAD_ANOTHER
-from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
+from deepspeed_ext.runtime.words import one_line
+from deepspeed_ext.zenflow.step.link import WorkerLink
+from deepspeed_ext.zenflow.step.state_store import StateStore
+from deepspeed_ext.zenflow.worker.channel import Patience
+from deepspeed_ext.zenflow.worker.messages import ArenaWrite, CodedPart, FilePart
 
 __all__ = ["JointCheckpointEngine"]
 
 _LATEST_BYTES = 4096
+_WRITE_SECONDS = 3600.0
+"""Timeout for one part of a file: a file system may stall for minutes while it fails over. The
+worker's timeout applies instead if it is longer, or once a step waits for the file."""
 
 
 class JointCheckpointEngine(TorchCheckpointEngine):
@@ -45,57 +70,82 @@ class JointCheckpointEngine(TorchCheckpointEngine):
     folder (see `checkpoint.folder`) and updates ``latest`` last. When `commit` returns, the
     checkpoint is on disk.
 
-    Tensors are written from their own memory, without a copy on the host.
+    No tensor is copied on the host: `save` writes a file without the bytes of its tensors
+    (`checkpoint.skeleton`), the worker writes those in its arena, and this process the others from
+    their own memory.
 
-    Every file says which save and which file it is (`checkpoint.file`), and `load` rejects others.
+    With `continues`, `commit` returns at once. The worker writes before any pass that is submitted
+    later, so a step that needs one waits; a thread writes copies of the other tensors. `finish`
+    gives the complete checkpoint its name; the engine calls it after the first step at which all
+    ranks have written everything, or without a collective when the engine or the process ends.
+
+    Every file says which save and which file it is (`checkpoint.file`); `Load` reads them.
 
     DeepSpeed also saves a model alone through this class, to a folder that the user names, without
     `begin_save`. Such a save writes that file in place; its errors are raised on all ranks, too.
 
     Args:
         config_params: as for DeepSpeed's class.
-        ranks: all ranks that save and load; each calls `load` equally often.
+        ranks: all ranks that save and load.
         leads: whether this rank creates and renames folders. One rank does, or one per node if
             checkpoints are on node-local storage.
-        coded: decodes moments while they are written; None: they are not encoded.
+        state: p, m and v, which the worker writes; None: there is no worker. Nothing is in flight
+            while DeepSpeed saves.
+        continues: whether training continues while a save is written; `leads` is then true on one
+            rank only.
 
     Attributes:
         kept: the first error of this rank since `begin_save`.
-        maps_files: whether `load` memory-maps tensors instead of reading them.
     """
 
-    maps_files = False
-
     def __init__(
-        self, config_params: Any, ranks: RankGroup, leads: bool, coded: CodedMoments | None = None
+        self,
+        config_params: Any,
+        ranks: RankGroup,
+        leads: bool,
+        state: StateStore | None = None,
+        *,
+        continues: bool = False,
     ) -> None:
         super().__init__(config_params)
-        self._coded = coded
         self._ranks = ranks
         self._leads = leads
+        self._state = state
+        self._continues = continues
+        self._home = OwnProcess("a checkpoint that is being saved")
         self._is_begun = False
         self._folder: CheckpointFolder | None = None
         self._save_id = UNKNOWN
-        self._loaded_id: str | None = None
         self._names_latest = False
+        self._jobs: list[Callable[[], None]] = []
+        self._saving: _Saving | None = None
+        self._is_watching_exit = False
         self.kept = DeferredError()
 
     # -- saving ------------------------------------------------------------------------------------
 
     def begin_save(self, names_latest: bool) -> None:
-        """Prepare a save; call this before any other method of it.
+        """Prepare a save; call this before any other method of it. Completes a save in progress: a
+        collective if there is one.
 
         Args:
             names_latest: whether `commit` updates ``latest``; if so, DeepSpeed must not.
         """
+        self.finish()
         self.break_off()
         self._is_begun, self._names_latest = True, names_latest
         self.kept.take()
+        # registered after all other atexit functions, so it runs first
+        if self._continues and not self._is_watching_exit:
+            self._is_watching_exit = True
+            atexit.register(_finish_at_exit, weakref.ref(self))
+            # Before Python 3.13, processes forked by multiprocessing do not run atexit functions.
+            Finalize(None, _finish_at_exit, args=(weakref.ref(self),), exitpriority=0)
 
     def break_off(self) -> None:
         """Give up a save that was begun and not committed, for instance after Ctrl-C. No
         collective."""
-        folder, self._folder, self._is_begun = self._folder, None, False
+        folder, self._folder, self._is_begun, self._jobs = self._folder, None, False, []
         if folder is not None and self._leads:
             folder.give_up()
 
@@ -113,7 +163,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
         require_same_plan("the tag of a checkpoint", info.tag, self._ranks)
         self._save_id = self._ranks.broadcast(uuid.uuid4().hex)
         what = f"checkpoint {info.tag!r} was not saved"
-        with self._all(what):
+        with _all(self._ranks, what):
             self.kept.raise_here()  # an error from creating the folder of all tags
             folder = CheckpointFolder(info.save_dir, info.tag, SAVED_NAMES, self._save_id)
             folder.require_savable()
@@ -123,7 +173,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             told = CheckpointError(f"{what}: {error}. To go on: save under another tag")
             raise agreed(told, self._ranks) from error
         self._folder = folder  # before it begins, for `break_off`
-        with self._all(what):
+        with _all(self._ranks, what):
             if self._leads:
                 folder.begin()
 
@@ -146,90 +196,171 @@ class JointCheckpointEngine(TorchCheckpointEngine):
 
     def _write(self, content: Any, path: str) -> None:
         """Write a file of a checkpoint, or a model alone."""
+        numbers: list[int] = []
         try:
             holes = write_skeleton(content, path)
-        except SkeletonError:
-            super().save(content if self._folder is None else self._plain(content, path), path)
-        else:
-            fill_holes(path, [self._decoding(hole) for hole in holes])
-        files.sync_file(path)
-        files.sync_folder(os.path.dirname(path))
+        except SkeletonError as error:
+            if self._continues and self._folder is not None:
+                logger.warning(
+                    f"rank {self._ranks.rank}: training waits while a file is written: {error}"
+                )
+            if self._state is not None and self._folder is not None:
+                self._state.decode()
+            super().save(content, path)
+            holes = []
+        if self._folder is not None and self._state is not None:
+            numbers, holes = _submit_arena(holes, path, self._state)
+        if not self._continues or self._folder is None:
+            self._finish_file(path, holes, numbers)
+            return
+        needed = sum(hole.values.nbytes for hole in holes)
+        if needed > available_host_bytes() // local_world_size():
+            fill_holes(path, holes)
+            holes = []
+        copies = [replace(hole, values=host_copy(hole.values)) for hole in holes]
+        self._jobs.append(partial(self._finish_file, path, copies, numbers))
 
-    def _plain(self, content: Any, path: str) -> Any:
-        """`content` with all tensors on the host."""
-        if self._coded is not None:
-            self._coded.show()
-        on_host = tree_map_only(torch.Tensor, _on_host, unmarked(content))
-        return marked(on_host, self._save_id, path) if isinstance(on_host, dict) else on_host
+    def _finish_file(self, path: str, holes: list[Hole], numbers: Sequence[int]) -> None:
+        """Fill `holes`, wait until the worker has written its parts, then sync the file.
 
-    def _decoding(self, hole: Hole) -> Hole:
-        """The hole, which decodes its values if they are encoded moments."""
-        moment = None if self._coded is None else self._coded.behind(hole.values)
-        return hole if moment is None else replace(hole, parts=moment.decoded)
+        Args:
+            numbers: of the submissions with the worker's parts.
+        """
+        with advised():
+            fill_holes(path, holes)
+            holes.clear()
+            for number in numbers:
+                assert self._state is not None
+                self._state.link.process.wait_for(number, _WRITE_SECONDS)
+                if (why := self._state.link.process.failed_write(number)) is not None:
+                    raise CheckpointError(
+                        f"the optimizer process could not write {path}: {why}. To go on: {ROOM}"
+                    )
+            files.sync_file(path)
+            files.sync_folder(os.path.dirname(path))
 
     def _aside(self, path: str) -> str:
         return os.path.abspath(path) if self._folder is None else self._folder.aside(path)
 
     def commit(self, info: Any) -> bool:
-        """Make the saved files the checkpoint, on all ranks. A collective.
+        """Make the saved files the checkpoint, on all ranks, or let the save go on. A collective.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write. Training can continue, and
                 existing checkpoints are unchanged.
         """
+        if self._folder is not None and self._continues:
+            assert self._state is not None
+            jobs, self._jobs = self._jobs, []
+            self._saving = _Saving(info, self._folder, begin_writing(jobs), self._state.link)
+            self._folder, self._is_begun = None, False
+            return True
         if self._folder is None:
-            with self._all("the model was not saved"):
+            with _all(self._ranks, "the model was not saved"):
                 self.kept.raise_here()
         else:
-            self._complete(info, self._folder)
+            self._complete(info, self._folder, self._ranks)
         self._folder, self._is_begun = None, False
         return super().commit(info)
 
-    def _complete(self, info: Any, folder: CheckpointFolder) -> None:
-        """Make the content of the staging folder the checkpoint. A collective. If an exception
-        interrupts it between its agreements, it can be called again."""
+    def _complete(self, info: Any, folder: CheckpointFolder, ranks: RankGroup) -> None:
+        """Make the content of the staging folder the checkpoint. A collective of `ranks`. If an
+        exception interrupts it between its agreements, it can be called again."""
         try:
             what = f"checkpoint {info.tag!r} was not saved"
-            with self._all(what):
+            with _all(ranks, what):
                 self.kept.raise_here()
             # on every node before the first swap, so that a crash between swaps loses nothing
-            with self._all(what):
+            with _all(ranks, what):
                 if self._leads:
                     folder.mark()
-            with self._all(what):
+            with _all(ranks, what):
                 if self._leads:
                     folder.swap()
         except DeepSpeedExtError:
             if self._leads:
                 folder.give_up()
             raise
-        with self._all(
-            f"checkpoint {info.tag!r} was saved, but finishing the save failed",
-            "load it by its tag",
-        ):
+        what = f"checkpoint {info.tag!r} was saved, but finishing the save failed"
+        with _all(ranks, what, "load it by its tag"):
             if self._leads:
                 folder.end()
-            self._name_latest(folder, info.tag)
+            if self._names_latest and ranks.rank == 0:
+                files.replace_file(os.path.join(folder.save_dir, "latest"), info.tag)
 
-    def _name_latest(self, folder: CheckpointFolder, tag: str) -> None:
-        if self._names_latest and self._ranks.rank == 0:
-            files.replace_file(os.path.join(folder.save_dir, "latest"), tag)
+    # -- a save that goes on -----------------------------------------------------------------------
 
-    @contextmanager
-    def _all(self, what: str, remedy: str = "") -> Iterator[None]:
-        """`together`, with `what` before the message and `remedy` after it. Without `remedy`, the
-        failing rank says what to do."""
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in progress; equal on all ranks."""
+        return self._saving is not None
+
+    @property
+    def has_written(self) -> bool:
+        """Whether this rank has written its files, or could not."""
+        return self._saving is None or self._saving.written.done()
+
+    def finish_if_written(self) -> None:
+        """Complete the save if every rank has written its files. A collective if a save is in
+        progress.
+
+        Raises:
+            CheckpointError: as from `finish`.
+        """
+        if self.is_saving and self._ranks.all(self.has_written):
+            self.finish()
+
+    def finish(self, *, alone: bool = False) -> None:
+        """Wait for the save in progress, if any, and complete it. A collective if there is one. If
+        an exception such as Ctrl-C interrupts this, the save continues, and the next call completes
+        it.
+
+        Args:
+            alone: without a collective, for the end of an engine: other ranks may be gone. Each
+                rank reports to the leading one.
+
+        Raises:
+            CheckpointError: on every rank, or on the leading one if `alone`, if any rank could not
+                write. Training can continue, and existing checkpoints are unchanged.
+        """
+        self._home.require()
+        if (saving := self._saving) is None:
+            return
+        # the other ranks' collective must not time out first
+        saving.wait(self.kept, math.inf if alone else saving.link.longest_wait_seconds)
         try:
-            with together(self._ranks, CheckpointError), nullcontext() if remedy else advised():
-                yield
-        except DeepSpeedExtError as error:
-            ending = f". To go on: {remedy}" if remedy else ""
-            raise agreed(type(error)(f"{what}: {error}{ending}"), self._ranks) from error
+            if alone:
+                self._complete_alone(saving)
+            else:
+                self._complete(saving.info, saving.folder, self._ranks)
+        except DeepSpeedExtError:
+            self._saving = None
+            self.kept.take()
+            raise
+        self._saving = None
+        if self._leads:
+            logger.info(
+                f"checkpoint {saving.info.tag!r} is complete "
+                f"{time.perf_counter() - saving.begin:.2f} s after training went on; steps waited "
+                f"{saving.link.write_wait_seconds - saving.waited:.2f} s for it"
+            )
+
+    def _complete_alone(self, saving: _Saving) -> None:
+        staging, others = saving.folder.staging, range(1, self._ranks.size)
+        if not self._leads:
+            report(staging, self._ranks.rank, str(self.kept.error or ""))
+            return
+        if self.kept.error is None:
+            with self.kept.deferring_errors():
+                wait_for_reports(staging, others)
+        self._complete(saving.info, saving.folder, RankGroup.alone())
+        remove_reports(staging, others)
 
     # -- loading -----------------------------------------------------------------------------------
 
     def begin_load(self, load_dir: str, tag: Any) -> str | None:
-        """Find the checkpoint to load, and complete a save that a crash interrupted. A collective.
+        """Find the checkpoint to load, and complete a save that is in progress or that a crash
+        interrupted. A collective.
 
         Args:
             load_dir: the folder of all tags.
@@ -242,6 +373,7 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             CheckpointError: on every rank, if ``latest`` cannot be read or there is no complete
                 save under the tag.
         """
+        self.finish()
         with together(self._ranks, CheckpointError):
             tag = _latest(load_dir) if tag is None else str(tag)
         tag = next((found for found, _ in self._ranks.distinct(tag) if found is not None), None)
@@ -249,14 +381,14 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             return None
         with together(self._ranks, CheckpointError):
             folder = CheckpointFolder(load_dir, tag, SAVED_NAMES)
-        self._loaded_id = self._recover(folder) or None
+        self._recover(folder)
         with together(self._ranks, CheckpointError):
             if self._leads:
                 folder.require_loadable()
         return tag
 
-    def _recover(self, folder: CheckpointFolder) -> str | None:
-        """Put the same save under the tag on every node; return its id."""
+    def _recover(self, folder: CheckpointFolder) -> None:
+        """Put the same save under the tag on every node."""
         with together(self._ranks, CheckpointError):
             if self._leads:
                 folder.finish_swap()
@@ -272,36 +404,85 @@ class JointCheckpointEngine(TorchCheckpointEngine):
             save_id = choose_save(states)
             if state is not None:
                 folder.settle(state, save_id)
-        return save_id
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one file. A collective.
-
-        Raises:
-            CheckpointError: on every rank, if any rank could not read its file, or a file belongs
-                to another save. Load another checkpoint before training on.
-        """
-        with together(self._ranks, CheckpointError):
-            with reading(path), checking(path):
-                content = self._read(path, map_location)
-            save_id, content = save_id_of(content, path), unmarked(content)
-            if save_id != (expected := self._loaded_id or save_id):
-                raise CheckpointError(
-                    f"{path} is of save {save_id}, expected {expected}: the folder holds files of "
-                    f"different saves: {LOAD_ANOTHER}"
-                )
-            self._loaded_id = expected
-        return content
-
-    def _read(self, path: str, map_location: Any) -> Any:
-        """The content of a file."""
-        if not self.maps_files:
-            return super().load(path, map_location)
-        return torch.load(path, map_location=map_location, mmap=True, weights_only=False)
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.device.type == "cpu" else tensor.detach().cpu()
+class _Saving:
+    """A save that goes on.
+
+    Args:
+        info: DeepSpeed's description of it.
+        written: done once this rank has written its files, or could not.
+
+    Attributes:
+        begin, waited: when training went on, and how long its steps had waited by then.
+    """
+
+    def __init__(
+        self, info: Any, folder: CheckpointFolder, written: Future[None], link: WorkerLink
+    ) -> None:
+        self.info, self.folder, self.written, self.link = info, folder, written, link
+        self.begin, self.waited = time.perf_counter(), link.write_wait_seconds
+
+    def wait(self, kept: DeferredError, within_seconds: float) -> None:
+        """Wait for this rank's files, and keep their error. The worker's timeout applies to each
+        part that it writes, `within_seconds` to the whole wait."""
+        begin = time.monotonic()
+        if not self.written.done():
+            with kept.deferring_errors():
+                self.link.process.wait_for_writes(Patience(within_seconds))
+        left = max(0.0, within_seconds - (time.monotonic() - begin))
+        failure: BaseException | None
+        try:
+            failure = self.written.exception(left if math.isfinite(left) else None)
+        except FutureTimeout:
+            failure = CheckpointError(
+                "the checkpoint was not written before the process group's timeout: save less "
+                "often or elsewhere, or raise the timeout (DEEPSPEED_TIMEOUT, in minutes)"
+            )
+        if isinstance(failure, Exception):
+            kept.note(failure)
+
+
+@contextlib.contextmanager
+def _all(ranks: RankGroup, what: str, remedy: str = "") -> Iterator[None]:
+    """`together`, with `what` before the message and `remedy` after it. Without `remedy`, the
+    failing rank says what to do."""
+    try:
+        with together(ranks, CheckpointError), contextlib.nullcontext() if remedy else advised():
+            yield
+    except DeepSpeedExtError as error:
+        ending = f". To go on: {remedy}" if remedy else ""
+        raise agreed(type(error)(f"{what}: {error}{ending}"), ranks) from error
+
+
+def _submit_arena(
+    holes: Sequence[Hole], path: str, state: StateStore
+) -> tuple[list[int], list[Hole]]:
+    """Submit the holes whose values are in the worker's arena; return the numbers of the
+    submissions, and the other holes."""
+    parts: list[FilePart | CodedPart] = []
+    others: list[Hole] = []
+    for hole in holes:
+        on_host = hole.values.device.type == "cpu"
+        found = state.file_parts(hole.values, hole.offset, hole.crc_offsets) if on_host else None
+        others += [hole] if found is None else []
+        parts += found or []
+    return [state.link.process.submit([ArenaWrite(path, (part,))]) for part in parts], others
+
+
+def _finish_at_exit(engine: weakref.ref[JointCheckpointEngine]) -> None:
+    found = engine()
+    if found is None or found._saving is None or not found._home.is_here:
+        return
+    rank, tag = found._ranks.rank, found._saving.info.tag
+    try:
+        if not found.has_written:
+            logger.warning(f"rank {rank}: exit waits for a checkpoint that is still being written")
+        found.finish(alone=True)
+    except CheckpointError as error:
+        logger.error(str(error))
+    except BaseException as error:  # also Ctrl-C: at exit no caller could catch it
+        logger.error(f"rank {rank}: checkpoint {tag!r} was not saved: {one_line(error)}")
 
 
 def _latest(load_dir: str) -> str | None:

@@ -11,11 +11,10 @@ from functools import cached_property, partial
 from typing import Any
 
 from deepspeed_ext.adapter import gather_hooks
-from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.construction import ranks_of_model
 from deepspeed_ext.adapter.gather_hooks import SingleParameterGather
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
-from deepspeed_ext.adapter.resharding import Resharder
+from deepspeed_ext.adapter.load import Load
 from deepspeed_ext.adapter.saved_checkpoint import ZERO_STAGE_WEIGHTS
 from deepspeed_ext.adapter.stage_1_and_2 import ZenFlowZeroOptimizer, ZeroOptimizer
 from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
@@ -48,10 +47,14 @@ class Saver:
 
     Attributes:
         files: our checkpoint engine; None: DeepSpeed's own checkpoint engine is used.
+        continues: whether training continues while `files` saves.
     """
 
-    def __init__(self, files: JointCheckpointEngine | None = None) -> None:
+    def __init__(
+        self, files: JointCheckpointEngine | None = None, *, continues: bool = False
+    ) -> None:
         self.files = files
+        self.continues = continues
 
     @classmethod
     def of(
@@ -69,14 +72,14 @@ class Saver:
             config_params, world, leads: see `JointCheckpointEngine`.
             host: the optimizer whose process writes p, m and v; None: the engine has no optimizer.
         """
-        coded = None if host is None else host.coded
-        files: JointCheckpointEngine
-        if host is not None and async_save:
-            files = AsyncCheckpointEngine(config_params, world, leads, host.link, coded)
-        else:
-            files = JointCheckpointEngine(config_params, world, leads, coded)
-        files.maps_files = bool(config_params.zero_config.pipeline_loading_checkpoint)
-        return cls(files)
+        files = JointCheckpointEngine(
+            config_params,
+            world,
+            leads,
+            None if host is None else host.state,
+            continues=(continues := host is not None and async_save),
+        )
+        return cls(files, continues=continues)
 
     @contextmanager
     def saving(self, names_latest: bool) -> Iterator[bool]:
@@ -138,7 +141,7 @@ class Saver:
         Raises:
             CheckpointError: on every rank, if the save failed.
         """
-        if isinstance(self.files, AsyncCheckpointEngine):
+        if self.files is not None and self.continues:
             self.files.finish_if_written()
 
     def finish_alone(self) -> None:
@@ -147,8 +150,8 @@ class Saver:
         Raises:
             CheckpointError: on the leading rank, if any rank could not write.
         """
-        if isinstance(self.files, AsyncCheckpointEngine):
-            self.files.finish_alone()
+        if self.files is not None:
+            self.files.finish(alone=True)
 
     def finished_alone(self, host: HostOptimizer | None) -> DeferredError:
         """Call `finish_alone`; keep its error, unless a step has already reported its cause."""
@@ -196,7 +199,8 @@ class Parts:
         binding: this rank's placement on the host's cores; None: unbound.
         gather: the single-parameter gather at stage 3; None: DeepSpeed gathers.
         zenflow: the parts of the ZenFlow optimizer; None: there is none.
-        saver, resharder: save and load the engine's states.
+        saver: saves the engine's states.
+        load: the load of a checkpoint that runs; None: none does.
     """
 
     def __init__(self, undo: ExitStack, mpu: Any = None) -> None:
@@ -207,7 +211,7 @@ class Parts:
         self.gather: SingleParameterGather | None = None
         self.zenflow: ZenFlowParts | None = None
         self.saver = Saver()
-        self.resharder = Resharder()
+        self.load: Load | None = None
         self._frozen: Parked | None = None
         self._cores_refreshed = False
 
@@ -325,7 +329,7 @@ class Parts:
         if (
             zenflow is not None
             and offload is not None
-            and offload.host_share != settings.host_share
+            and offload.host_ratio != settings.host_ratio
         ):
             logger.warning(
                 "zero_optimization.offload_optimizer.ratio has no effect: "
@@ -376,7 +380,7 @@ class Parts:
             if first is not None:
                 first()
             if not host.link.failed:  # otherwise all ranks get its error
-                host.shown.changes()
+                host.state.handles.changes()
 
     def settle(self) -> None:
         """Wait for updates in flight on all ranks, so that no rank fails alone between DeepSpeed's

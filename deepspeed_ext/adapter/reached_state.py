@@ -51,23 +51,27 @@ from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.shown_state import ShownTensor, plain
+from deepspeed_ext.zenflow.worker.messages import Span
 
 __all__ = ["Evaluation", "ExactWeights", "ReachedState", "wrap_accelerate"]
 
 LONGEST_MEETING_SECONDS = 30.0
 _PAUSE_SECONDS = 0.002
 _GO, _NO = b"go", b"no"
+_COMPARED_NUMEL = 1 << 16
+"""Elements of p that are compared with their weights at once, on the host."""
 _ROOM = 2
 """A copy stays on the accelerator if this many times its size are free there."""
 
 
 class ExactWeights:
     """Replaces the weights of one ZeRO optimizer by p, rounded. Each rank keeps a copy of its
-    partitions meanwhile.
+    partitions meanwhile; under the exact rule, only of those whose p a user has written.
 
     Args:
         weights: returns a partition's weights, 1-D [n], in the model's dtype.
-        drain: waits on all ranks until p is final; its argument is that of `enter`.
+        drain: waits on all ranks until p and the weights are final; its argument is that of
+            `enter`.
         spread: copies the given tensors, if any, to this rank's partitions, and gathers the weights
             on all ranks.
     """
@@ -108,12 +112,11 @@ class ExactWeights:
         """Give the model p, until `leave`. A collective.
 
         Args:
-            takes_over: see `HostOptimizer.drain`.
+            takes_over: see `StateStore.drain`.
         """
         self._drain(takes_over)
         with together(self._host.ranks):
-            indices = range(len(self._host.states))
-            predicted = [self._aside(self._weights(index)) for index in indices]
+            predicted = [self._kept(index) for index in range(len(self._host.state.wholes))]
         self._predicted = predicted
         with together(self._host.ranks):
             self._round()
@@ -125,6 +128,12 @@ class ExactWeights:
         if predicted is not None:
             self._spread(predicted)
 
+    def _kept(self, index: int) -> torch.Tensor:
+        """The weights of a partition to go back to: a copy, unless they are p already, as after a
+        step of the exact rule."""
+        weights, overlapped = self._weights(index), self._host.decided.rule.overlapped
+        return self._aside(weights) if overlapped or not self._is_rounded(index) else weights
+
     def _aside(self, weights: torch.Tensor) -> torch.Tensor:
         """A copy: on the host if gradients are there to save accelerator memory, or if the
         accelerator is nearly full."""
@@ -133,12 +142,24 @@ class ExactWeights:
             on_host = memory.free_accelerator_bytes() < _ROOM * weights.nbytes
         return weights.to("cpu", copy=True) if on_host else weights.clone()
 
+    def _is_rounded(self, index: int) -> bool:
+        """Whether the weights of a partition are p, rounded, to the bit."""
+        return all(
+            torch.equal(p.to(part.dtype).view(torch.uint8), part.to("cpu").view(torch.uint8))
+            for part, p in self._parts(index, _COMPARED_NUMEL)
+        )
+
     def _round(self) -> None:
-        for index, state in enumerate(self._host.states):
+        for index in range(len(self._host.state.wholes)):
             # in parts: a copy that converts needs memory for its result
-            parts = self._weights(index).split(CONVERTED_NUMEL)
-            for part, p in zip(parts, state.master.detach().split(CONVERTED_NUMEL), strict=True):
+            for part, p in self._parts(index, CONVERTED_NUMEL):
                 part.copy_(p)
+
+    def _parts(self, index: int, numel: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Weights of a partition and p, in parts of `numel` elements."""
+        begin = 0
+        for part in self._weights(index).split(numel):
+            yield part, self._host.state.read(index, Span(begin, begin := begin + part.numel()))
 
 
 class Evaluation:
@@ -252,7 +273,7 @@ _AUTOCAST_SCALE = "deepspeed_ext_autocast_scale"
 
 class ReachedState:
     """Saves, loads and exports the state of one optimizer. In between, users reach the state by
-    `HostOptimizer.shown`.
+    `StateStore.handles`.
 
     Args:
         ranks: the data-parallel ranks.
@@ -280,13 +301,13 @@ class ReachedState:
         self._scale = scale
         self._require_groups = require_groups
         self._copies = True
-        drain = partial(self._drain_together, False)
+        drain = partial(self.drain_together, False)
         self.exact_weights = ExactWeights(host, partitions.weights, drain, partitions.spread)
         self.evaluation = Evaluation(
             # a script may have moved the optimizer's state away, to have memory for this
             partial(self.exact_weights.enter, takes_over=False),
             self.exact_weights.leave,
-            lambda: host.updates if host.decided.rule.overlapped else 0,
+            lambda: host.state.updates if host.decided.rule.overlapped else 0,
             1 if partitions.saved_weights is not None else host.ranks.size,
         )
 
@@ -308,25 +329,24 @@ class ReachedState:
         """Let all weights be those of the last step."""
         self._host.complete_weights()
 
-    def drain_together(self, *, shows_moments: bool = True) -> None:
-        """Call `HostOptimizer.drain` on all ranks; raise on all if any rank's worker has failed. A
+    def drain_together(self, shows: bool = True, takes_over: bool = True) -> None:
+        """Call `StateStore.drain` on all ranks; raise on all if any rank's worker has failed. A
         collective."""
-        self._drain_together(shows_moments, takes_over=True)
-
-    def _drain_together(self, shows_moments: bool, takes_over: bool) -> None:
         self.settle()
         with together(self._host.ranks, WorkerError):
-            self._host.drain(shows_moments=shows_moments, takes_over=takes_over)
+            self._host.state.drain(shows=shows, takes_over=takes_over)
 
     # -- saving ------------------------------------------------------------------------------------
 
     def saved(self, super_call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state dict of `super_call`, DeepSpeed's method, with p, m, v under their usual keys,
         plus ZenFlow's state."""
-        self._host.drain(shows_moments=self._copies)
+        self._host.state.drain(shows_moments=self._copies)
         scale = {} if self._scale is None else {_AUTOCAST_SCALE: self._scale.state_dict()}
-        with self._host.shown.quiet():
-            state = tree_map_only(ShownTensor, plain, super_call())
+        with self._host.state.handles.quiet():
+            state = super_call()
+            if not self._copies:  # written at once; handles that a user keeps stay current
+                state = tree_map_only(ShownTensor, plain, state)
         ours = checkpoint.state_of(self._host, self._partitions.saved_weights, copied=self._copies)
         return {**state, checkpoint.STATE_KEY: ours, **scale}
 
@@ -365,7 +385,7 @@ class ReachedState:
         with together(host.ranks, CheckpointError):
             saved = None if checkpoint_folder else self._read(state_dict_list, loads_optimizer)
         _require_same_position(saved, host.ranks)
-        with self._replaceable(), host.shown.quiet():
+        with self._replaceable(), host.state.handles.quiet():
             super_call(
                 state_dict_list,
                 load_optimizer_states,
@@ -381,14 +401,16 @@ class ReachedState:
                 checkpoint.adopt_optimizer_state(host, self._partitions.clear_padding)
                 exact = checkpoint.restore(host, saved, f"rank {dist.get_rank()}")
                 weights = saved.weights if exact and saved is not None else None
-                self._partitions.loaded(weights or [state.master.detach() for state in host.states])
+                self._partitions.loaded(
+                    weights or [state.master.detach() for state in host.state.wholes]
+                )
             else:
-                host.masters_changed()
+                host.state.replaced()
             if self._scale is not None and not checkpoint_folder:
                 state = state_dict_list[self._ranks.rank] or {}
                 self._scale.load_state_dict(state.get(_AUTOCAST_SCALE, self._scale.state_dict()))
         if loads_optimizer and not exact:
-            with host.shown.quiet():
+            with host.state.handles.quiet():
                 self._partitions.exchange_loaded()
 
     @contextmanager
@@ -398,15 +420,15 @@ class ReachedState:
         try:
             yield
         except BaseException:
-            self._host.shown.drop_changes()
+            self._host.state.handles.drop_changes()
             raise
 
     def take_from_weights(self, super_call: Callable[[], None]) -> None:
         """Let `super_call` set p to the weights, and start over from p. A collective."""
         self.drain_together()
-        with self._host.shown.quiet():
+        with self._host.state.handles.quiet():
             super_call()
-        self._host.masters_changed()
+        self._host.state.replaced()
 
     def _read(self, states: Any, loads_optimizer: bool) -> SavedState | None:
         """Return this rank's saved ZenFlow state; None if the checkpoint has none. What else will
@@ -429,7 +451,7 @@ class ReachedState:
         """
         if checkpoint.STATE_KEY not in state:
             return None
-        numels = [state.master.numel() for state in self._host.states]
+        numels = [state.master.numel() for state in self._host.state.wholes]
         saved, here = read_saved_state(state[checkpoint.STATE_KEY], numels), self._host.kind.layout
         if saved.optimizer != here.name:
             raise CheckpointError(

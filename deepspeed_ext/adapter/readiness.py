@@ -1,5 +1,5 @@
-"""Decides which calls on an optimizer may run: none that depends on work that an exception
-interrupted, none inside an open step or load, and none on offloaded states.
+"""Decides which calls on an optimizer may run: none on work that an exception interrupted, none
+inside an open step or load, and none on offloaded states.
 
 Note: [the end of a backward pass]
 A pass is open from our first hook in a graph task until that task's final callback. Autograd calls
@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -120,17 +119,12 @@ class _Running:
     context was left without notice, by an exception between two lines, is not taken for running."""
 
     def __init__(self, readiness: Readiness, work: Work) -> None:
-        self._readiness, self.work = readiness, work
+        self._readiness, self._work = readiness, work
 
     def __enter__(self) -> None:
-        self._readiness.begins(self)
+        self._readiness.begins(self, self._work)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        place: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, place: Any) -> None:
         self._readiness.ends(self, error)
 
 
@@ -159,7 +153,7 @@ class Readiness:
         self._offloaded = offloaded
         self._has_gradients = has_gradients
         self._running: tuple[Work, weakref.ref[_Running]] | None = None
-        self._interrupted: tuple[Work, str] | None = None  # the work, and what interrupted it
+        self._poison: tuple[Work, str] | None = None  # what was interrupted, and by what
         self._load_writes = False
         self._passes_taken = 0
         """Number of backward passes that had ended when the last step did."""
@@ -171,19 +165,21 @@ class Readiness:
         after it has begun to change state is remembered; work inside other work is part of that."""
         return _Running(self, work)
 
-    def begins(self, running: _Running) -> None:
+    def begins(self, running: _Running, work: Work) -> None:
         if self._now() is None:
             self._load_writes = False
             self._backward_pass.graph_tasks.clear()
-            self._running = running.work, weakref.ref(running)
+            self._running = work, weakref.ref(running)
 
     def ends(self, running: _Running, error: BaseException | None) -> None:
         if self._running is None or self._running[1]() is not running:
             return
+        work = self._running[0]
         if error is not None:
-            self._note(running.work, error)
-        elif running.work is Work.LOAD and self._load_writes:
-            self._interrupted = None
+            told = f" ({error})" if str(error) else ""
+            self._interrupted(work, f"{type(error).__name__}{told}")
+        elif work is Work.LOAD and self._load_writes:
+            self._poison = None
         self._running = None
         if isinstance(error, AssertionError) and len(self._backward_pass.graph_tasks) > 1:
             raise StateError(_TWICE) from error
@@ -203,25 +199,19 @@ class Readiness:
 
     def _now(self) -> Work | None:
         """The work that runs now."""
-        if self._running is None:
-            return None
-        work, running = self._running
-        if running() is None:  # left by an exception that came while its context was left
-            self._running = None
-            self._note(work, None)
-            return None
-        return work
+        if self._running is not None and self._running[1]() is None:
+            work, self._running = self._running[0], None
+            self._interrupted(work)
+        return None if self._running is None else self._running[0]
 
-    def _note(self, work: Work, error: BaseException | None) -> None:
-        has_begun = {
-            Work.STEP: lambda: True,
-            Work.LOAD: lambda: self._load_writes,
-            Work.BACKWARD: self._backward_pass.ended_early,
-        }
-        if has_begun[work]():
-            told = f" ({error})" if str(error or "") else ""
-            name = "an exception" if error is None else f"{type(error).__name__}{told}"
-            self._interrupted = work, name
+    def _interrupted(self, work: Work, by: str = "an exception") -> None:
+        """Note that an exception has ended `work`, if that had begun to change state."""
+        if work is Work.LOAD:
+            has_begun = self._load_writes
+        else:
+            has_begun = work is Work.STEP or self._backward_pass.ended_early()
+        if has_begun:
+            self._poison = work, by
 
     # -- checks, before anything changes -----------------------------------------------------------
 
@@ -275,43 +265,15 @@ class Readiness:
                 "flag, and check the flag between steps"
             )
 
-    def require_states_here(self, *states: Any) -> None:
+    def require_states_here(self, *states: Any, unless: Work | None = None) -> None:
         """Check that none of `states` (none given: no state at all) is offloaded, and that nothing
-        was interrupted.
+        was interrupted, other than `unless`.
 
         Raises:
             StateError: `offload_states` was called, and `reload_states` was not; or an exception
                 such as Ctrl-C has interrupted a step, a backward pass or a load.
         """
-        self.require_whole()
-        self._require_here(states)
-
-    def require_saveable(self) -> None:
-        """Like `require_states_here`, but an interrupted backward pass is accepted: it changes
-        nothing that is saved."""
-        self.require_whole(Work.BACKWARD)
-        self._require_here(())
-
-    def require_loadable(self) -> None:
-        """Like `require_states_here`, but an interrupted load is accepted: another load overwrites
-        all that it wrote."""
-        self.require_whole(Work.LOAD)
-        self._require_here(())
-
-    def require_whole(self, *unless: Work) -> None:
-        """Check that nothing was interrupted, other than `unless`.
-
-        Raises:
-            StateError: an exception has interrupted it.
-        """
-        if self._now() is None:
-            self._note(Work.BACKWARD, None)
-        if self._interrupted is not None and not self._host.link.failed:  # all ranks get its error
-            work, cause = self._interrupted
-            if work not in unless:
-                raise StateError(f"{cause} interrupted {work.value}")
-
-    def _require_here(self, states: Collection[Any]) -> None:
+        self.require_whole(unless)
         away = set(self._offloaded())
         if self._host.is_offloaded:
             away.add(OffloadStateTypeEnum.optim_states)
@@ -321,3 +283,24 @@ class Readiness:
                 f"engine.offload_states has moved {names} to the host: call engine.reload_states() "
                 "before the next forward, backward, step, save or load"
             )
+
+    def require_saveable(self) -> None:
+        """An interrupted backward pass changes nothing that is saved."""
+        self.require_states_here(unless=Work.BACKWARD)
+
+    def require_loadable(self) -> None:
+        """Another load overwrites all that an interrupted one wrote."""
+        self.require_states_here(unless=Work.LOAD)
+
+    def require_whole(self, unless: Work | None = None) -> None:
+        """Check that nothing was interrupted, other than `unless`.
+
+        Raises:
+            StateError: an exception has interrupted it.
+        """
+        if self._now() is None:
+            self._interrupted(Work.BACKWARD)
+        if self._poison is not None and not self._host.link.failed:  # all ranks get its error
+            work, cause = self._poison
+            if work is not unless:
+                raise StateError(f"{cause} interrupted {work.value}")

@@ -5,14 +5,13 @@ that DeepSpeed would have saved in the run's layout.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from deepspeed_ext.adapter.saved_checkpoint import (
     MASTER,
-    Keys,
     SavedCheckpoint,
     SavedPartitions,
 )
@@ -22,7 +21,8 @@ from deepspeed_ext.adapter.upstream import (
     group_paddings,
     is_stored_quantized,
 )
-from deepspeed_ext.checkpoint.layout import Copy, Layout, Placement, plan_copies
+from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
+from deepspeed_ext.checkpoint.layout import Fragment, Layout, Placement
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.backend import dist
 from deepspeed_ext.runtime.words import LOAD_ANOTHER, counted
@@ -96,13 +96,13 @@ class Target:
             scaler: state of the loss scale.
         """
         if self.is_sharded:
-            return {**scaler, Keys.OPTIMIZER_STATE_DICT: base, Keys.FP32_FLAT_GROUPS: self.masters}
+            return {**scaler, keys.OPTIMIZER_STATE_DICT: base, keys.FP32_FLAT_GROUPS: self.masters}
         return {
             **scaler,
-            Keys.BASE_OPTIMIZER_STATE: base,
-            Keys.SINGLE_PARTITION_OF_FP32_GROUPS: self.masters,
-            Keys.PARAM_ALIGNMENT_PADDINGS: group_paddings(self.optimizer),
-            Keys.DS_VERSION: deepspeed.__version__,
+            keys.BASE_OPTIMIZER_STATE: base,
+            keys.SINGLE_PARTITION_OF_FP32_GROUPS: self.masters,
+            keys.PARAM_ALIGNMENT_PADDINGS: group_paddings(self.optimizer),
+            keys.DS_VERSION: deepspeed.__version__,
         }
 
     def write_weights(self) -> None:
@@ -138,24 +138,24 @@ def require_same_groups(saved: SavedPartitions, target: Target) -> None:
 
 def require_readable(
     saved: SavedCheckpoint, target: Target, moments: Sequence[str]
-) -> tuple[list[Copy], dict[int, SavedPartitions]]:
+) -> tuple[list[tuple[Fragment, Fragment]], dict[int, SavedPartitions]]:
     """Check all that this rank will read, but for the values of large tensors.
 
     Args:
         moments: names of the moments that the run takes.
 
     Returns:
-        What this rank copies, and the partitions of other ranks, by rank, that it reads for that.
+        What this rank copies (see `Layout.copies`), and the partitions that it reads for that, by
+        the rank that saved them.
 
     Raises:
         CheckpointError: the checkpoint has other parameters, or its files do not fit together.
     """
     target.layout.require_same_parameters(saved.layout)
     saved.require_complete()
-    copies = plan_copies(saved.layout, target.layout, target.rank)
-    sources = {
-        rank: saved.partitions(rank) for rank in sorted({copy.rank for copy in copies} | {0})
-    }
+    copies = target.layout.copies(saved.layout, target.rank)
+    ranks = sorted({source.rank for source, _ in copies} | {0})
+    sources = {rank: saved.partitions(rank) for rank in ranks}
     for rank, source in sources.items():
         source.require(moments, saved.layout.sizes(rank))
     names = {tuple(tensors) for source in sources.values() for tensors in source.tensors}
@@ -186,9 +186,7 @@ def reshard(saved: SavedCheckpoint, target: Target) -> dict[str, Any]:
         }
         for flat, master in enumerate(target.masters)
     ]
-    for copy, offset, values in _read(copies, sources):
-        for name, each in values.items():
-            filled[copy.target][name][offset : offset + each.numel()].copy_(each)
+    _fill(filled, copies, sources)
     return target.state_dict(_base_state(sources, target, filled), sources[0].scaler)
 
 
@@ -198,20 +196,24 @@ def load_masters(saved: SavedCheckpoint, target: Target) -> None:
     Raises:
         CheckpointError: as for `reshard`.
     """
-    for copy, offset, values in _read(*require_readable(saved, target, ())):
-        p = values[MASTER]
-        target.masters[copy.target].data[offset : offset + p.numel()].copy_(p)
+    masters = [{MASTER: master.data} for master in target.masters]
+    _fill(masters, *require_readable(saved, target, ()))
 
 
-def _read(
-    copies: Sequence[Copy], sources: Mapping[int, SavedPartitions]
-) -> Iterator[tuple[Copy, int, dict[str, torch.Tensor]]]:
-    """Yield each copy in chunks: the copy, the offset to write to, and the values by name."""
-    for copy in copies:
-        for begin in range(copy.begin, copy.end, _CHUNK_NUMEL):
-            end = min(copy.end, begin + _CHUNK_NUMEL)
-            values = sources[copy.rank].read(copy.flat, begin, end)
-            yield copy, copy.offset + begin - copy.begin, values
+def _fill(
+    flats: Sequence[Mapping[str, torch.Tensor]],
+    copies: Sequence[tuple[Fragment, Fragment]],
+    sources: Mapping[int, SavedPartitions],
+) -> None:
+    """Copy to the tensors of each flat tensor those of the same names in `sources`."""
+    for source, here in copies:
+        for begin in range(source.begin, source.end, _CHUNK_NUMEL):
+            end = min(source.end, begin + _CHUNK_NUMEL)
+            there = source.offset - source.begin
+            values = sources[source.rank].read(source.flat, there + begin, there + end)
+            place = slice(here.offset - here.begin + begin, here.offset - here.begin + end)
+            for name, target in flats[here.flat].items():
+                target[place].copy_(values[name])
 
 
 def load_frozen(saved: SavedCheckpoint, target: Target, name: str, param: Any) -> bool:

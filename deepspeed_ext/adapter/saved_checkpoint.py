@@ -1,25 +1,24 @@
 """Reads parts of a checkpoint that any number of ranks saved at any ZeRO stage, with or without
 ZenFlow.
 
-Only this module names the files of DeepSpeed's checkpoints and their keys. Files are memory-mapped:
-only the elements that are copied are read from disk, and their pages can be evicted.
+Only this module names the files of DeepSpeed's checkpoints. Files are memory-mapped: only the
+elements that are copied are read from disk, and their pages can be evicted.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import zipfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from deepspeed_ext.checkpoint.file import reading, save_id_of
+from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
+from deepspeed_ext.checkpoint.file import SavedFile, reading
 from deepspeed_ext.checkpoint.folder import SavedNames
 from deepspeed_ext.checkpoint.layout import Layout, Placement
-from deepspeed_ext.checkpoint.sums import SMALL_BYTES, require_sound
 from deepspeed_ext.checkpoint.zenflow_state import (
     STATE_KEY,
     SavedState,
@@ -34,33 +33,10 @@ __all__ = [
     "MASTER",
     "SAVED_NAMES",
     "ZERO_STAGE_WEIGHTS",
-    "Keys",
     "SavedCheckpoint",
     "SavedPartitions",
     "groups_of",
-    "rank_of",
-    "read_fields",
 ]
-
-
-class Keys:
-    """Keys of DeepSpeed's checkpoint files. A test compares them with
-    ``deepspeed.checkpoint.constants``."""
-
-    BASE_OPTIMIZER_STATE = "base_optimizer_state"
-    CLIP_GRAD = "clip_grad"
-    DS_VERSION = "ds_version"
-    FP32_FLAT_GROUPS = "fp32_flat_groups"
-    FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
-    FROZEN_PARAM_SHAPES = "frozen_param_shapes"
-    GROUP_PADDINGS = "group_paddings"
-    LOSS_SCALER = "loss_scaler"
-    OPTIMIZER_STATE_DICT = "optimizer_state_dict"
-    PARAM_ALIGNMENT_PADDINGS = "param_alignment_paddings"
-    PARAM_SHAPES = "param_shapes"
-    PARTITION_COUNT = "partition_count"
-    SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
-    ZERO_STAGE = "zero_stage"
 
 
 MASTER = "fp32"
@@ -75,15 +51,14 @@ SAVED_NAMES = SavedNames(
 )
 """How DeepSpeed names the files of a save."""
 ZERO_STAGE_WEIGHTS = 3
-_SCALER = (Keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", Keys.CLIP_GRAD)
+_SCALER = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
 
 
 class SavedPartitions:
     """The partitions that one rank saved.
 
     Args:
-        state: the optimizer's state dict in the rank's file.
-        path: the file, whose checksums are verified before the first `read`.
+        file: the rank's file with the optimizer's state.
 
     Attributes:
         tensors: for each flat tensor, p and the optimizer's state per element, by name; 1-D, mapped
@@ -93,17 +68,18 @@ class SavedPartitions:
         group_of_flats: index of the parameter group of each flat tensor.
     """
 
-    def __init__(self, state: Any, path: str) -> None:
-        self.state = state
-        self.path = path
-        self._is_sound = False
+    def __init__(self, file: SavedFile) -> None:
+        self._file = file
+        self.path = file.path
+        self.state: Any = file.content.get(keys.OPTIMIZER_STATE_DICT)
         self.tensors: list[dict[str, torch.Tensor]] = []
         self.scalars: list[dict[str, Any]] = []
         try:
+            state: Any = self.state
             self._take(_masters(state), _base_optimizer(state))
         except Exception as error:  # the file may hold anything
             raise CheckpointError(
-                f"{path} is not a ZeRO optimizer file ({type(error).__name__}: {error}): "
+                f"{self.path} is not a ZeRO optimizer file ({type(error).__name__}: {error}): "
                 f"{LOAD_ANOTHER}"
             ) from None
         self._saved = self._read_saved_state()
@@ -184,10 +160,7 @@ class SavedPartitions:
         Raises:
             CheckpointError: the file is damaged.
         """
-        if not self._is_sound:
-            with reading(self.path):
-                require_sound(self.path)
-            self._is_sound = True
+        self._file.require_sound()
         whole, saved = self.tensors[flat], self._saved
         if saved is None or not saved.partitions[flat].is_behind:
             return {name: tensor[begin:end] for name, tensor in whole.items()}
@@ -205,47 +178,41 @@ class SavedCheckpoint:
 
     Args:
         folder: the folder of the tag.
-        files: the optimizer's file of each rank.
 
     Attributes:
-        first: the first rank whose files are here.
+        is_readable: whether it has ZeRO optimizer files, of a run without model parallelism; the
+            rest needs them, but for `open` and `save_id`.
+
+    Raises:
+        CheckpointError: it has optimizer files of several saves. Plain ZeRO leaves the older ones
+            there if it saves with another dtype under the same tag.
     """
 
-    def __init__(self, folder: str, files: Mapping[int, str]) -> None:
+    def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._files = files
-        self.first = min(files)
-        self._opened: dict[int, SavedPartitions] = {}
-        self._models: dict[int, Mapping[str, Any]] = {}
-        self._sound: set[int] = set()  # ranks of models whose checksums have been verified
-        self._save_ids: dict[str | None, str] = {}  # one path per id
-
-    @classmethod
-    def of(cls, folder: str) -> SavedCheckpoint | None:
-        """The checkpoint in `folder`; None: it has no ZeRO optimizer files, or they are of a run
-        with model parallelism.
-
-        Raises:
-            CheckpointError: it has files of several saves. Plain ZeRO leaves the older ones there
-                if it saves with another dtype under the same tag.
-        """
+        self._opened: dict[str, SavedFile] = {}
+        self._partitions: dict[int, SavedPartitions] = {}
         names = os.listdir(folder) if os.path.isdir(folder) else ()
         found = list(filter(None, map(_OPTIMIZER_FILE.fullmatch, names)))
-        if {int(match[3]) for match in found} != {0}:
-            return None
-        if len({match[1] for match in found}) > 1:
+        self.is_readable = {int(match[3]) for match in found} == {0}
+        if self.is_readable and len({match[1] for match in found}) > 1:
             raise CheckpointError(
                 f"{folder} holds the optimizer's files of several saves, such as "
                 f"{' and '.join(sorted({match[1] or '': match[0] for match in found}.values()))}: "
                 "move those of the older save elsewhere"
             )
-        return cls(folder, {int(match[2]): os.path.join(folder, match[0]) for match in found})
+        self._files = {int(match[2]): os.path.join(folder, match[0]) for match in found}
+
+    @property
+    def first(self) -> int:
+        """The first rank whose files are here."""
+        return min(self._files)
 
     @cached_property
     def ranks(self) -> int:
         """The number of ranks that saved it; if no file states it, the number of optimizer
         files."""
-        counts = self.partitions(self.first).state.get(Keys.PARTITION_COUNT, len(self._files))
+        counts = self.partitions(self.first).state.get(keys.PARTITION_COUNT, len(self._files))
         return counts if isinstance(counts, int) else max(counts)
 
     @property
@@ -255,13 +222,33 @@ class SavedCheckpoint:
 
     # -- files -------------------------------------------------------------------------------------
 
+    def open(self, path: str) -> SavedFile:
+        """A file of the checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of another rank or save.
+        """
+        if path not in self._opened:
+            file = SavedFile(path)
+            for other in self._opened.values():
+                if other.save_id != file.save_id:
+                    raise CheckpointError(
+                        f"{self.folder} holds files of different saves: {other.path} of "
+                        f"{other.save_id}, {path} of {file.save_id}: {LOAD_ANOTHER}"
+                    )
+            self._opened[path] = file
+        return self._opened[path]
+
     def partitions(self, rank: int) -> SavedPartitions:
         """The partitions that `rank` saved."""
-        if rank not in self._opened:
-            path = self._files[rank]
-            state = self._open(path).get(Keys.OPTIMIZER_STATE_DICT)
-            self._opened[rank] = SavedPartitions(state, path)
-        return self._opened[rank]
+        if rank not in self._partitions:
+            self._partitions[rank] = SavedPartitions(self.open(self._files[rank]))
+        return self._partitions[rank]
+
+    def model(self, rank: int) -> SavedFile:
+        """The file with the weights of `rank`, or with all weights."""
+        name = _WHOLE_MODEL if self.has_whole_weights else _PARTITIONED_MODEL.format(rank=rank)
+        return self.open(os.path.join(self.folder, name))
 
     def require_complete(self) -> None:
         """Check that the optimizer's files of all ranks are here.
@@ -276,56 +263,18 @@ class SavedCheckpoint:
                 f"there, or {LOAD_ANOTHER}"
             )
 
-    @property
-    def model_file(self) -> str:
-        """The file with the weights of the first rank here, or with all weights."""
-        return self._path_of_model(self.first)
-
-    def model(self, rank: int) -> Mapping[str, Any]:
-        """The content of the file with the weights of `rank`, or with all weights. Only shapes of
-        its tensors may be used: their bytes are not verified."""
-        if rank not in self._models:
-            self._models[rank] = self._open(self._path_of_model(rank))
-        return self._models[rank]
-
-    def _path_of_model(self, rank: int) -> str:
-        name = _WHOLE_MODEL if self.has_whole_weights else _PARTITIONED_MODEL.format(rank=rank)
-        return os.path.join(self.folder, name)
-
-    def sound_model(self, rank: int) -> Mapping[str, Any]:
-        """As `model`, after verifying all checksums.
-
-        Raises:
-            CheckpointError: the file is damaged.
-        """
-        content, path = self.model(rank), self._path_of_model(rank)
-        if rank not in self._sound:
-            with reading(path):
-                require_sound(path)
-            self._sound.add(rank)
-        return content
-
-    def _open(self, path: str) -> Mapping[str, Any]:
-        content = _read(path, "cpu")
-        self._save_ids.setdefault(save_id_of(content, path), path)
-        if len(self._save_ids) > 1:
-            raise CheckpointError(
-                f"{self.folder} holds files of different saves: {self._save_ids}: {LOAD_ANOTHER}"
-            )
-        return content
-
     # -- the layout --------------------------------------------------------------------------------
 
     @cached_property
     def stage(self) -> int:
         """The ZeRO stage that saved it."""
-        return int(self.partitions(self.first).state[Keys.ZERO_STAGE])
+        return int(self.partitions(self.first).state[keys.ZERO_STAGE])
 
     @property
     def save_id(self) -> str | None:
         """The id of the save that all files opened so far belong to; None: plain DeepSpeed wrote
         them."""
-        return next(iter(self._save_ids), None)
+        return next((file.save_id for file in self._opened.values()), None)
 
     @property
     def has_zenflow_state(self) -> bool:
@@ -339,21 +288,21 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: a file cannot be read, or its fields do not fit together.
         """
-        first, model = self.partitions(self.first), self.model(self.first)
+        first, model = self.partitions(self.first), self.model(self.first).content
         with reading(first.path):
             return self._layout_by(first, model)
 
     def _layout_by(self, first: SavedPartitions, model: Mapping[str, Any]) -> Layout:
         groups = [
             {name: torch.Size(shape).numel() for name, shape in group.items()}
-            for group in model.get(Keys.PARAM_SHAPES) or ()
+            for group in model.get(keys.PARAM_SHAPES) or ()
         ]
         if self.stage == ZERO_STAGE_WEIGHTS:
             return Layout.of_sub_groups(groups, self.ranks)
-        paddings = first.state.get(Keys.PARAM_ALIGNMENT_PADDINGS) or [
+        paddings = first.state.get(keys.PARAM_ALIGNMENT_PADDINGS) or [
             [0] * len(group) for group in groups
         ]
-        behind = first.state[Keys.GROUP_PADDINGS]
+        behind = first.state[keys.GROUP_PADDINGS]
         parts = [
             tensors[MASTER].numel() + more
             for tensors, more in zip(first.tensors, behind, strict=True)
@@ -362,76 +311,36 @@ class SavedCheckpoint:
 
     def frozen(self, name: str) -> Placement | None:
         """Where the elements of a frozen parameter lie; None: it was not saved."""
-        model = self.model(self.first)
+        model = self.model(self.first).content
         if self.has_whole_weights:
             whole = model["module"].get(name)
             return None if whole is None else Placement.of_one(whole.numel(), 1)
-        shape = (model.get(Keys.FROZEN_PARAM_SHAPES) or {}).get(name)
+        shape = (model.get(keys.FROZEN_PARAM_SHAPES) or {}).get(name)
         return None if shape is None else Placement.of_one(torch.Size(shape).numel(), self.ranks)
 
     def frozen_part(self, name: str, rank: int) -> torch.Tensor:
         """The elements of a frozen parameter that `rank` saved, 1-D."""
-        key = "module" if self.has_whole_weights else Keys.FROZEN_PARAM_FRAGMENTS
-        return self.sound_model(rank)[key][name].reshape(-1)
-
-
-def rank_of(path: str) -> int | None:
-    """The rank whose ZeRO optimizer file this is; None: it is another kind of file."""
-    match = _OPTIMIZER_FILE.fullmatch(os.path.basename(path))
-    return None if match is None else int(match[2])
-
-
-_FIELD_BYTES = 4096
-"""Largest storage that `read_fields` reads."""
-
-
-def read_fields(path: str) -> Mapping[str, Any]:
-    """The content of a checkpoint's file. Large tensors are on the meta device: their bytes are
-    neither read nor verified.
-
-    Raises:
-        CheckpointError: it cannot be read, or is no dict.
-    """
-    return _read(path, _small_here)
-
-
-def _small_here(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-    """A place for a storage: on the host if it is small, as those of counts and options are."""
-    numel = storage.nbytes()
-    return storage if numel <= _FIELD_BYTES else torch.UntypedStorage(numel, device="meta")
-
-
-def _read(path: str, place: Any) -> Mapping[str, Any]:
-    """The content of a file, mapped. `place`: see ``map_location`` of `torch.load`."""
-    with reading(path):
-        require_sound(path, most_bytes=SMALL_BYTES)
-        maps = zipfile.is_zipfile(path)  # torch's older format cannot be mapped
-        place = place if maps else "cpu"
-        content = torch.load(path, map_location=place, mmap=maps, weights_only=False)
-    if not isinstance(content, Mapping):
-        raise CheckpointError(
-            f"{path} holds a {type(content).__name__}, expected a dict: {LOAD_ANOTHER}"
-        )
-    return content
+        key = "module" if self.has_whole_weights else keys.FROZEN_PARAM_FRAGMENTS
+        return self.model(rank).sound[key][name].reshape(-1)
 
 
 def _masters(state: Mapping[str, Any]) -> list[torch.Tensor]:
-    is_sharded = state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
+    is_sharded = state[keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
     return list(
-        state[Keys.FP32_FLAT_GROUPS if is_sharded else Keys.SINGLE_PARTITION_OF_FP32_GROUPS]
+        state[keys.FP32_FLAT_GROUPS if is_sharded else keys.SINGLE_PARTITION_OF_FP32_GROUPS]
     )
 
 
 def groups_of(state: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The parameter groups in an optimizer's state dict of any stage; empty: not saved."""
-    base = state.get(Keys.OPTIMIZER_STATE_DICT, state.get(Keys.BASE_OPTIMIZER_STATE))
+    base = state.get(keys.OPTIMIZER_STATE_DICT, state.get(keys.BASE_OPTIMIZER_STATE))
     return base.get("param_groups", ()) if isinstance(base, Mapping) else ()
 
 
 def _base_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state dict of the optimizer that DeepSpeed wraps."""
-    is_sharded = state[Keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
-    base = state[Keys.OPTIMIZER_STATE_DICT if is_sharded else Keys.BASE_OPTIMIZER_STATE]
+    is_sharded = state[keys.ZERO_STAGE] == ZERO_STAGE_WEIGHTS
+    base = state[keys.OPTIMIZER_STATE_DICT if is_sharded else keys.BASE_OPTIMIZER_STATE]
     if not isinstance(base, Mapping):
         raise CheckpointError(
             "saved with zero_optimization.elastic_checkpoint, which leaves out hyperparameters. "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from deepspeed_ext.runtime.profiling import in_profile
 from deepspeed_ext.runtime.ranks import RankGroup, together, within
 from deepspeed_ext.zenflow.plan.places import Arrival, Place
 from deepspeed_ext.zenflow.start import ZenFlowStart
+from deepspeed_ext.zenflow.step.shown_state import nan_like
 
 __all__ = ["ZenFlowZeroOptimizer", "ZeroOptimizer"]
 
@@ -194,7 +194,7 @@ class MasterFragment(TensorFragment):
             fragment = super().get_hp_fragment(optim_state_key)
         else:
             fragment = whole.narrow(0, place.start, place.numel)
-        return fragment if exposed else torch.full_like(fragment, math.nan)
+        return fragment if exposed else nan_like(fragment)
 
 
 class ZenFlowZeroOptimizer(ZeroOptimizer):
@@ -242,7 +242,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
             self.zenflow_parts = parts = ZenFlowParts.start(self, self._partitions, self._start)
         self.host_optimizer, self.exact_weights = parts.host, parts.state.exact_weights
         self._backward_hook_state = parts.backward_pass
-        self.single_partition_of_fp32_groups = parts.host.shown.masters
+        self.single_partition_of_fp32_groups = parts.host.state.handles.masters
         for group, master in zip(
             self.optimizer.param_groups, self.single_partition_of_fp32_groups, strict=True
         ):
@@ -265,10 +265,10 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
                 if gradients is not None:
                     gradient = partial(gradients.shown, self.get_param_id(param))
                 mapping = vars(param._hp_mapping)
-                handle = partial(host.shown.handle, mapping["param_group_index"])
+                handle = partial(host.state.handles.handle, mapping["param_group_index"])
                 param._hp_mapping = MasterFragment(
                     **mapping,
-                    expose=host.expose,
+                    expose=host.state.expose,
                     handle=handle,
                     gradient=gradient,
                 )
@@ -414,7 +414,7 @@ class ZenFlowZeroOptimizer(ZeroOptimizer):
         if self.host_optimizer.link.transfers.handed_over is Place.IN_TRANSIT:
             return None
         slot, end = self.host_optimizer.coming_slot(group_idx), 0
-        numel = self.host_optimizer.states[group_idx].master.numel()
+        numel = self.host_optimizer.state.wholes[group_idx].master.numel()
         if slot.device != torch.device(self.device) or slot.numel() != numel:
             return None
         for grad in self.averaged_gradients[group_idx]:

@@ -31,6 +31,7 @@ from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.runtime.ranks import together
 from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival
 from deepspeed_ext.zenflow.start import ZenFlowStart
+from deepspeed_ext.zenflow.step.shown_state import nan_like
 
 __all__ = ["ZenFlowZeroOptimizerStage3"]
 
@@ -99,7 +100,7 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
         ds_ids = [
             getattr(partition, "ds_id", None) for partition in self.fp32_partitioned_groups_flat
         ]
-        self.fp32_partitioned_groups_flat = parts.host.shown.masters
+        self.fp32_partitioned_groups_flat = parts.host.state.handles.masters
         for master, ds_id in zip(self.fp32_partitioned_groups_flat, ds_ids, strict=True):
             master.ds_id = ds_id
         self.deepspeed_adam_offload = False
@@ -120,7 +121,10 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     @property
     def _sums_apart(self) -> bool:
         """Whether gradients are summed in another dtype than the slots'."""
-        return self.gradient_accumulation_dtype is not self.host_optimizer.partitions[0].grad_dtype
+        return (
+            self.gradient_accumulation_dtype
+            is not self.host_optimizer.state.partitions[0].grad_dtype
+        )
 
     def partition_grads(
         self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]
@@ -357,9 +361,9 @@ class ZenFlowZeroOptimizerStage3(DeepSpeedZeroOptimizerStage3):
     def _get_fp32_opt_state_partition(self, *args: Any, **kwargs: Any) -> Any:
         """Wait for the worker before the state is read or written. If the worker has failed, return
         NaN on all ranks; the next step raises the error on every rank."""
-        exposed = self.host_optimizer.expose()
+        exposed = self.host_optimizer.state.expose()
         partition, sub_group = super()._get_fp32_opt_state_partition(*args, **kwargs)
-        return partition if exposed else torch.full_like(partition, math.nan), sub_group
+        return partition if exposed else nan_like(partition), sub_group
 
     def measurements(self) -> dict[str, float]:
         """Metrics for a training log, by name; units are in the names."""

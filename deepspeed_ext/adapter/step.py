@@ -217,7 +217,9 @@ class StepDriver:
         self._partitions = partitions
         self._scale = scale
         dtype = getattr(torch, host.decided.dtypes.gradient)
-        self.current = Step([GradientReceiver(each.master.data, dtype) for each in host.states])
+        self.current = Step(
+            [GradientReceiver(each.master.data, dtype) for each in host.state.wholes]
+        )
         self.gradients: HostGradients | None = None
 
     def run(self, super_call: Callable[[], None], overflows: Callable[[], bool]) -> None:

@@ -22,6 +22,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.checkpoint import constants as checkpoint_keys
 from deepspeed.ops import adam as adam_module
 from deepspeed.ops import lion as lion_module
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -90,6 +91,7 @@ __all__ = [
     "announced_builds",
     "before_gathers",
     "check",
+    "checkpoint_keys",
     "communication_dtype",
     "counted_alike",
     "deepspeed",

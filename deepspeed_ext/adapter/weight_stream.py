@@ -7,8 +7,9 @@ inference engine meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from deepspeed_ext.adapter.zenflow_parts import (
 from deepspeed_ext.checkpoint.layout import Fragment, Placement
 from deepspeed_ext.errors import StateError, UnsupportedError
 from deepspeed_ext.runtime.ranks import RankGroup, require_same_plan
+from deepspeed_ext.zenflow.worker.messages import Span
 
 __all__ = ["WeightPart", "weight_parts", "weights"]
 
@@ -76,15 +78,15 @@ class _Entry:
     Attributes:
         names: see `WeightPart`.
         fragments: which rank has which elements; None: every rank has all.
-        sources: this rank's flat tensors that the fragments refer to, 1-D, any dtype and device;
-            without fragments, the tensor itself.
+        read: returns this rank's elements of a fragment, 1-D, any dtype and device; without
+            fragments, the whole tensor for None.
     """
 
     names: tuple[str, ...]
     shape: torch.Size
     dtype: torch.dtype
     fragments: tuple[Fragment, ...] | None
-    sources: Sequence[torch.Tensor]
+    read: Callable[[Fragment | None], torch.Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -92,11 +94,6 @@ class _Entry:
 
     def held_by(self, rank: int) -> Iterator[Fragment]:
         return (each for each in self.fragments or () if each.rank == rank)
-
-    def read(self, fragment: Fragment) -> torch.Tensor:
-        """This rank's elements of a fragment, 1-D."""
-        numel = fragment.end - fragment.begin
-        return self.sources[fragment.flat].narrow(0, fragment.offset, numel)
 
 
 class _Stream:
@@ -107,10 +104,10 @@ class _Stream:
         zenflow.settle_masters()
         self._engine = engine
         self._zenflow = zenflow
-        self._version = zenflow.host.version
+        self._state = zenflow.host.state
+        self._version = self._state.version
         self.ranks = zenflow.state.host_ranks
         target = Target(engine.optimizer, engine._get_zero_param_shapes())
-        self._masters = [state.master.detach() for state in zenflow.host.states]
         self._placements = target.layout.placements
         self._entries = self._find_entries()
 
@@ -127,13 +124,18 @@ class _Stream:
         ]
 
     def _entry(self, names: tuple[str, ...], value: Any, placed: Placement | None) -> _Entry:
-        shape, sources = torch.Size(getattr(value, "ds_shape", value.shape)), self._masters
+        shape = torch.Size(getattr(value, "ds_shape", value.shape))
+        read: Callable[[Any], torch.Tensor] = self._read_master
         if placed is None and hasattr(value, "ds_tensor"):  # not trained, partitioned
             placed = Placement.of_one(value.ds_numel, self.ranks.size)
-            sources = [value.ds_tensor.detach().view(-1)]
+            read = partial(_read_from, value.ds_tensor.detach().view(-1))
         if placed is None:
-            return _Entry(names, shape, value.dtype, None, [value.detach()])
-        return _Entry(names, shape, value.dtype, tuple(placed.fragments(0, placed.numel)), sources)
+            return _Entry(names, shape, value.dtype, None, lambda _: value.detach())
+        return _Entry(names, shape, value.dtype, tuple(placed.fragments(0, placed.numel)), read)
+
+    def _read_master(self, fragment: Fragment) -> torch.Tensor:
+        end = fragment.offset + fragment.end - fragment.begin
+        return self._state.read(fragment.flat, Span(fragment.offset, end))
 
     def parts(self) -> Iterator[WeightPart]:
         """This rank's elements; rank 0 also yields replicated tensors. No collective."""
@@ -143,13 +145,13 @@ class _Stream:
                 values = entry.read(fragment).to("cpu", entry.dtype, copy=True)
                 yield WeightPart(entry.names, entry.shape, fragment.begin, values)
             if entry.fragments is None and self.ranks.rank == 0:
-                values = entry.sources[0].to("cpu", copy=True).reshape(-1)
+                values = entry.read(None).to("cpu", copy=True).reshape(-1)
                 yield WeightPart(entry.names, entry.shape, 0, values)
 
     def opened(self) -> OpenStream:
         """What tells the ranks that one of them has stopped reading."""
-        host, version = self._zenflow.host, self._version
-        opened = OpenStream(self.ranks, lambda: host.version == version)
+        state, version = self._state, self._version
+        opened = OpenStream(self.ranks, lambda: state.version == version)
         self._zenflow.streams.append(opened)
         return opened
 
@@ -176,7 +178,7 @@ class _Stream:
             opened.agree(HAS_ENDED)
 
     def _require_unchanged(self) -> None:
-        if self._zenflow.host.version != self._version:
+        if self._state.version != self._version:
             raise StateError(
                 "a step, a load or a write has changed the weights while they were read: read all "
                 "of them in between"
@@ -205,7 +207,7 @@ class _Exchange:
             ]
             for entry, whole in zip(self._bucket, self._wholes, strict=True):
                 if entry.fragments is None:
-                    whole.copy_(entry.sources[0])
+                    whole.copy_(entry.read(None))
                 for fragment in entry.held_by(rank):
                     _elements(whole, fragment).copy_(entry.read(fragment))
             senders = set(range(self._ranks.size)) - {rank, self._on_rank}
@@ -258,6 +260,10 @@ class _Exchange:
         else:
             torch.distributed.recv(message, self._ranks.global_rank(owner), group=group)
         return message
+
+
+def _read_from(flat: torch.Tensor, fragment: Fragment) -> torch.Tensor:
+    return flat.narrow(0, fragment.offset, fragment.end - fragment.begin)
 
 
 def _elements(whole: torch.Tensor, fragment: Fragment) -> torch.Tensor:

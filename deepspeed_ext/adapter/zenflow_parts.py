@@ -155,7 +155,7 @@ class ZenFlowParts:
         """
         self.begin_call()
         self.readiness.require_whole(Work.BACKWARD)
-        self.state.drain_together(shows_moments=False)
+        self.state.drain_together(shows=False)
 
     def offload(self, include: Container[Any] | None, *, pins: bool) -> set[Any]:
         """If `include` has the optimizer states, free what ZenFlow holds on the accelerator between

@@ -52,7 +52,7 @@ class OffloadOptimizerSection(DeepSpeedZeroOffloadOptimizerConfig):
         self._chooses_ratio = chooses_ratio
 
     @property
-    def host_share(self) -> float | None:
+    def host_ratio(self) -> float | None:
         """`ratio`; None: "auto"."""
         return None if self._chooses_ratio else self.ratio
 
@@ -83,17 +83,17 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
         return self if self.zenflow is not None else super().offload_ratio_check()
 
     @property
-    def host_share(self) -> float | None:
+    def host_ratio(self) -> float | None:
         """The share of the optimizer on the host with ZenFlow; None: "auto". 1 with CPU offload of
         the weights, and with a rule that has no share (`RuleSettings.limits`)."""
         weights_there = self.offload_param is not None and self.offload_param.device == "cpu"
         has_none = self.zenflow is not None and bool(limits_of(self.zenflow))
         if self.offload_optimizer is None or weights_there or has_none:
             return 1.0
-        return self.offload_optimizer.host_share
+        return self.offload_optimizer.host_ratio
 
     @property
-    def leaves_share_open(self) -> bool:
+    def leaves_ratio_open(self) -> bool:
         """Whether the config does not give the share on the host, so that the plan may choose
         it."""
         offload, weights = self.offload_optimizer, self.offload_param
@@ -168,7 +168,7 @@ class ZeroConfig(ZeroFields, DeepSpeedZeroConfig):
 
     def _contradictions(self) -> str:
         """One line per pair of contradicting settings."""
-        if self.host_share is None and self.zenflow is None:
+        if self.host_ratio is None and self.zenflow is None:
             return (
                 'zero_optimization.offload_optimizer.ratio = "auto" (or "fit") needs '
                 "zero_optimization.zenflow: give a number, or add that section"

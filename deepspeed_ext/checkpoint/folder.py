@@ -39,7 +39,14 @@ from dataclasses import dataclass
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import files
 
-__all__ = ["UNKNOWN", "CheckpointFolder", "FolderState", "SavedNames", "choose_save"]
+__all__ = [
+    "UNKNOWN",
+    "CheckpointFolder",
+    "FolderState",
+    "SavedNames",
+    "choose_save",
+    "last_written",
+]
 
 _RESERVED = ".dsext-"
 
@@ -227,14 +234,10 @@ class CheckpointFolder:
         self._write_marker(None)
         self._clear_leftovers()
 
-    @property
-    def is_marked(self) -> bool:
-        """Whether `mark` was called, even if the staging folder is already in place."""
-        return self._save_id in (_save_id(self.staging), _save_id(self.path))
-
     def mark(self) -> None:
-        """Mark the staging folder as complete, by a file with the id of its save. Idempotent."""
-        if not self.is_marked:
+        """Mark the staging folder as complete, by a file with the id of its save. Idempotent, also
+        once the folder is in place."""
+        if self._save_id not in (_save_id(self.staging), _save_id(self.path)):
             self._write_marker(self._save_id)
 
     def _write_marker(self, save_id: str | None) -> None:
@@ -387,7 +390,7 @@ class CheckpointFolder:
         staging, replaced = self._beside(_STAGING, key), self._beside(_REPLACED, key)
         if staging in _in_use:
             return False
-        return is_own or _last_written((staging, self.path, replaced)) < now - _QUIET_SECONDS
+        return is_own or last_written((staging, self.path, replaced)) < now - _QUIET_SECONDS
 
     def _clear(self, key: str) -> None:
         """Remove the leftovers of an interrupted save; if it is complete and the only one, finish
@@ -398,14 +401,14 @@ class CheckpointFolder:
             self._drop_replaced(self._beside(_REPLACED, key))
 
 
-def _last_written(folders: Sequence[str]) -> float:
+def last_written(folders: Sequence[str]) -> float:
     """The time of the last write in these folders. A folder that is being swapped is found under
     one of its two names."""
     times = [0.0]
-    for folder in folders:
-        if os.path.isdir(folder):
-            paths = [folder, *(os.path.join(folder, name) for name in os.listdir(folder))]
-            times += [os.stat(path).st_mtime for path in paths]
+    for folder in filter(os.path.isdir, folders):
+        for path in [folder, *(os.path.join(folder, name) for name in os.listdir(folder))]:
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                times.append(os.stat(path).st_mtime)
     return max(times)
 
 

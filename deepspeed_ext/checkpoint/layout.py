@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from deepspeed_ext.errors import CheckpointError
 
-__all__ = ["Copy", "Fragment", "Layout", "Placement", "plan_copies"]
+__all__ = ["Fragment", "Layout", "Placement"]
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,18 @@ class Layout:
             and all(mine[name] == theirs[name] for name in mine.keys() & theirs.keys())
         )
 
+    def copies(self, saved: Layout, rank: int) -> list[tuple[Fragment, Fragment]]:
+        """Plan how `rank` fills its flat tensors of this layout from those of the layout `saved`:
+        pairs of a fragment to read and the fragment here that its elements belong to. Padding is
+        not copied."""
+        held = {name: each.of_rank(rank) for name, each in self.placements.items()}
+        return [
+            (source, here)
+            for name, here in held.items()
+            if here is not None
+            for source in saved.placements[name].fragments(here.begin, here.end)
+        ]
+
     def require_same_parameters(self, other: Layout) -> None:
         """Compare names and sizes of parameters with `other`, the layout of a checkpoint.
 
@@ -170,58 +182,3 @@ class Layout:
 
 
 _TOLD = 3
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Elements to copy from one flat tensor to another.
-
-    Attributes:
-        rank, flat: the flat tensor to read.
-        begin, end: the elements to read.
-        target: index of the flat tensor to write.
-        offset: index of the first element to write.
-    """
-
-    rank: int
-    flat: int
-    begin: int
-    end: int
-    target: int
-    offset: int
-
-
-def plan_copies(saved: Layout, wanted: Layout, rank: int) -> list[Copy]:
-    """Plan how `rank` fills its flat tensors of the layout `wanted` from a checkpoint of the layout
-    `saved`.
-
-    Returns:
-        The copies, sorted by `target` and `offset`. Contiguous elements form one copy. Padding is
-        not copied.
-    """
-    held = [
-        (name, part)
-        for name, each in wanted.placements.items()
-        if (part := each.of_rank(rank)) is not None
-    ]
-    copies: list[Copy] = []
-    for name, part in sorted(held, key=lambda item: (item[1].flat, item[1].offset)):
-        for found in saved.placements[name].fragments(part.begin, part.end):
-            numel, offset = found.end - found.begin, part.offset + found.begin - part.begin
-            new = Copy(
-                found.rank, found.flat, found.offset, found.offset + numel, part.flat, offset
-            )
-            if copies and (joined := _joined(copies[-1], new)) is not None:
-                copies[-1] = joined
-            else:
-                copies.append(new)
-    return copies
-
-
-def _joined(first: Copy, second: Copy) -> Copy | None:
-    """Both as one copy; None if `second` is not contiguous to `first` in source and target."""
-    here = (first.rank, first.flat, first.end, first.target, first.offset + first.end - first.begin)
-    there = (second.rank, second.flat, second.begin, second.target, second.offset)
-    if here != there:
-        return None
-    return Copy(first.rank, first.flat, first.begin, second.end, first.target, first.offset)

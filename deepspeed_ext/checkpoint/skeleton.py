@@ -11,24 +11,31 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+import struct
+import zipfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deepspeed_ext.checkpoint.sums import Record, records
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.memory import host_empty
 
 __all__ = ["Hole", "SkeletonError", "fill_holes", "write_skeleton"]
 
-_STORAGE = "data/"
+_STORAGE = "data"
 _PROTOCOL = 2
 """Of pickle, as in `torch.save`."""
+_LENGTHS = struct.Struct("<26xHH")
+"""Of the name and the extra field, at the end of a record's header."""
+_ENTRY = struct.Struct("<28xHHH12x")
+"""Entry of the directory, with a CRC at byte 16: lengths of name, extra field and comment."""
+_CRC_PLACE, _DESCRIPTOR_CRC_PLACE = 16, 4
+"""Bytes before the CRC in an entry of the directory, and in the descriptor behind a record."""
 
 
 class SkeletonError(Exception):
@@ -44,14 +51,11 @@ class Hole:
             tensor.
         offset: bytes from the beginning of the file.
         crc_offsets: where the file has the CRC of the bytes.
-        parts: yields the bytes in order, as host tensors of any dtype, each valid until the next;
-            None: they are `values`.
     """
 
     values: torch.Tensor
     offset: int
     crc_offsets: tuple[int, ...] = ()
-    parts: Callable[[], Iterator[torch.Tensor]] | None = None
 
 
 def write_skeleton(content: Any, path: str) -> list[Hole]:
@@ -106,20 +110,18 @@ def write_skeleton(content: Any, path: str) -> list[Hole]:
         torch.save(
             content, path, pickle_module=SimpleNamespace(Pickler=Recorder, __name__=pickle.__name__)
         )
-    found = _storages(path)
-    if [storage.nbytes() for storage in storages.values()] != [record.nbytes for record in found]:
+    places = _places(path)
+    if [storage.nbytes() for storage in storages.values()] != [place.nbytes for place in places]:
         raise SkeletonError(
-            f"{path} has {len(found)} storages, but {len(storages)} were found in the content, "
+            f"{path} has {len(places)} storages, but {len(storages)} were found in the content, "
             "or their sizes differ"
         )
     return [
         Hole(
-            sources[key] if key in sources else _bytes_of(storage),
-            record.offset,
-            record.crc_offsets,
+            sources[key] if key in sources else _bytes_of(storage), place.offset, place.crc_offsets
         )
-        for (key, storage), record in zip(storages.items(), found, strict=True)
-        if record.nbytes
+        for (key, storage), place in zip(storages.items(), places, strict=True)
+        if place.nbytes
     ]
 
 
@@ -132,7 +134,7 @@ def fill_holes(path: str, holes: Sequence[Hole]) -> None:
     with files.opened(path, os.O_WRONLY) as descriptor:
         for hole in holes:
             offset, crc = hole.offset, 0
-            for part in _on_host(hole.values, chunk) if hole.parts is None else hole.parts():
+            for part in _on_host(hole.values, chunk):
                 memory = files.memory_at(part.data_ptr(), part.nbytes)
                 crc = files.write_summed(descriptor, memory, offset, crc)
                 offset += part.nbytes
@@ -140,8 +142,8 @@ def fill_holes(path: str, holes: Sequence[Hole]) -> None:
 
 
 def _on_host(values: torch.Tensor, chunk: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """Yield `values` (1-D) in parts on the host. Parts from an accelerator are copied to `chunk`
-    and valid until the next."""
+    """Yield `values` in parts on the host. Those from an accelerator are copied to `chunk` and
+    valid until the next."""
     for part in values.split(STAGING_CHUNK_BYTES):
         if part.device.type == "cpu":
             yield part
@@ -166,7 +168,28 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
-def _storages(path: str) -> list[Record]:
-    """The storages in a file of `torch.save`, in the order of their numbers."""
-    found = {record.name.removeprefix(_STORAGE): record for record in records(path)}
-    return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
+class _Place(NamedTuple):
+    """Where a storage lies in a file; see `Hole`."""
+
+    nbytes: int
+    offset: int
+    crc_offsets: tuple[int, ...]
+
+
+def _places(path: str) -> list[_Place]:
+    """The places of the storages in a file of `torch.save`, in the order of their numbers."""
+    found: dict[int, _Place] = {}
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        entry = archive.start_dir
+        for record in archive.infolist():
+            file.seek(record.header_offset)
+            header = file.read(_LENGTHS.size)
+            offset = record.header_offset + len(header) + sum(_LENGTHS.unpack(header))
+            behind = offset + record.file_size
+            places = (entry + _CRC_PLACE, behind + _DESCRIPTOR_CRC_PLACE)
+            folder, _, number = record.filename.partition("/")[2].partition("/")
+            if folder == _STORAGE and number.isdecimal():
+                found[int(number)] = _Place(record.file_size, offset, places)
+            file.seek(entry)
+            entry += _ENTRY.size + sum(_ENTRY.unpack(file.read(_ENTRY.size)))
+    return [found[number] for number in sorted(found)]

@@ -29,11 +29,9 @@ from deepspeed_ext.runtime.proc import host_id
 from deepspeed_ext.runtime.words import LOAD_ANOTHER, one_line
 from deepspeed_ext.zenflow.choose_rule import SAVED
 from deepspeed_ext.zenflow.optimizers.choose import LAYOUTS
-from deepspeed_ext.zenflow.plan.places import Copies, Place
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.rules.saved_values import FLOATS, PartitionValues, Shape
-from deepspeed_ext.zenflow.step.optimizer import HostOptimizer, Mover
-from deepspeed_ext.zenflow.step.partition import Partition
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
 from deepspeed_ext.zenflow.step.shown_state import write
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 
@@ -90,7 +88,8 @@ class SavedState:
 
     @property
     def position(self) -> int:
-        """Gradients collected and not handed over; the same for every partition."""
+        """Gradients collected and not handed over, of an earlier release; the same for every
+        partition."""
         return len(self.partitions[0].collected) if self.partitions else 0
 
     def shapes(self) -> list[Shape]:
@@ -168,11 +167,10 @@ def read_saved_state(saved: object, numels: Sequence[int]) -> SavedState:
                 f"{tuple(shape.tensor.shape)} {shape.tensor.dtype}, expected ({shape.numel},) "
                 f"{' or '.join(map(str, shape.dtypes))}: {LOAD_ANOTHER}"
             )
-    counts = {len(each) for one in state.partitions for each in (one.collected, one.gradients)}
-    if len(counts) > 1 or (state.weights is not None and len(state.weights) != len(sizes)):
+    if state.weights is not None and len(state.weights) != len(sizes):
         raise CheckpointError(
-            f"the saved ZenFlow state does not fit: {sorted(counts)} collected gradients, "
-            f"{len(state.weights or ())} weights for {len(sizes)} partitions: {LOAD_ANOTHER}"
+            f"the saved ZenFlow state does not fit: {len(state.weights)} weights for "
+            f"{len(sizes)} partitions: {LOAD_ANOTHER}"
         )
     return state
 
@@ -216,46 +214,45 @@ def _shown(host: HostOptimizer) -> dict[str, Any]:
         "kernel": host.link.process.ready.kernel,
         "block_size": host.rule.block_size,
         "schedule": host.rule.schedule.state_dict(),
-        "updates": host.updates,
+        "updates": host.state.updates,
         **({} if layout.name == ADAM_STATE.name else {"optimizer": layout.name}),
         **({} if layout.moment_dtype == "float32" else {"moment_dtype": layout.moment_dtype}),
-        **({} if host.mover is None else {"plan": _plan_of(host, host.mover)}),
+        **({} if host.first_steps is None else {"plan": _plan_of(host)}),
         "partitions": [
             {
                 "numel": state.master.numel(),
                 "on_accelerator": state.master.numel() - partition.master.numel(),
-                **({} if count == host.updates else {"updates": count}),
-                "collected": [asdict(step) for step in partition.collected],
-                "gradients": _collected_gradients(host, partition),
+                **({} if count == host.state.updates else {"updates": count}),
                 **saved,
             }
             for partition, state, count, saved in zip(
-                host.partitions, host.states, host.counts, host.rule.saved(), strict=True
+                host.state.partitions,
+                host.state.wholes,
+                host.state.counts,
+                host.rule.saved(),
+                strict=True,
             )
         ],
     }
 
 
-def _plan_of(host: HostOptimizer, mover: Mover) -> dict[str, Any]:
-    """What the plan in force had chosen, and on which machine: its boot id. ``device_seconds``: of
-    the accelerator between two steps when it was chosen; 0: not measured. ``measured``: for a
-    choice that was still to come."""
-    plan, measured = host.decided, mover.measured()
-    return {
-        "host_share": plan.host_share,
-        "hides_transfers": plan.copies is Copies.BESIDE_STEP,
-        "gradients_on_host": plan.places.gradient is Place.HOST,
-        "threads": None if plan.cpus is None else plan.cpus.threads,
-        "device_seconds": mover.device_seconds,
-        "host": host_id(),
-        **({} if measured is None else {"measured": measured}),
-    }
+def _plan_of(host: HostOptimizer) -> dict[str, Any]:
+    """The threads of the optimizer process, and whether they and the share on the accelerator were
+    chosen from measured steps on this machine, named by its boot id."""
+    cpus = host.decided.cpus
+    threads = None if cpus is None else cpus.threads
+    is_chosen = host.first_steps is not None and host.first_steps.is_chosen
+    return {"threads": threads, "is_chosen": is_chosen, "host": host_id()}
 
 
-def _collected_gradients(host: HostOptimizer, partition: Partition) -> list[torch.Tensor]:
-    """Views of a partition's gradients in the arena that are not handed over, oldest first. Valid
-    between steps."""
-    return [partition.ring[slot] for slot in host.rule.schedule.latest(len(partition.collected))]
+def _chosen_threads(plan: Mapping[str, Any] | None) -> int | None:
+    """The threads of `_plan_of`, if they were chosen on this machine; else None."""
+    if plan is None or plan["host"] != host_id():
+        return None
+    # releases before is_chosen wrote what the accelerator took when it was chosen
+    is_chosen = plan.get("is_chosen", plan.get("device_seconds", 0.0) > 0.0)
+    threads: int | None = plan["threads"]
+    return threads if is_chosen else None
 
 
 def adopt_optimizer_state(
@@ -269,15 +266,15 @@ def adopt_optimizer_state(
         clear_padding: zeroes the padding of each partition's p and moments, which may be nonzero in
             a checkpoint.
     """
-    loaded = host.shown.loaded()
+    loaded = host.state.handles.loaded()
     write(loaded)
-    clear_padding([state.arrays for state in host.states])
-    host.masters_changed([each.updates or 0 for each in loaded])
+    clear_padding([state.arrays for state in host.state.wholes])
+    host.state.replaced([each.updates or 0 for each in loaded])
 
 
 def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
     """Continue from a saved state; masters, moments and step count are already in place. A
-    collective, which begins with an agreement.
+    collective.
 
     Args:
         host: the optimizer; nothing may be in flight.
@@ -286,36 +283,23 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
 
     Returns:
         True if the run continues bitwise. False if it starts over from the masters, because the
-        checkpoint has no ZenFlow state, a setting has changed, or a host has no memory for the
-        checkpoint's interval. In the last two cases gradients that were not handed over have been
-        applied first.
+        checkpoint has no ZenFlow state, or a setting has changed; then gradients that were not
+        handed over have been applied first.
     """
     if (told := _converted(host, saved)) is not None:
         logger.warning(f"{where}: the checkpoint's moments are {told}")
     if saved is None:
         return False
-    if host.mover is not None:
-        host.mover.adopt(host, [values.numel - values.on_host for values in saved.partitions])
-        plan = saved.plan
-        here = plan is not None and plan["host"] == host_id()
-        threads = plan["threads"] if plan and here else None
-        seconds = plan["device_seconds"] if plan and here else 0.0
-        elsewhere = plan is not None and not here
-        measured = plan.get("measured") if plan and here else None
-        host.mover.resumed(
-            host,
-            threads,
-            seconds,
-            is_elsewhere=elsewhere,
-            measured=measured,
-        )
+    if host.first_steps is not None:
+        heads = [values.numel - values.on_host for values in saved.partitions]
+        host.first_steps.resume(host, heads, _chosen_threads(saved.plan))
     if host.ranks.rank == 0 and (told := rule_told(host, was_exact(saved))) is not None:
         logger.info(told)
     rule = host.rule
     if changed := _changed_setting(host, saved):
-        for state, values in zip(host.states, saved.partitions, strict=True):
+        for state, values in zip(host.state.wholes, saved.partitions, strict=True):
             values.catch_up(state.arrays, saved.block_size, moment_dtype=saved.moment_dtype)
-        host.masters_changed(saved.counts if saved.position else None)
+        host.state.replaced(saved.counts if saved.position else None)
         logger.warning(
             f"{where}: {changed} differs from the checkpoint; "
             "training continues from the exact weights"
@@ -327,13 +311,8 @@ def restore(host: HostOptimizer, saved: SavedState | None, where: str) -> bool:
             f"the checkpoint the {saved.kernel} kernel. "
             "The run equals an uninterrupted one up to rounding, not bitwise"
         )
-    rule.schedule.load_state_dict(saved.schedule, saved.position)
-    host.counts = saved.counts
-    for partition, values in zip(host.partitions, saved.partitions, strict=True):
-        partition.collected = values.collected
-        targets = _collected_gradients(host, partition)
-        for target, gradient in zip(targets, values.gradients, strict=True):
-            target.copy_(gradient)
+    rule.schedule.load_state_dict(saved.schedule, 0)
+    host.state.counts = saved.counts
     rule.restore(saved.partitions)
     rule.resume()
     return True
@@ -384,12 +363,12 @@ def _changed_setting(host: HostOptimizer, saved: SavedState) -> str | None:
             f"the block size of zenflow ({saved.block_size} "
             f"in the checkpoint, {rule.block_size} now)"
         )
-    pairs = zip(host.partitions, saved.partitions, strict=True)
+    pairs = zip(host.state.partitions, saved.partitions, strict=True)
     if any(partition.master.numel() != values.on_host for partition, values in pairs):
-        return f"offload_optimizer.ratio ({_host_share(saved)} in the checkpoint)"
+        return f"offload_optimizer.ratio ({_ratio(saved)} in the checkpoint)"
     return rule.changed_setting(saved.position)
 
 
-def _host_share(saved: SavedState) -> str:
+def _ratio(saved: SavedState) -> str:
     numel = sum(values.numel for values in saved.partitions)
     return f"{sum(values.on_host for values in saved.partitions) / max(1, numel):.4g}"

@@ -6,11 +6,9 @@ import resource
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -33,44 +31,46 @@ from deepspeed_ext.runtime.words import counted, one_line
 __all__ = ["Check", "as_json", "as_text", "examine"]
 
 GIB = 1 << 30
+PROBLEM = "problem"
+Finding = tuple[str, ...]
+"""What was found, and a remedy; empty: nothing has to change. `PROBLEM` after them: training would
+fail; otherwise it is a warning."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """The result of one check: a line of the report. `examine` names it after its function."""
+class Check(NamedTuple):
+    """The result of one check: a line of the report."""
 
+    name: str
     status: str  # ok, warning or problem
     detail: str
-    remedy: str = ""
-    name: str = ""
+    remedy: str
 
 
-_ok, _warning, _problem = (partial(Check, status) for status in ("ok", "warning", "problem"))
+def examine(checks: Sequence[Callable[[], Finding]] = ()) -> list[Check]:
+    """Run these checks, or all. One that raises counts as a problem, or as a warning if this
+    machine only lacks a feature."""
+    return [_run(check) for check in checks or CHECKS]
 
 
-def examine() -> list[Check]:
-    """Run every check. One that raises counts as a problem, or as a warning if this machine only
-    lacks a feature."""
-    return [_run(check) for check in CHECKS]
-
-
-def _run(check: Callable[[], Check]) -> Check:
+def _run(check: Callable[[], Finding]) -> Check:
     try:
-        result = check()
+        detail, remedy, *worse = check()
+        status = worse[0] if worse else "warning" if remedy else "ok"
     except UpstreamError as error:
-        result = _problem(str(error), "install the supported version")
+        status, detail, remedy = PROBLEM, str(error), "install the supported version"
     except UnsupportedError as error:
-        result = _warning(str(error), "see the message; until then, training runs unbound")
+        status, detail = "warning", str(error)
+        remedy = "see the message; until then, training runs unbound"
     except Exception as error:
-        failed = f"this check failed: {one_line(error)}"
-        result = _problem(failed, "see the message")
-    return replace(result, name=check.__name__.removeprefix("check_").replace("_", " "))
+        status, detail = PROBLEM, f"this check failed: {one_line(error)}"
+        remedy = "see the message"
+    return Check(check.__name__.removeprefix("check_").replace("_", " "), status, detail, remedy)
 
 
 def as_json(checks: list[Check]) -> dict[str, object]:
     """Return the report as ``deepspeed-ext doctor --json`` prints it."""
     return {
-        "checks": [asdict(check) for check in checks],
+        "checks": [check._asdict() for check in checks],
         "warnings": sum(check.status == "warning" for check in checks),
         "problems": sum(check.status == "problem" for check in checks),
     }
@@ -85,30 +85,27 @@ def as_text(checks: list[Check]) -> str:
     return "\n".join(lines)
 
 
-def check_platform() -> Check:
-    python = f"Python {platform.python_version()}"
-    detail = f"{platform.system()} {platform.release()} on {platform.machine()}, {python}"
-    if not sys.platform.startswith("linux"):
-        return _warning(detail, "core binding and the optimizer process need Linux")
-    if not (3, 10) <= sys.version_info[:2] <= (3, 14):
-        return _problem(detail, "use Python 3.10 to 3.14")
-    return _ok(detail)
-
-
-def check_torch() -> Check:
+def check_platform() -> Finding:
     import torch
 
-    return _ok(f"{torch.__version__}, {counted(torch.get_num_threads(), 'thread')}")
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    detail = f"{platform.system()} {platform.release()} on {platform.machine()}, {versions}"
+    if not sys.platform.startswith("linux"):
+        return detail, "core binding and the optimizer process need Linux"
+    if not (3, 10) <= sys.version_info[:2] <= (3, 14):
+        return detail, "use Python 3.10 to 3.14", PROBLEM
+    return detail, ""
 
 
-def check_deepspeed() -> Check:
+def check_deepspeed() -> Finding:
     try:
         from deepspeed_ext.adapter import upstream
     except ImportError as error:
-        return _problem(f"cannot be imported: {error}", "pip install 'deepspeed>=0.19,<0.20'")
+        install = "pip install 'deepspeed>=0.19,<0.20'"
+        return f"cannot be imported: {error}", install, PROBLEM
     upstream.check()
     version = upstream.deepspeed.__version__
-    return _ok(f"{version}, every member that deepspeed_ext relies on exists")
+    return f"{version}, every member that deepspeed_ext relies on exists", ""
 
 
 def _accelerator() -> Any:
@@ -117,221 +114,202 @@ def _accelerator() -> Any:
     return backend.get_accelerator()
 
 
-def check_accelerator() -> Check:
-    from deepspeed_ext.runtime.backend import SHARED_MEMORY, shares_host_memory
+def check_accelerator() -> Finding:
+    from deepspeed_ext.runtime.backend import SHARED_MEMORY, has_host_memory
 
     accelerator = _accelerator()
     name, number = accelerator.device_name(), accelerator.device_count()
     if name == "cpu":
         remedy = "install a torch that is built for your accelerator"
-        return _warning("none: training runs on the CPU", remedy)
+        return "none: training runs on the CPU", remedy
     detail = f"{number} x {name}, {accelerator.total_memory() / GIB:.0f} GiB each"
-    if shares_host_memory():
-        detail += ", which is the host's memory: offload frees nothing"
-        return _warning(detail, SHARED_MEMORY)
-    return _ok(detail)
+    if has_host_memory():
+        return f"{detail}, which is the host's memory: offload frees nothing", SHARED_MEMORY
+    if reason := single_queue(os.environ):
+        queue, remedy = reason.split(". ", 1)
+        return f"{detail}; {queue}", remedy
+    return detail, ""
 
 
-def check_device_queues() -> Check:
-    reason = single_queue(os.environ)
-    if reason is None or _accelerator().device_name() == "cpu":
-        return _ok("copies can run beside computation")
-    return _warning(*reason.split(". ", 1))
-
-
-def check_device_kernels() -> Check:
+def check_device_kernels() -> Finding:
     import torch
 
     from deepspeed_ext.zenflow import kernels
 
     if _accelerator().device_name() == "cpu":
-        return _ok("not used: training runs on the CPU")
+        return "not used: training runs on the CPU", ""
     reason = kernels.missing(torch.device(_accelerator().current_device_name()))
     if reason is None:
-        return _ok("Triton serves the accelerator")
-    return _warning(
+        return "Triton serves the accelerator", ""
+    return (
         f"ZenFlow computes in torch operations on the accelerator: {reason}",
         "install the Triton that your torch asks for (torch's builds for GPUs bring it); results "
         "are the same, slower",
     )
 
 
-def check_backends() -> Check:
+def check_backends() -> Finding:
     import torch.distributed as dist
 
     if not dist.is_available():
-        return _problem("torch was built without torch.distributed", "install one that has it")
+        return "torch was built without torch.distributed", "install one that has it", PROBLEM
     on_cpu = _accelerator().device_name() == "cpu"
     wanted = "gloo" if on_cpu else _accelerator().communication_backend_name()
-    # Accelerators with their own build of torch, such as NPU
-    # (hccl) and MLU (cncl), register their backends when found.
+    # Accelerators with their own build of torch, such as NPU (hccl) and MLU (cncl), register
+    # their backends when found.
     names = sorted({"gloo", "mpi", "nccl", "ucc", "xccl", wanted})
     detail = ", ".join(name for name in names if dist.is_backend_available(name)) or "none"
     if not dist.is_backend_available(wanted):
-        return _problem(f"{detail}; {wanted} is missing", f"install a torch that has {wanted}")
-    return _ok(detail)
+        return f"{detail}; {wanted} is missing", f"install a torch that has {wanted}", PROBLEM
+    return detail, ""
 
 
-def check_compiler() -> Check:
+def check_compiler() -> Finding:
     compiler = (os.environ.get("CXX", "").split() or ["c++"])[0]
     missing = " and ".join(name for name in (compiler, "ninja") if shutil.which(name) is None)
     if missing:
         needs = "to build native operators; DeepSpeed's CPU Adam needs them"
-        return _warning(f"{missing} not found", f"install {missing} {needs}")
-    return _ok(f"{shutil.which(compiler)}, {shutil.which('ninja')}")
+        return f"{missing} not found", f"install {missing} {needs}"
+    return f"{shutil.which(compiler)}, {shutil.which('ninja')}", ""
 
 
-def check_adam_kernel() -> Check:
+def check_adam_kernel() -> Finding:
     """Check which of ZenFlow's two kernels the optimizer process runs here."""
     from deepspeed_ext.zenflow.worker.kernel import library_path
 
     if (library := library_path()) is not None:
-        return _ok(f"native, {library}")
-    return _warning(
+        return f"native, {library}", ""
+    return (
         "torch operations, several times slower than the native kernel",
         "install the wheel, or install a C++ compiler and reinstall deepspeed_ext; leave "
         "DSEXT_NATIVE_KERNEL unset",
     )
 
 
-def check_operator_cache() -> Check:
+def check_operator_cache() -> Finding:
     """Check for locks of killed builds, for which every later process would wait forever,
     silently."""
     if locks := builds.abandoned_locks():
         operators = ", ".join(lock.parent.name for lock in locks)
-        return _problem(
+        return (
             f"a build of {operators} was killed: its lock stays, and the next one waits for it",
             f"rm {shlex.join(map(str, locks))}, unless another host builds it now",
+            PROBLEM,
         )
-    return _ok(f"{builds.operator_folder()}, no old build locks")
+    return f"{builds.operator_folder()}, no old build locks", ""
 
 
-def check_host_memory() -> Check:
+def check_host_memory() -> Finding:
     machine, total = psutil.virtual_memory().total, total_host_bytes()
     detail = f"{available_host_bytes() / GIB:.1f} of {machine / GIB:.1f} GiB available"
     if total < machine:
         detail += f", control group limit {total / GIB:.1f} GiB"
     if total < machine // 2:
-        needs = "offloading needs 14 to 26 bytes per parameter"
-        return _warning(detail, f"{needs}: raise the limit if that is more")
-    return _ok(detail)
+        needs = "offloading needs 9 to 20 bytes per parameter"
+        return detail, f"{needs}: raise the limit if that is more"
+    swapped = psutil.swap_memory().used
+    if swapped > GIB:
+        slow = "every step reads and writes all of the optimizer's state, which swap slows a lot"
+        return f"{detail}, {swapped / GIB:.1f} GiB swapped out", f"{slow}: free memory (swapoff -a)"
+    return detail, ""
 
 
-def check_locked_memory() -> Check:
+def check_locked_memory() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return _ok("unlimited")
+        return "unlimited", ""
     remedy = "ulimit -l unlimited (containers: --ulimit memlock=-1)"
     risk = "otherwise page-locking buffers may fail"
-    return _warning(f"limited to {soft / (1 << 20):.1f} MiB", f"{remedy}; {risk}")
+    return f"limited to {soft / (1 << 20):.1f} MiB", f"{remedy}; {risk}"
 
 
-def check_shared_memory() -> Check:
+def check_shared_memory() -> Finding:
+    """Check the size of /dev/shm, and for buffers that DeepSpeed's CPU communication left there,
+    where they occupy host memory."""
     remedy = "containers: --shm-size=8g or --ipc=host; backends and data loaders use it"
     try:
         size = shutil.disk_usage("/dev/shm").total
     except OSError as error:
-        return _warning(f"/dev/shm cannot be used: {error.strerror}", remedy)
+        return f"/dev/shm cannot be used: {error.strerror}", remedy
+    if paths := shared_buffers.left_over():
+        nbytes = sum(path.stat().st_blocks * 512 for path in paths)
+        buffers = counted(len(paths), "buffer")
+        return (
+            f"{buffers} of DeepSpeed, {nbytes:,} bytes, that no process visible here maps",
+            "a container may share /dev/shm with the host and other containers (--ipc), whose "
+            "processes are not visible: if no run uses it there, rm " + shlex.join(map(str, paths)),
+        )
     if size < GIB:
-        return _warning(f"/dev/shm holds {size / (1 << 20):.0f} MiB", remedy)
-    return _ok(f"/dev/shm holds {size / GIB:.1f} GiB")
+        return f"/dev/shm holds {size / (1 << 20):.0f} MiB", remedy
+    return f"/dev/shm holds {size / GIB:.1f} GiB", ""
 
 
-def check_shared_buffers() -> Check:
-    """Check for buffers that DeepSpeed's CPU communication left in /dev/shm, where they occupy host
-    memory."""
-    paths = shared_buffers.left_over()
-    if not paths:
-        return _ok("none left over")
-    nbytes = sum(path.stat().st_blocks * 512 for path in paths)
-    buffers = counted(len(paths), "buffer")
-    return _warning(
-        f"{buffers} of DeepSpeed, {nbytes:,} bytes, that no process visible here maps",
-        "a container may share /dev/shm with the host and other containers (--ipc), whose "
-        f"processes are not visible: if no run uses it there, rm {shlex.join(map(str, paths))}",
-    )
-
-
-def check_cpu_quota() -> Check:
-    quota = read_cpu_quota_cores()
-    if quota is None:
-        return _ok("none")
-    allowed = len(find_allowed(read_topology()).cpus)
-    detail = f"{quota:g} cores of CPU time for {allowed} allowed CPUs"
-    if quota < allowed:
-        raised = "raise it (cpu.max, Kubernetes limits.cpu) or use a cpuset"
-        return _warning(detail, f"plans use no more cores than the quota; {raised}")
-    return _ok(detail)
-
-
-def check_cores() -> Check:
+def check_cores() -> Finding:
     topology = read_topology()
     found = find_allowed(topology)
     cores = usable_cores(topology, found.cpus)
+    quota = read_cpu_quota_cores()
     nodes = {core.node for core in cores}
     detail = (
         f"{len(cores)} of {len(topology.cores)} cores allowed (CPUs {format_cpulist(found.cpus)}), "
         f"{counted(len(nodes), 'NUMA node')}"
     )
+    if quota is not None and quota < len(found.cpus):
+        raised = "raise it (cpu.max, Kubernetes limits.cpu) or use a cpuset"
+        limited = f"a quota of {quota:g} cores of CPU time"
+        return f"{detail}; {limited}", f"plans use no more cores than the quota; {raised}"
     if found.warnings:
-        return _warning(f"{detail}; {found.warnings[0]}", "see the message")
+        return f"{detail}; {found.warnings[0]}", "see the message"
     if len(cores) < 2:
         shares = "PyTorch and the optimizer share one core"
-        return _warning(detail, f"{shares}: give the job at least two per rank")
-    return _ok(detail)
+        return detail, f"{shares}: give the job at least two per rank"
+    return detail, ""
 
 
-def check_binding() -> Check:
+def check_binding() -> Finding:
+    if (setting := omp_binding(os.environ)) is not None:
+        remedy = "unset it: deepspeed_ext binds all threads"
+        return f"{setting} makes OpenMP bind threads itself", remedy
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > len(os.sched_getaffinity(0)):
+        return f"OMP_NUM_THREADS={threads} on fewer CPUs", "unset it or lower it"
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(0))
     except OSError as error:
-        return _warning(
-            f"the kernel refuses sched_setaffinity: {error}",
-            "allow it in the seccomp profile; until then, training runs unbound",
-        )
+        allow = "allow it in the seccomp profile; until then, training runs unbound"
+        return f"the kernel refuses sched_setaffinity: {error}", allow
     if not can_set_memory_policy():
-        return _warning(
+        return (
             "masks can be set, but the memory policy cannot",
             "containers: --cap-add SYS_NICE, or allow set_mempolicy in seccomp; until then, first "
             "touch places memory",
         )
-    return _ok("masks and memory policy can be set")
+    return "masks and memory policy can be set", ""
 
 
-def check_openmp() -> Check:
-    setting = omp_binding(os.environ)
-    if setting is not None:
-        remedy = "unset it: deepspeed_ext binds all threads"
-        return _warning(f"{setting} makes OpenMP bind threads itself", remedy)
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) > len(os.sched_getaffinity(0)):
-        return _warning(f"OMP_NUM_THREADS={threads} on fewer CPUs", "unset it or lower it")
-    return _ok(f"OMP_NUM_THREADS={threads}" if threads else "no variable set")
-
-
-def check_autoload() -> Check:
+def check_autoload() -> Finding:
     setting = os.environ.get("DSEXT_AUTOLOAD", "")
     of_torch = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
     if setting in ("", "0"):
-        return _ok("off: scripts call enable(), or are started by deepspeed-ext run")
+        return "off: scripts call enable(), or are started by deepspeed-ext run", ""
     if setting != "1":
-        return _warning(f"off: DSEXT_AUTOLOAD={setting}", "set it to 1, or to 0")
+        return f"off: DSEXT_AUTOLOAD={setting}", "set it to 1, or to 0"
     if of_torch != "1":
         off = f"off: TORCH_DEVICE_BACKEND_AUTOLOAD={of_torch} disables DSEXT_AUTOLOAD=1"
-        return _warning(off, "unset it, or call enable(), or start with deepspeed-ext run")
+        return off, "unset it, or call enable(), or start with deepspeed-ext run"
     if not entry_points(group="torch.backends", name="deepspeed_ext"):
         off = "off: this installation has no entry point for torch"
-        return _problem(off, "reinstall deepspeed_ext")
-    return _ok("on: every import of DeepSpeed enables the extension")
+        return off, "reinstall deepspeed_ext", PROBLEM
+    return "on: every import of DeepSpeed enables the extension", ""
 
 
-def check_launcher() -> Check:
+def check_launcher() -> Finding:
     try:
         launcher = plan_launch(os.environ).launcher
     except ConfigError as error:
-        return _warning("`deepspeed-ext run` would refuse", str(error))
+        return "`deepspeed-ext run` would refuse", str(error)
     by_hand = "ranks numbered by hand" if os.environ.get("RANK") else "a single process"
-    return _ok(launcher or f"none: {by_hand}")
+    return launcher or f"none: {by_hand}", ""
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]

@@ -23,7 +23,7 @@ __all__ = [
     "local_world_size",
     "page_lock_alignment",
     "pinned_empty",
-    "shares_host_memory",
+    "has_host_memory",
 ]
 
 SHARED_MEMORY = "train without the zenflow section and without offload_optimizer"
@@ -72,7 +72,7 @@ def page_lock_alignment(accelerator: Any) -> int:
     return 1 if alignment is None else alignment()
 
 
-def shares_host_memory() -> bool:
+def has_host_memory() -> bool:
     """Whether the accelerator uses the host's memory (GB10, Jetson, MI300A), so that offload frees
     nothing. False on the CPU, and if its runtime does not say."""
     accelerator = get_accelerator()

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 
 __all__ = [
+    "beside",
     "is_temporary",
     "memory_at",
     "opened",
@@ -110,9 +111,9 @@ def replace_file(path: str, content: str) -> None:
     whole new content.
 
     If several processes write it at the same time, it has the content of one of them. A crash may
-    leave another file beside it; `is_temporary` recognizes its name.
+    leave a temporary file beside it.
     """
-    aside = f"{path}{_TEMPORARY}.{uuid.uuid4().hex}"
+    aside = beside(path, uuid.uuid4().hex)
     try:
         with open(aside, "w", encoding="utf-8") as file:
             file.write(content)
@@ -126,8 +127,13 @@ def replace_file(path: str, content: str) -> None:
     sync_folder(os.path.dirname(path))
 
 
+def beside(path: str, key: str) -> str:
+    """Name of a temporary file beside `path`; `key` tells several apart."""
+    return f"{path}{_TEMPORARY}.{key}"
+
+
 def is_temporary(name: str) -> bool:
-    """Whether a crash in `replace_file` may have left a file of this name."""
+    """Whether a name is one of `beside`, which a crash may have left."""
     return _TEMPORARY in name
 
 

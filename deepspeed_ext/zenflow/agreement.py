@@ -66,14 +66,14 @@ def agreed_plan(facts: ZenFlowFacts, run: ZenFlowRun, ranks: RankGroup) -> ZenFl
     """
     fields = run.config.model_dump(exclude={"pt_reserved_cores"})
     by_epoch = run.config.select_strategy == "epoch"  # otherwise ranks may load different data
-    share = run.host_share, run.asks_for_share
-    settings = fields, run.steps_per_epoch if by_epoch else None, share
+    ratio = run.host_ratio, run.asks_for_ratio
+    settings = fields, run.steps_per_epoch if by_epoch else None, ratio
     with together(ranks, otherwise=None):
         plan = decide(
             facts,
             run.config,
-            host_share=run.host_share,
-            is_asked=run.asks_for_share,
+            host_share=run.host_ratio,
+            is_asked=run.asks_for_ratio,
             steps_per_epoch=run.steps_per_epoch,
         )
     require_same_plan("ZenFlow", (settings, facts.caller, plan.decisions), ranks)

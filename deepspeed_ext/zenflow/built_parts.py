@@ -14,7 +14,7 @@ from deepspeed_ext.zenflow.kernels import launch, prepare
 from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
 from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import Kernel, ZenFlowPlan
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.step.partition import Partition, WholeState
 from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer, allocated_on_all_ranks
 from deepspeed_ext.zenflow.transfers.inside_step import Results

@@ -10,35 +10,29 @@ from functools import partial
 
 import torch
 
-from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.cores.threads import WorkerPlacement, unbound_threads
 from deepspeed_ext.errors import OutOfMemoryError
 from deepspeed_ext.flatten.staging import Staging
-from deepspeed_ext.runtime import memory
 from deepspeed_ext.runtime.backend import get_accelerator, local_world_size
 from deepspeed_ext.runtime.proc import format_cpulist
 from deepspeed_ext.runtime.ranks import RankGroup, agreed, require_same_plan, together, within
 from deepspeed_ext.zenflow.agreement import agreed_plan, facts_of_all, without_landing
 from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
 from deepspeed_ext.zenflow.choose_rule import rule_of
+from deepspeed_ext.zenflow.first_steps import FirstSteps
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
-from deepspeed_ext.zenflow.plan.advice import Cores, remedies_of
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.places import WeightsArrival
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
-from deepspeed_ext.zenflow.plan.probe import thread_counts
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
-from deepspeed_ext.zenflow.step.adviser import Adviser
-from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
+from deepspeed_ext.zenflow.plan.share import thread_counts
+from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink, WorkerThreads
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
-from deepspeed_ext.zenflow.step.optimizer_state import OptimizerState
 from deepspeed_ext.zenflow.step.partition import WholeState
 from deepspeed_ext.zenflow.step.run import ZenFlowRun
+from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.transfers.beside_step import LandingBuffer
-from deepspeed_ext.zenflow.tuner import Tuner
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
@@ -72,7 +66,7 @@ def start_optimizer(
     groups: Sequence[int],
     weights: Callable[[int], torch.Tensor],
     caller: Caller,
-    sharers: RankGroup,
+    replicas: RankGroup,
 ) -> HostOptimizer:
     """Make this rank's plan, and build exactly that. A collective.
 
@@ -83,7 +77,7 @@ def start_optimizer(
             They are written in place.
         caller: what the caller does with weights and gradients. It must follow the result's
             ``decided``.
-        sharers: the data-parallel ranks, whose partitions are in the same order.
+        replicas: the data-parallel ranks, whose partitions are in the same order.
 
     Raises:
         ConfigError: settings contradict each other, or ZenFlow does not run this optimizer.
@@ -96,16 +90,16 @@ def start_optimizer(
         kind = kind_of(optimizer, start.run.config)
         threads = _threads(start)
     facts = facts_of_all(parts, caller, type(kind).layout, ranks, _cpus(threads))
-    with within(ranks, sharers):  # stages of a pipeline may have different groups
-        require_same_plan("ZenFlow's partitions", list(groups), sharers)
+    with within(ranks, replicas):  # stages of a pipeline may have different groups
+        require_same_plan("ZenFlow's partitions", list(groups), replicas)
     plan, buffers = _plan_with_buffers(facts, start.run, ranks)
     prepare_kernels(plan, kind, parts, warns=ranks.rank == 0)
-    metrics = Metrics(adviser=_adviser(start, plan, threads))
+    metrics = Metrics()
     link = WorkerLink(plan, buffers, threads, ranks, metrics)
-    start.undo.callback(link.abandon)
-    share = None
-    if plan.has_share:
-        share = AcceleratorShare.on_all_ranks(plan, parts, link.arena, kind, ranks)
+    start.undo.callback(link.close)
+    heads = None
+    if plan.has_heads:
+        heads = Heads.on_all_ranks(plan, parts, link.arena, kind, ranks)
     layout = plan.rule.layout
     states = [
         _state(layout, i, group, link.arena, partial(weights, i)) for i, group in enumerate(groups)
@@ -114,38 +108,36 @@ def start_optimizer(
     for partition, part, decided in zip(partitions, parts, plan.partitions, strict=True):
         _copy_to_host(part[decided.head :], partition.master)
     rule = rule_of(plan)(plan, partitions, link, ranks, kind, metrics)
-    coded = (
-        CodedMoments(link.arena, len(partitions), layout, plan.rule.block_size)
-        if layout.is_coded
-        else None
-    )
-    state_here = OptimizerState(partitions, states, share, coded)
-    host = HostOptimizer(plan, rule, state_here, link, kind, ranks)
-    host.mover = _mover(start.run.config, plan, threads, metrics, is_on_cpu=facts.is_on_cpu)
+    store = StateStore(link, rule, kind, partitions, states, heads)
+    host = HostOptimizer(plan, rule, store, link, kind, ranks)
+    host.first_steps = _first_steps(start, plan, threads, metrics, is_on_cpu=facts.is_on_cpu)
     return host
 
 
-def _mover(
-    config: ZenFlowConfig,
+def _first_steps(
+    start: ZenFlowStart,
     plan: ZenFlowPlan,
     threads: WorkerThreads,
     metrics: Metrics,
     *,
     is_on_cpu: bool,
-) -> Tuner | None:
-    """The tuner that measures steps and moves to a better plan; None: the plan stays.
+) -> FirstSteps | None:
+    """What chooses a better plan and says what limits a step; None: there is nothing to choose, and
+    steps hide nothing.
 
-    No tuner under a rule with limits (`RuleSettings.limits`); on the CPU as accelerator, where
-    the pass and forward share cores; and with weights that arrive in forward, where no step
-    is synchronous. Threads stay if they are pinned near their memory.
+    Threads stay under a rule with limits (`RuleSettings.limits`), on the CPU as accelerator, where
+    the pass and forward share cores, with weights that arrive in forward, where no step is
+    synchronous, and where they are pinned near their memory.
     """
-    if plan.weights_arrive is WeightsArrival.IN_FORWARD:
-        return None
-    if not config.autotune or is_on_cpu or not isinstance(plan.rule, PredictiveSettings):
-        return None
+    config, rule, count = start.run.config, plan.rule, threads.count
     pinned = threads.placement is not None and threads.placement.pin_each_thread
-    counts = (threads.count,) if pinned else thread_counts(threads.count)
-    return Tuner(metrics, config, chooses_share=plan.measures_share, threads=counts)
+    is_late = plan.weights_arrive is WeightsArrival.IN_FORWARD
+    stay = pinned or is_on_cpu or is_late or rule.limits or not config.autotune
+    counts = (count,) if stay else thread_counts(count)
+    if is_late or not (rule.overlapped or plan.measures_share or len(counts) > 1):
+        return None
+    cores = None if start.cores is None else (count, start.cores)
+    return FirstSteps(metrics, config, plan.measures_share, threads=counts, cores=cores)
 
 
 def _plan_with_buffers(
@@ -178,16 +170,6 @@ def _cpus(threads: WorkerThreads) -> Cpus:
     placement = threads.placement
     optimizer = "" if placement is None else format_cpulist(placement.cpus)
     return Cpus(format_cpulist(os.sched_getaffinity(0)), optimizer, threads.count)
-
-
-def _adviser(start: ZenFlowStart, plan: ZenFlowPlan, threads: WorkerThreads) -> Adviser | None:
-    """The adviser that judges steps; None if steps wait for their own update and so hide
-    nothing."""
-    if not plan.rule.overlapped:
-        return None
-    cores = None if start.cores is None else Cores(threads.count, start.cores)
-    leads, room = start.ranks.rank == 0, memory.unused_accelerator_bytes
-    return Adviser(remedies_of(plan), cores, leads=leads, room=room)
 
 
 def _copy_to_host(weights: torch.Tensor, master: torch.Tensor) -> None:

@@ -22,19 +22,16 @@ import deepspeed
 
 import deepspeed_ext
 
-__all__ = ["ENABLED", "SIMULATED", "injected"]
+__all__ = ["SECTION", "SIMULATED", "injected"]
 
-ENABLED, SIMULATED = "DSEXT_INJECT", "DSEXT_SIMULATED"
-"""Variables of the environment: 1 if the section is to be injected, and if the accelerator is the
-simulated one."""
-
-SECTION = {"overlap_step": False}
-"""Without overlap ZenFlow equals ZeRO-Offload."""
+SECTION, SIMULATED = "DSEXT_SECTION", "DSEXT_SIMULATED"
+"""Variables of the environment: the section that is injected, as JSON, or nothing; and 1 if the
+accelerator is the simulated one."""
 
 
 def injected(config: Any) -> Any:
-    """`config`, a dict or a file's path, as a dict with the section; unchanged without ZeRO, or if
-    it has a section."""
+    """`config`, a dict or a file's path, as a dict with the section; unchanged if its optimizer is
+    not offloaded, or if it has a section."""
     if isinstance(config, (str, Path)):
         if not os.path.exists(config):
             return config
@@ -42,9 +39,17 @@ def injected(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     zero = config.get("zero_optimization")
-    if not isinstance(zero, dict) or zero.get("stage", 0) not in (1, 2, 3) or "zenflow" in zero:
+    if not isinstance(zero, dict) or "zenflow" in zero or not _offloads(zero):
         return config
-    return {**config, "zero_optimization": {**zero, "zenflow": SECTION}}
+    return {**config, "zero_optimization": {**zero, "zenflow": json.loads(_SECTION)}}
+
+
+def _offloads(zero: dict[str, Any]) -> bool:
+    offload = zero.get("offload_optimizer")
+    device = (
+        offload.get("device") if isinstance(offload, dict) else getattr(offload, "device", None)
+    )
+    return getattr(device, "value", device) == "cpu" and zero.get("stage", 0) in (1, 2, 3)
 
 
 def without_fused_adam(config: Any) -> Any:
@@ -74,15 +79,15 @@ def _wrapped(initialize: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["config"], named.deepspeed_config = named.deepspeed_config, None  # type: ignore[union-attr]
         for name in ("config", "config_params"):
             if kwargs.get(name) is not None:
-                kwargs[name] = injected(kwargs[name]) if _IS_ENABLED else kwargs[name]
+                kwargs[name] = injected(kwargs[name]) if _SECTION else kwargs[name]
                 kwargs[name] = without_fused_adam(kwargs[name]) if _IS_SIMULATED else kwargs[name]
         return initialize(*args, **kwargs)
 
     return with_section
 
 
-_IS_ENABLED, _IS_SIMULATED = (os.environ.get(name) == "1" for name in (ENABLED, SIMULATED))
-if _IS_ENABLED:
+_SECTION, _IS_SIMULATED = os.environ.get(SECTION, ""), os.environ.get(SIMULATED) == "1"
+if _SECTION:
     deepspeed_ext.enable()
-if _IS_ENABLED or _IS_SIMULATED:
+if _SECTION or _IS_SIMULATED:
     deepspeed.initialize = _wrapped(deepspeed.initialize)

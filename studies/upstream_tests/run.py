@@ -1,7 +1,8 @@
 """Runs DeepSpeed's own tests of offload, MoE and checkpoints twice: as they are, and with a
-``zenflow`` section.
+``zenflow`` section in every config that offloads its optimizer.
 
-    python -m studies.upstream_tests.run --checkout FOLDER [--simulated] [--only TEXT] [--one-in N]
+    python -m studies.upstream_tests.run --checkout FOLDER [--section JSON] [--simulated]
+        [--only TEXT] [--one-in N]
 
 FOLDER is a checkout of DeepSpeed's repository. The tests run against the installed DeepSpeed, on
 the CPU or on the simulated accelerator. Each test that passes as it is must pass with the section,
@@ -23,10 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from studies.upstream_tests import sample
-from studies.upstream_tests.inject import ENABLED, SIMULATED
+from studies.upstream_tests.inject import SECTION, SIMULATED
 from tests.support.paths import ROOT
 
 MODULES = (
+    "v1/zero/test_zero.py",
+    "v1/zero/test_zero_autocast.py",
+    "v1/zero/test_zero_user_backward.py",
     "v1/zero/test_zero_cpu_offload_grad_accum.py",
     "v1/zero/test_zero2_offload_multi_backward.py",
     "v1/zero/test_offload_states.py",
@@ -77,10 +81,10 @@ def copied(checkout: Path, folder: Path) -> Path:
 
 
 def outcomes(
-    tests: Path, module: str, only: str, one_in: int, *, injects: bool, simulated: bool
+    tests: Path, module: str, only: str, one_in: int, *, section: str, simulated: bool
 ) -> dict[str, Outcome]:
     """The outcome of each test of a module."""
-    report = tests.parent / f"{injects}.xml"
+    report = tests.parent / f"{bool(section)}.xml"
     report.unlink(missing_ok=True)
     command = [
         sys.executable,
@@ -93,7 +97,7 @@ def outcomes(
     ]
     command += ["-p", sample.__name__, f"unit/{module}", *(["-k", only] if only else [])]
     environment = os.environ | {
-        ENABLED: str(int(injects)),
+        SECTION: section,
         SIMULATED: str(int(simulated)),
         sample.ONE_IN: str(one_in),
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(tests))),
@@ -105,7 +109,7 @@ def outcomes(
             else {"DS_ACCELERATOR": "cpu"}
         ),
     }
-    log = tests.parent / f"{injects}.log"
+    log = tests.parent / f"{bool(section)}.log"
     with log.open("w") as output:
         subprocess.run(
             command,
@@ -174,6 +178,7 @@ def main() -> None:
     )
     parser.add_argument("--checkout", type=Path, required=True)
     parser.add_argument("--modules", nargs="*", default=MODULES)
+    parser.add_argument("--section", default="{}", help="the zenflow section, as JSON")
     parser.add_argument("--only", default="", help="tests whose name holds this, as for pytest -k")
     parser.add_argument(
         "--one-in",
@@ -195,10 +200,10 @@ def main() -> None:
                     module,
                     arguments.only,
                     arguments.one_in,
-                    injects=injects,
+                    section=section,
                     simulated=arguments.simulated,
                 )
-                for injects in (False, True)
+                for section in ("", arguments.section)
             )
             row = compared(module, plain, ours)
             if arguments.logs is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.perf import bench_convergence, bench_offload_step, report, sides
+from tests.perf import bench_convergence, report, sides
 from tests.perf.bench_convergence import (
     Metrics,
     Results,
@@ -20,7 +20,6 @@ from tests.perf.bench_convergence import (
     tuned,
 )
 from tests.perf.sides import Side
-from tests.perf.stepping import StepFigures
 from tests.perf.training import changed_by_initialize
 from tests.support.ranks import run_ranks
 
@@ -99,56 +98,3 @@ def test_acceptance_compares_with_adamw() -> None:
     rows = {row["check"]: row for row in acceptance(Metrics(worse, scale))}
     assert rows["predictive, lr 0.001"]["passed"] is False, "1.05 % is over the limit of 1 %"
     assert rows["predictive, fine-tuning"]["passed"] is False
-
-
-def test_offloaded_step_is_measured_and_labelled() -> None:
-    command = ["--millions", "2.2", "--turns", "1", "--steps", "2", "--no-memory", "--only"]
-    only = [sides.PREDICTIVE.name, sides.OFFLOAD_TORCH.name]
-    args = bench_offload_step.arguments().parse_args([*command, *only])
-    tables, comparisons = bench_offload_step.measure(args)
-    timed = {title: rows for title, rows in tables.items() if "sleeps" in title}
-    assert len(timed) == 2
-    assert all(title.startswith("SIMULATED") for title in timed)
-    for rows in timed.values():
-        theirs, ours = rows
-        assert [theirs["variant"], ours["variant"]] == [
-            sides.OFFLOAD_TORCH.name,
-            sides.PREDICTIVE.name,
-        ]
-        assert ours["median ms"] > ours["simulated device ms"] > 0
-        assert ours["worker ms a step"] > 0
-    assert [(one.rival, one.ours["count"]) for one in comparisons] == [
-        (sides.OFFLOAD_TORCH.name, 1)
-    ] * 2
-    assert all("a sleep of" in one.simulation for one in comparisons)
-    assert all(
-        "in its process" in one.threads and "in its process" not in one.rival_threads
-        for one in comparisons
-    )
-    assert {row["must"].split()[0] for row in tables["checks (SIMULATED device)"]} == {
-        "wait",
-        "no",
-        "mean",
-    }
-
-
-def test_step_checks_fail_where_the_worker_is_waited_for() -> None:
-    def steps(step: float, wait: float, slowest: float) -> list[StepFigures]:
-        return [StepFigures(step, wait, wait, 0.010)] * 9 + [
-            StepFigures(slowest, wait, wait, 0.010)
-        ]
-
-    good = bench_offload_step.step_row(sides.PREDICTIVE, steps(0.020, 0.0, 0.021), 0.02)
-    bad = bench_offload_step.step_row(sides.PREDICTIVE, steps(0.020, 0.005, 0.040), 0.02)
-    assert good["max / median"] == pytest.approx(1.05)
-    assert good["p95 ms"] == pytest.approx(21.0)
-    assert [check["passed"] for check in bench_offload_step.checks([good], [good])] == [
-        True,
-        True,
-        True,
-    ]
-    assert [check["passed"] for check in bench_offload_step.checks([bad], [bad])] == [
-        False,
-        False,
-        False,
-    ]

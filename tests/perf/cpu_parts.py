@@ -69,14 +69,15 @@ def _gathers() -> list[Part]:
 
 
 def _steps() -> list[Part]:
+    ways = "'ZeRO, no overflow check' ours 'ours, exact, stage 3' ZeRO-Offload"
     return [
         _part(
             "step",
-            "tests.perf.bench_offload_step",
-            "--millions 16 --turns 3 --steps 6 --no-memory",
-            "--millions 2.2 --turns 1 --steps 2 --no-memory",
-            210,
-            "offload_step",
+            "tests.perf.bench_decoder",
+            f"--ways {ways} --model 7m --batches 4x128 --turns 3 --steps 6 --name decoder_cpu",
+            f"--ways {ways} --model toy --batches 1x32 --turns 1 --steps 2 --name decoder_cpu",
+            120,
+            "decoder_cpu",
         ),
     ]
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.zenflow.plan.printed import as_config
 from tests.perf import card, host_peak, processes
 from tests.perf.decoder_ways import WAYS, Way
 from tests.perf.language_model import SHAPES, Llama
@@ -147,14 +146,16 @@ def threads() -> str:
 
 
 def plan() -> dict[str, Any]:
-    """Body of a rank: what ours has chosen, as a config, and why; empty where it is not ours."""
+    """Body of a rank: the share and the threads that ours has chosen, and why; empty where it is
+    not ours."""
     assert _bench is not None
     optimizer = getattr(getattr(_bench.loop, "engine", None), "optimizer", None)
     host = getattr(optimizer, "host_optimizer", None)
     if host is None:
         return {}
     reasons = [str(reason) for reason in host.decided.reasons]
-    return {"config": as_config(host.decided), "reasons": reasons}
+    config = {"ratio": host.decided.host_share, "cpus": str(host.decided.cpus)}
+    return {"config": config, "reasons": reasons}
 
 
 def memory() -> dict[str, float | None]:

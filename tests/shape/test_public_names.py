@@ -15,6 +15,7 @@ import pytest
 
 from deepspeed_ext import autoload, config, errors
 from deepspeed_ext.commands import main
+from deepspeed_ext.commands.arguments import parser as parser_of_commands
 from tests.support.paths import ROOT
 
 MODULES = {
@@ -84,7 +85,7 @@ def test_names_of_config_fields(name: str) -> None:
 
 
 def test_names_of_commands_and_options() -> None:
-    parser = main._parser()
+    parser = parser_of_commands()
     (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     parsers = {"": parser, **commands.choices}
     found = {

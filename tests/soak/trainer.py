@@ -192,7 +192,7 @@ class Trainer:
         if found is None:
             refused.append({"tag": tag, "error": "nothing was found"})
             return None
-        mine = (self.engine.global_steps, self.engine.optimizer.host_optimizer.updates)
+        mine = (self.engine.global_steps, self.engine.optimizer.host_optimizer.state.updates)
         steps = [mine] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(steps, mine)
         if len({step for pair in steps for step in pair}) > 1:

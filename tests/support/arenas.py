@@ -17,4 +17,4 @@ def arena_kinds(
     """Those of the predictive rule with blocks of 32 elements, all slots of the ring in use."""
     dtypes = Dtypes("bfloat16", gradient, gradient, published)
     means = PerBlock("block_means", "float32", True)
-    return ArenaKinds(layout, 32, dtypes, means, lifts_y=True, slots=slots, touched_slots=slots)
+    return ArenaKinds(layout, 32, dtypes, means, lifts_y=True, slots=slots)

@@ -25,14 +25,14 @@ ADAPTER = PAGE.parent
 PACKAGE = ADAPTER.parent
 STAGES_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PARAMETERS = "deepspeed.runtime.zero.partition_parameters"
 HOLDERS = {
+    "Load": (ENGINE, ("self._engine", "engine")),
     "GroupPartitions": (STAGES_1_AND_2, ("self._zero", "zero")),
     "SubGroupPartitions": (STAGE_3, ("self._zero", "zero")),
-    "GroupsTarget": (STAGES_1_AND_2, ("self._optimizer",)),
-    "SubGroupsTarget": (STAGE_3, ("self._optimizer",)),
 }
-"""Our classes that hold an optimizer of DeepSpeed's: the optimizer, and their names for it."""
+"""Our classes that hold an engine or an optimizer of DeepSpeed's: which, and their names for it."""
 OF_TORCH = {"module"}
 
 Pairs = Iterator[tuple[str, str]]
@@ -79,7 +79,8 @@ def touched() -> set[tuple[str, str]]:
                 found.add((PARAMETERS, node.attr))
             if path.parent == ADAPTER and isinstance(node, ast.ClassDef) and node.name in HOLDERS:
                 place, known_as = HOLDERS[node.name]
-                found |= {(place, name) for name in attributes_of(node, *known_as)}
+                names = attributes_of(node, *known_as) - OF_TORCH
+                found |= {(place, name) for name in names}
         module = (
             importlib.import_module(
                 ".".join(["deepspeed_ext", *path.relative_to(PACKAGE).with_suffix("").parts])

@@ -15,8 +15,7 @@ from typing import Any
 from deepspeed_ext.zenflow.plan.facts import Caller, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.lanes import Speeds, lanes_of, traffic_of
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.search import Measured, search_measured
-from deepspeed_ext.zenflow.plan.share import ChainTimes, is_worth_it, with_host_share
+from deepspeed_ext.zenflow.plan.share import ChainTimes, chosen_share, least_units, with_host_share
 from tests.support.planned import decided
 
 __all__ = ["FREE", "GRID", "LINKS", "NUMEL", "RANKS", "WORKERS", "Machine"]
@@ -74,7 +73,7 @@ class Machine:
     def unused(self, plan: ZenFlowPlan) -> int:
         """Bytes of the accelerator that a step with `plan` leaves, beside the reserve."""
         room = (2.2 + self.free * 12.1) * NUMEL
-        return round(room) - plan.held.share_bytes - plan.held.landing_bytes
+        return round(room) - plan.held.head_bytes - plan.held.landing_bytes
 
     @cached_property
     def automatic(self) -> ZenFlowPlan:
@@ -83,9 +82,8 @@ class Machine:
         assert now.measures_share
         lanes = [lanes_of(now, speeds) for speeds in self.speeds]
         times = [ChainTimes(DEVICE, each.host, max(each.down, each.up)) for each in lanes]
-        found = search_measured(now, [Measured.of(now, each, self.unused(now)) for each in times])
-        moves = is_worth_it(now, found.share)
-        return with_host_share(found.plan, found.share, "") if moves else now
+        share, _ = chosen_share(now, [(each, least_units(now, self.unused(now))) for each in times])
+        return with_host_share(now, share, "")
 
     def sweep(self, *begun: ZenFlowPlan) -> Iterator[ZenFlowPlan]:
         """Every share of these plans that fits."""

@@ -26,8 +26,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
-from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
+from deepspeed_ext.adapter import joint_checkpoint_engine as joint
+from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.stage_3 import ZenFlowZeroOptimizerStage3
 from deepspeed_ext.commands.memory.config_file import read_config
 from deepspeed_ext.commands.memory.model import read_shape
@@ -37,7 +37,7 @@ from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import Arrival, Place
 from deepspeed_ext.zenflow.rules.predictive import probe
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
+from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.worker.arena import Arena
 from tests.support.compare import base_config
 from tests.support.meter import LiveBytes
@@ -123,16 +123,16 @@ class HostBytes(LiveBytes):
 
             return make
 
-        show = AcceleratorShare.show
+        show = Heads.show
 
-        def shown(share: AcceleratorShare) -> None:
+        def shown(share: Heads) -> None:
             show(share)
             self.see_arenas()
 
         with (
             patch.object(Arena, "tensor", seen(Arena.tensor)),
             patch.object(Arena, "whole", seen(Arena.whole)),
-            patch.object(AcceleratorShare, "show", shown),
+            patch.object(Heads, "show", shown),
             self,
         ):
             yield self
@@ -305,7 +305,7 @@ def _note_state(engine: Any, found: Measured) -> None:
     adam = getattr(engine.optimizer, "host_optimizer", None)
     if adam is None:
         return
-    adam.drain(shows_moments=False)
+    adam.state.drain(shows_moments=False)
     found.arena = resident_bytes(adam.link.arena)
     idle = getattr(engine.optimizer, "grad_partitions_flat_buffer", None)
     if (
@@ -314,8 +314,8 @@ def _note_state(engine: Any, found: Measured) -> None:
         and not engine.optimizer._sums_apart
     ):
         found.untouched = idle.nbytes
-    found.numels = [partition.master.numel() for partition in adam.partitions]
-    for partition in adam.partitions:
+    found.numels = [partition.master.numel() for partition in adam.state.partitions]
+    for partition in adam.state.partitions:
         found.kept += sum(tensor.nbytes for tensor in adam.rule.state_beside_weights(partition))
 
 
@@ -332,16 +332,16 @@ def shared_folder() -> Iterator[str]:
 
 def _save(engine: Any, folder: str) -> None:
     """Save a checkpoint, and the model alone."""
-    go_on, fill = threading.Event(), async_engine.fill_holes
+    go_on, fill, here = threading.Event(), joint.fill_holes, threading.current_thread()
 
     def held(*args: Any) -> None:  # beside training, copies are held as long as writing takes
-        assert go_on.wait(60)
+        assert threading.current_thread() is here or go_on.wait(60)
         fill(*args)
 
-    with patch.object(async_engine, "fill_holes", held):
+    with patch.object(joint, "fill_holes", held):
         engine.save_checkpoint(folder, tag="saved")
     go_on.set()
-    if isinstance(engine.checkpoint_engine, AsyncCheckpointEngine):
+    if isinstance(engine.checkpoint_engine, JointCheckpointEngine):
         engine.checkpoint_engine.finish()
     engine.save_16bit_model(folder, "model.bin")
     gc.collect()  # DeepSpeed's copy of the module is part of a reference cycle

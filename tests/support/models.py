@@ -84,6 +84,22 @@ class SteepRegression(nn.Module):
         return [torch.randperm(cls.ROWS, generator=generator)[:16] for _ in range(count)]
 
 
+class Linears(nn.Module):
+    """`millions` million parameters in square matrices that all see the same few rows: little work,
+    large updates."""
+
+    def __init__(self, millions: float, width: int = 1024) -> None:
+        super().__init__()
+        count = max(1, round(millions * 1e6 / width**2))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A scalar, fp32, of `x`, rows x width."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.float().pow(2).mean()
+
+
 def two_groups(model: nn.Module) -> list[dict]:
     """Optimizer groups as trainers make them: weight decay for matrices, none for vectors."""
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -36,7 +36,6 @@ _BLOCK = re.compile(
 _MAKE_ARGUMENTS = {
     "train": "examples/train.py",
     "soak": "tests.soak.run",
-    "fuzz": "tests.fuzz.run",
     "bench": "tests.perf.suite",
     "bench-gpu": "tests.perf.suite",
     "test-gpu": "tests.perf.suite",

@@ -6,16 +6,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
+from deepspeed import utils
 
 from tests.support.models import batches, two_groups
 from tests.support.same import first_difference
@@ -33,12 +24,13 @@ def moments_of(engine: Any) -> tuple[str, ...]:
 def state_of(engine: Any) -> dict[tuple, torch.Tensor]:
     """Master and moments of every parameter, as DeepSpeed hands them to a user."""
     found = {}
-    for name, parameter in engine.module.named_parameters():
+    trained = (each for each in engine.module.named_parameters() if each[1].requires_grad)
+    for name, parameter in trained:
         for key in (None, *moments_of(engine)):
             value = (
-                safe_get_full_optimizer_state(parameter, key)
+                utils.safe_get_full_optimizer_state(parameter, key)
                 if key
-                else safe_get_full_fp32_param(parameter)
+                else utils.safe_get_full_fp32_param(parameter)
             )
             found[name, key] = value.detach().float().cpu().clone()
     return found
@@ -47,18 +39,13 @@ def state_of(engine: Any) -> dict[tuple, torch.Tensor]:
 def scale_state(engine: Any, factor: float) -> None:
     """Multiply what `state_of` returns. At stage 3 rank by rank: DeepSpeed's functions that set
     whole parameters cannot set those that do not divide by the ranks."""
-    local = engine.zero_optimization_stage() == 3
-    get, put = (
-        (safe_get_local_fp32_param, safe_set_local_fp32_param)
-        if local
-        else (safe_get_full_fp32_param, safe_set_full_fp32_param)
+    kind = "local" if engine.zero_optimization_stage() == 3 else "full"
+    get, put, get_state, put_state = (
+        getattr(utils, f"safe_{verb}_{kind}_{what}")
+        for what in ("fp32_param", "optimizer_state")
+        for verb in ("get", "set")
     )
-    get_state, put_state = (
-        (safe_get_local_optimizer_state, safe_set_local_optimizer_state)
-        if local
-        else (safe_get_full_optimizer_state, safe_set_full_optimizer_state)
-    )
-    for parameter in engine.module.parameters():
+    for parameter in filter(lambda each: each.requires_grad, engine.module.parameters()):
         put(parameter, get(parameter) * factor)
         for key in moments_of(engine):
             put_state(parameter, get_state(parameter, key) * factor, key)

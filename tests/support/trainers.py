@@ -73,7 +73,7 @@ def zenflow_updates(engine: Any) -> int:
     worker = psutil.Process(engine.optimizer.host_optimizer.link.process.pid)
     assert worker.is_running()
     assert worker.status() != psutil.STATUS_ZOMBIE
-    return engine.optimizer.host_optimizer.updates
+    return engine.optimizer.host_optimizer.state.updates
 
 
 @contextmanager

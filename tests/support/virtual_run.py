@@ -4,12 +4,9 @@ seconds."""
 from __future__ import annotations
 
 import contextlib
-import copy
-import itertools
 import math
 import statistics
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,19 +14,18 @@ from unittest.mock import patch
 
 from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.runtime import memory
-from deepspeed_ext.zenflow import moving, tuner
-from deepspeed_ext.zenflow.plan.advice import MeasuredStep
+from deepspeed_ext.zenflow import first_steps
 from deepspeed_ext.zenflow.plan.decide import decide
 from deepspeed_ext.zenflow.plan.facts import Caller, Cpus, RankFacts, Run, ZenFlowFacts
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.probe import thread_counts
-from deepspeed_ext.zenflow.plan.search import Measured
-from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, PredictiveState
+from deepspeed_ext.zenflow.plan.share import ChainTimes, MeasuredStep, thread_counts
+from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule
 
-__all__ = ["THREADS", "WARM_UP", "Machine", "VirtualRun", "phases"]
+__all__ = ["THREADS", "WARM_UP", "Machine", "VirtualRun"]
 
-NUMEL, TOTAL, THREADS = 1 << 28, 80 << 30, 8
-WARM_UP, REMEMBERED = 10, 64
+NUMEL, TOTAL, THREADS, WARM_UP = 1 << 28, 80 << 30, 8, 10
+EXACT_OVER_ESTIMATE = 28 / 6
+"""Seconds of a step of elements on the accelerator over those of their estimate."""
 
 
 @dataclass(frozen=True)
@@ -78,222 +74,121 @@ class _Ranks:
 
     rank = 0
 
-    def __init__(self, run: VirtualRun) -> None:
-        self._run = run
+    def __init__(self, slower: Sequence[float]) -> None:
+        self._slower = slower
 
     def minimum(self, *values: int) -> tuple[int, ...]:
         return values
 
-    def gather_objects(self, mine: Measured) -> list[Measured]:
-        times, slower = mine.times, self._run.machine.slower
-        others = [replace(mine, times=replace(times, worker=times.worker * by)) for by in slower]
-        return [mine, *others]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a run has saved."""
-
-    plans: list[tuple[float, int]]
-    schedule: PredictiveState
-    is_overlapped: bool
-    heads: list[int]
-    threads: int
-    device_seconds: float
-    measured: Mapping[str, Any] | None
+    def gather_objects(self, mine: tuple[ChainTimes, int]) -> list[tuple[ChainTimes, int]]:
+        times, units = mine
+        slower = (replace(times, worker=times.worker * by) for by in self._slower)
+        return [mine, *((each, units) for each in slower)]
 
 
 class VirtualRun:
-    """One run: the real `Tuner` around steps of a `Machine`.
+    """One run: the real `FirstSteps` around steps of a `Machine`.
 
     Args:
+        warm_up: synchronous steps at the start.
         room: fraction of the accelerator's memory that is free.
-        section: fields of the ``zenflow`` section.
 
     Attributes:
-        machine: as of the coming step.
         plans: after each step, share on the host and threads, as decided.
+        metrics: what steps have measured.
     """
 
-    def __init__(
-        self, machine: Machine, *, stage: int = 2, room: float = 0.5, **section: Any
-    ) -> None:
-        self._settings: dict[str, Any] = {"stage": stage, "room": room, **section}
-        self._room = round(room * TOTAL)
-        self.machine = machine
+    def __init__(self, machine: Machine, *, warm_up: int = WARM_UP, room: float = 0.5) -> None:
+        self.machine, self._room = machine, round(room * TOTAL)
         self.plans: list[tuple[float, int]] = []
-        self._passes: deque[float] = deque(maxlen=REMEMBERED)
-        self._devices: deque[float] = deque(maxlen=REMEMBERED)
-        self._is_alone = self._is_resumed = False
-        self._is_overlapped = False
-        self._threads, self._newest = THREADS, math.nan
+        self._steps: list[tuple[float, float, float]] = []
+        self._threads, self._waited = THREADS, True
         rank = RankFacts((Run(NUMEL),), TOTAL, TOTAL, cpus=Cpus("0-1", "2-9", THREADS))
-        divided = stage == 3
-        caller = Caller("bfloat16", "bfloat16", takes_gradients=True, partitions_weights=divided)
-        facts = ZenFlowFacts((rank,), caller)
-        config = ZenFlowConfig(**section)
-        decided = decide(facts, config, host_share=None, is_asked=False)
+        facts = ZenFlowFacts((rank,), Caller("bfloat16", "bfloat16", takes_gradients=True))
+        decided = decide(facts, ZenFlowConfig(), host_share=None, is_asked=False)
         assert decided.measures_share
-        self._schedule = PredictiveSchedule(True, WARM_UP)
-        link = SimpleNamespace(
-            deferring_errors=contextlib.nullcontext,
-            limit_threads=self._limit,
-            phase=None,
-        )
-        self._host: Any = SimpleNamespace(
+        self.schedule = PredictiveSchedule(True, warm_up)
+        no_errors, limit = contextlib.nullcontext, self._limit
+        self.host: Any = SimpleNamespace(
             decided=decided,
-            ranks=_Ranks(self),
-            link=link,
-            rule=SimpleNamespace(schedule=self._schedule, block_size=decided.rule.block_size),
+            ranks=_Ranks(machine.slower),
+            link=SimpleNamespace(deferring_errors=no_errors, limit_threads=limit),
+            rule=SimpleNamespace(schedule=self.schedule, block_size=decided.rule.block_size),
             states=[SimpleNamespace(master=SimpleNamespace(numel=lambda: NUMEL))],
             expose=lambda **_: True,
         )
-        metrics: Any = SimpleNamespace(
-            typical=lambda: (self._newest, statistics.median(self._devices)),
-            typical_step=self._typical_step,
-            adviser=None,
-            link_seconds=0.1,
-            samples=lambda: {"worker": list(self._passes), "device": list(self._devices)},
-            resume=self._resume,
+        self.metrics: Any = SimpleNamespace(
+            typical_step=self._typical_step, begin_anew=self._steps.clear, worker_seconds=math.nan
         )
-        self._metrics = metrics
-        counts = thread_counts(THREADS)
-        self._tuner = tuner.Tuner(metrics, config, chooses_share=True, threads=counts)
+        self.first_steps = first_steps.FirstSteps(
+            self.metrics,
+            ZenFlowConfig(),
+            chooses_share=True,
+            threads=thread_counts(THREADS),
+            cores=None,
+        )
 
     def _limit(self, threads: int) -> None:
         self._threads = threads
 
-    def _resume(self, samples: Mapping[str, Any]) -> None:
-        self._is_resumed = not samples  # `Metrics` then leaves out the time since the last step
-        for each, name in ((self._passes, "worker"), (self._devices, "device")):
-            each.clear()
-            each.extend(samples.get(name, ()))
-
-    def _typical_step(self) -> MeasuredStep:
-        here = self.machine, self._threads, self.share
-        device, total = statistics.median(self._devices), Machine.step(*here)
-        there = self.machine.there * (1.0 - self.share)
-        wait, worker = total - there - device, statistics.median(self._passes)
-        over = tuner.there_over_estimate(self._host.decided)
-        estimate = self.machine.there * self.share / over
-        inside = wait + there + estimate
-        return MeasuredStep(device, inside, wait, worker, 0.1, estimate=estimate)
-
     @property
     def share(self) -> float:
         """Of the optimizer on the host."""
-        decided: ZenFlowPlan = self._host.decided
+        decided: ZenFlowPlan = self.host.decided
         return decided.host_share
-
-    @property
-    def has_chosen(self) -> bool:
-        """Whether the plan was chosen from measured steps."""
-        return self._tuner.device_seconds > 0.0
 
     @property
     def seconds(self) -> float:
         """Of a step, as things are."""
         return self.machine.step(self._threads, self.share)
 
-    @property
-    def moves(self) -> int:
-        """How often the plan has changed."""
-        return sum(one != other for one, other in itertools.pairwise(self.plans))
+    def _typical_step(self) -> MeasuredStep:
+        device, worker, wait = map(statistics.median, zip(*self._steps, strict=True))
+        there = self.machine.there
+        estimate = there * self.share / EXACT_OVER_ESTIMATE
+        inside = wait + there * (1.0 - self.share) + estimate
+        return MeasuredStep(device, inside, wait, worker, 0.1, estimate=estimate)
 
     def run(self, steps: int) -> None:
         """Take so many steps."""
-        with self._moved():
-            for _ in range(steps):
-                plan = self._schedule.plan()
-                if plan.waits_last is self._is_overlapped:  # `Metrics` forgets its steps, too
-                    self._is_overlapped = not self._is_overlapped
-                    self._resume({})
-                    self._is_resumed = False
-                self._newest = self.machine.passed(self._threads, self.share)
-                is_alone = self._is_alone or plan.waits_last
-                beside = self.machine.beside(self._threads, self.share)
-                if not self._is_resumed:
-                    self._devices.append(self.machine.device if is_alone else beside)
-                self._is_alone, self._is_resumed = self._tuner.is_apart, False
-                self._metrics.worker_seconds = self._newest
-                self._passes.append(self._newest)
-                self._metrics.wait_seconds = self._newest + 0.1
-                self._schedule.advance(plan)
-                self._tuner.after_step(self._host, plan)
-                self.plans.append((self.share, self._host.decided.cpus.threads))
 
-    def resume(
-        self,
-        threads: int,
-        device_seconds: float,
-        *,
-        is_elsewhere: bool,
-        measured: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Go on from a checkpoint."""
-        self._tuner.resumed(
-            self._host,
-            threads,
-            device_seconds,
-            is_elsewhere=is_elsewhere,
-            measured=measured,
-        )
-
-    def saved(self, *, is_elsewhere: bool) -> VirtualRun:
-        """A new run that goes on from a checkpoint of this one."""
-        other = VirtualRun(self.machine, **self._settings)
-        other.load(self.checkpoint(), is_elsewhere=is_elsewhere)
-        return other
-
-    def checkpoint(self) -> Checkpoint:
-        """What a load needs."""
-        decided: ZenFlowPlan = self._host.decided
-        return Checkpoint(
-            list(self.plans),
-            self._schedule.state,
-            self._is_overlapped,
-            [each.head for each in decided.partitions],
-            self._threads,
-            self._tuner.device_seconds,
-            copy.deepcopy(self._tuner.measured()),
-        )
-
-    def load(self, saved: Checkpoint, *, is_elsewhere: bool = False) -> None:
-        """Go on from `saved`."""
-        self.plans = list(saved.plans)
-        with self._moved():
-            self._tuner.adopt(self._host, saved.heads)
-        self.resume(
-            saved.threads,
-            saved.device_seconds,
-            is_elsewhere=is_elsewhere,
-            measured=None if is_elsewhere else saved.measured,
-        )
-        self._schedule.state = saved.schedule
-        self._is_overlapped = saved.is_overlapped
-        self._is_alone = False
-
-    @contextlib.contextmanager
-    def _moved(self) -> Iterator[None]:
-        """A share moves at once, and all memory is free."""
-
-        def move(host: Any, plan: ZenFlowPlan, *, hides: bool) -> bool:
+        def move(host: Any, plan: ZenFlowPlan) -> bool:
             host.decided = plan
             return True
 
         with (
-            patch.object(moving, "move", move),
+            patch.object(first_steps, "move", move),
             patch.object(memory, "total_accelerator_bytes", lambda: TOTAL),
             patch.object(memory, "unused_accelerator_bytes", lambda: self._room),
         ):
-            yield
+            for _ in range(steps):
+                plan = self.schedule.plan()
+                passed = self.machine.passed(self._threads, self.share)
+                beside = self.machine.beside(self._threads, self.share)
+                if self.plans and plan.waits_last is not self._waited:
+                    self._steps.clear()
+                self._waited, self.metrics.worker_seconds = plan.waits_last, passed
+                whole = self.machine.step(self._threads, self.share)
+                there = self.machine.there * (1.0 - self.share)
+                device = self.machine.device if plan.waits_last else beside
+                wait = passed if plan.waits_last else whole - there - device
+                self._steps.append((device, passed, wait))
+                self.schedule.advance(plan)
+                self.first_steps.after_step(self.host, plan)
+                self.plans.append((self.share, self.host.decided.cpus.threads))
 
+    def resume(self, saved: VirtualRun, *, is_elsewhere: bool) -> None:
+        """Go on from a checkpoint of another run."""
+        self.schedule.state = saved.schedule.state
+        decided: ZenFlowPlan = saved.host.decided
+        heads = [each.head for each in decided.partitions]
+        is_chosen = saved.first_steps.is_chosen and not is_elsewhere
+        assert decided.cpus is not None
+        threads = decided.cpus.threads if is_chosen else None
 
-def phases(run: VirtualRun, machines: Sequence[Machine], steps: int) -> list[float]:
-    """How many times as long as the best step of its machine the last one of each phase takes."""
-    found = []
-    for machine in machines:
-        run.machine = machine
-        run.run(steps)
-        found.append(run.seconds / machine.best)
-    return found
+        def move(host: Any, plan: ZenFlowPlan) -> bool:
+            host.decided = plan
+            return True
+
+        with patch.object(first_steps, "move", move):
+            self.first_steps.resume(self.host, heads, threads)

@@ -117,7 +117,7 @@ def full_masters_of(engine: Any) -> list[torch.Tensor]:
     """fp32 values of what is trained; unlike a partition they have no padding, which stage 3 leaves
     uninitialised."""
     if hasattr(engine.optimizer, "host_optimizer"):
-        engine.optimizer.host_optimizer.drain()
+        engine.optimizer.host_optimizer.state.drain()
     trained = [p for p in engine.module.parameters() if p.requires_grad]
     return [safe_get_full_fp32_param(p).float().cpu().clone() for p in trained]
 
@@ -133,7 +133,7 @@ def masters_of(engine: Any) -> list[torch.Tensor]:
     """This rank's fp32 partitions, every update that has been handed over included."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "host_optimizer"):
-        optimizer.host_optimizer.drain()
+        optimizer.host_optimizer.state.drain()
     name = (
         "fp32_partitioned_groups_flat"
         if engine.zero_optimization_stage() == 3

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.commands.memory.fit import Question, fits, suggested
@@ -17,7 +18,6 @@ from deepspeed_ext.commands.memory.report import as_json, as_text, phases_text
 from deepspeed_ext.commands.memory.setup import Ranks
 from deepspeed_ext.commands.memory.ways import config_of
 from deepspeed_ext.errors import ConfigError
-from deepspeed_ext.runtime.output_file import OutputFile
 from deepspeed_ext.runtime.proc import total_host_bytes
 
 __all__ = ["run_from_cli"]
@@ -35,7 +35,6 @@ def run_from_cli(arguments: Any) -> str:
         ConfigError: arguments or config contradict each other.
     """
     _require_consistent(arguments)
-    written = None if arguments.write is None else OutputFile.check(arguments.write, "--write")
     name, shape, notes = _shape(arguments)
     setups, dtype = None, DTYPES[arguments.dtype or "bf16"]
     ranks = Ranks(arguments.ranks, arguments.ranks_per_host or arguments.ranks)
@@ -58,13 +57,16 @@ def run_from_cli(arguments: Any) -> str:
     text = as_text(name, assumed, question, found, notes, all_ways=bool(arguments.all))
     if setups is not None:
         text = f"{text}\n\n{phases_text(found[0])}"
-    if written is not None:
+    if arguments.write is not None:
         best = suggested(found)
         if best is None:
             raise ConfigError("--write: no run fits, or --gpu-gb is missing, so there is none")
         config = config_of(best.setup, dtype, vars(arguments)["for"] or "script")
-        written.write(f"{json.dumps(config, indent=2)}\n".encode())
-        text = f"{text}\nIts config is in {written.path}."
+        try:
+            Path(arguments.write).write_text(f"{json.dumps(config, indent=2)}\n")
+        except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
+            raise ConfigError(f"--write {arguments.write!r} cannot be written: {error}") from None
+        text = f"{text}\nIts config is in {arguments.write}."
     return text
 
 
@@ -140,8 +142,8 @@ def _accelerator_bytes(gib: Any) -> int | None:
 
 
 def _notes_of_this_machine() -> list[str]:
-    from deepspeed_ext.runtime.backend import SHARED_MEMORY, shares_host_memory
+    from deepspeed_ext.runtime.backend import SHARED_MEMORY, has_host_memory
 
-    if not shares_host_memory():
+    if not has_host_memory():
         return []
     return [f"this accelerator's memory is the host's, so offload frees nothing: {SHARED_MEMORY}"]

@@ -82,7 +82,7 @@ def _require_known(zero: ZeroConfig, section: Mapping[str, Any], config: Mapping
         'offload_param.device = "nvme"': param is not None and param.device == "nvme",
         'offload_optimizer.device = "nvme"': offload is not None and offload.device == "nvme",
         "offload_optimizer.ratio below 1 without zenflow": zero.zenflow is None
-        and zero.host_share != 1,
+        and zero.host_ratio != 1,
         "offload_optimizer.super_offload": offload is not None and offload.super_offload,
         "quantized weights or gradients": any(
             section.get(name) is True for name in section if "quantized" in name
@@ -123,7 +123,7 @@ def _setup(
         fused_adam=not torch_adam and (name in (*_ADAMS, _LION) or offload),
         pins=offload and zero.offload_optimizer is not None and zero.offload_optimizer.pin_memory,
         offload_param=zero.offload_param is not None and zero.offload_param.device == "cpu",
-        host_share=zero.host_share,
+        host_share=zero.host_ratio,
         layout=LION_STATE if name == _LION else ADAM_STATE,
         overlap_comm=section["overlap_comm"]
         if isinstance(section.get("overlap_comm"), bool)

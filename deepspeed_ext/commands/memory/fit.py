@@ -15,8 +15,7 @@ from deepspeed_ext.commands.memory.ways import inexactness, name_of, ways
 from deepspeed_ext.zenflow.plan.phases import Phase
 from deepspeed_ext.zenflow.plan.places import Place
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.search import Measured, search_measured
-from deepspeed_ext.zenflow.plan.share import ChainTimes, with_host_share
+from deepspeed_ext.zenflow.plan.share import ChainTimes, chosen_share, least_units, with_host_share
 
 __all__ = [
     "GPU_RESERVE",
@@ -169,8 +168,8 @@ def _as_measured(question: Question, setup: Setup) -> ZenFlowPlan:
     reserve = max(GPU_RESERVE, round(total * setup.zenflow.offload_reserve_fraction))
     in_backward = plan.nbytes(Place.ACCELERATOR, Phase.BACKWARD) + question.activations
     room = total - reserve - max(in_backward, plan.peak(Place.ACCELERATOR))
-    found = search_measured(now, [Measured.of(now, times, room)])
-    return with_host_share(found.plan, found.share, "predicted from the machine's speeds")
+    share, _ = chosen_share(now, [(times, least_units(now, room))])
+    return with_host_share(now, share, "predicted from the machine's speeds")
 
 
 def _best(found: Sequence[Fit]) -> Fit:

@@ -115,6 +115,21 @@ class ArenaLayout:
                 found[ArrayKey("y", spec.partition, spec.slot)] = own
         return MappingProxyType(found)
 
+    def relaid(self, specs: Iterable[ArraySpec]) -> ArenaLayout:
+        """This layout with `specs`, the same arrays with fewer elements on the host. An array with
+        elements before it begins that much later. The others stay in place: they hold nothing that
+        the next step reads.
+        """
+        found = {array.spec.key: array for array in self.arrays}
+        arrays = []
+        for spec in specs:
+            was, offset = found[spec.key]
+            further = (spec.before - was.before) * DTYPE_BYTES[spec.dtype]
+            assert further >= 0, "elements move to the accelerator, not back"
+            assert spec.before + spec.numel <= was.before + was.numel, "an array does not grow"
+            arrays.append(PlacedArray(spec, offset + further))
+        return ArenaLayout(tuple(arrays), self.nbytes)
+
     def page_bytes(self) -> Mapping[ArrayKey, int]:
         """Bytes of the pages of each array: the memory that it takes once all of it is touched. No
         page holds two arrays."""
@@ -188,8 +203,6 @@ class ArenaKinds:
         per_block: the rule's array.
         lifts_y: whether y is copied to the accelerator; gradients always come from there.
         slots: slots of the gradient ring.
-        touched_slots: number of slots that are certainly used; others take memory only on first
-            use.
     """
 
     layout: StateLayout
@@ -198,7 +211,6 @@ class ArenaKinds:
     per_block: PerBlock
     lifts_y: bool
     slots: int
-    touched_slots: int
 
     def of(self, partition: int, numel: int, before: int = 0) -> list[ArraySpec]:
         """The arrays of one partition (see the glossary in `deepspeed_ext.zenflow`).
@@ -241,10 +253,7 @@ class ArenaKinds:
                 else [ArraySpec("y", dtypes.published, numel, partition, exchanged=self.lifts_y)]
             ),
             ArraySpec(kind, dtype, entries, partition, exchanged=exchanged),
-            *(
-                replace(gradient, slot=slot, touched=slot < self.touched_slots)
-                for slot in range(self.slots)
-            ),
+            *(replace(gradient, slot=slot) for slot in range(self.slots)),
         ]
 
 

@@ -13,7 +13,6 @@ from functools import cached_property
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArenaKinds, ArraySpec, Dtypes, plan_layout
 from deepspeed_ext.zenflow.plan.chunks import (
-    CODED_CHUNK_NUMEL,
     CONVERTED_NUMEL,
     UPLOAD_NUMEL,
     chunk_of,
@@ -21,15 +20,14 @@ from deepspeed_ext.zenflow.plan.chunks import (
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.partitions import (
     PartitionPlan,
+    head_bytes,
     head_of,
     kinds_of,
     landing_bytes,
-    share_bytes,
 )
 from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase
 from deepspeed_ext.zenflow.plan.places import Copies, Place
-from deepspeed_ext.zenflow.plan.rule import RuleSettings
-from deepspeed_ext.zenflow.plan.rule_bytes import RuleBytes, share_step_bytes
+from deepspeed_ext.zenflow.plan.rule import RuleBytes, RuleSettings, head_step_bytes
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = ["Held", "passing"]
@@ -56,8 +54,6 @@ _MOST_PLACED = 32
 """Maximum number of partitions that are placed in the arena one by one."""
 
 _FLOAT_BYTES = 4
-_DECODING_BYTES = 16
-"""Per element that is decoded: its value, two fp32 temporaries, and a value of the chunk before."""
 
 
 def passing(most: int, chunks: int = 1) -> Part:
@@ -128,9 +124,9 @@ class Held:
         return sum(landing_bytes(self.kinds, each.on_host) * each.times for each in self.partitions)
 
     @property
-    def share_bytes(self) -> int:
+    def head_bytes(self) -> int:
         """Bytes of the state on the accelerator."""
-        return sum(share_bytes(self.rule, each.head) * each.times for each in self.partitions)
+        return sum(head_bytes(self.rule, each.head) * each.times for each in self.partitions)
 
     def _of_rule(self, numel: int) -> RuleBytes:
         return self.rule.nbytes(numel, self._item)
@@ -149,7 +145,7 @@ class Held:
         """Landing buffers, the share of the optimizer and the rule's own state."""
         if not self.computes_there:
             return []
-        kept = {_LANDING: self.landing_bytes, _SHARE: self.share_bytes} | self._kept()
+        kept = {_LANDING: self.landing_bytes, _SHARE: self.head_bytes} | self._kept()
         return _parts(kept, Memory.ACCELERATOR)
 
     def _accelerator_moments(self, phase: Phase) -> Moments:
@@ -176,7 +172,7 @@ class Held:
             arrived_bytes=DTYPE_BYTES[self.dtypes.published],
             in_place=self.copies is Copies.BESIDE_STEP,
         ).step
-        share = share_step_bytes(head, self.rule.block_size, self.rule.layout)
+        share = head_step_bytes(head, self.rule.block_size, self.rule.layout)
         return _parts({"temporaries": max(step, share)}, Memory.ACCELERATOR)
 
     def _head(self, numel: int) -> int:
@@ -193,8 +189,10 @@ class Held:
         return _parts({"temporaries": converted}, Memory.ACCELERATOR)
 
     def _aside(self, memory: Memory) -> Part:
-        """The predicted weights, set aside while the model is saved with p as its weights."""
-        return Part("predicted weights, aside", self._item * self.numel, memory)
+        """The weights that are not p, set aside while the model is saved with p as its weights;
+        none if every step is exact."""
+        nbytes = self._item * self.numel if self.rule.overlapped else 0
+        return Part("predicted weights, aside", nbytes, memory)
 
     # -- on the host -------------------------------------------------------------------------------
 
@@ -290,11 +288,10 @@ class Held:
     # -- while it saves and loads ------------------------------------------------------------------
 
     def _saving(self) -> Moments:
-        """The accelerator's share is shown all the time. An export sets the predicted weights
+        """The accelerator's share is shown all the time. An export sets predicted weights
         aside."""
-        shown = self._shown()
-        aside = [] if self.computes_there else [self._aside(Memory.PAGEABLE)]
-        found: dict[str, list[Part]] = {"export": [shown, *aside]}
+        shown, aside = self._shown(), self._aside(Memory.PAGEABLE)
+        found = {"export": [shown] if self.computes_there else [shown, aside]}
         if self.saves_beside:  # what is not in the arena is copied, until it is written
             weights = self._item * self.numel if self.caller.partitions_weights else 0
             copies = {
@@ -304,7 +301,7 @@ class Held:
                 "copy of the weights": weights,
             }
             return found | {"module": [shown, *_parts(copies, Memory.PAGEABLE)]}
-        tensors = [shown, passing(self._most_saved()), self._decoded()]
+        tensors = [shown, passing(self._most_saved())]
         return found | {"module": [shown], "state": tensors}
 
     def _most_saved(self) -> int:
@@ -317,16 +314,7 @@ class Held:
 
     def _shown(self) -> Part:
         """The accelerator's share, shown on the host."""
-        return Part("shown state", self.share_bytes, Memory.ARENA)
-
-    @property
-    def _coded_at_once(self) -> int:
-        return min(chunk_of(CODED_CHUNK_NUMEL, self.rule.block_size), self._most)
-
-    def _decoded(self) -> Part:
-        """Moments that are codes, on their way to a file."""
-        size = _DECODING_BYTES * self._coded_at_once if self.rule.layout.is_coded else 0
-        return Part("moments on their way", size, Memory.PAGEABLE)
+        return Part("shown state", self.head_bytes, Memory.ARENA)
 
 
 def _parts(nbytes: Mapping[str, int], memory: Memory) -> list[Part]:

@@ -9,7 +9,7 @@ from deepspeed_ext.zenflow.plan.places import Place, Places
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
-__all__ = ["PartitionPlan", "head_of", "kinds_of", "landing_bytes", "share_bytes"]
+__all__ = ["PartitionPlan", "head_of", "kinds_of", "landing_bytes", "head_bytes"]
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,10 @@ class PartitionPlan:
         return self.numel - self.head
 
 
-def kinds_of(
-    rule: RuleSettings,
-    dtypes: Dtypes,
-    places: Places,
-    *,
-    may_open: bool = False,
-) -> ArenaKinds:
-    """The arrays of partitions with these places.
-
-    Args:
-        may_open: whether gradients that pass through in chunks may stay whole later.
-    """
-    in_transit = places.handed_over is Place.IN_TRANSIT
-    slots = 0 if in_transit and not may_open else rule.slots(places.arrival)
+def kinds_of(rule: RuleSettings, dtypes: Dtypes, places: Places) -> ArenaKinds:
+    """The arrays of partitions with these places. Gradients in transit pass through the slots of
+    chunks instead."""
+    slots = 0 if places.handed_over is Place.IN_TRANSIT else rule.slots(places.arrival)
     return ArenaKinds(
         layout=rule.layout,
         block_size=rule.block_size,
@@ -55,7 +45,6 @@ def kinds_of(
         per_block=rule.per_block(places),
         lifts_y=places.weights is Place.ACCELERATOR,
         slots=slots,
-        touched_slots=0 if in_transit else slots,
     )
 
 
@@ -68,15 +57,15 @@ def landing_bytes(kinds: ArenaKinds, numel: int) -> int:
     return numel * item + per_block
 
 
-def share_bytes(rule: RuleSettings, numel: int) -> int:
+def head_bytes(rule: RuleSettings, numel: int) -> int:
     """Bytes of accelerator memory of `numel` elements, whole blocks, that step there: p, the
     moments in their own dtype, and a byte for each scale of codes."""
     scales = len(rule.layout.scales) * (numel // rule.block_size)
     return sum(DTYPE_BYTES[dtype] for _, dtype in rule.layout.arrays) * numel + scales
 
 
-def head_of(numel: int, host_share: float, block_size: int) -> int:
+def head_of(numel: int, ratio: float, block_size: int) -> int:
     """How many of a partition's `numel` elements step on the accelerator: whole blocks, as near as
-    possible to all but `host_share` of them."""
-    wanted = round(numel * (1.0 - host_share) / block_size) * block_size
+    possible to all but `ratio` of them."""
+    wanted = round(numel * (1.0 - ratio) / block_size) * block_size
     return min(wanted, numel // block_size * block_size)

@@ -6,13 +6,13 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from deepspeed_ext.zenflow.plan.arrays import (
     ArenaKinds,
     ArenaLayout,
     ArraySpec,
     Dtypes,
+    bytes_at_start,
     plan_layout,
     slot_arrays,
     weight_slots,
@@ -25,7 +25,7 @@ from deepspeed_ext.zenflow.plan.phases import Part, Phase, nbytes_of, parts_with
 from deepspeed_ext.zenflow.plan.places import Arrival, Copies, Place, Places, WeightsArrival
 from deepspeed_ext.zenflow.plan.rule import RuleSettings
 
-__all__ = ["Kernel", "Reason", "Subject", "ZenFlowPlan"]
+__all__ = ["Kernel", "Reason", "ZenFlowPlan"]
 
 
 class Kernel(enum.Enum):
@@ -36,10 +36,6 @@ class Kernel(enum.Enum):
     ESTIMATE = "estimate of an update in flight"
 
 
-Subject = Literal["share", "copies"]
-"""What a later plan may decide anew: the share on the accelerator, copies of gradients and y."""
-
-
 @dataclass(frozen=True)
 class Reason:
     """A decision and why it was made.
@@ -48,13 +44,13 @@ class Reason:
         decision: name and value, as a config would give them.
         why: the reason, in a sentence.
         is_open: whether the config left it to be decided.
-        about: what it decides; None: nothing that changes later.
+        is_of_share: whether it decides the share on the accelerator, which may move later.
     """
 
     decision: str
     why: str
     is_open: bool = False
-    about: Subject | None = None
+    is_of_share: bool = False
 
     def __str__(self) -> str:
         return f"{self.decision}: {self.why}"
@@ -130,7 +126,7 @@ class ZenFlowPlan:
     @cached_property
     def kinds(self) -> ArenaKinds:
         """What the arrays of all partitions have in common."""
-        return kinds_of(self.rule, self.dtypes, self.places, may_open=self.measures_share)
+        return kinds_of(self.rule, self.dtypes, self.places)
 
     @cached_property
     def arena(self) -> tuple[ArraySpec, ...]:
@@ -149,6 +145,14 @@ class ZenFlowPlan:
             total = sum(each.on_host * each.times for each in self.partitions)
             most = max((each.on_host for each in self.partitions), default=0)
             yield from weight_slots(total, most, self.rule.block_size, self.dtypes)
+
+    @property
+    def bytes_at_start(self) -> int:
+        """Bytes of the arena that the worker touches at start."""
+        partitions = (
+            bytes_at_start(self.kinds.of(0, each.on_host)) * each.times for each in self.partitions
+        )
+        return sum(partitions) + bytes_at_start(self._slot_arrays())
 
     @cached_property
     def layout(self) -> ArenaLayout:
@@ -181,7 +185,7 @@ class ZenFlowPlan:
     # -- the accelerator ---------------------------------------------------------------------------
 
     @property
-    def has_share(self) -> bool:
+    def has_heads(self) -> bool:
         """Whether some elements step on the accelerator."""
         return any(each.head for each in self.partitions)
 
@@ -192,7 +196,7 @@ class ZenFlowPlan:
             return frozenset()
         found = {Kernel.NORM}
         computes_there = self.places.gradient is Place.ACCELERATOR
-        if self.has_share or (self.rule.steps_beside_worker and computes_there):
+        if self.has_heads or (self.rule.steps_beside_worker and computes_there):
             found.add(Kernel.STEP)
         if self.rule.estimates and computes_there:
             found.add(Kernel.ESTIMATE)

@@ -1,4 +1,4 @@
-"""Defines what the plan needs to know of an update rule: its settings, and the resulting sizes."""
+"""Defines the settings of update rules, and the bytes that they take besides the arena."""
 
 from __future__ import annotations
 
@@ -6,13 +6,49 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.zenflow.plan.arrays import PerBlock
-from deepspeed_ext.zenflow.plan.places import Arrival, Places
-from deepspeed_ext.zenflow.plan.rule_bytes import RuleBytes
+from deepspeed_ext.zenflow.plan.chunks import (
+    ACCELERATOR_CHUNK_NUMEL,
+    HOST_CHUNK_NUMEL,
+    ROUNDED_CHUNK_NUMEL,
+    chunk_of,
+)
+from deepspeed_ext.zenflow.plan.places import Arrival, Place, Places
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
-from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, StateLayout
 
-__all__ = ["RuleSettings"]
+__all__ = [
+    "FLOAT_BYTES",
+    "PredictiveSettings",
+    "RuleBytes",
+    "RuleSettings",
+    "head_step_bytes",
+    "slots_at",
+]
+
+FLOAT_BYTES = DTYPE_BYTES["float32"]
+_ROUNDING_BYTES = {"bfloat16": 24, "int8": 42}
+"""Temporaries per element while torch operations round its moments at random, by their dtype: three
+numbers of 8 bytes; or two of them, and the fp32 numbers of which a code is made."""
+_SIGN_BYTES = 1
+
+
+@dataclass(frozen=True)
+class RuleBytes:
+    """Bytes that a rule takes for a partition.
+
+    Attributes:
+        kept: kept on the accelerator besides the weights, by kind.
+        kept_on_host: kept on the host, outside the arena.
+        saved: size of each tensor in a checkpoint, besides the arena.
+        step: maximum temporaries while the weights are computed.
+    """
+
+    kept: dict[str, int] = field(default_factory=dict)
+    kept_on_host: int = 0
+    saved: tuple[int, ...] = ()
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,3 +114,91 @@ class RuleSettings(ABC):
     def per_block_width(self) -> int:
         """Elements of the per-block array for one block."""
         return self.layout.per_block_width(self.block_size)
+
+
+def slots_at(arrival: Arrival) -> int:
+    """Number of slots for gradients that overlapped steps need.
+
+    Note: [the slot of y]
+    y replaces the gradient that went into it, in its slot. The slot may be reused once the step has
+    read y, so not if the next gradient arrives before that.
+    """
+    return 1 if arrival is Arrival.AFTER_Y else 2
+
+
+@dataclass(frozen=True)
+class PredictiveSettings(RuleSettings):
+    """Settings of the predictive rule."""
+
+    prediction_error_factor: float
+    """0: no guard."""
+
+    @classmethod
+    def of(cls, config: ZenFlowConfig, *, layout: StateLayout = ADAM_STATE) -> PredictiveSettings:
+        """Read the settings from a section."""
+        return cls(
+            overlapped=config.overlapped,
+            warm_up_steps=config.warm_up_steps,
+            block_size=config.block_size,
+            prediction_error_factor=config.prediction_error_factor,
+            layout=layout,
+        )
+
+    def slots(self, arrival: Arrival) -> int:
+        return slots_at(arrival) if self.overlapped else 1
+
+    @property
+    def estimates(self) -> bool:
+        return self.overlapped
+
+    @property
+    def steps_beside_worker(self) -> bool:
+        return False
+
+    def per_block(self, places: Places) -> PerBlock:
+        """What the estimate is made from, copied to the accelerator if estimates run there."""
+        goes_there = self.overlapped and places.gradient is Place.ACCELERATOR
+        return PerBlock(*self.layout.per_block, exchanged=goes_there)
+
+    def nbytes(
+        self,
+        numel: int,
+        weights_bytes: int = 0,
+        *,
+        arrived_bytes: int = 0,
+        in_place: bool = False,
+    ) -> RuleBytes:
+        """Kept: 1 / d_b of each block. With Lion, the signs and means of m.
+
+        Temporaries by torch operations are fp32 arrays of one chunk: for 16-bit weights three of
+        `Estimator.predict`, to which y comes in parts, for others one. With Lion two, and a byte
+        for each sign. A kernel needs none, but whether it can run is not known before the run.
+        """
+        if not self.overlapped:
+            return RuleBytes()
+        remembered = "signs and means" if self.layout.with_signs else "derived denominators"
+        entries = -(-numel // self.block_size) * self.per_block_width
+        kept = {remembered: FLOAT_BYTES * entries}
+        chunk = min(numel, chunk_of(ACCELERATOR_CHUNK_NUMEL, self.block_size))
+        arrived = 0 if in_place else chunk * arrived_bytes
+        factor = FLOAT_BYTES * -(-chunk // self.block_size)
+        if self.layout.with_signs:
+            step = chunk * (2 * FLOAT_BYTES + max(_SIGN_BYTES, 0 if in_place else arrived_bytes))
+            return RuleBytes(kept, saved=tuple(kept.values()), step=step)
+        narrow = weights_bytes < FLOAT_BYTES
+        step = (3 if narrow else 1) * FLOAT_BYTES * chunk + max(arrived, factor)
+        return RuleBytes(kept, saved=tuple(kept.values()), step=step)
+
+
+def head_step_bytes(
+    numel: int, block_size: int, layout: StateLayout = ADAM_STATE, *, on_host: bool = False
+) -> int:
+    """Bytes of temporaries while `numel` elements step beside the worker, if no kernel can run: two
+    fp32 arrays of one chunk, and three numbers per block."""
+    at_once = HOST_CHUNK_NUMEL if on_host else ACCELERATOR_CHUNK_NUMEL
+    chunk = min(numel, chunk_of(at_once, block_size))
+    if layout.moment_dtype != "float32":  # and both moments in fp32
+        chunk = min(chunk, chunk_of(ROUNDED_CHUNK_NUMEL, block_size))
+        per_element = 4 * FLOAT_BYTES + _ROUNDING_BYTES[layout.moment_dtype]
+        return per_element * chunk + 3 * FLOAT_BYTES * (chunk // block_size)
+    return 2 * FLOAT_BYTES * chunk + 3 * FLOAT_BYTES * (chunk // block_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepspeed_ext.config import ZenFlowConfig
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.plan.selective import SelectiveSettings
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout

@@ -1,37 +1,50 @@
-"""Computes how much of the optimizer should step on the accelerator, so that the rest is hidden and
-the memory suffices, and changes a plan accordingly. Pure functions.
+"""Chooses, from measured steps, how much of the optimizer steps on the accelerator, and says what
+limits a step. Pure functions.
 
-A plan begins with everything on the host. Once steps are measured, a share can move, because the
-host's arrays may begin behind elements that are not theirs (`ArraySpec.before`): the rest keeps its
-place in the arena.
+A run that measures begins with everything on the host. Its synchronous steps show the accelerator's
+time without a pass beside it, and how many threads the pass likes; the overlapped ones after them
+how long pass and copies take, and by how much they delay the accelerator (`ChainTimes`). From that
+follows the largest share that the host can step unnoticed (`chosen_share`). Everything is measured
+and chosen once; `zenflow.first_steps` does so at run time.
+
+A share can move because the host's arrays may begin behind elements that are not theirs
+(`ArraySpec.before`): the rest keeps its place in the arena.
 """
 
 from __future__ import annotations
 
+import enum
 import math
+import statistics
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from deepspeed_ext.zenflow.plan.arrays import ArenaLayout, PlacedArray
-from deepspeed_ext.zenflow.plan.partitions import head_of
-from deepspeed_ext.zenflow.plan.places import Copies, Place
+from deepspeed_ext.zenflow.plan.lanes import traffic_of
+from deepspeed_ext.zenflow.plan.partitions import head_bytes, head_of
+from deepspeed_ext.zenflow.plan.places import Copies
 from deepspeed_ext.zenflow.plan.plan import Reason, ZenFlowPlan
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
 
 __all__ = [
     "HIDDEN",
+    "LEAST_GAINED",
     "MEASURED_STEPS",
+    "SETTLING_STEPS",
     "UNITS",
     "WATCHED_STEPS",
     "ChainTimes",
-    "fitting_units",
+    "Limit",
+    "MeasuredStep",
+    "best_threads",
+    "chosen_share",
+    "least_units",
     "hiding_units",
-    "is_worth_it",
-    "relaid",
+    "limit_line",
+    "probed_threads",
     "share_reason",
-    "step_seconds",
-    "with_copies_inside",
+    "thread_counts",
+    "times_of",
     "with_heads",
     "with_host_share",
     "with_threads",
@@ -40,19 +53,119 @@ __all__ = [
 UNITS = 1024
 """A chosen share is a multiple of one over this."""
 
-MEASURED_STEPS = 8
-"""Successive synchronous steps to measure before a share moves; the first two touch memory and warm
-caches."""
+SETTLING_STEPS = 2
+"""The first steps, which touch memory and warm caches: they are not measured."""
+
+_PROBED_STEPS = 6
+"""Synchronous steps after those, whose passes run with several thread counts."""
+
+MEASURED_STEPS = SETTLING_STEPS + _PROBED_STEPS
 
 WATCHED_STEPS = 6
-"""Overlapped steps to measure before a share moves, if the first of them comes soon: they show how
-much the pass slows forward and backward."""
+"""Overlapped steps to measure."""
 
 HIDDEN = 0.95
 """Fraction of the accelerator's time that the optimizer's chain may take."""
 
+LEAST_GAINED = 0.03
+"""Fraction by which a step must get shorter for more of the optimizer on the accelerator than hides
+the rest, and by which fewer threads must be faster."""
+
 LEAST_MOVED = 1 / 32
 """A smaller share on the accelerator is not worth a move."""
+
+MOST_CONTENTION = 0.9
+
+NOT_LIMITED = 0.05
+"""A step that the optimizer makes longer by less than this fraction counts as not limited by it."""
+
+
+# -- what is measured ----------------------------------------------------------------------------
+
+
+class Limit(enum.IntEnum):
+    """What makes a step longer than one without the optimizer; metrics show its number."""
+
+    NOTHING = 0
+    WORKER = 1
+    LINK = 2
+    GATHER = 3
+    STEP = 4
+    """The step's own work on the accelerator."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A typical step of one rank, in seconds.
+
+    Attributes:
+        device: from the end of one optimizer step to the start of the next.
+        inside: duration of the optimizer step.
+        wait: the part of `inside` in which the accelerator waited for the worker or for copies.
+        worker: duration of the worker's pass.
+        link: duration of copies beside the step; 0: they run inside, or there are none.
+        gather: the part of `inside` between the weights and the end of the step.
+        estimate: the part of `inside` that estimates the weights of elements on the host.
+    """
+
+    device: float
+    inside: float
+    wait: float
+    worker: float
+    link: float = 0.0
+    gather: float = 0.0
+    estimate: float = 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """Its duration divided by that of a step without the optimizer."""
+        return (self.device + self.inside) / self.device
+
+    @property
+    def limit(self) -> Limit:
+        """What takes the largest part of the optimizer step."""
+        if self.slowdown < 1.0 + NOT_LIMITED:
+            return Limit.NOTHING
+        own = self.inside - self.wait - self.gather
+        if self.wait < max(own, self.gather):
+            return Limit.STEP if own >= self.gather else Limit.GATHER
+        if self.link:
+            return Limit.WORKER if self.worker >= self.link else Limit.LINK
+        return Limit.WORKER if self.wait >= 2 * self.exposed_copies else Limit.LINK
+
+    @property
+    def exposed_copies(self) -> float:
+        """The part of `wait` spent on copies inside the step: what is not explained by a worker
+        slower than the accelerator."""
+        busy = self.device + self.inside - self.wait
+        return 0.0 if self.link else max(0.0, self.wait - max(0.0, self.worker - busy))
+
+
+_TOLD = {
+    Limit.NOTHING: "nothing limits it",
+    Limit.WORKER: (
+        "the optimizer process limits it{cores}: fewer pt_reserved_cores, state_dtype bfloat16, or "
+        "more work per step make it shorter"
+    ),
+    Limit.LINK: (
+        "the link to the host limits it: more work per step, or more of the optimizer on the "
+        "accelerator (offload_optimizer.ratio), make it shorter"
+    ),
+    Limit.GATHER: "the gather of the weights limits it",
+    Limit.STEP: "the step's own work on the accelerator limits it",
+}
+
+
+def limit_line(step: MeasuredStep, cores: tuple[int, int] | None = None) -> str:
+    """What limits `step`, in one line.
+
+    Args:
+        cores: those of the optimizer process, and all of its rank; None: not known.
+    """
+    told = _TOLD[step.limit].format(
+        cores="" if cores is None else " ({} of {} cores)".format(*cores)
+    )
+    return f"ZenFlow: a step takes {step.slowdown:.2f}x its time without the optimizer; {told}"
 
 
 @dataclass(frozen=True)
@@ -61,9 +174,8 @@ class ChainTimes:
 
     Attributes:
         device: the accelerator's time between two optimizer steps, with no pass beside it.
-        worker: the pass, per step; without landing buffers, everything that runs beside the step.
-        link: the copies beside the step, in the slower direction; without landing buffers, what the
-            step waits for.
+        worker: the pass, per step.
+        link: the copies, in the slower direction.
         fixed: the part of the chain of copies and pass that does not depend on the number of
             elements.
         contention: seconds by which a second of the pass delays the accelerator, because both need
@@ -78,10 +190,150 @@ class ChainTimes:
     contention: float = 0.0
     there: float = 0.0
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is enough to choose from."""
+        return all(map(math.isfinite, vars(self).values())) and min(self.device, self.worker) > 0.0
+
     def beside(self, host_share: float) -> float:
         """`device` while the host passes over `host_share` of the elements."""
         delayed = self.device + self.contention * self.worker * host_share
         return min(delayed, self.device / (1.0 - self.contention))
+
+
+def times_of(
+    plan: ZenFlowPlan, alone: MeasuredStep | None, beside: MeasuredStep | None
+) -> ChainTimes:
+    """Scale a rank's measurements to a step with all elements on the host.
+
+    Args:
+        plan: the plan of those steps.
+        alone: a synchronous step. None: there were none, so how much the pass delays the
+            accelerator is not known.
+        beside: an overlapped step; None: steps do not overlap.
+    """
+    step = beside or alone
+    if step is None:
+        return ChainTimes(0.0, 0.0)
+    scale = sum(each.numel for each in plan.partitions) / max(1, _on_host(plan))
+    link = scale * _slower_way(plan, step.link or step.exposed_copies)
+    device, fixed, contention = step.device, 0.0, 0.0
+    if alone is not None:
+        device = alone.device
+        # a synchronous step waits for all copies, an overlapped one for those of one chunk
+        chunks = (
+            0
+            if plan.chunks is None
+            else sum(-(-each.on_host // plan.chunks.numel) for each in plan.partitions)
+        )
+        fixed = max(0.0, alone.wait - alone.worker) / chunks if chunks else 0.0
+    if alone is not None and beside is not None and (both := min(beside.worker, beside.device)):
+        contention = min(MOST_CONTENTION, max(0.0, beside.device - alone.device) / both)
+    there = _exact_over_estimate(plan) * scale * step.estimate
+    return ChainTimes(device, scale * step.worker, link, fixed, contention, there)
+
+
+def _on_host(plan: ZenFlowPlan) -> int:
+    return sum(each.on_host for each in plan.partitions)
+
+
+def _slower_way(plan: ZenFlowPlan, both: float) -> float:
+    """The seconds of the slower direction, of `both` seconds of copies in both."""
+    moves = traffic_of(plan)
+    return both * max(moves.down, moves.up) / (moves.down + moves.up)
+
+
+def _exact_over_estimate(plan: ZenFlowPlan) -> float:
+    """Bytes of an exact step on the accelerator over those of an estimate: 28 and 6 per element
+    with fp32 moments. Both are bound by memory."""
+    dtypes, block_size = plan.dtypes, plan.rule.block_size
+    gradient, published = DTYPE_BYTES[dtypes.gradient], DTYPE_BYTES[dtypes.published]
+    weights = DTYPE_BYTES[dtypes.weights]
+    stepped = 2 * head_bytes(plan.rule, block_size) / block_size + gradient + weights
+    return stepped / (gradient + published + weights)
+
+
+# -- threads -------------------------------------------------------------------------------------
+
+
+def thread_counts(most: int) -> tuple[int, ...]:
+    """The thread counts to try, at most three, the largest first."""
+    return tuple(dict.fromkeys(max(1, count) for count in (most, most * 3 // 4, most // 2)))
+
+
+def probed_threads(counts: Sequence[int]) -> list[int]:
+    """The thread count of the pass of each of `_PROBED_STEPS` steps."""
+    return [count for count in counts for _ in range(_PROBED_STEPS // len(counts))]
+
+
+def best_threads(counts: Sequence[int], seconds: Sequence[float]) -> int:
+    """The count with the shortest passes: the first, unless a later one is clearly faster, or not
+    all were measured.
+
+    Args:
+        seconds: of the passes with `probed_threads`, as far as there were such steps.
+    """
+    passes: Mapping[int, list[float]] = {count: [] for count in counts}
+    for count, each in zip(probed_threads(counts), seconds, strict=False):
+        passes[count].append(each)
+    best, *others = counts
+    if all(passes.values()) and len(seconds) >= len(probed_threads(counts)):
+        for count in others:
+            least = (1.0 - LEAST_GAINED) * statistics.median(passes[best])
+            best = count if statistics.median(passes[count]) < least else best
+    return best
+
+
+# -- the choice ----------------------------------------------------------------------------------
+
+
+def least_units(plan: ZenFlowPlan, room: int) -> int:
+    """How much must step on the host, of `UNITS`, so that the rest fits into `room` bytes of the
+    accelerator above the peak of a step of `plan`. `UNITS` if nothing fits."""
+    fitting = bisect_right(
+        range(UNITS + 1),
+        max(0, room) + _accelerator_bytes(plan),
+        key=lambda there: _accelerator_bytes(with_host_share(plan, 1.0 - there / UNITS, "")),
+    )
+    return UNITS - max(0, fitting - 1)
+
+
+def _accelerator_bytes(plan: ZenFlowPlan) -> int:
+    return plan.held.head_bytes + plan.held.landing_bytes
+
+
+def chosen_share(plan: ZenFlowPlan, ranks: Sequence[tuple[ChainTimes, int]]) -> tuple[float, str]:
+    """The share of the optimizer on the host that makes steps shortest, and why. All ranks find the
+    same. Elements never move back, and none move where steps would get longer.
+
+    The largest share that hides comes first, because it moves least; then the smallest that fits,
+    because the accelerator is delayed by every element of a pass.
+
+    Args:
+        ranks: of each rank what it has measured, and the `least_units` of its own plan.
+    """
+    now = plan.host_share
+    of_all = [times for times, _ in ranks]
+    if not all(times.is_complete for times in of_all):
+        return now, "a rank could not measure its steps"
+    least = min(max(units for _, units in ranks) / UNITS, now)
+    hiding = min(hiding_units(plan, times) for times in of_all) / UNITS
+
+    def seconds(share: float) -> float:
+        return max(_step_seconds(plan, share, times) for times in of_all)
+
+    share = min(now, max(least, hiding))
+    share = least if seconds(least) < (1.0 - LEAST_GAINED) * seconds(share) else share
+    slowest = max(of_all, key=lambda times: times.worker)
+    why = (
+        f"a pass over all elements takes {slowest.worker * 1e3:.1f} ms, copies "
+        f"{slowest.link * 1e3:.1f} ms, the accelerator {slowest.device * 1e3:.1f} ms between "
+        f"two steps, and every rank has room for {1.0 - least:.1%} of its optimizer"
+    )
+    if slowest.contention:
+        why = f"{why}; a second of a pass delays the accelerator by {slowest.contention:.2f} s"
+    is_worth_it = now - share >= LEAST_MOVED and seconds(share) <= seconds(now)
+    return (share if is_worth_it else now), why
 
 
 def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
@@ -96,54 +348,20 @@ def hiding_units(plan: ZenFlowPlan, times: ChainTimes) -> int:
     return max(0, min(UNITS, math.floor(share * UNITS)))
 
 
-def fitting_units(plan: ZenFlowPlan, room: int, now: ZenFlowPlan | None = None) -> int:
-    """How much must step on the host, of `UNITS`, so that the rest fits into `room` bytes of the
-    accelerator above the peak of a step. `UNITS` if nothing fits.
-
-    Args:
-        now: the plan of that step; None: `plan`.
-    """
-    before = _accelerator_bytes(now or plan)
-    units = range(UNITS + 1)
-    fitting = bisect_right(
-        units,
-        max(0, room) + before,
-        key=lambda there: _accelerator_bytes(with_host_share(plan, 1.0 - there / UNITS, "")),
-    )
-    return UNITS - max(0, fitting - 1)
-
-
-def _accelerator_bytes(plan: ZenFlowPlan) -> int:
-    return plan.held.share_bytes + plan.held.landing_bytes
-
-
-def with_copies_inside(plan: ZenFlowPlan) -> ZenFlowPlan:
-    """`plan` without landing buffers: gradients and y are copied inside the step, and are whole on
-    the host."""
-    places = replace(plan.places, published=Place.HOST, handed_over=Place.HOST)
-    partitions = tuple(replace(each, places=places) for each in plan.partitions)
-    why = "landing buffers gave way to a larger share of the optimizer"
-    reason = Reason(f"copies {Copies.INSIDE_STEP.value}", why, True, "copies")
-    reasons = _with_reason(plan, reason)
-    return replace(plan, partitions=partitions, chunks=None, reasons=reasons)
-
-
-def step_seconds(plan: ZenFlowPlan, host_share: float, times: ChainTimes) -> float:
+def _step_seconds(plan: ZenFlowPlan, host_share: float, times: ChainTimes) -> float:
     """Seconds of a step of `plan` on one rank, with this share."""
     worker, link = times.worker * host_share, times.link * host_share
     device, there = times.beside(host_share), times.there * (1.0 - host_share)
+    is_beside = plan.copies is Copies.BESIDE_STEP
+    chain = max(worker, link) + times.fixed
     if not plan.rule.overlapped:
-        if plan.copies is Copies.BESIDE_STEP:
-            return device + max(worker, link) + times.fixed + there
-        return device + link + worker + there
-    if plan.copies is Copies.BESIDE_STEP:
-        return max(device, max(worker, link) + times.fixed) + there
+        return device + (chain if is_beside else link + worker) + there
+    if is_beside:
+        return max(device, chain) + there
     return device + link + max(0.0, worker - device) + there
 
 
-def is_worth_it(plan: ZenFlowPlan, host_share: float) -> bool:
-    """Whether moving from `plan` to this share is worth it."""
-    return plan.host_share - host_share >= LEAST_MOVED
+# -- what a plan becomes -------------------------------------------------------------------------
 
 
 def with_host_share(plan: ZenFlowPlan, host_share: float, why: str) -> ZenFlowPlan:
@@ -157,43 +375,23 @@ def with_heads(plan: ZenFlowPlan, heads: Sequence[int], host_share: float, why: 
     """`with_host_share`, given how many elements of each partition step on the accelerator."""
     pairs = zip(plan.partitions, heads, strict=True)
     partitions = tuple(replace(each, head=head) for each, head in pairs)
-    reason = share_reason(host_share, why, is_open=True)
+    kept = (each for each in plan.reasons if not each.is_of_share)
     return replace(
         plan,
         partitions=partitions,
         host_share=host_share,
-        reasons=_with_reason(plan, reason),
+        reasons=(*kept, share_reason(host_share, why, is_open=True)),
         measures_share=False,
     )
 
 
-def _with_reason(plan: ZenFlowPlan, reason: Reason) -> tuple[Reason, ...]:
-    """The plan's reasons, with `reason` in place of the one about the same."""
-    return (*(each for each in plan.reasons if each.about != reason.about), reason)
-
-
 def share_reason(host_share: float, why: str, *, is_open: bool = False) -> Reason:
     """Why `host_share` of each partition steps on the host."""
-    return Reason(f"offload_optimizer.ratio = {host_share:.4g}", why, is_open, "share")
+    return Reason(f"offload_optimizer.ratio = {host_share:.4g}", why, is_open, is_of_share=True)
 
 
 def with_threads(plan: ZenFlowPlan, threads: int) -> ZenFlowPlan:
     """`plan` with this many threads of the optimizer process."""
-    return plan if plan.cpus is None else replace(plan, cpus=plan.cpus._replace(threads=threads))
-
-
-def relaid(layout: ArenaLayout, plan: ZenFlowPlan) -> ArenaLayout:
-    """`layout` with the arrays of `plan`, which has fewer elements on the host.
-
-    An array with elements before it begins that much later. The others stay in place: they hold
-    nothing that the next step reads.
-    """
-    found = {array.spec.key: array for array in layout.arrays}
-    arrays = []
-    for spec in plan.arena:
-        was, offset = found[spec.key]
-        further = (spec.before - was.before) * DTYPE_BYTES[spec.dtype]
-        assert further >= 0, "elements move to the accelerator, not back"
-        assert spec.before + spec.numel <= was.before + was.numel, "an array does not grow"
-        arrays.append(PlacedArray(spec, offset + further))
-    return ArenaLayout(tuple(arrays), layout.nbytes)
+    if plan.cpus is None or plan.cpus.threads == threads:
+        return plan
+    return replace(plan, cpus=plan.cpus._replace(threads=threads))

@@ -3,15 +3,15 @@ runtime's own where it has one."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from pydantic import ConfigDict
 
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
+from deepspeed_ext.zenflow.worker.kernel.definition import adam_step
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["FLOATS", "AdamState", "PartitionValues", "Shape"]
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartitionValues(ABC):
+class PartitionValues:
     """The part of a partition's saved state that both rules have.
 
     Attributes:
@@ -45,7 +45,8 @@ class PartitionValues(ABC):
         on_accelerator: how many of them, at its start, step on the accelerator; the other values
             leave them out.
         updates: its number of updates; None: the run's.
-        collected: constants of the gradients that were not handed over, oldest first.
+        collected: constants of the gradients that were not handed over, oldest first; only in
+            checkpoints of earlier releases.
         gradients: these gradients.
     """
 
@@ -54,8 +55,8 @@ class PartitionValues(ABC):
     numel: int
     on_accelerator: int
     updates: int | None = None
-    collected: list[AdamStep]
-    gradients: list[torch.Tensor]
+    collected: list[AdamStep] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def on_host(self) -> int:
@@ -72,20 +73,6 @@ class PartitionValues(ABC):
         for index, gradient in enumerate(self.gradients):
             yield Shape(f"gradient {index}", gradient, self.on_host, FLOATS)
 
-    @abstractmethod
-    def apply_collected(
-        self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
-    ) -> None:
-        """Apply the collected gradients to a part of what the rule sees, as the rule would, in this
-        process.
-
-        Args:
-            state: p, m, v of the part, changed in place; 1-D [n], host; p is fp32.
-            begin: first element of the part, not counting those on the accelerator, at the start of
-                a block. The part ends where a block or the partition ends.
-            moment_dtype: dtype that the rule rounded the moments to.
-        """
-
     @property
     def is_behind(self) -> bool:
         """Whether p and the moments lack gradients that were collected."""
@@ -94,8 +81,25 @@ class PartitionValues(ABC):
     def catch_up(
         self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
     ) -> None:
-        """`apply_collected` for a part that begins at element `begin` of the whole partition, where
-        a block begins."""
+        """Apply the collected gradients to a part of the partition, as the rule would, in this
+        process.
+
+        Args:
+            state: p, m, v of the part, changed in place; 1-D [n], host; p is fp32.
+            begin: first element of the part, at the start of a block. The part ends where a block
+                or the partition ends.
+            moment_dtype: dtype that the rule rounded the moments to.
+        """
         skipped = max(0, self.on_accelerator - begin)
-        parts, begin = [array[skipped:] for array in state], begin + skipped - self.on_accelerator
-        self.apply_collected(parts, block_size, begin, moment_dtype)
+        parts = [array[skipped:] for array in state]
+        if self.is_behind and parts[0].numel():
+            begin += skipped - self.on_accelerator
+            self.apply_collected(parts, block_size, begin, moment_dtype)
+
+    def apply_collected(
+        self, state: AdamState, block_size: int, begin: int, moment_dtype: str
+    ) -> None:
+        """`catch_up` for a part of what the rule sees, of which `begin` is an element, too."""
+        first, end = self.on_accelerator + begin, begin + state[0].numel()
+        for gradient, step in zip(self.gradients, self.collected, strict=True):
+            adam_step(state, gradient[begin:end], step, block_size, first, moment_dtype)

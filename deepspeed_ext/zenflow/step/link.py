@@ -22,7 +22,6 @@ from deepspeed_ext.runtime.process import OwnProcess
 from deepspeed_ext.runtime.ranks import DeferredError, RankGroup, raise_together, together
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.share import relaid
 from deepspeed_ext.zenflow.step.arrivals import WeightArrivals
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.stream import Stream, WeightSlot
@@ -159,7 +158,7 @@ class WorkerLink:
                 self.process = threads.start(self.arena, plan)
                 self._carry(plan, buffers)
         except BaseException:
-            self.abandon()
+            self.close()
             raise
         if self.process.ready.warning:
             logger.warning(
@@ -195,7 +194,7 @@ class WorkerLink:
             )
         self._end_copies.detach()
         self.page_locks.unlock()
-        layout = relaid(self.arena.layout, plan)
+        layout = self.arena.layout.relaid(plan.arena)
         self.process.wait_for(self.process.submit([ArenaRelay(layout)]))
         self.arena.relay(layout)
         self._carry(plan, buffers)
@@ -396,21 +395,16 @@ class WorkerLink:
         self.raise_deferred()
 
     def close(self) -> None:
-        """Stop the worker. The arena's tensors stay readable. Idempotent, also after a failed
-        start."""
+        """Stop the worker, and free the arena's memory even if tensors still refer to it, which
+        then read as zero. Idempotent, also after a failed start."""
         if hasattr(self, "process"):
             self.process.close()
         if hasattr(self, "_end_copies"):
             self._end_copies()
         if hasattr(self, "arena"):
             self.arena.close()
-
-    def abandon(self) -> None:
-        """Close after the engine's constructor failed, and free the arena's memory even if tensors
-        still refer to it."""
-        self.close()
-        if hasattr(self, "arena"):
-            self.arena.discard()
+            if self.home.is_here:
+                self.arena.discard()
 
 
 def _end_copies(

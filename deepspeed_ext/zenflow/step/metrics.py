@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from deepspeed_ext.runtime.stopwatch import Stopwatch, stopwatch
-from deepspeed_ext.zenflow.plan.advice import MeasuredStep
-from deepspeed_ext.zenflow.step.adviser import Adviser
+from deepspeed_ext.zenflow.plan.share import SETTLING_STEPS, MeasuredStep
 
 __all__ = ["Metrics"]
 
 _REMEMBERED = 64
-_SETTLING_STEPS = 2  # the first steps touch memory and warm caches
+_FEWEST = 5
+"""Overlapped steps to measure before a run is judged by them."""
 
 
 def _seconds() -> deque[float]:
@@ -24,13 +24,16 @@ def _seconds() -> deque[float]:
 
 
 @dataclass
-class _Overlapped:
-    """For each part of a step, seconds in the latest successive overlapped steps.
+class _Alike:
+    """For each part of a step, seconds in the latest successive steps that all overlapped, or all
+    waited for their own update.
 
     Attributes:
+        device: time before the step.
         worker: pass time, per gradient.
     """
 
+    device: deque[float] = field(default_factory=_seconds)
     inside: deque[float] = field(default_factory=_seconds)
     wait: deque[float] = field(default_factory=_seconds)
     gather: deque[float] = field(default_factory=_seconds)
@@ -76,20 +79,17 @@ class Metrics:
     estimating: Stopwatch | None = None
     """Runs while weights are estimated, without waits for what the estimate needs, while a share is
     chosen by that time; None: nobody asks for it."""
-    adviser: Adviser | None = None
-    """Judges overlapped steps; None: no judgement."""
     _total_wait: float = field(default=0.0, init=False)
     _total_hideable: float = field(default=0.0, init=False)
     _hideable: float = field(default=0.0, init=False)
-    _worker: list[float] = field(default_factory=list, init=False)
-    _device: list[float] = field(default_factory=list, init=False)
-    _overlapped: _Overlapped = field(default_factory=_Overlapped, init=False)
-    _is_resumed: bool = field(default=False, init=False)
-    _left_out: list[deque[bool]] = field(
+    _steps: int = field(default=0, init=False)
+    _is_synchronous: bool = field(default=True, init=False)
+    _alike: _Alike = field(default_factory=_Alike, init=False)
+    _counts: list[deque[bool]] = field(
         default_factory=lambda: [deque() for _ in range(3)], init=False
     )
-    """Of waits, gathers and whole steps: for each lap that has not come yet, oldest first, whether
-    its step is not among the latest successive overlapped ones."""
+    """Laps on an accelerator come later. Of waits, gathers and whole steps: for each lap that has
+    not come yet, oldest first, whether its step belongs to `_alike`."""
     _between: Stopwatch = field(default_factory=stopwatch)
     _inside: Stopwatch = field(default_factory=stopwatch)
 
@@ -99,61 +99,54 @@ class Metrics:
         self._inside.start()
         self.bytes_down, self.bytes_up = 0, 0
         between = self._between.lap()
-        if self._is_resumed:  # no step before it in this process
-            self._is_resumed = False
-            return
-        if self._device:  # the first step has no previous one
+        if self._steps:  # the first step has no previous one
             self.device_seconds = _newest(between, self.device_seconds)
-        self._device = [*self._device[-_REMEMBERED:], *between]
+            self._alike.device.extend(between)
 
     def timing_estimate(self) -> AbstractContextManager[None]:
         """Time an estimate of weights, if anybody asks for it."""
         return nullcontext() if self.estimating is None else self.estimating.measured()
 
     def end_step(self, synchronous: bool) -> None:
-        """Stop timing the optimizer step. A `synchronous` step waits for its own update, or for the
-        pass over its gradient, and hides nothing."""
+        """Stop timing the optimizer step. A `synchronous` step waits for its own update, and hides
+        nothing."""
         self._inside.stop()
         self._between.start()
+        self._steps += 1
+        if synchronous is not self._is_synchronous:
+            self.begin_anew()
+        self._is_synchronous = synchronous
         waits, gathers, insides = self.waiting.lap(), self.gathering.lap(), self._inside.lap()
-        estimates = [] if self.estimating is None else self.estimating.lap()
         self.wait_seconds = _newest(waits, self.wait_seconds)
         self.gather_seconds = _newest(gathers, self.gather_seconds)
         self.step_seconds = _newest(insides, self.step_seconds)
-        waits, gathers, insides = (
-            self._of_overlapped(laps, left_out, synchronous)
-            for laps, left_out in zip((waits, gathers, insides), self._left_out, strict=True)
-        )
-        self._total_wait += sum(waits)
+        past = self._alike
+        waits = self._alike_of(waits, self._counts[0])
+        past.wait.extend(waits)
+        past.gather.extend(self._alike_of(gathers, self._counts[1]))
+        past.inside.extend(self._alike_of(insides, self._counts[2]))
+        if self.estimating is not None:
+            past.estimate.extend(self.estimating.lap())
         if not synchronous:
+            self._total_wait += sum(waits)
             self._total_hideable += self._hideable
         self._hideable = 0.0
         if self._total_hideable > 0:
             self.overlap = max(0.0, 1.0 - self._total_wait / self._total_hideable)
-        if synchronous:
-            self._begin_anew()
-            return
-        past = self._overlapped
-        past.wait.extend(waits)
-        past.gather.extend(gathers)
-        past.inside.extend(insides)
-        past.estimate.extend(estimates)
-        adviser, measured = self.adviser, len(past.inside)
-        is_chosen = self.estimating is None  # otherwise the run may soon help itself
-        if adviser is not None and is_chosen and adviser.is_due(measured):
-            adviser.judge(self.typical_step())
+        if self._steps <= SETTLING_STEPS:
+            self.begin_anew()
 
     @staticmethod
-    def _of_overlapped(laps: list[float], left_out: deque[bool], synchronous: bool) -> list[float]:
-        """Those of `laps` that came only now and belong to the latest successive overlapped steps;
-        a step has one lap, and ends now."""
-        left_out.append(synchronous)
-        return [lap for lap in laps if not (left_out and left_out.popleft())]
+    def _alike_of(laps: list[float], counts: deque[bool]) -> list[float]:
+        """The `laps` of steps that belong to `_alike`; one more step, which has a lap, has
+        ended."""
+        counts.append(True)
+        return [lap for lap in laps if not counts or counts.popleft()]
 
-    def _begin_anew(self) -> None:
-        """Forget the overlapped steps so far, those too whose laps have not come yet."""
-        self._overlapped = _Overlapped()
-        self._left_out = [deque(True for _ in coming) for coming in self._left_out]
+    def begin_anew(self) -> None:
+        """Forget the steps so far, those too whose laps have not come yet."""
+        self._alike = _Alike()
+        self._counts = [deque(False for _ in coming) for coming in self._counts]
 
     def note_worker(self, seconds: float, gradients: int) -> None:
         """Record the worker's answer to a submission.
@@ -165,45 +158,23 @@ class Metrics:
         self.worker_seconds = seconds
         self._hideable += seconds
         if gradients:
-            self._worker = [*self._worker[-_REMEMBERED:], seconds]
-            self._overlapped.worker.append(seconds / gradients)
+            self._alike.worker.append(seconds / gradients)
 
     def note_link(self, seconds: float) -> None:
         """Record the duration of copies beside the step; 0: none were measured."""
         if seconds:
             self.link_seconds = seconds
             self._hideable += seconds
-            self._overlapped.link.append(seconds)
-
-    def typical(self) -> tuple[float, float]:
-        """Median seconds of the worker's pass and of the accelerator's step, without the first
-        few."""
-        worker, device = self._worker[_SETTLING_STEPS:], self._device[_SETTLING_STEPS:]
-        return _median(worker), _median(device)
+            self._alike.link.append(seconds)
 
     def typical_step(self) -> MeasuredStep | None:
-        """Medians over the latest successive overlapped steps; None: there is none, or the
-        accelerator took no time."""
-        past = self._overlapped
-        device = _median(self._device[-len(past.inside) :])
-        if not (past.inside and past.worker and device > 0.0):
+        """Medians over the latest successive steps that all overlapped, or all waited; None: there
+        are none, or the accelerator took no time."""
+        past = self._alike
+        if not (past.inside and past.worker and _median(past.device) > 0.0):
             return None
-        worker, link = _median(past.worker), _median(past.link)
-        inside, wait, gather = map(_median, (past.inside, past.wait, past.gather))
-        return MeasuredStep(device, inside, wait, worker, link, gather, _median(past.estimate))
-
-    def samples(self) -> dict[str, list[float]]:
-        """What medians are taken of, by name, for a checkpoint."""
-        past = {name: list(values) for name, values in vars(self._overlapped).items()}
-        alone = {"alone": self._worker, "device": self._device}
-        return {**past, **{name: list(values) for name, values in alone.items()}}
-
-    def resume(self, samples: Mapping[str, list[float]]) -> None:
-        """Go on from `samples` of a checkpoint, or from none."""
-        self._begin_anew()
-        past = {name: deque(samples.get(name, ()), _REMEMBERED) for name in vars(_Overlapped())}
-        self._overlapped, self._is_resumed = _Overlapped(**past), True
-        self._worker, self._device = (list(samples.get(name, ())) for name in ("alone", "device"))
+        parts = past.device, past.inside, past.wait, past.worker, past.link
+        return MeasuredStep(*map(_median, (*parts, past.gather, past.estimate)))
 
     def as_dict(self) -> dict[str, float]:
         """The measured metrics by name, for logs; times in milliseconds, sizes in bytes."""
@@ -218,8 +189,12 @@ class Metrics:
             "bytes_down": float(self.bytes_down),
             "bytes_up": float(self.bytes_up),
         }
-        judged = {} if self.adviser is None else self.adviser.measurements()
-        return {name: value for name, value in figures.items() if not math.isnan(value)} | judged
+        found = {name: value for name, value in figures.items() if not math.isnan(value)}
+        if self._is_synchronous or len(self._alike.inside) < _FEWEST:
+            return found
+        step = self.typical_step()
+        told = {} if step is None else {"slowdown": step.slowdown, "limit": float(step.limit)}
+        return found | told
 
 
 def _median(values: Sequence[float]) -> float:

@@ -26,9 +26,9 @@ class WholeState:
         group: index of its parameter group.
         weights: returns its weights, 1-D [n], in the model's dtype, on the accelerator.
         master: p in the arena, 1-D fp32 [n]; a leaf that requires a gradient. Elements that step on
-            the accelerator are in it only while they are shown (see `AcceleratorShare`).
+            the accelerator are in it only while they are shown (see `Heads`).
         moments: likewise m and v, or m alone, by their names in the optimizer's state. For codes,
-            the arrays that show them (see `CodedMoments`).
+            the arrays that show them (see `StateStore`).
     """
 
     group: int

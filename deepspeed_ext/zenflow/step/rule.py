@@ -33,12 +33,9 @@ class UpdateRule(ABC, Generic[PlanT]):
 
     Attributes:
         name: the rule's name in configs and checkpoints.
-        shows_collected: whether the update count exposed with p, m, v includes gradients that are
-            collected but not handed over.
     """
 
     name: ClassVar[str]
-    shows_collected: ClassVar[bool]
 
     def __init__(
         self,

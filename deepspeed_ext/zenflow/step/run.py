@@ -20,16 +20,16 @@ class ZenFlowRun:
             may have been lowered.
         steps_per_epoch: optimizer steps per epoch; None: unknown, because DeepSpeed did not build
             the data loader.
-        host_share: the fraction of each partition that steps on the host
+        host_ratio: the fraction of each partition that steps on the host
             (``offload_optimizer.ratio``); None: chosen (see `decide`).
-        asks_for_share: whether the config asks for that choice.
+        asks_for_ratio: whether the config asks for that choice.
     """
 
     config: ZenFlowConfig
     worker_timeout_seconds: float
     steps_per_epoch: int | None = None
-    host_share: float | None = 1.0
-    asks_for_share: bool = True
+    host_ratio: float | None = 1.0
+    asks_for_ratio: bool = True
 
     @classmethod
     def of(
@@ -37,8 +37,8 @@ class ZenFlowRun:
         config: ZenFlowConfig,
         group_timeouts_seconds: Iterable[float] = (),
         steps_per_epoch: int | None = None,
-        host_share: float | None = 1.0,
-        asks_for_share: bool = True,
+        host_ratio: float | None = 1.0,
+        asks_for_ratio: bool = True,
     ) -> ZenFlowRun:
         """Add the run-time values to `config`.
 
@@ -48,7 +48,7 @@ class ZenFlowRun:
         Args:
             group_timeouts_seconds: timeouts of the process groups in which other ranks wait for
                 this one; empty if there are no other ranks.
-            steps_per_epoch, host_share, asks_for_share: see the attributes.
+            steps_per_epoch, host_ratio, asks_for_ratio: see the attributes.
 
         Raises:
             ConfigError: the user's timeout is not below that of the collectives.
@@ -59,4 +59,4 @@ class ZenFlowRun:
             if "worker_timeout_seconds" in config.model_fields_set:
                 require_group_timeout(timeout, shortest)
             timeout = shortest / 2
-        return cls(config, timeout, steps_per_epoch, host_share, asks_for_share)
+        return cls(config, timeout, steps_per_epoch, host_ratio, asks_for_ratio)

@@ -26,28 +26,22 @@ A change without an exact meaning (another shape, a dtype that is not float, hal
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepspeed_ext.errors import CheckpointError, StateError
 from deepspeed_ext.runtime.words import LOAD_ANOTHER
 from deepspeed_ext.zenflow.step.partition import WholeState
 
-__all__ = ["Change", "ShownState", "ShownTensor", "plain", "write"]
+__all__ = ["Change", "ShownState", "ShownTensor", "nan_like", "plain", "write"]
 
 _MOST_UPDATES = 1 << 62
-_USES_NO_VALUES = {
-    *("__hash__", "__len__", "data_ptr", "detach", "dim", "element_size", "is_contiguous"),
-    *("is_floating_point", "is_pinned", "narrow", "nelement", "numel", "size", "stride"),
-    *("untyped_storage", "view", "full_like"),
-}
-"""Methods that describe a tensor, or return views. DeepSpeed calls them at any time, also after a
-worker has failed."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,92 +49,86 @@ class ShownTensor(torch.Tensor):
     """A tensor of the optimizer's state that a user may keep: p, a moment, or a view of one, on the
     host.
 
-    Any function that uses its values waits for the update in flight, and the next step starts from
-    the values that it leaves. Views are of this class, too; all other results, and pickled or deep
-    copies, are plain tensors. Accesses by address are not noticed: ``numpy()``, DLPack and C++
-    extensions.
+    Any operation that uses its values waits for the update in flight, and the next step starts from
+    the values that it leaves. What only describes it is no operation, such as ``shape``,
+    ``is_pinned()`` or ``data_ptr()``, and views are of this class, too; all other results, and
+    pickled or deep copies, are plain tensors. Later accesses by address are not noticed:
+    ``numpy()``, DLPack.
     """
 
     shown_by: weakref.ref[ShownState]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def of(
-        cls, tensor: torch.Tensor, shown_by: weakref.ref[ShownState], *, is_leaf: bool
-    ) -> ShownTensor:
-        """Another tensor on the memory of `tensor`.
-
-        Args:
-            is_leaf: whether it is a leaf of autograd; otherwise it is a view of `tensor`.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            if is_leaf:
-                made: ShownTensor = torch.Tensor._make_subclass(
-                    cls, tensor.detach(), tensor.requires_grad
-                )
-            else:
-                made = tensor.as_subclass(cls)
+    def of(cls, tensor: torch.Tensor, shown_by: weakref.ref[ShownState]) -> ShownTensor:
+        """Another tensor on the memory of `tensor`, a plain one."""
+        made: ShownTensor = torch.Tensor._make_subclass(cls, tensor, tensor.requires_grad)
         made.shown_by = shown_by
         return made
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        shown = [each for each in tree_leaves((args, kwargs)) if isinstance(each, ShownTensor)]
-        name = func.__name__
-        # a property has no values of its own: those that return tensors return views
-        if name not in ("__get__", "__set__", "__delete__") and name not in _USES_NO_VALUES:
-            for owner in {each.shown_by for each in shown}:
-                if (state := owner()) is not None:
-                    state.used(writes=_writes(name, args, kwargs))
-        with torch._C.DisableTorchFunctionSubclass():
-            if name == "__reduce_ex__":
-                return func(plain(args[0]), *args[1:], **kwargs)
-            if name == "__deepcopy__":
-                return _deep_copy(args[0], args[1])
-            result = func(*args, **kwargs)
-            memory = {each.untyped_storage().data_ptr(): each.shown_by for each in shown}
-            if type(result) in (tuple, list):
-                return type(result)(_shown_again(each, memory) for each in result)
-            return _shown_again(result, memory)
+        shown = [each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)]
+        with torch._C._DisableTorchDispatch():
+            if func.is_view or func is torch.ops.aten.is_pinned.default:
+                of = partial(cls.of, shown_by=shown[0].shown_by)
+                return tree_map_only(torch.Tensor, of, func(*args, **kwargs))
+            schema = func._schema.arguments
+            named = dict(zip((each.name for each in schema), args, strict=False)) | kwargs
+            written = tree_leaves([named.get(each.name) for each in schema if each.is_write])
+            writes = any(isinstance(each, cls) for each in written)
+            for shown_by in {each.shown_by for each in shown}:
+                _used(shown_by, writes=writes)
+            return func(*args, **kwargs)
+
+    def _used(self) -> torch.Tensor:
+        """A plain tensor on the same memory, for what is no operation."""
+        _used(self.shown_by, writes=False)
+        return plain(self)
+
+    def is_pinned(self, *args: Any, **kwargs: Any) -> bool:
+        return plain(self).is_pinned(*args, **kwargs)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self._used().numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self._used().tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._used())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._used().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._used().detach().clone().requires_grad_(self.requires_grad)
+        copied: torch.Tensor = memo[id(self)]
+        return copied
 
 
-def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function may write to a shown tensor: ``p.add_``, ``p += 1``, ``out=p``."""
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    is_in_place = is_in_place or name.startswith("__i") or name == "__setitem__"
-    written = (args[:1] if is_in_place else (), kwargs.get("out"))
-    return any(isinstance(each, ShownTensor) for each in tree_leaves(written))
-
-
-def _shown_again(result: Any, memory: Mapping[int, weakref.ref[ShownState]]) -> Any:
-    """`result`, as a `ShownTensor` if it is a tensor on shown memory."""
-    if type(result) is not torch.Tensor or result.layout != torch.strided:
-        return result
-    owner = memory.get(result.untyped_storage().data_ptr())
-    return (
-        result
-        if owner is None or not result.numel()
-        else ShownTensor.of(result, owner, is_leaf=False)
-    )
-
-
-def _deep_copy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-    if id(tensor) not in memo:
-        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    copied: torch.Tensor = memo[id(tensor)]
-    return copied
+def _used(shown_by: weakref.ref[ShownState], *, writes: bool) -> None:
+    if (owner := shown_by()) is None or not owner.is_open:
+        raise StateError(
+            "the engine of this optimizer state was destroyed, which frees p and the moments: copy "
+            "what you need of them before engine.destroy()"
+        )
+    owner.used(writes=writes)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor on the same memory; valid while nothing is in flight."""
-    made: torch.Tensor = torch.Tensor._make_subclass(torch.Tensor, tensor, tensor.requires_grad)
-    return made
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def nan_like(tensor: torch.Tensor) -> torch.Tensor:
+    """NaN in the place of values that a failed worker has lost."""
+    return torch.full(tensor.shape, torch.nan, dtype=tensor.dtype, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -183,10 +171,8 @@ class _Handles:
 
     def __init__(self, state: WholeState, owner: weakref.ref[ShownState]) -> None:
         self.state = state
-        self.master = ShownTensor.of(state.master, owner, is_leaf=True)
-        self.moments = {
-            name: ShownTensor.of(each, owner, is_leaf=True) for name, each in state.moments.items()
-        }
+        self.master = ShownTensor.of(state.master, owner)
+        self.moments = {name: ShownTensor.of(each, owner) for name, each in state.moments.items()}
         self.updates = 0
 
     def pairs(self) -> Iterator[tuple[str, ShownTensor, torch.Tensor]]:
@@ -210,6 +196,7 @@ class ShownState:
         masters: the handles on p, in order of the partitions; each a leaf that requires a gradient,
             1-D fp32 [n].
         writes: how often users have written in place.
+        is_open: whether there still are values.
     """
 
     def __init__(
@@ -222,8 +209,8 @@ class ShownState:
         owner = weakref.ref(self)
         self._optimizer = optimizer
         self._step_value = step_value
-        self._use: Callable[[], None] | None = use
-        self.writes = 0
+        self._use = use
+        self.writes, self.is_open = 0, True
         self._is_quiet = False
         self._group_count = len(optimizer.param_groups)
         self._handles = [_Handles(state, owner) for state in states]
@@ -242,7 +229,7 @@ class ShownState:
 
     def used(self, *, writes: bool) -> None:
         """Report that a handle's values are accessed."""
-        if self._use is not None and not self._is_quiet:
+        if not self._is_quiet:
             self._use()
             self.writes += writes
 
@@ -256,10 +243,6 @@ class ShownState:
         finally:
             self._is_quiet = before
 
-    def close(self) -> None:
-        """Stop reporting accesses; values stay readable."""
-        self._use = None
-
     # -- showing -----------------------------------------------------------------------------------
 
     def bind(self, updates: Sequence[int]) -> None:
@@ -269,7 +252,7 @@ class ShownState:
         Args:
             updates: for each partition, the updates of p and the moments once nothing is in flight.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C._DisableTorchDispatch():
             for handles, count in zip(self._handles, updates, strict=True):
                 for _, handle, own in handles.pairs():
                     if handle.data_ptr() != own.data_ptr() or handle.shape != own.shape:
@@ -316,7 +299,7 @@ class ShownState:
         Raises:
             StateError: something of it has no exact meaning.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C._DisableTorchDispatch():
             self._require_masters()
             found = [self._change_of(index, handles) for index, handles in enumerate(self._handles)]
         return [change for change in found if change is not None]
@@ -369,7 +352,7 @@ class ShownState:
         Raises:
             CheckpointError: something of it does not fit.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C._DisableTorchDispatch():
             return [self._loaded(index, handles) for index, handles in enumerate(self._handles)]
 
     def _loaded(self, index: int, handles: _Handles) -> Change:

@@ -185,7 +185,7 @@ class HiddenTransfers(Transfers):
         buffers: one for each partition, in order.
         chunks: sizes of chunks.
         timeout_seconds: time without progress after which waiting is an error.
-        slots: slots that chunks pass through, until `keep_whole`; empty: chunks lie in the
+        slots: slots that chunks pass through; empty: chunks lie in the
             partitions' own arrays.
     """
 
@@ -352,9 +352,6 @@ class HiddenTransfers(Transfers):
     @property
     def handed_over(self) -> Place:
         return Place.IN_TRANSIT if self._chunk_slots else Place.HOST
-
-    def keep_whole(self) -> None:
-        self._chunk_slots = ()
 
     def release(self) -> None:
         get_accelerator().synchronize()  # copies from the host have been started, and may still run

@@ -245,9 +245,6 @@ class Transfers:
         transit."""
         return Place.HOST
 
-    def keep_whole(self) -> None:
-        """From now on, keep gradients and y in their slots. Nothing may be in flight."""
-
     def release(self) -> None:
         """Free the accelerator memory that is held between steps. Nothing may be in flight."""
 

@@ -17,8 +17,8 @@ from deepspeed_ext.runtime.backend import (
     SHARED_MEMORY,
     can_register_host_memory,
     get_accelerator,
+    has_host_memory,
     page_lock_alignment,
-    shares_host_memory,
 )
 from deepspeed_ext.runtime.log import warn_once
 from deepspeed_ext.runtime.words import one_line
@@ -65,7 +65,7 @@ class PageLocks:
                 soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
                 limit = None if soft == resource.RLIM_INFINITY else soft
                 name = accelerator.device_name() if not can_register_host_memory() else None
-                remedy = remedy_for_refused(error, limit, shares_host_memory(), without=name)
+                remedy = remedy_for_refused(error, limit, has_host_memory(), without=name)
                 warn_once(
                     f"{tensor.nbytes:,} bytes of the optimizer's memory could not be page-locked: "
                     f"copies to and from the accelerator are slower. {remedy}"
@@ -99,19 +99,19 @@ def _leave(locked: dict[int, torch.Tensor]) -> None:
 
 
 def remedy_for_refused(
-    error: str, limit: int | None, shares_memory: bool, *, without: str | None = None
+    error: str, limit: int | None, is_host_memory: bool, *, without: str | None = None
 ) -> str:
     """Say why memory could not be page-locked, and what to change. A pure function.
 
     Args:
         error: the accelerator runtime's error.
         limit: bytes that this process may lock; None: unlimited.
-        shares_memory: whether the accelerator's memory is the host's.
+        is_host_memory: whether the accelerator's memory is the host's.
         without: name of DeepSpeed's accelerator, if its class cannot lock memory at all.
     """
     if without is not None:
         return f"DeepSpeed's accelerator {without!r} has no register_host_memory"
-    if shares_memory:
+    if is_host_memory:
         return (
             f"The accelerator's memory is the host's ({error}), "
             f"so offload frees nothing: {SHARED_MEMORY}"

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
-from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
+from deepspeed_ext.checkpoint import writer
+from deepspeed_ext.checkpoint.file import SavedFile, unmarked
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.plan.arrays import ArraySpec, plan_layout
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.main import write_from_arena
-from deepspeed_ext.zenflow.worker.messages import ArenaWrite
+from deepspeed_ext.zenflow.worker.messages import ArenaWrite, FilePart
 from tests.support.crash.fork_ranks import run_forked
 
 CONFIG = SimpleNamespace(checkpoint_config={"checkpoint_serialization": True})
@@ -68,7 +68,7 @@ class InProcess:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.process = self
+        self.link = self.process = self
         self.write_wait_seconds = 0.0
         self.longest_wait_seconds = math.inf
         self._failed: list[str | None] = []
@@ -86,6 +86,10 @@ class InProcess:
     def failed_write(self, number: int) -> str | None:
         return self._failed[number]
 
+    def file_parts(self, values: Any, *place: Any) -> list[FilePart] | None:
+        begin = self.arena.find(values.data_ptr(), values.nbytes)
+        return None if begin is None else [FilePart(begin, values.nbytes, *place)]
+
 
 def make_engine(
     ranks: RankGroup, leads: bool, mode: str
@@ -94,10 +98,10 @@ def make_engine(
     one."""
     if mode == "waiting":
         return JointCheckpointEngine(CONFIG, ranks, leads), torch.empty(NUMEL)
-    async_engine._SILENCE_SECONDS = 0.3  # of a rank that was killed
+    writer.SILENCE_SECONDS = 0.3  # of a rank that was killed
     arena = Arena.create(plan_layout([ArraySpec("p", "float32", NUMEL)]))
     link: Any = InProcess(arena)
-    return AsyncCheckpointEngine(CONFIG, ranks, leads, link), arena.tensor("p")
+    return JointCheckpointEngine(CONFIG, ranks, leads, link, continues=True), arena.tensor("p")
 
 
 def _file(rank: int) -> str:
@@ -136,8 +140,7 @@ def save(
     if crash is not None and crash.victim == ranks.rank:
         ctypes.CDLL(None).crash_arm(ctypes.c_long(crash.call))
     commit_save(engine, state.fill_(value), ranks, disks, tag)
-    if isinstance(engine, AsyncCheckpointEngine):
-        engine.finish() if mode == MODES[1] else engine.finish_alone()
+    engine.finish(alone=mode == MODES[2])
     return "saved"
 
 
@@ -146,11 +149,10 @@ def load(ranks: RankGroup, disks: Disks, tag: str | None = None) -> set[int]:
     engine = JointCheckpointEngine(CONFIG, ranks, disks.leads(ranks.rank))
     folder = disks.of(ranks.rank)
     found = engine.begin_load(folder, tag)
-    content = [
-        engine.load(f"{folder}/{found}/{name}")
-        for name in ("mp_rank_00_model_states.pt", _file(ranks.rank))
-    ]
-    assert all("deepspeed_ext" not in key for part in content for key in part)
+    names = ("mp_rank_00_model_states.pt", _file(ranks.rank))
+    files = [SavedFile(f"{folder}/{found}/{name}") for name in names]
+    assert len({file.save_id for file in files}) == 1
+    content = [unmarked(file.sound) for file in files]
     return {int(value) for part in content for tensor in part.values() for value in tensor.unique()}
 
 
@@ -179,7 +181,6 @@ def crash(size: int, folder: Path, case: Case) -> tuple[str | None, bool]:
     left = [
         str(path.parent) for path in folder.rglob("*_states.pt") if ".dsext-" in path.parent.name
     ]
-    left += [str(path) for path in folder.rglob("*written*")]
     return (f"left behind: {left}" if left else None), crashed
 
 

@@ -9,15 +9,13 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
-from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
+from deepspeed_ext.adapter import joint_checkpoint_engine as joint
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
 from deepspeed_ext.checkpoint import folder as checkpoint_folder
@@ -25,7 +23,7 @@ from deepspeed_ext.checkpoint.folder import CheckpointFolder, FolderState, choos
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime import files as _files
 from deepspeed_ext.runtime.ranks import RankGroup
-from tests.support.crash.driver import CONFIG, MODES, Disks, commit_save, load, make_engine, save
+from tests.support.crash.driver import MODES, Disks, commit_save, load, make_engine, save
 
 STATE = "mp_rank_00_model_states.pt"
 ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
@@ -116,111 +114,62 @@ def test_power_loss_at_any_moment(
             shutil.rmtree(folder)
 
 
-def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
-    disks = Disks(tmp_path, False)
-    for value, tag in ((1, "a"), (2, "b")):
-        save(ALONE, disks, tag, value)
-    name = "mp_rank_00_model_states.pt"
-    shutil.copy(tmp_path / "disk0" / "b" / name, tmp_path / "disk0" / "a" / name)
-    with pytest.raises(CheckpointError, match="files of different saves"):
-        load(ALONE, disks, "a")
-    assert load(ALONE, disks, "b") == {2}
+NO_FOLDER_OF_ITS_OWN = ("..", "../x", ".", "", "a/../..")
+RESERVED = ("latest", "latest_universal", "zero_to_fp32.py", "latest/x", "./latest")
+RESERVED += ("a.dsext-removing", "a.dsext-saving.0123", "b/a.dsext-replaced/c", "x.dsext-tmp.1")
+NOT_KEPT_BY_LATEST = (" a", "a ", "a\n", "\ta", "a\u2003", "a\rb", "a\0b", "a\x7f", "\udc80")
+USABLE = ("7", "run/epoch 3/best", "...", ".hidden", "v1.2..3", "latest.1", "a/latest", "x" * 200)
+USABLE += ("schöner Stand", "模型", "🙂", "-x", "~", "%d", "a//b", "a/", "zero_to_fp32.pyc")
 
 
-@pytest.mark.parametrize("tag", ["..", "../x", ".", "", "a/../.."])
-def test_tags_that_name_no_folder_of_their_own(tag: str, tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    with pytest.raises(CheckpointError, match="not inside the checkpoint folder"):
-        CheckpointFolder(str(tmp_path / "saves"), tag, SAVED_NAMES).require_savable()
+def refusal(folder: Path, tag: str) -> str:
+    """What is said of a save under a tag that cannot be made."""
+    with pytest.raises(CheckpointError) as refused:
+        save(ALONE, Disks(folder, False), tag, 1)
+    return str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "tag",
-    [
-        *("latest", "latest_universal", "zero_to_fp32.py", "latest/x", "./latest"),
-        *(
-            "a.dsext-removing",
-            "a.dsext-saving.0123456789abcdef",
-            "b/a.dsext-replaced/c",
-            "x.dsext-tmp.1",
-        ),
-        *(
-            " a",
-            "a ",
-            "a\n",
-            "\ta",
-            "a\u2003",
-            "a\rb",
-            "a\0b",
-            "a\x7f",
-            "a/../b",
-            "a/b/..",
-            "\udc80",
-        ),
-    ],
-)
 def test_tags_under_which_a_save_could_not_be_found_are_refused_at_the_save(
-    tag: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
-    engine.begin_save(names_latest=True)
-    with pytest.raises(CheckpointError, match=r"the tag .*save under another tag"):
-        engine.create(
-            type("Info", (), {"tag": tag, "save_dir": str(tmp_path), "save_latest": True})
-        )
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "disk0").mkdir()
+    for tag in NO_FOLDER_OF_ITS_OWN:
+        assert "not inside the checkpoint folder" in refusal(tmp_path, tag), tag
+    for tag in (*RESERVED, *NOT_KEPT_BY_LATEST, "a/../b", "a/b/.."):
+        said = refusal(tmp_path, tag)
+        assert "the tag " in said, tag
+        assert "save under another tag" in said, tag
+    assert list((tmp_path / "disk0").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "tag",
-    [
-        *(
-            "global_step7",
-            "7",
-            "run/epoch 3/best",
-            "...",
-            ".hidden",
-            "v1.2..3",
-            "latest.1",
-            "a/latest",
-            "x" * 200,
-        ),
-        *(
-            "schöner Stand",
-            "模型",
-            "🙂",
-            "a b",
-            "-x",
-            "~",
-            "%d",
-            "a//b",
-            "a/",
-            "zero_to_fp32.pyc",
-            "dsext-removing",
-        ),
-    ],
-)
-def test_other_tags_are_saved_found_by_latest_and_kept_by_the_next_save(
-    tag: str, tmp_path: Path
-) -> None:
+def test_other_tags_are_saved_found_by_latest_and_kept_by_the_next_save(tmp_path: Path) -> None:
     disks = Disks(tmp_path, False)
-    save(ALONE, disks, tag, 1)
-    assert (tmp_path / "disk0/latest").read_text() == tag
-    assert load(ALONE, disks) == {1}
-    save(ALONE, disks, "another", 2)
-    assert load(ALONE, disks, tag) == {1}
-    assert load(ALONE, disks) == {2}
+    for value, tag in enumerate(USABLE):
+        save(ALONE, disks, tag, value)
+        assert (tmp_path / "disk0/latest").read_text() == tag
+        assert load(ALONE, disks) == {value}
+    for value, tag in enumerate(USABLE):
+        assert load(ALONE, disks, tag) == {value}
 
 
-def test_a_file_under_the_tags_name_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "t").write_text("a file of the user's")
-    engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
-    engine.begin_save(names_latest=True)
-    with pytest.raises(CheckpointError, match="not a folder"):
-        engine.create(
-            type("Info", (), {"tag": "t", "save_dir": str(tmp_path), "save_latest": True})
-        )
-    assert (tmp_path / "t").read_text() == "a file of the user's"
+def test_what_is_under_the_tags_name_and_is_no_save_of_ours_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "disk0"
+    folder.mkdir()
+    (folder / "file").write_text("the user's")
+    assert "not a folder" in refusal(tmp_path, "file")
+    assert (folder / "file").read_text() == "the user's"
+    for text in ("", "[]", "{}", '{"save_id"', "\x00\xff"):
+        (folder / "t").mkdir(exist_ok=True)
+        (folder / "t" / checkpoint_folder._MARKER).write_text(text)
+        with pytest.raises(CheckpointError, match="damaged"):
+            CheckpointFolder(str(folder), "t", SAVED_NAMES).state()
+        said = refusal(tmp_path, "t")
+        assert said.startswith("checkpoint 't' was not saved: ")
+        assert "damaged" in said
+        assert "save under another tag" in said
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "disk0").write_text("not a folder")
+    assert "was not saved" in refusal(tmp_path / "other", "t")
 
 
 def test_what_others_put_beside_the_files_stays(tmp_path: Path) -> None:
@@ -277,50 +226,14 @@ def test_the_save_that_every_node_has(states: list[tuple], chosen: Any) -> None:
         assert choose_save(found) == chosen
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"save_id"', "\x00\xff"])
-def test_a_damaged_marker_is_a_checkpoint_error(text: str, tmp_path: Path) -> None:
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t" / checkpoint_folder._MARKER).write_text(text)
-    with pytest.raises(CheckpointError, match="damaged"):
-        CheckpointFolder(str(tmp_path), "t", SAVED_NAMES).state()
-
-
-def test_a_damaged_marker_under_the_saves_own_tag_is_an_error_of_the_save(tmp_path: Path) -> None:
-    (tmp_path / "t").mkdir()
-    (tmp_path / "t" / checkpoint_folder._MARKER).write_text("[]")
-    engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
-    engine.begin_save(names_latest=True)
-    with pytest.raises(
-        CheckpointError, match=r"'t' was not saved: .*damaged.*save under another tag"
-    ):
-        engine.create(SimpleNamespace(tag="t", save_dir=str(tmp_path)))
-
-
-INTERRUPTIONS = ("created", "folder made", "a file failed", "a file saved", "committing")
-
-
-def interrupted_save(
-    engine: JointCheckpointEngine, folder: Path, at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A save under tag a that ends `at` this point, as if Ctrl-C had been pressed there."""
-    info = SimpleNamespace(tag="a", save_dir=str(folder))
-    engine.begin_save(names_latest=True)
-    engine.makedirs(str(folder), exist_ok=True)
-    engine.create(info)
-    if at == "created":
-        return
-    engine.makedirs(f"{folder}/a", exist_ok=True)
-    if at == "folder made":
-        return
-    with monkeypatch.context() as patched:
-        if at == "a file failed":
-            patched.setattr(torch, "save", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
-        engine.save({"state": torch.ones(3)}, f"{folder}/a/{STATE}")
-        assert (engine.kept.error is not None) == (at == "a file failed")
-        if at == "committing":
-            patched.setattr(CheckpointFolder, "swap", Mock(side_effect=KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                engine.commit(info)
+INTERRUPTIONS: dict[str, tuple[Any, str, Any]] = {
+    "created": (JointCheckpointEngine, "makedirs", (None, KeyboardInterrupt())),
+    "folder made": (JointCheckpointEngine, "save", KeyboardInterrupt()),
+    "a file failed": (torch, "save", OSError(errno.ENOSPC, "no space")),
+    "a file saved": (JointCheckpointEngine, "commit", KeyboardInterrupt()),
+    "committing": (CheckpointFolder, "swap", KeyboardInterrupt()),
+}
+"""What raises in a save, and which error: as if Ctrl-C had been pressed, or on a full disk."""
 
 
 @pytest.mark.parametrize("at", INTERRUPTIONS)
@@ -328,28 +241,17 @@ def interrupted_save(
 def test_an_interrupted_save_does_not_affect_the_next(
     tag: str, at: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
-    interrupted_save(engine, tmp_path, at, monkeypatch)
-    info = SimpleNamespace(tag=tag, save_dir=str(tmp_path))
-    engine.begin_save(names_latest=True)
-    engine.makedirs(str(tmp_path), exist_ok=True)
-    engine.create(info)
-    engine.makedirs(f"{tmp_path}/{tag}", exist_ok=True)
-    engine.save({"state": torch.full((3,), 2)}, f"{tmp_path}/{tag}/{STATE}")
-    engine.commit(info)
-    reader = JointCheckpointEngine(CONFIG, ALONE, leads=True)
-    assert reader.begin_load(str(tmp_path), None) == tag
-    assert reader.load(f"{tmp_path}/{tag}/{STATE}")["state"].tolist() == [2, 2, 2]
-    assert not (tmp_path / ("b" if tag == "a" else "a")).exists()
-
-
-def test_an_error_of_the_folder_of_all_tags_refuses_its_own_save(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    engine = JointCheckpointEngine(CONFIG, ALONE, leads=True)
-    engine.begin_save(names_latest=True)
-    engine.makedirs(f"{tmp_path}/file", exist_ok=True)
-    with pytest.raises(CheckpointError, match="was not saved"):
-        engine.create(SimpleNamespace(tag="a", save_dir=f"{tmp_path}/file"))
+    engine, state = make_engine(ALONE, True, MODES[0])
+    disks = Disks(tmp_path, False)
+    owner, name, error = INTERRUPTIONS[at]
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, Mock(side_effect=error))
+        with pytest.raises((KeyboardInterrupt, CheckpointError)):
+            commit_save(engine, state.fill_(1), ALONE, disks, "a")
+    commit_save(engine, state.fill_(2), ALONE, disks, tag)
+    assert load(ALONE, disks) == {2}
+    assert (tmp_path / "disk0/latest").read_text() == tag
+    assert not (tmp_path / "disk0" / ("b" if tag == "a" else "a")).exists()
 
 
 class Named(Disks):
@@ -363,31 +265,18 @@ class Named(Disks):
 def test_a_folder_that_is_relative_to_the_current_one(
     name: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
+    """The script may change that while a save goes on."""
     (tmp_path / "a").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for value in (1, 2):  # the second replaces the first
-        save(ALONE, Named(Path(name), False), "t", value)
-        assert load(ALONE, Named(Path(name), False)) == {value}
+    there = Named(Path(name), False)
+    for value, alone in ((1, None), (2, False), (3, True)):  # each replaces the one before
+        monkeypatch.chdir(tmp_path)
+        engine, state = make_engine(ALONE, True, MODES[0 if alone is None else 1])
+        commit_save(engine, state.fill_(value), ALONE, there, "t")
+        monkeypatch.chdir("/")
+        engine.finish(alone=bool(alone))
+        monkeypatch.chdir(tmp_path)
+        assert load(ALONE, there) == {value}
     assert (tmp_path / name / "latest").read_text() == "t"
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_the_script_may_change_its_folder_while_a_save_goes_on(
-    alone: bool, tmp_path: Path, monkeypatch: Any
-) -> None:
-    # `make_engine` changes it
-    monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)
-    folders = [tmp_path / name for name in ("before", "after")]
-    for folder in folders:
-        folder.mkdir()
-    monkeypatch.chdir(folders[0])
-    engine, state = make_engine(ALONE, True, MODES[1])
-    assert isinstance(engine, AsyncCheckpointEngine)
-    commit_save(engine, state.fill_(1), ALONE, Named(Path("saves"), False), "t")
-    monkeypatch.chdir(folders[1])
-    engine.finish_alone() if alone else engine.finish()
-    assert load(ALONE, Named(folders[0] / "saves", False)) == {1}
-    assert list(folders[1].iterdir()) == []
 
 
 @pytest.mark.parametrize(("ranks", "copies"), [(1, True), (8, False)])
@@ -395,12 +284,10 @@ def test_copies_of_all_ranks_find_room(
     ranks: int, copies: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """The other ranks of the host copy at the same time."""
-    monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)
     engine, state = make_engine(ALONE, True, MODES[1])
-    assert isinstance(engine, AsyncCheckpointEngine)
-    copy = Mock(wraps=async_engine.host_copy)
-    monkeypatch.setattr(async_engine, "host_copy", copy)
-    monkeypatch.setattr(async_engine, "available_host_bytes", lambda: 2 * state.nbytes)
+    copy = Mock(wraps=joint.host_copy)
+    monkeypatch.setattr(joint, "host_copy", copy)
+    monkeypatch.setattr(joint, "available_host_bytes", lambda: 2 * state.nbytes)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     commit_save(engine, state.fill_(1), ALONE, Disks(tmp_path, False), "t")
     engine.finish()

@@ -72,7 +72,7 @@ def recorded_steps(config: dict, overflowing: list[int]) -> dict[str, Any]:
         with recorded(engine.optimizer) as calls:
             engine.step()
         steps.append((calls, bool(engine.optimizer.overflow)))
-    partitions = len(engine.optimizer.host_optimizer.partitions)
+    partitions = len(engine.optimizer.host_optimizer.state.partitions)
     engine.destroy()
     return {"partitions": partitions, "steps": steps}
 
@@ -162,7 +162,7 @@ def recorded_on_host(config: dict, overflowing: int | None) -> tuple[int, list[l
         )
         engine.step()
         engine.optimizer.__class__ = kind
-    partitions = len(engine.optimizer.host_optimizer.partitions)
+    partitions = len(engine.optimizer.host_optimizer.state.partitions)
     engine.destroy()
     return partitions, steps
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import struct
 import zipfile
 from collections import Counter
 from functools import partial
@@ -15,8 +16,8 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.checkpoint import sums
-from deepspeed_ext.checkpoint.sums import checking, records, require_sound
+from deepspeed_ext.checkpoint import file as checkpoint_file
+from deepspeed_ext.checkpoint.file import SavedFile
 from deepspeed_ext.errors import CheckpointError
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
@@ -162,51 +163,52 @@ def written(folder: Path, **how: Any) -> Path:
     return path
 
 
-def test_a_large_record_is_compared_beside_the_load_and_what_the_load_says_of_it_is_not_asked(
+def records(path: Path) -> list[zipfile.ZipInfo]:
+    with zipfile.ZipFile(path) as archive:
+        return archive.infolist()
+
+
+def test_small_records_are_verified_at_once_and_large_ones_before_they_are_used(
     tmp_path: Path,
 ) -> None:
-    path = written(tmp_path)
-    (large,) = (record for record in records(str(path)) if record.nbytes > sums.SMALL_BYTES)
-    content = bytearray(path.read_bytes())
-    content[large.offset + large.nbytes - 1] ^= 1
-    path.write_bytes(content)
-    damage = f"{path} is damaged in its record '{large.name}'"
-    with pytest.raises(CheckpointError, match=damage), checking(str(path)):
-        raise ValueError("what torch made of it")
-    require_sound(str(path), most_bytes=sums.SMALL_BYTES)
+    for small in (True, False):
+        path = written(tmp_path)
+        sizes = {record.filename: record for record in records(path)}
+        record = (min if small else max)(sizes.values(), key=lambda each: each.file_size or 9)
+        content = bytearray(path.read_bytes())
+        lengths = struct.unpack_from("<HH", content, record.header_offset + 26)
+        content[record.header_offset + 30 + sum(lengths) + record.file_size - 1] ^= 1
+        path.write_bytes(content)
+        damage = f"{path} is damaged or incomplete .*{record.filename}"
+        if small:
+            with pytest.raises(CheckpointError, match=damage):
+                SavedFile(str(path))
+        else:
+            file = SavedFile(str(path))
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match=damage):
+                    file.require_sound()
 
 
 def test_files_without_sums_are_loaded_and_one_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(sums, "warn_once", said.append)
-    with checking(str(written(tmp_path))):
-        assert said == []
-    with checking(str(written(tmp_path, _use_new_zipfile_serialization=False))):
-        assert said.pop() == (
-            f"{tmp_path}: files such as file_states.pt "
-            "have no checksums, so damage would go unnoticed"
-        )
+    monkeypatch.setattr(checkpoint_file, "warn_once", said.append)
+    assert SavedFile(str(written(tmp_path))).sound
+    assert said == []
+    assert SavedFile(str(written(tmp_path, _use_new_zipfile_serialization=False))).sound
+    message = f"{tmp_path}: files such as file_states.pt have no checksums, so damage would go unno"
+    assert all(line.startswith(message) for line in said)
+    assert said
+    said.clear()
     path = written(tmp_path)
-    content = bytearray(path.read_bytes())
-    for record in records(str(path)):
-        for place in record.crc_offsets:
-            content[place : place + 4] = bytes(4)
+    content = path.read_bytes()
+    for record in records(path):  # in the directory, and behind the record
+        content = content.replace(struct.pack("<I", record.CRC), bytes(4))
     path.write_bytes(content)
-    with checking(str(path)):
-        assert len(said) == 1
-
-
-def test_a_sum_that_is_gone_in_one_of_its_places_is_damage(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    whole = path.read_bytes()
-    for record in records(str(path)):
-        for place in record.crc_offsets:
-            path.write_bytes(whole[:place] + bytes(4) + whole[place + 4 :])
-            if record.crc:
-                with pytest.raises(CheckpointError, match="is damaged"):
-                    require_sound(str(path))
+    assert SavedFile(str(path)).sound
+    assert said
 
 
 def test_sums_of_a_save_stand_the_test_of_zip_files(tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_sums_of_a_save_stand_the_test_of_zip_files(tmp_path: Path) -> None:
         )
         for path in folder.rglob("*.pt"):
             assert zipfile.ZipFile(path).testzip() is None, path
-            assert all(record.has_sum for record in records(str(path))), path
+            assert all(record.CRC or not record.file_size for record in records(path)), path
         shutil.rmtree(folder)
 
 

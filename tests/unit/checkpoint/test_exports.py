@@ -93,6 +93,38 @@ def test_a_saved_model_is_the_rounded_masters(
         assert not any(found.values()), found
 
 
+def exported_as_it_is(config: dict[str, Any], folder: str) -> dict[str, str]:
+    """How exports differ from the masters: of weights that are p, with no room for a copy of them;
+    and once a user has written p."""
+    engine = make_engine(config)
+    train(engine, batches(3, dist.get_rank()))
+    found = {}
+    for when, room in (("as it is", MemoryError("full")), ("written", None)):
+        if room is None and dist.get_rank() == 0:
+            next(iter(engine.optimizer.host_optimizer.state.handles.masters)).data.mul_(1.5)
+        before, masters = weights_of(engine), masters_by_name(engine)
+        full = mock.patch.object(ExactWeights, "_aside", side_effect=room)
+        with full if room is not None else nullcontext():
+            engine.save_16bit_model(folder, "model.bin")
+        dist.barrier()
+        saved = torch.load(Path(folder, "model.bin"), weights_only=True)
+        found[when] = first_difference(masters, {name: saved[name].cpu() for name in masters})
+        found[f"weights, {when}"] = first_difference(before, weights_of(engine))
+    train(engine, batches(1, dist.get_rank()))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_under_the_exact_rule_nothing_is_set_aside_until_a_user_writes_p(
+    stage: int, tmp_path: Path
+) -> None:
+    config = zenflow_config(stage, torch.bfloat16, update_rule="exact")
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    for found in run_ranks(2, exported_as_it_is, config, str(tmp_path)):
+        assert not any(found.values()), found
+
+
 def loaded_alone(config: dict[str, Any], folder: str) -> dict[str, str]:
     """How the masters and weights of a run that loads the model alone differ from the saved
     masters, rounded."""

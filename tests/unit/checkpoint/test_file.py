@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.checkpoint.file import marked, save_id_of, unmarked
+from deepspeed_ext.checkpoint.file import SavedFile, marked, unmarked
 from deepspeed_ext.checkpoint.skeleton import fill_holes, write_skeleton
 from deepspeed_ext.errors import CheckpointError
 
@@ -26,27 +26,34 @@ def test_the_mark_is_read_from_the_file_and_is_not_in_what_it_holds(
         fill_holes(path, write_skeleton(marked(content, "id", path), path))
     else:
         torch.save(marked(content, "id", path), path)
-    read = torch.load(path, weights_only=True)
-    assert save_id_of(read, path) == "id"
-    assert save_id_of(read, "elsewhere/file.pt") == "id"
+    assert torch.load(path, weights_only=True) is not None
+    file = SavedFile(path)
+    assert file.save_id == "id"
+    assert list(unmarked(file.sound)) == list(content)
+    other = str(Path(path).rename(tmp_path / "other.pt"))
     with pytest.raises(CheckpointError, match=r"other.pt was saved as file.pt"):
-        save_id_of(read, "other.pt")
-    found = unmarked(read)
-    assert list(found) == list(content)
-    assert save_id_of(found, "other.pt") is None
+        SavedFile(other)
 
 
 def test_plain_deepspeed_reads_nothing_but_tensors_from_a_file_of_tensors() -> None:
     assert list(marked(TENSORS, "id", "file.pt")) == list(TENSORS)
 
 
-def test_files_of_earlier_versions_have_the_id_among_the_tensors_and_no_name() -> None:
-    earlier = {**TENSORS, "deepspeed_ext_save_id": "id"}
-    assert save_id_of(earlier, "any.pt") == "id"
-    assert list(unmarked(earlier)) == list(TENSORS)
+@pytest.mark.parametrize(
+    ("content", "save_id"), [({**TENSORS, "deepspeed_ext_save_id": "id"}, "id"), (MIXED, None)]
+)
+def test_files_of_earlier_versions_and_of_others(
+    content: dict[str, Any], save_id: str | None, tmp_path: Path
+) -> None:
+    """They have the id among the tensors and no name, or neither."""
+    torch.save(content, tmp_path / "any.pt")
+    file = SavedFile(str(tmp_path / "any.pt"))
+    assert file.save_id == save_id
+    assert "deepspeed_ext_save_id" not in unmarked(file.sound)
 
 
-@pytest.mark.parametrize("content", [{"step": 3}, [torch.ones(2)], None])
-def test_files_of_others_have_none(content: Any) -> None:
-    assert save_id_of(content, "any.pt") is None
-    assert unmarked(content) is content
+@pytest.mark.parametrize("content", [[torch.ones(2)], None])
+def test_what_is_no_dict_is_refused(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "any.pt")
+    with pytest.raises(CheckpointError, match="expected a dict"):
+        SavedFile(str(tmp_path / "any.pt"))

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
-from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.saved_checkpoint import SAVED_NAMES
 from deepspeed_ext.checkpoint import folder as checkpoint_folder
 from deepspeed_ext.checkpoint.folder import CheckpointFolder
@@ -64,15 +62,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_two_engines_of_one_process_save_beside_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_engines_of_one_process_save_beside_training(tmp_path: Path) -> None:
     """Also if the first one makes no step for a long time, so that its save waits."""
-    # `make_engine` changes it
-    monkeypatch.setattr(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS)
     disks = Disks(tmp_path, False)
     engine, state = make_engine(ALONE, True, MODES[1])
-    assert isinstance(engine, AsyncCheckpointEngine)
     commit_save(engine, state.fill_(1), ALONE, disks, "first")
     make_older(tmp_path, 9)
     save(ALONE, disks, "second", 2, None, MODES[1])
@@ -127,26 +120,29 @@ def test_a_rest_that_cannot_be_removed_stops_no_save(
     assert names(tmp_path) == ["ours", "theirs.dsext-saving.a"]
 
 
-@pytest.mark.parametrize(("is_gone", "left"), [(False, "older"), (True, "new")])
-def test_the_only_copy_is_not_given_up(is_gone: bool, left: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("older", "swaps", "is_gone", "left"),
+    [
+        (False, False, False, []),
+        (False, True, False, []),
+        (True, True, False, ["older"]),
+        (True, True, True, ["new"]),
+    ],
+)
+def test_a_save_that_is_given_up_leaves_the_older_one_or_else_the_only_copy(
+    older: bool, swaps: bool, is_gone: bool, left: list[str], tmp_path: Path
+) -> None:
     """Whoever has removed the older save."""
-    saved(tmp_path, "t", "older")
+    if older:
+        saved(tmp_path, "t", "older")
     ours = begun(tmp_path, "t", "new")
-    ours.swap()
+    if swaps:
+        ours.swap()
     if is_gone:
         _files.remove_tree(ours._replaced)
     ours.give_up()
-    assert ours.state().saved == left
-    assert names(tmp_path) == ["t"]
-
-
-def test_a_first_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
-    for swaps in (False, True):
-        ours = begun(tmp_path, "t", "new")
-        if swaps:
-            ours.swap()
-        ours.give_up()
-        assert names(tmp_path) == []
+    assert names(tmp_path) == ["t"] * len(left)
+    assert [ours.state().saved] == (left or [None])
 
 
 def test_a_folder_without_a_model_file_is_no_checkpoint(tmp_path: Path) -> None:

@@ -275,6 +275,14 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(
     assert "by the shapes of the parameters" in on_all(str(tmp_path))
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_another_model_in_the_same_layout_is_refused_too(stage: int, module_folder: Path) -> None:
+    run = Run(2, stage, "predictive")
+    folder, _ = saved_by(run, module_folder)
+    (message,) = set(run_ranks(2, refused, run, folder, partial(Wider, 1.0), pool=run.pool))
+    assert "more.weight is not in the checkpoint" in message
+
+
 def left_to_deepspeed(
     run: Run, folder: str, model: Any = None, **how: Any
 ) -> tuple[bool, dict[str, torch.Tensor]]:

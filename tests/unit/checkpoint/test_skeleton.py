@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_map_only
 
 from deepspeed_ext.checkpoint import skeleton
-from deepspeed_ext.checkpoint.skeleton import (
-    SkeletonError,
-    _has_storage,
-    fill_holes,
-    write_skeleton,
-)
+from deepspeed_ext.checkpoint.skeleton import SkeletonError, fill_holes, write_skeleton
 from tests.support.models import on_device
 from tests.support.ranks import run_ranks
 from tests.support.same import assert_same
@@ -105,12 +100,6 @@ def test_storages_that_are_not_found_are_an_error(hidden: Any, tmp_path: Path) -
     """The engine then saves as if nothing went on beside."""
     with pytest.raises(SkeletonError, match="storages"):
         write_skeleton({"first": torch.ones(3), "hidden": hidden}, str(tmp_path / "f"))
-
-
-def test_only_tensors_with_storage_of_their_own_are_left_out_of_a_skeleton() -> None:
-    assert _has_storage(torch.ones(2, 3).t())
-    assert not _has_storage(torch.empty(2, device="meta"))
-    assert not _has_storage(torch.ones(2).to_sparse())
 
 
 def from_an_accelerator(folder: str) -> None:

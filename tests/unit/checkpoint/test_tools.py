@@ -84,22 +84,3 @@ def test_universal_checkpoint_resumes_with_other_ranks(tmp_path: Path) -> None:
     for loaded, _ in on_two + on_three:
         assert_same(expected, {name: loaded[name] for name in expected}, "masters")
     assert on_two[0][1][0] == on_three[0][1][0]
-
-
-def resume_body(
-    folder: str, stage: int, tier: str, save_at: int
-) -> tuple[list[float], list[float]]:
-    data = batches(6, dist.get_rank())
-    engine = build(stage, tier)
-    step(engine, data[:save_at])
-    engine.save_checkpoint(folder, tag="r")
-    uninterrupted = step(engine, data[save_at:])
-    resumed = build(stage, None)
-    resumed.load_checkpoint(folder, tag="r")
-    return uninterrupted, step(resumed, data[save_at:])
-
-
-@pytest.mark.parametrize(("stage", "tier"), [(1, "distributed"), (2, "host")])
-def test_resume_equals_the_uninterrupted_run(tmp_path: Path, stage: int, tier: str) -> None:
-    for uninterrupted, resumed in run_ranks(2, resume_body, str(tmp_path), stage, tier, 3):
-        assert resumed == uninterrupted

@@ -72,7 +72,7 @@ def exchange(config: dict, folder: str) -> dict[str, Any]:
     again = make_engine(config, groups=two_groups)
     again.load_checkpoint(folder, tag="plain")
     back = state_of(again)
-    updates = again.optimizer.host_optimizer.updates
+    updates = again.optimizer.host_optimizer.state.updates
     again_losses = train(again, data[9:])
     close(again)
     lost = [first_difference(a, b, "p, m, v") for a, b in ((saved, there), (further, back))]
@@ -101,7 +101,7 @@ def save_after_7(config: dict, folder: str) -> dict:
     engine = make_engine(config)
     train(engine, batches(7, dist.get_rank()))
     engine.save_checkpoint(folder, tag="t")
-    engine.optimizer.host_optimizer.drain()
+    engine.optimizer.host_optimizer.state.drain()
     weights = weights_of(engine)
     close(engine)
     return weights
@@ -122,7 +122,11 @@ def load_other_settings(config: dict, folder: str) -> dict[str, Any]:
     engine = make_engine(config)
     engine.load_checkpoint(folder, tag="t")
     adam = engine.optimizer.host_optimizer
-    found = {"updates": adam.updates, "weights": weights_of(engine), "masters": masters_of(engine)}
+    found = {
+        "updates": adam.state.updates,
+        "weights": weights_of(engine),
+        "masters": masters_of(engine),
+    }
     found["losses"] = train(engine, batches(6, dist.get_rank(), seed=3))
     close(engine)
     return found
@@ -161,7 +165,9 @@ def load_as_it_was_and_of_interval_2(config: dict, folder: str) -> dict[str, Any
     engine = make_engine(config)
     host, expected = engine.optimizer.host_optimizer, []
     engine.load_checkpoint(folder, tag="t")
-    for state, partition, rule in zip(host.states, host.partitions, host.rule.states, strict=True):
+    for state, partition, rule in zip(
+        host.state.wholes, host.state.partitions, host.rule.states, strict=True
+    ):
         arrays = [array.detach().clone() for array in state.arrays]
         head = state.master.numel() - partition.master.numel()
         gradient = torch.linspace(-1.0, 1.0, partition.master.numel()).bfloat16()
@@ -170,8 +176,8 @@ def load_as_it_was_and_of_interval_2(config: dict, folder: str) -> dict[str, Any
         adam_step([array[head:] for array in arrays], gradient, step, 32, head, moments)
         expected.append(arrays)
     engine.load_checkpoint(folder, tag="old")
-    found = [[array.detach().clone() for array in state.arrays] for state in host.states]
-    updates, losses = host.updates, train(engine, batches(6, dist.get_rank(), seed=3))
+    found = [[array.detach().clone() for array in state.arrays] for state in host.state.wholes]
+    updates, losses = host.state.updates, train(engine, batches(6, dist.get_rank(), seed=3))
     close(engine)
     return {"expected": expected, "found": found, "updates": updates, "losses": losses}
 
@@ -201,10 +207,12 @@ def load_module_only(config: dict, folder: str) -> list[str]:
     stage = engine.zero_optimization_stage()
     flats = engine.optimizer.fp16_partitioned_groups_flat if stage == 3 else None
     adam = engine.optimizer.host_optimizer
-    adam.drain()
+    adam.state.drain()
     found = []
-    for index, partition in enumerate(adam.partitions):
-        weights = flats[index] if flats else engine.optimizer.host_optimizer.states[index].weights()
+    for index, partition in enumerate(adam.state.partitions):
+        weights = (
+            flats[index] if flats else engine.optimizer.host_optimizer.state.wholes[index].weights()
+        )
         found.append(first_difference(weights.float(), partition.master, f"master {index}"))
     losses = train(engine, batches(3, 6))
     assert max(losses) < 1.1 * losses[0]
@@ -229,7 +237,7 @@ def load_universal(config: dict, folder: str) -> dict[str, Any]:
     engine = make_engine(config)
     engine.load_checkpoint(folder, tag="u")
     adam = engine.optimizer.host_optimizer
-    found = {"updates": adam.updates, "masters": {}, "lengths": []}
+    found = {"updates": adam.state.updates, "masters": {}, "lengths": []}
     for name, parameter in engine.module.named_parameters():
         found["masters"][name] = safe_get_full_fp32_param(parameter).cpu().clone()
         found["lengths"].append(

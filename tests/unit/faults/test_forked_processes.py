@@ -60,7 +60,7 @@ CALLS: dict[str, Callable[[Any, str], object]] = {
     "optimizer.step": lambda engine, folder: engine.optimizer.step(),
     "optimizer.state_dict": lambda engine, folder: engine.optimizer.state_dict(),
     "exact_weights": lambda engine, folder: engine.optimizer.exact_weights().__enter__(),
-    "drain": lambda engine, folder: engine.optimizer.host_optimizer.drain(),
+    "drain": lambda engine, folder: engine.optimizer.host_optimizer.state.drain(),
     "finish": lambda engine, folder: getattr(engine.checkpoint_engine, "finish", str)(),
 }
 MAY_PASS = {"finish"}

@@ -52,7 +52,7 @@ def train_with_bad_gradients(config: dict, extended: bool) -> dict[str, Any]:
         "losses": losses,
     }
     if extended:
-        found["updates"] = engine.optimizer.host_optimizer.updates
+        found["updates"] = engine.optimizer.host_optimizer.state.updates
     engine.destroy()
     return found
 
@@ -85,10 +85,10 @@ def state_of(engine: Any) -> dict[str, Any]:
     """All that a step changes: p, m, v, weights, step count, position in the schedules. Waits for
     the worker."""
     adam = engine.optimizer.host_optimizer
-    adam.drain()
-    arrays = [t.clone() for part in adam.partitions for t in part.state]
-    collected = [copy.deepcopy(part.collected) for part in adam.partitions]
-    counts = (adam.updates, adam.rule.schedule.state_dict(), collected, engine.get_lr())
+    adam.state.drain()
+    arrays = [t.clone() for part in adam.state.partitions for t in part.state]
+    collected = [copy.deepcopy(part.collected) for part in adam.state.partitions]
+    counts = (adam.state.updates, adam.rule.schedule.state_dict(), collected, engine.get_lr())
     return {
         "arrays": [t.detach() for t in arrays] + list(weights_of(engine).values()),
         "counts": copy.deepcopy(counts),
@@ -103,7 +103,7 @@ def overflow_on_one_rank(config: dict) -> dict[str, Any]:
     data = batches(STEPS, rank)
     engine = make_engine(config)
     expected = train(engine, data[:OVERFLOWS_AT])
-    engine.optimizer.host_optimizer.drain()  # as `state_of` does below
+    engine.optimizer.host_optimizer.state.drain()  # as `state_of` does below
     expected += train(engine, data[OVERFLOWS_AT:])
     engine.destroy()
 
@@ -113,7 +113,7 @@ def overflow_on_one_rank(config: dict) -> dict[str, Any]:
     train(engine, data[:1], times=float("inf") if rank == 1 else 1.0)
     overflow, after = engine.optimizer.overflow, state_of(engine)
     losses += train(engine, data[OVERFLOWS_AT:])
-    updates = engine.optimizer.host_optimizer.updates
+    updates = engine.optimizer.host_optimizer.state.updates
     engine.destroy()
     return {
         "overflow": overflow,

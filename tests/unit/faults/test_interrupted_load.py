@@ -77,7 +77,7 @@ class Run:
             }
             found["steps"] = (
                 engine.global_steps,
-                engine.optimizer.host_optimizer.updates,
+                engine.optimizer.host_optimizer.state.updates,
                 engine.get_lr(),
             )
         engine.destroy()

@@ -6,15 +6,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from deepspeed_ext.adapter import async_checkpoint_engine as async_engine
-from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
+from deepspeed_ext.adapter import joint_checkpoint_engine as joint
+from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
+from deepspeed_ext.checkpoint import writer
 from deepspeed_ext.errors import CheckpointError
 from deepspeed_ext.runtime.ranks import RankGroup
 from tests.support.crash.driver import MODES, Disks, commit_save, load, make_engine, save
@@ -23,7 +24,7 @@ from tests.support.inject import Interruption
 ALONE = RankGroup(None, 0, 1, torch.device("cpu"))
 
 
-class LateWriter:
+class LateFuture(Future[None]):
     """Stands for the thread: it writes only once somebody waits for it, or at once.
 
     Attributes:
@@ -32,31 +33,15 @@ class LateWriter:
 
     is_late = True
 
-    def submit(self, job: Callable[..., None], *args: Any) -> Future[None]:
-        future = LateFuture(job, args)
-        if not self.is_late:
-            future.exception()
-        return future
-
-    def end(self) -> None:
-        """Nothing has to end."""
-
-
-class LateFuture(Future[None]):
-    """Runs when its result is asked for."""
-
-    def __init__(self, job: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def __init__(self, jobs: list[Callable[[], None]]) -> None:
         super().__init__()
-        self._job, self._args = job, args
+        self._jobs = jobs
+        if not self.is_late:
+            self.exception()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.done():
-            try:
-                self._job(*self._args)
-            except BaseException as error:
-                self.set_exception(error)
-            else:
-                self.set_result(None)
+            writer._write(self._jobs, self)
         return super().exception(timeout)
 
 
@@ -64,15 +49,15 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def next_save(engine: AsyncCheckpointEngine) -> None:
+def next_save(engine: JointCheckpointEngine) -> None:
     engine.begin_save(names_latest=True)
     engine.break_off()
 
 
-WAITS: dict[str, Callable[[AsyncCheckpointEngine], None]] = {
-    "step": AsyncCheckpointEngine.finish_if_written,
+WAITS: dict[str, Callable[[JointCheckpointEngine], None]] = {
+    "step": JointCheckpointEngine.finish_if_written,
     "save": next_save,
-    "destroy": AsyncCheckpointEngine.finish_alone,
+    "destroy": partial(JointCheckpointEngine.finish, alone=True),
 }
 """What waits for a save, and completes it."""
 
@@ -89,7 +74,6 @@ def goes_wrong(
     disks = Disks(folder, False)
     save(ALONE, disks, "a", 1)
     engine, state = make_engine(ALONE, True, MODES[1])
-    assert isinstance(engine, AsyncCheckpointEngine)
     commit_save(engine, state.fill_(2), ALONE, disks, tag)
     told, interruption = "", Interruption(at, interrupt)
     try:
@@ -100,7 +84,7 @@ def goes_wrong(
     except KeyboardInterrupt:
         try:
             WAITS[then](engine)
-            engine.finish_alone()
+            engine.finish(alone=True)
         except CheckpointError as error:
             told = str(error)
     found = load(ALONE, disks)
@@ -118,10 +102,8 @@ def look(folder: Path, draw: random.Random, count: int | None) -> None:
     ended, told = 0, []
     with (
         # it writes when it is waited for: the disk is slow
-        patch.object(async_engine, "Writer", LateWriter),
-        # `make_engine` changes it
-        patch.object(async_engine, "_SILENCE_SECONDS", async_engine._SILENCE_SECONDS),
-        patch.object(LateWriter, "is_late", False),
+        patch.object(joint, "begin_writing", LateFuture),
+        patch.object(LateFuture, "is_late", False),
     ):
         for waits in WAITS:
             for tag in ("a", "b"):
@@ -146,17 +128,16 @@ def test_a_wait_that_is_interrupted_at_any_line_loses_no_save(tmp_path: Path) ->
 
 def test_an_interrupted_wait_for_a_slow_disk_is_waited_for_again(tmp_path: Path) -> None:
     """Before it ends the file is written only in part."""
-    with patch.object(async_engine, "Writer", LateWriter):
+    with patch.object(joint, "begin_writing", LateFuture):
         engine, state = make_engine(ALONE, True, MODES[2])
-        assert isinstance(engine, AsyncCheckpointEngine)
         commit_save(engine, state.fill_(2), ALONE, Disks(tmp_path, False), "t")
-        with patch.object(engine._link, "wait_for_writes", side_effect=KeyboardInterrupt):
+        with patch.object(engine._state.link, "wait_for_writes", side_effect=KeyboardInterrupt):
             for wait in WAITS.values():
                 if wait is not WAITS["step"]:  # which does not wait
                     with pytest.raises(KeyboardInterrupt):
                         wait(engine)
         assert not (tmp_path / "disk0" / "latest").exists()
-        engine.finish_alone()
+        engine.finish(alone=True)
         assert load(ALONE, Disks(tmp_path, False)) == {2}
 
 

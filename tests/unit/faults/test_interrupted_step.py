@@ -68,7 +68,7 @@ class Run:
             found["weights"], found["masters"] = weights_of(engine), full_masters_of(engine)
             found["steps"] = (
                 engine.global_steps,
-                engine.optimizer.host_optimizer.updates,
+                engine.optimizer.host_optimizer.state.updates,
                 engine.get_lr(),
             )
         except Exception as error:
@@ -83,7 +83,7 @@ KEYS = ("losses", "weights", "masters", "steps")
 
 
 def outcomes(
-    config: dict[str, Any], strikes: list[str], seed: int, count: int | None
+    config: dict[str, Any], strikes: list[str], seed: int, count: int
 ) -> list[tuple[Any, ...]]:
     """What is wrong, by line; and how often the run went on as before, as after, and not at all."""
     allow_fp16()
@@ -92,9 +92,8 @@ def outcomes(
     assert first_difference(after["weights"], before["weights"], "") != ""
     draw, lines = random.Random(seed), after["lines"]
     assert lines > 300, lines
-    chosen = list(range(lines)) if count is None else [0, 2, *(lines - back for back in (1, 3, 8))]
-    if count is not None:
-        chosen += [draw.randrange(lines) for _ in range(count)]
+    chosen = [0, 2, *(lines - back for back in (1, 3, 8))]
+    chosen += [draw.randrange(lines) for _ in range(count)]
     wrong: list[Any] = []
     tally = {"before": 0, "after": 0, "refused": 0}
     for at in chosen:

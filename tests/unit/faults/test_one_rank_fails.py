@@ -64,18 +64,17 @@ CANNOT_BE_AGREED_ON = {
         "adapter/reached_state.py:ReachedState.drain_together",
         "adapter/reached_state.py:ReachedState.load",
         "adapter/reached_state.py:ReachedState.take_from_weights",
-        "adapter/joint_checkpoint_engine.py:JointCheckpointEngine._all",
+        "adapter/joint_checkpoint_engine.py:_all",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine._complete",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine._recover",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.begin_load",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine.begin_save",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine.finish",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine._ending",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine.is_saving",
+        "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.finish",
+        "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.is_saving",
+        "adapter/joint_checkpoint_engine.py:_Saving.wait",
         *(
-            f"adapter/resharding.py:Resharder.{name}"
+            f"adapter/load.py:Load.{name}"
             for name in (
-                *("loading", "plan", "_instead", "_together", "_resharded"),
+                *("__init__", "_together", "_read", "state_dicts"),
                 *("load_beside", "write_weights"),
             )
         ),
@@ -84,6 +83,8 @@ CANNOT_BE_AGREED_ON = {
         "adapter/engine.py:Engine.forward",
         "adapter/engine.py:Engine._between_steps",
         "adapter/engine.py:Engine.backward",
+        "adapter/zenflow_parts.py:ZenFlowParts.begin_call",
+        "adapter/reached_state.py:Evaluation.end",
         "adapter/engine.py:Engine._backward_prologue",
         "adapter/parts.py:Parts.require_known_state",
         "flatten/tiers.py:broadcasts",
@@ -114,8 +115,8 @@ CANNOT_BE_AGREED_ON = {
         "adapter/zenflow_parts.py:_begin_backward",
     ),
     "only keeps what fails inside of it": (
-        "adapter/async_checkpoint_engine.py:_failure_of",
         "adapter/parts.py:Parts.after_model_step",
+        "checkpoint/writer.py:begin_writing",
         "adapter/step.py:StepDriver.find_factor",
         "adapter/step.py:StepDriver.forget_gradients",
         "adapter/step.py:StepDriver.known_norms",
@@ -128,26 +129,23 @@ CANNOT_BE_AGREED_ON = {
     "only assigns values, unless a save was interrupted": (
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.begin_save",
         "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.break_off",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine.break_off",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine.has_written",
-        "adapter/async_checkpoint_engine.py:AsyncCheckpointEngine._end_writer",
-        "checkpoint/writer.py:Writer.end",
+        "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.commit",
+        "adapter/joint_checkpoint_engine.py:JointCheckpointEngine.has_written",
+        "adapter/joint_checkpoint_engine.py:_Saving.__init__",
     ),
     "pure, of values that are equal on all ranks": (
-        "adapter/engine.py:Engine._loading_run",
         "adapter/engine.py:Engine._require",
         "adapter/engine.py:Engine._recording",
         "adapter/engine_settings.py:EngineSettings._settings",
         "adapter/engine_settings.py:EngineSettings._zenflow",
         "adapter/zero_config.py:ZeroConfig.zenflow_with",
-        "adapter/resharding.py:LoadingRun.leads",
-        "adapter/resharding.py:Resharder._loading",
-        "adapter/resharding.py:Resharder.loads_fp32",
-        "adapter/resharding.py:Resharder.loading_model",
-        "adapter/resharding.py:Resharder.swap",
-        "adapter/resharding.py:Resharder._load_at_once",
-        "adapter/resharding.py:Resharder.model_file",
-        "adapter/resharding.py:only_weights",
+        *(
+            f"adapter/load.py:{name}"
+            for name in (
+                *("Load.loading_model", "Load._joins", "Load.model_files", "_Reader.load"),
+                *("only_weights",),
+            )
+        ),
         "adapter/readiness.py:BackwardPass.",
         "adapter/readiness.py:_Running.",
         "adapter/step.py:Step.begin",

@@ -19,19 +19,19 @@ import psutil
 import pytest
 from deepspeed import comm as dist
 
-from deepspeed_ext.adapter.async_checkpoint_engine import AsyncCheckpointEngine
 from deepspeed_ext.adapter.gradients import HostGradients
 from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
 from deepspeed_ext.adapter.late_weights import LateWeights
 from deepspeed_ext.adapter.reached_state import ReachedState
 from deepspeed_ext.adapter.step import StepDriver
 from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.zenflow.first_steps import FirstSteps
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.plan.share import MEASURED_STEPS
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.step.stream import Stream
-from deepspeed_ext.zenflow.tuner import Tuner
 from tests.support.models import batches
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.same import first_difference
@@ -121,14 +121,14 @@ PHASES = {
         when=lambda late: late._host.link.arrivals.are_awaited,
     ),
     "backward completes weights": Phase(ReachedState, "complete_weights", False, ("exact",)),
-    "a save waits for the worker": Phase(HostOptimizer, "drain", saves="waiting"),
+    "a save waits for the worker": Phase(StateStore, "drain", saves="waiting"),
     "a save writes": Phase(JointCheckpointEngine, "_write", saves="waiting"),
     "a save is named": Phase(JointCheckpointEngine, "_complete", saves="waiting"),
-    "a save beside training begins": Phase(AsyncCheckpointEngine, "_write", saves="beside"),
-    "a save beside training goes on": Phase(AsyncCheckpointEngine, "commit", True, saves="beside"),
+    "a save beside training begins": Phase(JointCheckpointEngine, "_write", saves="beside"),
+    "a save beside training goes on": Phase(JointCheckpointEngine, "commit", True, saves="beside"),
     "a step goes on beside a save": Phase(HostOptimizer, "step_partition", saves="beside"),
-    "a save beside training is named": Phase(AsyncCheckpointEngine, "_complete", saves="beside"),
-    "a share is agreed on": Phase(Tuner, "_of_all", False, ("share",), devices=SIM),
+    "a save beside training is named": Phase(JointCheckpointEngine, "_complete", saves="beside"),
+    "a share is agreed on": Phase(FirstSteps, "_choose", False, ("share",), devices=SIM),
     "between steps": Phase(HostOptimizer, "end_step", True, ("default",), (2,)),
 }
 

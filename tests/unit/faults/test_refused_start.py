@@ -32,7 +32,7 @@ from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError, UnsupportedError, WorkerError
 from deepspeed_ext.runtime import proc as memory
 from deepspeed_ext.zenflow.step.link import WorkerLink
-from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.shown_state import ShownState
 from deepspeed_ext.zenflow.transfers import page_locks as page_locks_module
 from deepspeed_ext.zenflow.worker import process as process_module
 from deepspeed_ext.zenflow.worker.arena import Arena
@@ -361,7 +361,7 @@ def what_is_left(before: Counter[str]) -> dict[str, Any]:
 
 LATE_FAILURES: dict[str, tuple[Any, str]] = {
     "page locks": (WorkerLink, "lock"),
-    "state": (HostOptimizer, "_bind_state"),
+    "state": (ShownState, "bind"),
     "after the worker": (ZenFlowZeroOptimizer, "_link_all_hp_params"),
     "scheduler": (Engine, "_configure_lr_scheduler"),
     "checkpointing": (Engine, "_configure_checkpointing"),

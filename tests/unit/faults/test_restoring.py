@@ -16,6 +16,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
+from deepspeed_ext.checkpoint.file import SavedFile
 from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY
 from deepspeed_ext.errors import CheckpointError, OutOfMemoryError, WorkerError
 from deepspeed_ext.runtime import proc as memory
@@ -43,7 +44,7 @@ def spoil(state: dict[str, Any], how: str) -> None:
     elif how == "size":
         section["partitions"][0]["numel"] += 1
     elif how == "key":
-        del section["partitions"][0]["collected"]
+        del section["partitions"][0]["numel"]
     elif how == "no section":
         del state[STATE_KEY]
     elif how == "another step":
@@ -60,16 +61,16 @@ def restore_spoilt(config: dict, folder: str) -> tuple[list[str], bool]:
     train(engine, data[:5])
     engine.save_checkpoint(folder, tag="t")
     expected = train(engine, data[5:])
-    load, messages = Joint.load, []
+    read, messages = engine._get_all_zero_checkpoints, []
     for how in SPOILT:
 
-        def spoilt(self: Any, path: str, map_location: Any = None, how: str = how) -> Any:
-            content = load(self, path, map_location)
-            if rank == 1 and "optim_states" in path:
-                spoil(content["optimizer_state_dict"], how)
-            return content
+        def spoilt(load_dir: str, tag: Any, how: str = how) -> Any:
+            states = read(load_dir, tag)
+            if rank == 1:
+                spoil(states[1], how)
+            return states
 
-        with patch.object(Joint, "load", spoilt):
+        with patch.object(engine, "_get_all_zero_checkpoints", spoilt):
             messages.append(said(lambda: engine.load_checkpoint(folder, tag="t")))
     engine.load_checkpoint(folder, tag="t")
     equal = train(engine, data[5:]) == expected
@@ -85,7 +86,7 @@ def test_a_section_that_fits_on_one_rank_only(stage: int, rule: str, tmp_path: P
     messages, equal = outcomes[0]
     for how, words in zip(
         SPOILT,
-        ["version 99", "elements", "collected", "different plans", "different plans"],
+        ["version 99", "elements", "numel", "different plans", "different plans"],
         strict=True,
     ):
         message = messages[SPOILT.index(how)]
@@ -100,7 +101,7 @@ def read_beside_the_dead(config: dict) -> dict[str, Any]:
     engine = make_engine(config)
     data = batches(6, dist.get_rank())
     train(engine, data[:5])
-    engine.optimizer.host_optimizer.drain()
+    engine.optimizer.host_optimizer.state.drain()
     process = engine.optimizer.host_optimizer.link.process
     if dist.get_rank() == 0:
         os.kill(process.pid, signal.SIGSTOP)
@@ -168,4 +169,5 @@ def test_latest_that_cannot_be_replaced(tmp_path: Path) -> None:
     ):
         engine.commit(info)
     engine.begin_load(str(tmp_path), "t")
-    assert engine.load(str(tmp_path / "t" / "mp_rank_00_model_states.pt")) == {"a": math.pi}
+    file = SavedFile(str(tmp_path / "t" / "mp_rank_00_model_states.pt"))
+    assert file.sound["a"] == math.pi

@@ -22,6 +22,7 @@ from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.zenflow.plan import chunks
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.step.stream import Stream
 from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import WorkerTask
@@ -79,7 +80,7 @@ def suffer(config: dict, how: str, folder: str) -> dict[str, Any]:
         engine = make_engine(config)
         train(engine, batches(4, rank))
         process = engine.optimizer.host_optimizer.link.process
-        engine.optimizer.host_optimizer.drain()
+        engine.optimizer.host_optimizer.state.drain()
         dist.barrier()
         harmed = time.monotonic()
         if rank == 0:
@@ -140,7 +141,7 @@ PHASES: dict[str, tuple[type, str]] = {
     "the passes follow": (WorkerLink, "follow"),
     "chunks arrive": (Stream, "_receive"),
     "a backward pass completes weights": (ReachedState, "complete_weights"),
-    "a save": (HostOptimizer, "drain"),
+    "a save": (StateStore, "drain"),
 }
 """Phases of a step of the exact rule, and the method behind whose first call the worker is
 killed."""

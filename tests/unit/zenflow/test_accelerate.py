@@ -94,7 +94,7 @@ def with_everything(config: str, folder: str) -> dict[str, Any]:
             trainer.train(resume_from_checkpoint=resume)
     finally:
         deepspeed_ext.disable()
-    updates = trainer.deepspeed.optimizer.host_optimizer.updates
+    updates = trainer.deepspeed.optimizer.host_optimizer.state.updates
     return {"log": trainer.state.log_history, "lengths": Generating.lengths, "updates": updates}
 
 
@@ -156,7 +156,7 @@ def boundaries_of_accelerate(config: dict[str, Any]) -> dict[str, Any]:
                     optimizer.zero_grad()
                 losses.append(loss.item())
                 boundaries.append(model.global_steps)
-        updates = model.optimizer.host_optimizer.updates
+        updates = model.optimizer.host_optimizer.state.updates
         model.destroy()
     finally:
         deepspeed_ext.disable()
@@ -192,7 +192,7 @@ def loop_of_the_page(text: str, config: str) -> dict[str, Any]:
         deepspeed_ext.disable()
         del os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
     engine = names["model"]
-    found = {"updates": engine.optimizer.host_optimizer.updates, "steps": engine.global_steps}
+    found = {"updates": engine.optimizer.host_optimizer.state.updates, "steps": engine.global_steps}
     engine.destroy()
     return found
 

@@ -209,7 +209,7 @@ def trained(case: Case, config: dict[str, Any], extended: bool) -> dict[str, Any
         "weights": weights_of(engine),
     }
     if extended:
-        found["updates"] = engine.optimizer.host_optimizer.updates
+        found["updates"] = engine.optimizer.host_optimizer.state.updates
     engine.destroy()
     return found
 

@@ -3,11 +3,8 @@ accelerator."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -15,26 +12,16 @@ import pytest
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import safe_get_full_grad, safe_get_full_optimizer_state, safe_set_full_grad
 from torch import nn
 
 from deepspeed_ext.errors import ConfigError, DeepSpeedExtError
 from deepspeed_ext.runtime import memory, proc
-from deepspeed_ext.zenflow.transfers import weight_upload
-from tests.support.compare import allow_fp16
-from tests.support.experts import ExpertModel, expert_groups, replicas_differ
-from tests.support.matrix import some
-from tests.support.models import Branches, OddModel, batches, on_device
+from tests.support.models import OddModel, batches, on_device
 from tests.support.ranks import run_ranks
-from tests.support.resuming import failed_resumes
-from tests.support.same import first_difference
 from tests.support.zenflow import (
     RULES,
-    full_masters_of,
     make_engine,
-    masters_of,
     train,
-    weights_of,
     zenflow_config,
 )
 
@@ -42,7 +29,6 @@ pytestmark = pytest.mark.sampled()
 
 STEPS = 8
 STAGES = (2, 3)
-SMALL = 96
 """Elements that the host computes at once, so that small partitions have several parts."""
 
 
@@ -57,165 +43,11 @@ def placed(config: dict[str, Any], on_host: bool | None, **zero: Any) -> dict[st
     return config
 
 
-@contextlib.contextmanager
-def small_parts() -> Iterator[None]:
-    with patch.object(weight_upload, "UPLOAD_NUMEL", SMALL):
-        yield
-
-
 def goes_to_host(engine: Any) -> bool:
     return engine.optimizer._host_gradients is not None
 
 
-def outcome(
-    config: dict[str, Any], model: Any = OddModel, overflowing: tuple[int, ...] = ()
-) -> tuple[Any, ...]:
-    """Losses, norms, weights and masters of a run in which some micro-steps overflow."""
-    if config["fp16"]["enabled"]:
-        allow_fp16()
-    with small_parts():
-        engine = make_engine(config, model=model)
-        losses, norms = [], []
-        for number, batch in enumerate(
-            batches(STEPS * config["gradient_accumulation_steps"], dist.get_rank())
-        ):
-            loss = engine(on_device(batch))
-            engine.backward(loss * float("inf") if number in overflowing else loss)
-            engine.step()
-            losses.append(loss.detach())
-            norms.append(float(engine.get_global_grad_norm() or 0.0))
-        expected = config["zero_optimization"]["zenflow"]["gradients_on_host"]
-        assert goes_to_host(engine) is (expected and not get_accelerator().is_synchronized_device())
-        found = (
-            [loss.item() for loss in losses],
-            norms,
-            weights_of(engine),
-            full_masters_of(engine),
-        )
-        engine.destroy()
-    return found
-
-
-def differs(config: dict[str, Any], *how: Any, **zero: Any) -> str:
-    there, here = outcome(placed(config, False), *how), outcome(placed(config, True, **zero), *how)
-    assert there[0][0] != there[0][-1]
-    return first_difference(there, here, "losses, norms, weights, masters")
-
-
 # -- equal to the same run with gradients on the accelerator ---------------------------------------
-
-WAYS: dict[str, dict[str, Any]] = {
-    "interval 1": {},
-    "interval 2": RULES["predictive"],
-    "without overlap": {"overlap_step": False},
-    "measured": {},
-    "selective": RULES["selective"],
-    "selective, state on the host": RULES["selective"] | {"offload": True},
-}
-MATRIX = list(
-    itertools.product(STAGES, WAYS, (1, 3), (0.0, 0.5), (1, 2), (torch.bfloat16, torch.float32))
-)
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize(("stage", "way", "accumulation", "clip", "ranks", "dtype"), some(MATRIX))
-def test_it_equals_the_run_whose_gradients_stay_to_the_bit(
-    stage: int, way: str, accumulation: int, clip: float, ranks: int, dtype: torch.dtype
-) -> None:
-    config = zenflow_config(stage, dtype, accumulation=accumulation, lr=1e-2, **WAYS[way])
-    config["gradient_clipping"] = clip
-    # DeepSpeed's stage 3 replaces torch's linear function
-    # for the rest of a process, and its rounding with it.
-    pool = f"gradients on the host, stage {stage}"
-    for difference in run_ranks(
-        ranks, differs, config, device="sim", pool=pool, timeout_seconds=200
-    ):
-        assert not difference
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("stage", STAGES)
-def test_fp16_and_its_overflows_are_the_same(stage: int, accumulation: int) -> None:
-    config = zenflow_config(
-        stage, torch.float16, accumulation=accumulation, lr=1e-2, **RULES["predictive"]
-    )
-    config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
-    pool = f"gradients on the host, stage {stage}"
-    for difference in run_ranks(2, differs, config, OddModel, (5, 6, 13), device="sim", pool=pool):
-        assert not difference
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "fields",
-    [{"overlap_comm": True}, {"reduce_bucket_size": 500}, {"round_robin_gradients": True}],
-    ids=str,
-)
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_ways_of_reducing_at_stage_2_change_nothing(
-    accumulation: int, fields: dict[str, Any]
-) -> None:
-    config = zenflow_config(2, accumulation=accumulation, lr=1e-2, **RULES["predictive"]) | {
-        "gradient_clipping": 0.5
-    }
-    config["zero_optimization"] |= fields
-    for difference in run_ranks(
-        2, differs, config, device="sim", pool="gradients on the host, stage 2"
-    ):
-        assert not difference
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_parameter_that_a_step_does_not_use_has_gradient_zero(
-    stage: int, accumulation: int
-) -> None:
-    config = zenflow_config(stage, accumulation=accumulation, lr=1e-2) | {"gradient_clipping": 0.5}
-    config["zero_optimization"]["ignore_unused_parameters"] = True
-    pool = f"gradients on the host, stage {stage}"
-    for difference in run_ranks(1, differs, config, Branches, device="sim", pool=pool):
-        assert not difference
-
-
-@pytest.mark.full  # gradients come there before any optimizer
-@pytest.mark.parametrize("stage", STAGES)
-def test_lion_is_the_same(stage: int) -> None:
-    config = zenflow_config(stage, accumulation=2) | {"gradient_clipping": 0.5}
-    config["optimizer"] = {
-        "type": "Lion",
-        "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1},
-    }
-    pool = f"gradients on the host, stage {stage}"
-    for difference in run_ranks(2, differs, config, device="sim", pool=pool):
-        assert not difference
-
-
-def differs_with_experts(config: dict[str, Any], ep_size: int) -> str:
-    found = []
-    for on_host in (False, True):
-        engine = make_engine(
-            placed(config, on_host), model=lambda: ExpertModel(ep_size), groups=expert_groups
-        )
-        losses = train(engine, batches(6, dist.get_rank()))
-        assert not replicas_differ(engine)
-        found.append(
-            (losses, float(engine.get_global_grad_norm()), weights_of(engine), masters_of(engine))
-        )
-        engine.destroy()
-    return first_difference(*found)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_experts_are_the_same(rule: str) -> None:
-    config = zenflow_config(2, lr=1e-2, **RULES[rule]) | {"gradient_clipping": 0.5}
-    for difference in run_ranks(2, differs_with_experts, config, 2, device="sim"):
-        assert not difference
-
-
-def test_on_a_cpu_it_changes_nothing() -> None:
-    config = zenflow_config(2, lr=1e-2, **RULES["predictive"])
-    for difference in run_ranks(2, differs, config):
-        assert not difference
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -279,147 +111,10 @@ def test_only_the_weights_are_on_the_accelerator(stage: int, rule: str) -> None:
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_resumed_run_continues_to_the_bit(stage: int, rule: str, tmp_path: Any) -> None:
-    config = placed(zenflow_config(stage, **RULES[rule]), True)
-    assert failed_resumes(2, config, 2, 5, str(tmp_path), device="sim") == []
-
-
-def saved(config: dict[str, Any], folder: str) -> tuple[Any, ...]:
-    """Save after 5 steps; the losses of the next ones, and the weights and masters at the end."""
-    engine = make_engine(config)
-    data = batches(9, dist.get_rank())
-    train(engine, data[:5])
-    engine.save_checkpoint(folder, tag="saved")
-    losses = train(engine, data[5:])
-    found = losses, weights_of(engine), full_masters_of(engine)
-    engine.destroy()
-    return found
-
-
-def resumed(config: dict[str, Any], folder: str) -> tuple[Any, ...]:
-    engine = make_engine(config)
-    engine.load_checkpoint(folder, tag="saved")
-    losses = train(engine, batches(9, dist.get_rank())[5:])
-    found = losses, weights_of(engine), full_masters_of(engine)
-    engine.destroy()
-    return found
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_run_continues_to_the_bit_with_gradients_in_the_other_place(
-    stage: int, rule: str, before: bool, tmp_path: Any
-) -> None:
-    config = zenflow_config(stage, **RULES[rule])
-    pool = f"gradients on the host, stage {stage}"
-    expected = run_ranks(2, saved, placed(config, before), str(tmp_path), device="sim", pool=pool)
-    found = run_ranks(
-        2, resumed, placed(config, not before), str(tmp_path), device="sim", pool=pool
-    )
-    assert not first_difference(expected, found)
-
-
 # -- weights and states from outside ---------------------------------------------------------------
 
 
-def away_and_exact(config: dict[str, Any], is_used: bool) -> tuple[Any, ...]:
-    """Losses, weights and masters of a run whose states are offloaded, and whose masters are looked
-    at, in between."""
-    engine, losses = make_engine(config), []
-    for batch in batches(8, dist.get_rank()):
-        losses += train(engine, [batch])
-        if is_used:
-            engine.offload_states()
-            engine.reload_states()
-        if is_used and engine.is_gradient_accumulation_boundary():
-            with engine.optimizer.exact_weights():
-                assert all(each.isfinite().all() for each in weights_of(engine).values())
-    found = losses, weights_of(engine), full_masters_of(engine)
-    engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_offloaded_states_and_exact_weights_change_nothing(
-    stage: int, rule: str, accumulation: int
-) -> None:
-    config = placed(zenflow_config(stage, accumulation=accumulation, lr=1e-2, **RULES[rule]), True)
-    pool = f"gradients on the host, stage {stage}"
-    expected, found = (
-        run_ranks(2, away_and_exact, config, is_used, device="sim", pool=pool)
-        for is_used in (False, True)
-    )
-    assert not first_difference(expected, found)
-
-
 # -- gradients from outside ------------------------------------------------------------------------
-
-
-def states_seen(config: dict[str, Any]) -> dict[str, Any]:
-    engine = make_engine(config)
-    train(engine, batches(3 * config["gradient_accumulation_steps"], dist.get_rank()))
-    seen: dict[str, Any] = {}
-    for micro, batch in enumerate(batches(config["gradient_accumulation_steps"], 7)):
-        engine.backward(engine(on_device(batch)))
-        is_last = micro + 1 == config["gradient_accumulation_steps"]
-        for name, param in engine.module.named_parameters() if is_last else ():
-            seen[f"{name} gradient"] = safe_get_full_grad(param).cpu().clone()
-            seen[f"{name} m"] = safe_get_full_optimizer_state(param, "exp_avg").cpu().clone()
-        if not is_last:
-            engine.step()
-    weight = engine.module.embed.weight
-    shape = getattr(weight, "ds_shape", weight.shape)
-    safe_set_full_grad(weight, torch.full(shape, 0.25, device=weight.device))
-    seen["set gradient"] = safe_get_full_grad(weight).cpu().clone()
-    engine.step()
-    seen["masters"], seen["norm"] = full_masters_of(engine), float(engine.get_global_grad_norm())
-    engine.destroy()
-    return seen
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradients_are_read_and_written_as_on_the_accelerator(
-    stage: int, accumulation: int
-) -> None:
-    config = zenflow_config(stage, torch.float32, accumulation=accumulation)
-    config["gradient_clipping"] = 0.5
-    pool = f"gradients on the host, stage {stage}"
-    expected, found = (
-        run_ranks(2, states_seen, placed(config, where), device="sim", pool=pool)
-        for where in (False, True)
-    )
-    assert float(found[0]["set gradient"].max()) == 0.25
-    assert not first_difference(expected, found)
-
-
-def reads_every_gradient(config: dict[str, Any], reads: bool) -> list[float]:
-    engine = make_engine(config)
-    losses = []
-    for batch in batches(6, dist.get_rank()):
-        losses.append(loss := engine(on_device(batch)))
-        engine.backward(loss)
-        if reads and engine.is_gradient_accumulation_boundary():
-            [safe_get_full_grad(param) for param in engine.module.parameters()]
-        engine.step()
-    engine.destroy()
-    return [loss.item() for loss in losses]
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-def test_reading_gradients_changes_nothing(stage: int, accumulation: int) -> None:
-    config = placed(zenflow_config(stage, accumulation=accumulation), True)
-    config["gradient_clipping"] = 0.5
-    pool = f"gradients on the host, stage {stage}"
-    quiet = run_ranks(2, reads_every_gradient, config, False, device="sim", pool=pool)
-    assert run_ranks(2, reads_every_gradient, config, True, device="sim", pool=pool) == quiet
 
 
 # -- errors ----------------------------------------------------------------------------------------

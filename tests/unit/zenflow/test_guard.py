@@ -304,7 +304,7 @@ def apart(config: dict[str, Any], steps: int) -> list[float]:
             plan = adam.rule.schedule.plan()
             train(engine, [batch])
             samples = [state.sample for state in adam.rule.states]
-            adam.drain()  # the gradients are in their slots
+            adam.state.drain()  # the gradients are in their slots
             if plan.source is WeightSource.PREDICTED:
                 for sample in samples:
                     weights = sample.of(sample.partition.weights().cpu()).float()

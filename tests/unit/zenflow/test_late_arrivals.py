@@ -30,7 +30,7 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
         engine = make_engine(config, model=Branches)
         host, found = engine.optimizer.host_optimizer, []
         assert host.decided.weights_arrive is WeightsArrival.IN_FORWARD
-        assert host.mover is None
+        assert host.first_steps is None
         for first_token in (1, 1, 0, 0):
             batch = batches(1, dist.get_rank())[0]
             batch[0, 0] = first_token
@@ -41,7 +41,7 @@ def arrivals(config: dict[str, Any]) -> list[Any]:
             after = len(host.link.arrivals._awaited)
             engine.step()
             found.append((before, during, after))
-        for index in range(len(host.partitions)):
+        for index in range(len(host.state.partitions)):
             host.coming_slot(index)
         found.append(len(host.link.arrivals._awaited))
         engine.destroy()
@@ -202,7 +202,7 @@ def waited_for_after_a_death(config: dict[str, Any]) -> bool:
     os.kill(host.link.process.pid, signal.SIGKILL)
     with pytest.raises(WorkerError):
         host.link.wait_together()
-    is_lost = any(bool(each.weights().isnan().any()) for each in host.partitions)
+    is_lost = any(bool(each.weights().isnan().any()) for each in host.state.partitions)
     engine.destroy()
     return is_lost
 

@@ -3,7 +3,6 @@ read and parked."""
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,13 @@ from tests.support.experts import ExpertModel, expert_groups
 from tests.support.models import batches
 from tests.support.ranks import run_ranks
 from tests.support.resharded import Run, resume, saved_by
-from tests.support.resuming import failed_resumes
 from tests.support.same import assert_same, first_difference
-from tests.support.state_access import looking_on
 from tests.support.zenflow import make_engine, offload_config, train, weights_of, zenflow_config
-from tests.support.zenflow_runs import difference, parked, with_and_without
+from tests.support.zenflow_runs import difference, with_and_without
 
 pytestmark = pytest.mark.sampled()
 
 STAGES = [1, 2, 3]
-DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 
 
 def lion_config(
@@ -43,14 +39,6 @@ def lion_config(
     config["optimizer"] = {
         "type": "Lion",
         "params": {"lr": lr, "betas": [0.9, 0.99], "weight_decay": 0.1},
-    }
-    return config
-
-
-def on_host(config: dict[str, Any]) -> dict[str, Any]:
-    config["zero_optimization"] |= {
-        "offload_param": {"device": "cpu"},
-        "offload_optimizer": {"device": "cpu"},
     }
     return config
 
@@ -166,30 +154,6 @@ def test_overflows_of_fp16_skip_the_steps_that_zero_offload_skips(stage: int) ->
 # -- state -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("stage", STAGES)
-def test_resume_is_exact_at_every_step(stage: int, device: str, tmp_path: Path) -> None:
-    """From synchronous and overlapped steps."""
-    ranks = 2 if device == "cpu" else 1
-    assert (
-        failed_resumes(
-            ranks, lion_config(stage, full_warm_up_rounds=2), 1, 4, str(tmp_path), device
-        )
-        == []
-    )
-
-
-@pytest.mark.full  # `checkpoint/test_async_save.py` has it with Adam
-@pytest.mark.parametrize("stage", [2, 3])
-def test_resume_from_a_save_beside_training_is_exact(stage: int, tmp_path: Path) -> None:
-    assert (
-        failed_resumes(
-            2, lion_config(stage, full_warm_up_rounds=2, async_save=True), 1, 3, str(tmp_path)
-        )
-        == []
-    )
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
@@ -211,11 +175,6 @@ def resumed(run: Run, folder: str) -> str:
     return resume(run, folder)[0]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_users_read_and_write_changes_nothing(stage: int) -> None:
-    assert run_ranks(2, looking_on, lion_config(stage)) == [[], []]
-
-
 def second_moment(config: dict[str, Any]) -> str:
     """What reading a moment that Lion does not have raises."""
     engine = make_engine(config)
@@ -232,11 +191,6 @@ def second_moment(config: dict[str, Any]) -> str:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_second_moment_is_an_error(stage: int) -> None:
     assert run_ranks(1, second_moment, lion_config(stage))[0] in ("KeyError", "ValueError")
-
-
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_training_goes_on_to_the_bit_after_its_states_were_away(stage: int) -> None:
-    assert run_ranks(1, parked, lion_config(stage), device="sim") == [""]
 
 
 def crossed(
@@ -325,18 +279,6 @@ def test_experts_resume_to_the_bit(tmp_path: Path) -> None:
 
 
 # -- other settings --------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_weights_on_the_host_train_as_those_on_the_accelerator(overlap: bool, device: str) -> None:
-    config = lion_config(3, overlap_step=overlap)
-    ranks = 2 if device == "cpu" else 1
-    expected = run_ranks(ranks, losses_of, config, 8, device=device)
-    assert_same(
-        expected, run_ranks(ranks, losses_of, on_host(copy.deepcopy(config)), 8, device=device)
-    )
 
 
 def refusal(config: dict[str, Any]) -> str:

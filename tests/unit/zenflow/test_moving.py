@@ -17,22 +17,17 @@ from torch import nn
 from deepspeed_ext.checkpoint import zenflow_state
 from deepspeed_ext.errors import WorkerError
 from deepspeed_ext.runtime import memory
-from deepspeed_ext.zenflow import start, tuner
-from deepspeed_ext.zenflow.moving import move_share
-from deepspeed_ext.zenflow.plan.advice import MeasuredStep
-from deepspeed_ext.zenflow.plan.places import Copies
-from deepspeed_ext.zenflow.plan.search import Measured, search_measured
-from deepspeed_ext.zenflow.plan.share import WATCHED_STEPS, ChainTimes, with_copies_inside
-from deepspeed_ext.zenflow.step.accelerator_share import AcceleratorShare
-from deepspeed_ext.zenflow.step.coded_moments import CodedMoments
+from deepspeed_ext.zenflow import start
+from deepspeed_ext.zenflow.first_steps import move
+from deepspeed_ext.zenflow.plan.share import WATCHED_STEPS, MeasuredStep, with_host_share
+from deepspeed_ext.zenflow.step.heads import Heads
 from deepspeed_ext.zenflow.step.link import WorkerLink
 from deepspeed_ext.zenflow.step.metrics import Metrics
 from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.state_store import StateStore
 from deepspeed_ext.zenflow.transfers.beside_step import HiddenTransfers
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
-from deepspeed_ext.zenflow.tuner import Tuner
 from deepspeed_ext.zenflow.worker.arena import Arena
-from tests.support.lanes_grid import Machine
 from tests.support.log import heard
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
@@ -74,13 +69,13 @@ def result_of(engine: Any, losses: list[float]) -> dict[str, Any]:
 def state_of(engine: Any) -> dict[str, Any]:
     """What an engine holds between two steps. Nothing may be on the accelerator yet."""
     adam = engine.optimizer.host_optimizer
-    adam.drain()
+    adam.state.drain()
     return {
         "last": [each.last for each in adam.rule.states],
-        "arrays": [[each.clone() for each in state.arrays] for state in adam.states],
-        "weights": [state.weights().clone() for state in adam.states],
+        "arrays": [[each.clone() for each in state.arrays] for state in adam.state.wholes],
+        "weights": [state.weights().clone() for state in adam.state.wholes],
         "parameters": [each.data.clone() for each in engine.module.parameters()],
-        "counts": list(adam.counts),
+        "counts": list(adam.state.counts),
         "schedule": adam.rule.schedule.state,
     }
 
@@ -88,63 +83,60 @@ def state_of(engine: Any) -> dict[str, Any]:
 def looked_at(engine: Any) -> list[torch.Tensor]:
     """The masters and the moments as a user reads them between two steps."""
     masters, host = full_masters_of(engine), engine.optimizer.host_optimizer
-    return [*masters, *(each.clone() for state in host.states for each in state.arrays)]
+    return [*masters, *(each.clone() for state in host.state.wholes for each in state.arrays)]
 
 
 def begin_with(engine: Any, state: dict[str, Any]) -> None:
     """Let a new engine go on from `state`, whatever share it has."""
     adam = engine.optimizer.host_optimizer
-    assert adam.expose()
-    for whole, arrays in zip(adam.states, state["arrays"], strict=True):
+    assert adam.state.expose()
+    for whole, arrays in zip(adam.state.wholes, state["arrays"], strict=True):
         for target, values in zip(whole.arrays, arrays, strict=True):
             target.copy_(values)
-    adam.masters_changed(state["counts"])
+    adam.state.replaced(state["counts"])
     adam.rule.schedule.state = state["schedule"]
     for each, last in zip(adam.rule.states, state["last"], strict=True):
         each.last = last
     with torch.no_grad():
-        for whole, weights in zip(adam.states, state["weights"], strict=True):
+        for whole, weights in zip(adam.state.wholes, state["weights"], strict=True):
             whole.weights().copy_(weights)
         for parameter, values in zip(engine.module.parameters(), state["parameters"], strict=True):
             if parameter.data.shape == values.shape:  # stage 3 gathers them from the partitions
                 parameter.data.copy_(values)
 
 
+def move_share(host: HostOptimizer, share: float) -> bool:
+    """Let the host step only `share` of each partition from now on."""
+    return move(host, with_host_share(host.decided, share, "a test"))
+
+
 def moved_and_begun(
-    stage: int,
-    dtype: torch.dtype,
-    fields: dict[str, Any],
-    looks: bool,
-    exposes: bool,
+    stage: int, dtype: torch.dtype, fields: dict[str, Any], looks: bool
 ) -> list[str]:
     """How a run that moves differs from one that has the share from there on.
 
     Args:
         looks: whether somebody reads the masters before and behind the move; they are compared.
-        exposes: whether landing buffers give way.
     """
     passes = fields.get("accumulation", 1)
     data, moved_at = batches(STEPS * passes, dist.get_rank()), MOVED_AT * passes
-    ratio = "auto" if exposes else 1.0
-    engine = make_engine(config_of(stage, ratio, dtype, **fields), groups=two_groups)
+    engine = make_engine(config_of(stage, 1.0, dtype, **fields), groups=two_groups)
     host = engine.optimizer.host_optimizer
-    host.mover = None
     train(engine, data[:moved_at])
     state = state_of(engine)
     before = looked_at(engine) if looks else []
-    plan = with_copies_inside(host.decided) if exposes else host.decided
-    if overlaps := not host.rule.schedule.plan().waits_last:
-        host.expose(shows_moments=False)
-    found = [] if move_share(host, plan, SHARE, "a test") else ["there was no memory"]
-    found += [] if any(host.share.numels) else ["nothing has moved"]
-    found += ["it is still on the host"] if host.share.is_shown != (looks or overlaps) else []
+    if not host.rule.schedule.plan().waits_last:
+        host.state.expose(shows_moments=False)
+    found = [] if move_share(host, SHARE) else ["there was no memory"]
+    found += [] if any(host.state.heads.numels) else ["nothing has moved"]
     if looks:
         found.append(first_difference(before, looked_at(engine), "masters and moments"))
-    moved = result_of(engine, train(engine, data[moved_at:]))
+    losses = train(engine, data[moved_at:])
+    found += ["it is still on the host"] if host.state.heads.is_shown else []
+    moved = result_of(engine, losses)
     overlapped = host.rule.schedule.state.steps > WARM_UP
     engine.destroy()
 
-    fields |= {"hide_transfers": False} if exposes else {}
     engine = make_engine(config_of(stage, SHARE, dtype, **fields), groups=two_groups)
     begin_with(engine, state)
     begun = result_of(engine, train(engine, data[moved_at:]))
@@ -173,23 +165,7 @@ def moved_and_begun(
 def test_a_run_that_moves_is_one_that_began_with_the_share(
     stage: int, dtype: torch.dtype, fields: dict[str, Any], device: str, looks: bool
 ) -> None:
-    found = run_ranks(2, moved_and_begun, stage, dtype, fields, looks, False, device=device)
-    assert found == [[], []]
-
-
-@pytest.mark.sampled(9)
-@pytest.mark.parametrize(
-    ("dtype", "fields"),
-    [
-        (torch.bfloat16, {}),
-    ],
-)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_run_whose_landing_buffers_give_way_is_one_that_never_had_any(
-    stage: int, dtype: torch.dtype, fields: dict[str, Any]
-) -> None:
-    """Gradients that passed through the host in chunks are whole there from then on."""
-    found = run_ranks(2, moved_and_begun, stage, dtype, fields, False, True, device="sim")
+    found = run_ranks(2, moved_and_begun, stage, dtype, fields, looks, device=device)
     assert found == [[], []]
 
 
@@ -205,9 +181,8 @@ def chosen(
     data = batches((CHOSEN_AT + 6) * passes, dist.get_rank())
     found: dict[str, Any] = {}
     mine = worker * (1 + dist.get_rank())
-    step = MeasuredStep(device, max(0.0, mine - device), max(0.0, mine - device), mine)
+    step = MeasuredStep(device, max(0.0, mine - device), 0.0, mine)
     with (
-        patch.object(Metrics, "typical", lambda _: (mine, device)),
         patch.object(Metrics, "typical_step", lambda _: step),
         patch.object(memory, "unused_accelerator_bytes", lambda: 1 << 40),
         patch.object(start, "thread_counts", lambda most: (most,)),
@@ -219,7 +194,7 @@ def chosen(
         for number in range(len(data) // passes):
             if number in saved:
                 engine.save_checkpoint(folder, tag=str(number))
-            with patch.object(CodedMoments, "show", side_effect=AssertionError("decodes all")):
+            with patch.object(StateStore, "decode", side_effect=AssertionError("decodes all")):
                 losses += train(engine, data[number * passes : (number + 1) * passes])
             shares.append(adam.decided.host_share)
         expected = result_of(engine, losses)
@@ -253,22 +228,12 @@ def test_auto_moves_once_to_what_hides_the_step_and_resumes_there(
     for each in found:
         moved_at = CHOSEN_AT - 1
         assert each["shares"] == [1.0] * moved_at + [share] * 7
-        assert each["resumed at 4"] == (share, "")
-        assert each[f"resumed at {WARM_UP + 4}"] == (share, ""), "chosen at the same step"
+        for number in (4, WARM_UP + 4):
+            resumed, _ = each[f"resumed at {number}"]
+            assert resumed == share, "it is chosen from what is left"
         resumed, difference = each[f"resumed at {CHOSEN_AT + 2}"]
         assert difference == ""
         assert resumed == pytest.approx(share, abs=0.01)
-
-
-def test_an_estimate_tells_what_a_step_on_the_accelerator_takes() -> None:
-    """Numbers of an H200 at 8,192 tokens. With all of the optimizer on it a step took 281 ms, with
-    the share that hides 311. Most of the time in a step is launches of DeepSpeed's own."""
-    plan = Machine(0.2, 1.0, 1.0, (1.0,)).plan(1.0, hide_transfers=True)
-    alone = ChainTimes(device=0.2612, worker=0.3378, link=0.0574)
-    step = MeasuredStep(0.2955, 0.022, 0.0103, 0.3378, gather=0.0007, estimate=0.004)
-    times = tuner._contended(alone, step, plan)
-    assert times.there == pytest.approx(28 / 6 * step.estimate)
-    assert search_measured(plan, [Measured.of(plan, times, 1 << 40)]).share == 0.0
 
 
 def test_auto_stays_where_the_worker_keeps_up(tmp_path: Path) -> None:
@@ -277,48 +242,16 @@ def test_auto_stays_where_the_worker_keeps_up(tmp_path: Path) -> None:
         assert set(each["shares"]) == {1.0}
 
 
-def exposed(config: dict[str, Any], folder: str) -> list[str]:
-    """What is wrong if a pass takes four steps, copies a tenth, and nothing is free."""
-    data = batches(CHOSEN_AT + 6, dist.get_rank())
-    times = ChainTimes(device=1.0, worker=4.0, link=0.1)
-    with (
-        patch.object(Tuner, "_times", lambda *_: times),
-        patch.object(tuner, "_contended", lambda *_: times),
-        patch.object(memory, "unused_accelerator_bytes", lambda: 0),
-    ):
-        engine = make_engine(config, groups=two_groups)
-        host = engine.optimizer.host_optimizer
-        landing = host.decided.held.landing_bytes
-        losses = train(engine, data[:-2])
-        decided = host.decided
-        engine.save_checkpoint(folder, tag="t")
-        expected = result_of(engine, losses + train(engine, data[-2:]))
-        engine.destroy()
-        engine = make_engine(config, groups=two_groups)
-        engine.load_checkpoint(folder, tag="t")
-        resumed = result_of(engine, losses + train(engine, data[-2:]))
-        engine.destroy()
-    found = [] if decided.copies is Copies.INSIDE_STEP else ["landing buffers have not given way"]
-    share = decided.held.share_bytes
-    found += [] if 0 < share <= landing else [f"{share} of {landing}"]
-    return [*found, *filter(None, [first_difference(expected, resumed)])]
-
-
-def test_auto_gives_up_landing_buffers_where_a_larger_share_is_worth_more(tmp_path: Path) -> None:
-    config = config_of(2, "auto", offload_reserve_fraction=0.0)
-    assert run_ranks(2, exposed, config, str(tmp_path), device="sim") == [[], []]
-
-
 # -- kills ----------------------------------------------------------------------------------------
 
 PHASES = [
     (HiddenTransfers, "release"),
-    (AcceleratorShare, "take"),
+    (Heads, "take"),
     (WorkerLink, "relay"),
     (PageLocks, "unlock"),
     (Arena, "relay"),
     (HostOptimizer, "move_to"),
-    (AcceleratorShare, "hide"),
+    (Heads, "hide"),
 ]
 """What a move calls, in order."""
 
@@ -351,7 +284,7 @@ def killed(stage: int, folder: str) -> list[str]:
             engine.save_checkpoint(folder, tag="t")
         else:
             engine.load_checkpoint(folder, tag="t")
-        assert move_share(host, host.decided, SHARE, "")
+        assert move_share(host, SHARE)
         result = result_of(engine, losses + train(engine, data[MOVED_AT:]))
         engine.destroy()
         return result
@@ -363,7 +296,7 @@ def killed(stage: int, folder: str) -> list[str]:
         host, called = engine.optimizer.host_optimizer, list[str]()
         try:
             with patch.object(owner, name, killing(getattr(owner, name), host, called)):
-                move_share(host, host.decided, SHARE, "")
+                move_share(host, SHARE)
                 train(engine, data[MOVED_AT:])
             found.append(f"{name}: nothing was raised")
         except WorkerError as error:
@@ -408,8 +341,8 @@ def without_host(stage: int) -> list[list[float]]:
         host = engine.optimizer.host_optimizer
         losses = train(engine, data[:2])
         if ratio:
-            assert move_share(host, host.decided, 0.0, "")
-        assert all(partition.master.numel() == 0 for partition in host.partitions)
+            assert move_share(host, 0.0)
+        assert all(partition.master.numel() == 0 for partition in host.state.partitions)
         found.append(losses + train(engine, data[2:]))
         engine.destroy()
     return found
@@ -448,7 +381,7 @@ def selective_runs(stage: int, accumulation: int, folder: str) -> list[Any]:
             if changes == "threads":
                 host.link.limit_threads(1)
             found.append(result_of(engine, losses + train(engine, data[at:])))
-            kept.append(host.mover is None and host.decided is plan)
+            kept.append(host.decided is plan)
             engine.destroy()
     return [kept, *(first_difference(found[0], other) for other in found[1:])]
 

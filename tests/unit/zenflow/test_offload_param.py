@@ -15,9 +15,6 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import (
     safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_grad,
     set_z3_leaf_modules,
 )
 from torch import nn
@@ -25,12 +22,10 @@ from torch import nn
 from deepspeed_ext.zenflow.step import link
 from tests.support.compare import allow_fp16
 from tests.support.matrix import some
-from tests.support.models import OddModel, batches, on_device
+from tests.support.models import OddModel, batches
 from tests.support.ranks import run_ranks
-from tests.support.resuming import failed_resumes
 from tests.support.same import assert_same, first_difference
 from tests.support.zenflow import (
-    RULES,
     Outcome,
     full_masters_of,
     make_engine,
@@ -147,33 +142,6 @@ def test_on_an_accelerator_too(
 # -- equal to the same run with weights on the accelerator -----------------------------------------
 
 
-def differs_from_weights_on_the_accelerator(config: dict[str, Any]) -> str:
-    return first_difference(outcome(config), outcome(on_host(config, pin=True)))
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("device", ON_DEVICES)
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(
-    "zenflow",
-    [
-        {},
-        *RULES.values(),
-        RULES["selective"] | {"offload": True},
-    ],
-)
-def test_overlapped_it_equals_the_run_without_to_the_bit(
-    zenflow: dict, accumulation: int, device: str
-) -> None:
-    """Without clipping: norms are ZeRO-Offload's here, whose sum over parameters is rounded to
-    fp32."""
-    config = zenflow_config(3, accumulation=accumulation, lr=1e-2, **zenflow) | {
-        "gradient_clipping": 0.0
-    }
-    for difference in run_ranks(2, differs_from_weights_on_the_accelerator, config, device=device):
-        assert not difference
-
-
 def test_clipped_it_stays_within_the_last_bits_of_the_norm() -> None:
     config = zenflow_config(3, torch.float32, lr=1e-2) | {"gradient_clipping": 0.5}
     for ours, without in zip(
@@ -183,43 +151,6 @@ def test_clipped_it_stays_within_the_last_bits_of_the_norm() -> None:
 
 
 # -- overflows, checkpoints ------------------------------------------------------------------------
-
-
-def overflowing(config: dict[str, Any]) -> list[tuple[bool, bool, int]]:
-    allow_fp16()
-    engine = make_engine(config)
-    trace = []
-    for number, batch in enumerate(batches(8, dist.get_rank())):
-        loss = engine(on_device(batch))
-        engine.backward(loss * float("inf") if number in (1, 5, 6) else loss)
-        before = weights_of(engine)
-        engine.step()
-        same = not first_difference(before, weights_of(engine))
-        trace.append(
-            (bool(engine.optimizer.overflow), same, engine.optimizer.host_optimizer.updates)
-        )
-    engine.destroy()
-    return trace
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_overflowed_steps_change_nothing(rule: str) -> None:
-    config = on_host(zenflow_config(3, torch.float16, **RULES[rule]))
-    config["fp16"] |= {"initial_scale_power": 8, "loss_scale_window": 1000, "hysteresis": 1}
-    expected, updates = [], 0
-    for number in range(8):
-        updates += (is_over := number in (1, 5, 6)) is False
-        expected.append((is_over, is_over, updates))
-    assert run_ranks(2, overflowing, config) == [expected, expected]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("rule", "ranks"), [("predictive", 2), ("selective", 2), ("predictive", 1)]
-)
-def test_a_resumed_run_continues_to_the_bit(rule: str, ranks: int, tmp_path: Any) -> None:
-    config = on_host(zenflow_config(3, **RULES[rule]))
-    assert failed_resumes(ranks, config, 2, 7, str(tmp_path)) == []
 
 
 def saved(config: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
@@ -262,62 +193,3 @@ def test_a_checkpoint_loads_on_other_ranks(
 
 
 # -- states from outside ---------------------------------------------------------------------------
-
-
-def states_seen(config: dict[str, Any]) -> dict[str, Any]:
-    engine = make_engine(config)
-    train(engine, batches(3, dist.get_rank()))
-    seen: dict[str, Any] = {}
-    for micro, batch in enumerate(batches(config["gradient_accumulation_steps"], 7)):
-        engine.backward(engine(on_device(batch)))
-        for name, param in engine.module.named_parameters():
-            seen[f"{name} gradient {micro}"] = safe_get_full_grad(param).cpu().clone()
-            seen[f"{name} m {micro}"] = (
-                safe_get_full_optimizer_state(param, "exp_avg").cpu().clone()
-            )
-        if micro + 1 < config["gradient_accumulation_steps"]:
-            engine.step()
-    weight = engine.module.embed.weight  # of even size: DeepSpeed sets no others
-    safe_set_full_grad(weight, torch.full(weight.ds_shape, 0.25, device=weight.device))
-    seen["set gradient"] = safe_get_full_grad(weight).cpu().clone()
-    engine.step()
-    seen["masters"] = full_masters_of(engine)
-    engine.destroy()
-    return seen
-
-
-@pytest.mark.parametrize("device", ON_DEVICES)
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_gradients_and_states_are_read_and_written_as_without(
-    accumulation: int, device: str
-) -> None:
-    config = zenflow_config(3, torch.float32, accumulation=accumulation) | {
-        "gradient_clipping": 0.0
-    }
-    expected, found = (
-        run_ranks(2, states_seen, each, device=device) for each in (config, on_host(config))
-    )
-    assert float(found[0]["set gradient"].max()) == 0.25
-    assert_same(expected, found)
-
-
-def reads_every_gradient(config: dict[str, Any], reads: bool) -> list[float]:
-    engine = make_engine(config)
-    losses = []
-    for batch in batches(6, dist.get_rank()):
-        losses.append(loss := engine(on_device(batch)))
-        engine.backward(loss)
-        if reads:
-            [safe_get_full_grad(param) for param in engine.module.parameters()]
-        engine.step()
-    engine.destroy()
-    return [loss.item() for loss in losses]
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_reading_gradients_changes_nothing(accumulation: int) -> None:
-    config = on_host(zenflow_config(3, accumulation=accumulation)) | {"gradient_clipping": 0.5}
-    assert_same(
-        run_ranks(2, reads_every_gradient, config, False),
-        run_ranks(2, reads_every_gradient, config, True),
-    )

@@ -4,7 +4,6 @@ accelerator's memory is free in between."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -21,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.errors import OutOfMemoryError, StateError, WorkerError
 from deepspeed_ext.runtime import memory
-from tests.support.matrix import some
 from tests.support.models import batches, on_device, two_groups
 from tests.support.offloaded import Adapted, held
 from tests.support.optimizer_process import gone
@@ -64,14 +62,6 @@ def goes_on_to_the_bit(config: dict[str, Any], way: str) -> None:
     assert_same(expected, run(config, rank, {7}, how), "after a step in the middle of an interval")
 
 
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize(
-    ("stage", "rule", "ranks", "way"), some(list(itertools.product((1, 2, 3), RULES, (1, 2), WAYS)))
-)
-def test_training_goes_on_to_the_bit(stage: int, rule: str, ranks: int, way: str) -> None:
-    run_ranks(ranks, goes_on_to_the_bit, zenflow_config(stage, **RULES[rule]), way)
-
-
 @pytest.mark.parametrize(
     ("stage", "rule"), [(1, "predictive"), (2, "selective"), (3, "predictive"), (3, "selective")]
 )
@@ -79,30 +69,6 @@ def test_between_micro_steps_of_one_accumulation_too(stage: int, rule: str) -> N
     run_ranks(
         2, goes_on_to_the_bit, zenflow_config(stage, accumulation=3, **RULES[rule]), "page-locked"
     )
-
-
-def goes_on_after_both_ways(stage: int) -> None:
-    """Weights come from this call's copy, not from an earlier one's in page-locked memory."""
-    rank = deepspeed.comm.get_rank()
-    config = zenflow_config(stage)
-    engine = make_engine(config, model=Adapted, groups=two_groups)
-    losses = []
-    for batch, way in zip(batches(STEPS, rank), itertools.cycle(WAYS), strict=False):
-        losses += train(engine, [batch])
-        engine.offload_states(**WAYS[way])
-        engine.reload_states()
-    engine.destroy()
-    assert losses == run(config, rank, set(), {})["losses"]
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_training_goes_on_after_either_way_of_offloading(stage: int) -> None:
-    run_ranks(2, goes_on_after_both_ways, stage)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_at_interval_1_an_update_is_always_in_flight(stage: int) -> None:
-    run_ranks(2, goes_on_to_the_bit, zenflow_config(stage), "page-locked")
 
 
 def frozen_stay_what_they_are(stage: int) -> None:

@@ -43,7 +43,7 @@ def save_here_load_there(here: dict, there: dict, folder: str, steps: int) -> di
     engine.load_checkpoint(folder, tag="t")
     loaded = masters_of(engine)
     adam = getattr(engine.optimizer, "host_optimizer", None)
-    updates = adam.updates if adam else steps
+    updates = adam.state.updates if adam else steps
     losses = train(engine, batches(10, rank))
     engine.destroy()
     return {"saved": saved, "hot": hot, "loaded": loaded, "updates": updates, "losses": losses}

@@ -2,15 +2,23 @@
 with it."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from deepspeed import comm as dist
 
-from tests.support.models import batches
+from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
-from tests.support.same import assert_same
-from tests.support.zenflow import make_engine, train, zenflow_config
+from tests.support.same import assert_same, first_difference
+from tests.support.zenflow import (
+    RULES,
+    full_masters_of,
+    make_engine,
+    train,
+    weights_of,
+    zenflow_config,
+)
 from tests.support.zenflow_runs import difference, initial_weights, start_model, with_and_without
 
 pytestmark = pytest.mark.sampled(6)
@@ -82,3 +90,22 @@ def warnings_of_a_torch_scheduler(config: dict) -> tuple[list[str], int]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_schedulers_and_step_hooks_see_every_step(stage: int) -> None:
     assert run_ranks(1, warnings_of_a_torch_scheduler, zenflow_config(stage)) == [([], 3)]
+
+
+def minimized_and_maximized(config: dict[str, Any]) -> str:
+    """How a run that minimizes the loss differs from one that maximizes its negative."""
+    found = []
+    for maximize in (False, True):
+        config["optimizer"]["params"]["maximize"] = maximize
+        engine = make_engine(config, groups=two_groups)
+        losses = train(engine, batches(7, dist.get_rank()), times=-1.0 if maximize else 1.0)
+        found.append(([abs(loss) for loss in losses], weights_of(engine), full_masters_of(engine)))
+        engine.destroy()
+    return first_difference(found[0], found[1], "losses, weights, masters")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_maximizing_the_negative_loss_is_minimizing_the_loss(stage: int, rule: str) -> None:
+    config = zenflow_config(stage, torch.float32, **RULES[rule])
+    assert run_ranks(1, minimized_and_maximized, config) == [""]

@@ -109,7 +109,7 @@ def followed(config: dict[str, Any], **how: Any) -> dict[str, Any]:
         "interval": adam.decided.rule.interval,
         "overlapped": adam.decided.rule.overlapped,
         "hot": [len(state.hot.ids) for state in adam.rule.states],
-        "blocks": [p.master.numel() // BLOCK for p in adam.partitions],
+        "blocks": [p.master.numel() // BLOCK for p in adam.state.partitions],
         "kept on the host": adam.decided.rule.keeps_hot_on_host,
         "accumulation": engine.gradient_accumulation_steps(),
         "global_steps": engine.global_steps,

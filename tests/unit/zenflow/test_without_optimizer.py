@@ -33,7 +33,7 @@ def reference_beside_training(stage: int, rule: str) -> tuple[list[float], list[
     assert train(trained, data[:1])[0] == before[0], "both begin with the same weights"
     train(trained, data)
     after = losses(reference, data)
-    assert trained.optimizer.host_optimizer.updates == 7
+    assert trained.optimizer.host_optimizer.state.updates == 7
     trained.destroy()
     reference.destroy()
     return before, after

@@ -16,7 +16,7 @@ from deepspeed_ext.runtime.log import logger
 from deepspeed_ext.runtime.ranks import RankGroup
 from deepspeed_ext.zenflow.optimizers.interface import Estimate, OptimizerKind
 from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
 from deepspeed_ext.zenflow.rules.predictive.probe import Sample, blocks_per_sample
 from deepspeed_ext.zenflow.rules.predictive.saved import PredictivePartitionValues
@@ -64,7 +64,6 @@ class PredictiveRule(UpdateRule[PredictivePlan]):
     """
 
     name = "predictive"
-    shows_collected = False
     schedule: PredictiveSchedule
 
     def __init__(

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.zenflow.rules.predictive.guard import PredictionErrors
-from deepspeed_ext.zenflow.rules.saved_values import AdamState, PartitionValues, Shape
-from deepspeed_ext.zenflow.worker.kernel.definition import adam_step
+from deepspeed_ext.zenflow.rules.saved_values import PartitionValues, Shape
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["PredictivePartitionValues"]
@@ -35,13 +34,3 @@ class PredictivePartitionValues(PartitionValues):
         if self.inverse is not None:
             numel = -(-self.on_host // block_size) * layout.per_block_width(block_size)
             yield Shape("inverse", self.inverse, numel, (getattr(torch, layout.per_block[1]),))
-
-    def apply_collected(
-        self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
-    ) -> None:
-        if not self.gradients:
-            return
-        first = self.on_accelerator + begin
-        for gradient, step in zip(self.gradients, self.collected, strict=True):
-            part = gradient[begin : begin + state[0].numel()]
-            adam_step(state, part, step, block_size, first, moment_dtype)

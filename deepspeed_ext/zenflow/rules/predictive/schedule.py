@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepspeed_ext.zenflow.plan.places import Arrival, WeightsArrival
-from deepspeed_ext.zenflow.plan.predictive import slots_at
+from deepspeed_ext.zenflow.plan.rule import slots_at
 from deepspeed_ext.zenflow.rules.predictive.guard import GuardState
 from deepspeed_ext.zenflow.step.schedule import Schedule, State, StepPlan
 

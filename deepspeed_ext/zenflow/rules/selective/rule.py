@@ -86,7 +86,6 @@ class SelectiveRule(UpdateRule[SelectivePlan]):
     """
 
     name = "selective"
-    shows_collected = True  # the count exposed per partition is that of the hot blocks
     schedule: SelectiveSchedule
 
     def __init__(

@@ -50,12 +50,11 @@ class SelectivePartitionValues(PartitionValues):
         return self.last is not None
 
     def apply_collected(
-        self, state: AdamState, block_size: int, begin: int = 0, moment_dtype: str = "float32"
+        self, state: AdamState, block_size: int, begin: int, moment_dtype: str
     ) -> None:
         """Step the cold blocks with the mean of the collected gradients, and let all blocks have
         the hot ones' count."""
-        if self.last is None:
-            return
+        assert self.last is not None, "it is behind"
         p, m, v = state
         first = begin // block_size
         hot = (

@@ -27,8 +27,8 @@ STATE = {"fp32 moments": 4 + 8, "bf16 moments": 4 + 4, "8-bit moments": 4 + 2 * 
 NEEDS = {"mistral-7b": ((128, 192), (96, 128), (96, 96))}
 WITH_FUSED_LOSS = NEEDS | {
     "qwen2.5-7b": ((128, 192), (96, 128), (96, 96)),
-    "llama-3.1-8b": ((192, 192), (128, 128), (96, 128)),
-    "qwen3-8b": ((192, 192), (128, 128), (96, 128)),
+    "llama-3.1-8b": ((128, 192), (96, 128), (96, 128)),
+    "qwen3-8b": ((128, 192), (96, 128), (96, 128)),
 }
 """GB of the host from which stage 2 trains with gradients there, for each dtype of moments: with
 the exact and the predictive rule. A model that is missing does not fit the card."""
@@ -46,11 +46,11 @@ def gpu_bytes(name: str, *, fused: bool) -> float:
 
 
 def host_bytes(name: str, rule: str, moments: str) -> float:
-    """State; a slot for gradients in bf16; and, while the model is saved alone, its weights set
-    aside. The predictive rule has a slot more, and two fp32 numbers for each block of 32; the
+    """State; and a slot for gradients in bf16. The predictive rule has a slot more, two fp32
+    numbers for each block of 32, and, while the model is saved alone, its weights set aside; the
     exact rule one number, and four of 64 chunks of weights on their way."""
-    slots, of_blocks = (2, 8 / 32) if rule == "ZenFlow" else (1, 4 / 32 + 2 * 4 / 64)
-    return MODELS[name][0] * (STATE[moments] + 2 * slots + of_blocks + 2)
+    slots, of_blocks, aside = (2, 8 / 32, 2) if rule == "ZenFlow" else (1, 4 / 32 + 2 * 4 / 64, 0)
+    return MODELS[name][0] * (STATE[moments] + 2 * slots + of_blocks + aside)
 
 
 def planned(name: str, host: int, *, fused: bool) -> dict[str, Fit]:

@@ -56,7 +56,8 @@ def test_a_kernel_reads_16_bytes_at_once_and_rounds_each_operation(
 
 def test_codes_are_read_and_written_8_at_once() -> None:
     """And scales one by one."""
-    made = compiled(variant("adam_step", m="i8", v="u8"), "sm_90")
+    dtypes = {"grad": "bf16", "weights": "bf16", "m": "i8", "v": "u8"}
+    made = compiled(Variant.of("adam_step", dtypes), "sm_90")
     assert (made.spilled, made.fused) == (0, [])
     assert sorted(made.loads) == [1, 1, 8, 8, 16, 16, 16]
     assert sorted(made.stores) == [1, 1, 8, 8, 16, 16, 16]

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_ext.zenflow.kernels import launch
 from deepspeed_ext.zenflow.plan.chunks import HOST_CHUNK_NUMEL
-from deepspeed_ext.zenflow.plan.rule_bytes import share_step_bytes
+from deepspeed_ext.zenflow.plan.rule import head_step_bytes
 from deepspeed_ext.zenflow.worker.kernel import AdamStep, definition
 from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
 from deepspeed_ext.zenflow.worker.kernel.codes import loaded
@@ -84,7 +84,7 @@ def test_torch_operations_take_the_memory_that_the_plan_says(dtype: str) -> None
     rows = HOST_CHUNK_NUMEL // BLOCK
     state, grad = state_of(dtype, rows), torch.ones(rows, BLOCK)
     weights = torch.empty(rows, BLOCK)
-    planned = share_step_bytes(rows * BLOCK, BLOCK, replace(ADAM_STATE, moment_dtype=dtype))
+    planned = head_step_bytes(rows * BLOCK, BLOCK, replace(ADAM_STATE, moment_dtype=dtype))
     meter = LiveBytes()
     meter.watch(*state, grad, weights)
     held = sum(meter.live.values())

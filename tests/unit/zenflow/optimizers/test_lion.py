@@ -10,7 +10,7 @@ from deepspeed_ext.config import ZenFlowConfig
 from deepspeed_ext.errors import ConfigError
 from deepspeed_ext.zenflow.optimizers.choose import kind_of
 from deepspeed_ext.zenflow.optimizers.lion import LionKind
-from deepspeed_ext.zenflow.plan.predictive import PredictiveSettings
+from deepspeed_ext.zenflow.plan.rule import PredictiveSettings
 from deepspeed_ext.zenflow.worker.kernel import definition
 from deepspeed_ext.zenflow.worker.kernel.lion_pass import LionStep
 from tests.support.same import assert_same

@@ -54,7 +54,7 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         ("beside", plan.copies is Copies.BESIDE_STEP, isinstance(transfers, HiddenTransfers)),
         ("lifts", plan.copies is not Copies.NONE, transfers._lifts),
     ]
-    for decided, partition in zip(plan.partitions, adam.partitions, strict=True):
+    for decided, partition in zip(plan.partitions, adam.state.partitions, strict=True):
         numels = partition.master.numel(), partition.weights().numel()
         said.append(("on the host", (decided.on_host,) * 2, numels))
         said.append(("places", decided.places, partition.places))
@@ -71,9 +71,9 @@ def built(config: dict[str, Any]) -> tuple[ZenFlowPlan, list[str]]:
         )
         said.append(("chunk", plan.chunks.numel, transfers.chunk_numel))
         said.append(("slots", plan.chunks.slots, len(transfers._chunk_slots)))
-    parts = [] if adam.share is None else adam.share._parts
+    parts = [] if adam.state.heads is None else adam.state.heads._parts
     share = sum(tensor.nbytes for part in parts for tensor in part.state)
-    said.append(("share", plan.held.share_bytes, share))
+    said.append(("share", plan.held.head_bytes, share))
     engine.destroy()
     return plan, [
         f"{name}: planned {planned}, built {made}"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ext.zenflow.plan.places import Copies
-from deepspeed_ext.zenflow.plan.search import LEAST_GAINED
+from deepspeed_ext.zenflow.plan.share import LEAST_GAINED
 from tests.support.lanes_grid import GRID, LINKS
 
 
@@ -14,8 +13,9 @@ from tests.support.lanes_grid import GRID, LINKS
 def test_the_automatic_share_is_within_three_percent_of_the_best(link: float) -> None:
     for machine in GRID:
         if machine.link == link:
-            plans = (machine.plan(1.0, hide_transfers=hides) for hides in (True, False))
-            assert machine.loss(*plans) <= 1.0 + LEAST_GAINED, machine
+            begun = machine.plan(None)
+            assert machine.loss(begun) <= 1.0 + LEAST_GAINED, machine
+            assert machine.seconds(machine.automatic) <= machine.seconds(begun), machine
 
 
 def test_the_grid_has_machines_where_the_share_matters() -> None:
@@ -23,4 +23,3 @@ def test_the_grid_has_machines_where_the_share_matters() -> None:
     gains = [each.seconds(each.plan(1.0)) / each.seconds(each.automatic) for each in machines]
     assert max(gains) > 3.5
     assert min(gains) == 1.0
-    assert {each.automatic.copies for each in machines} == {Copies.BESIDE_STEP, Copies.INSIDE_STEP}

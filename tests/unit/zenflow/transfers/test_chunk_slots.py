@@ -75,7 +75,7 @@ def away_and_back(engine: Any) -> None:
 
 
 def exposed(engine: Any) -> None:
-    engine.optimizer.host_optimizer.expose()
+    engine.optimizer.host_optimizer.state.expose()
 
 
 def away_and_exposed(engine: Any) -> None:
@@ -84,7 +84,7 @@ def away_and_exposed(engine: Any) -> None:
 
 
 def drained(engine: Any) -> None:
-    engine.optimizer.host_optimizer.drain()
+    engine.optimizer.host_optimizer.state.drain()
 
 
 @pytest.mark.sampled(8)

@@ -40,8 +40,7 @@ from deepspeed_ext.zenflow.transfers.courier import Courier
 from deepspeed_ext.zenflow.transfers.inside_step import Results, Transfers
 from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.messages import Span
-from tests.perf.stepping import Linears
-from tests.support.models import batches
+from tests.support.models import Linears, batches
 from tests.support.poison import delay, late_and_poisoned, synchronous
 from tests.support.ranks import RankError, is_simulated, run_ranks
 from tests.support.same import assert_same, first_difference
@@ -326,7 +325,7 @@ def read_as_gathers_do(config: dict[str, Any], steps: int) -> int:
             reads += len(
                 [
                     partition.weights().clone()
-                    for partition in engine.optimizer.host_optimizer.partitions
+                    for partition in engine.optimizer.host_optimizer.state.partitions
                 ]
             )
         accelerator.current_stream().wait_stream(side)

@@ -28,8 +28,7 @@ from deepspeed_ext.zenflow.transfers.page_locks import PageLocks
 from deepspeed_ext.zenflow.worker.kernel import Publish
 from deepspeed_ext.zenflow.worker.messages import ArenaTouch, WorkerTask
 from deepspeed_ext.zenflow.worker.process import OptimizerProcess
-from tests.perf.stepping import Linears
-from tests.support.models import batches, on_device
+from tests.support.models import Linears, batches, on_device
 from tests.support.ranks import run_fresh_ranks, run_ranks
 from tests.support.zenflow import make_engine, train, zenflow_config
 

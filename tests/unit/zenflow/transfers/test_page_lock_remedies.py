@@ -54,7 +54,7 @@ def test_a_runtime_without_the_call_trains_on_with_one_warning() -> None:
     with (
         patch.object(page_locks, "get_accelerator", _Device),
         patch.object(page_locks, "can_register_host_memory", lambda: True),
-        patch.object(page_locks, "shares_host_memory", lambda: False),
+        patch.object(page_locks, "has_host_memory", lambda: False),
         patch.object(
             page_locks.resource, "getrlimit", lambda _: (page_locks.resource.RLIM_INFINITY,) * 2
         ),

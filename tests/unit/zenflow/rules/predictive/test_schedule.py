@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ext.zenflow.plan.places import Arrival
-from deepspeed_ext.zenflow.plan.predictive import slots_at
+from deepspeed_ext.zenflow.plan.rule import slots_at
 from deepspeed_ext.zenflow.rules.predictive.schedule import PredictiveSchedule, WeightSource
 
 

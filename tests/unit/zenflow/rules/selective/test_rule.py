@@ -115,7 +115,7 @@ def compare_with_simulation(
         Caller("float32", "float32"),
         ranks,
     )
-    optimizer.param_groups[0]["params"] = adam.shown.masters
+    optimizer.param_groups[0]["params"] = adam.state.handles.masters
     simulated = Simulated(start, interval, overlapped=overlapped, every=every)
     found = []
     for number in range(steps):
@@ -128,8 +128,10 @@ def compare_with_simulation(
         expected = simulated.step(gradient)
         found.append(float((weights.cpu().double() - expected).abs().max()))
         if number % 5 == 3:
-            adam.drain()
-            found.append(float((adam.partitions[0].master.double() - simulated.p).abs().max()))
+            adam.state.drain()
+            found.append(
+                float((adam.state.partitions[0].master.double() - simulated.p).abs().max())
+            )
     adam.close()
     return found
 
@@ -183,7 +185,7 @@ def weights_and_changes(config: dict, steps: int) -> dict[str, Any]:
         trace.append(changed)
         before = after
     hot = [len(state.hot.ids) for state in optimizer.host_optimizer.rule.states]
-    blocks = [part.master.numel() // 32 for part in optimizer.host_optimizer.partitions]
+    blocks = [part.master.numel() // 32 for part in optimizer.host_optimizer.state.partitions]
     masters = full_masters_of(engine)
     engine.destroy()
     return {"weights": before, "trace": trace, "hot": hot, "blocks": blocks, "masters": masters}

@@ -84,7 +84,7 @@ def test_bytes_of_a_block_are_those_of_each_array(numel: int) -> None:
     dtypes = Dtypes("bfloat16", "float32", "float32", "bfloat16")
     known = PerBlock("known", "int32", True)
     layout = replace(ADAM_STATE, moment_dtype="int8", with_signs=True)
-    kinds = ArenaKinds(layout, 32, dtypes, known, lifts_y=True, slots=1, touched_slots=1)
+    kinds = ArenaKinds(layout, 32, dtypes, known, lifts_y=True, slots=1)
     specs = [spec for spec in kinds.of(0, numel) if not spec.kind.endswith("shown")]
     arena = Arena.create(plan_layout(specs))
     found = {spec.kind: block_bytes(arena, ArrayKey(spec.kind, 0), 32) for spec in specs}

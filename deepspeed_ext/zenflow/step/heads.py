@@ -1,4 +1,4 @@
-"""Steps a share of every partition on the accelerator: exactly, in the step of its gradient.
+"""Steps the head of every partition on the accelerator: exactly, in the step of its gradient.
 
 ``offload_optimizer.ratio`` is the share of the optimizer on the host. The first blocks of each
 partition, up to that share, have p and the moments in accelerator memory: with Adam 12 bytes per
@@ -26,7 +26,7 @@ from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.kernel.passes import StepConstants
 
-__all__ = ["AcceleratorShare"]
+__all__ = ["Heads"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class _Part:
     shown: tuple[torch.Tensor, ...]
 
 
-class AcceleratorShare:
-    """The share of all partitions of this rank.
+class Heads:
+    """The heads of all partitions of this rank.
 
     Args:
         weights: each partition's weights, 1-D [n], on the accelerator; the initial values of p.
@@ -85,12 +85,12 @@ class AcceleratorShare:
         arena: Arena,
         kind: OptimizerKind,
         ranks: RankGroup,
-    ) -> AcceleratorShare | None:
+    ) -> Heads | None:
         """Allocate it on every rank; None on every rank if any accelerator has no memory for it. A
         collective."""
         heads, block_size = [each.head for each in plan.partitions], plan.rule.block_size
         return allocation.try_on_all_ranks(
-            "zenflow.accelerator_share",
+            "zenflow.heads",
             lambda: cls(weights, heads, arena, block_size, kind),
             ranks,
         )
@@ -103,20 +103,20 @@ class AcceleratorShare:
         arena: Arena,
         kind: OptimizerKind,
         ranks: RankGroup,
-    ) -> AcceleratorShare:
+    ) -> Heads:
         """As `if_all_have_room`.
 
         Raises:
             OutOfMemoryError: on every rank, if any accelerator has no memory for it.
         """
-        share = cls.if_all_have_room(plan, weights, arena, kind, ranks)
-        if share is None:
+        heads = cls.if_all_have_room(plan, weights, arena, kind, ranks)
+        if heads is None:
             raise OutOfMemoryError(
-                f"offload_optimizer.ratio keeps {plan.held.share_bytes:,} bytes of the optimizer "
+                f"offload_optimizer.ratio keeps {plan.held.head_bytes:,} bytes of the optimizer "
                 f"on the accelerator of rank {ranks.rank}, and a rank has no memory for its part: "
                 'raise the ratio, or set it to "auto"'
             )
-        return share
+        return heads
 
     @torch.no_grad()
     def step(

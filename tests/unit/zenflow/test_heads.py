@@ -20,9 +20,8 @@ from deepspeed_ext.zenflow.worker.kernel import AdamStep
 from tests.support.compare import allow_fp16
 from tests.support.models import batches, two_groups
 from tests.support.ranks import run_ranks
-from tests.support.resuming import failed_resumes
 from tests.support.same import assert_same, first_difference
-from tests.support.state_access import looking_on, state_of
+from tests.support.state_access import state_of
 from tests.support.zenflow import (
     RULES,
     full_masters_of,
@@ -38,9 +37,6 @@ pytestmark = pytest.mark.sampled(6)
 
 STEPS = 12
 CODED = {"state_dtype": "int8"}
-of_each = pytest.mark.parametrize(
-    ("rule", "fields"), [*((rule, {}) for rule in RULES), ("predictive", CODED)]
-)
 DEVICES = ["cpu", pytest.param("accelerator", marks=pytest.mark.gpu)]
 
 
@@ -66,24 +62,6 @@ def test_without_overlap_any_ratio_equals_zero_offload(stage: int, ratio: float)
         assert difference(expected, actual) < 1e-4
 
 
-@of_each
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_resume_with_a_share_is_exact_at_every_step(
-    stage: int, rule: str, fields: dict[str, Any], tmp_path: Path
-) -> None:
-    config = config_of(stage, 0.4, rule, torch.bfloat16, **fields)
-    assert failed_resumes(2, config, 2, 5, str(tmp_path)) == []
-
-
-@of_each
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_users_read_and_write_includes_the_share(
-    stage: int, rule: str, fields: dict[str, Any]
-) -> None:
-    config = config_of(stage, 0.4, rule, **fields)
-    assert [found for on_one in run_ranks(2, looking_on, config) for found in on_one if found] == []
-
-
 def moved_and_freed(config: dict[str, Any], folder: str) -> list[str]:
     """Train, look, save beside training and train on: how that differs from training alone, and
     what stays shown."""
@@ -94,11 +72,11 @@ def moved_and_freed(config: dict[str, Any], folder: str) -> list[str]:
     engine.destroy()
     engine = make_engine(config, groups=two_groups)
     adam = engine.optimizer.host_optimizer
-    found = [] if any(adam.share.numels) else ["nothing is on the accelerator"]
+    found = [] if any(adam.state.heads.numels) else ["nothing is on the accelerator"]
     losses = []
     for number, batch in enumerate(data):
         losses += train(engine, [batch])
-        if adam.share.is_shown and number % 3 == 2:
+        if adam.state.heads.is_shown and number % 3 == 2:
             found.append(f"still shown in step {number}")
         if number % 3 == 0:
             engine.save_checkpoint(folder, tag=str(number))
@@ -251,18 +229,6 @@ def test_an_overflow_skips_the_share_too(stage: int, device: str) -> None:
     for expected, actual, skipped in run_ranks(1, overflowing, config, device=device):
         assert skipped > 0
         assert actual == pytest.approx(expected, rel=2e-3)
-
-
-def chosen(config: dict[str, Any]) -> dict[str, float]:
-    engine = make_engine(config)
-    adam = engine.optimizer.host_optimizer
-    found = {
-        "on the accelerator": sum(adam.share.numels) if adam.share else 0,
-        "all": sum(state.master.numel() for state in adam.states),
-        "losses": train(engine, batches(3, dist.get_rank())),
-    }
-    engine.destroy()
-    return found
 
 
 @pytest.mark.parametrize(

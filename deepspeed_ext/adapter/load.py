@@ -1,0 +1,427 @@
+"""One load of a checkpoint: checks it before DeepSpeed's `load_checkpoint` reads it, and lets
+DeepSpeed read one of another number of ranks or another ZeRO stage.
+
+If the layout of a checkpoint differs from the run's, every rank reads the elements of its own
+partitions from the checkpoint's files and passes them to DeepSpeed as if they had been saved in the
+run's layout. p and the optimizer's state are restored bitwise; the weights are p, rounded to their
+dtype. A checkpoint with the run's layout is loaded by DeepSpeed as usual.
+
+Model parallelism, pipelines, mixtures of experts, universal checkpoints and state on NVMe are not
+supported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from deepspeed_ext.adapter.joint_checkpoint_engine import JointCheckpointEngine
+from deepspeed_ext.adapter.reshard import (
+    Target,
+    load_frozen,
+    load_masters,
+    require_readable,
+    require_same_groups,
+    reshard,
+)
+from deepspeed_ext.adapter.saved_checkpoint import (
+    ZERO_STAGE_WEIGHTS,
+    SavedCheckpoint,
+    SavedPartitions,
+    groups_of,
+)
+from deepspeed_ext.adapter.upstream import (
+    PipelineEngine,
+    Swap,
+    TorchCheckpointEngine,
+    is_zero_optimizer,
+)
+from deepspeed_ext.adapter.upstream import checkpoint_keys as keys
+from deepspeed_ext.adapter.zenflow_parts import ZenFlowParts
+from deepspeed_ext.checkpoint.file import SavedFile, reading, unmarked
+from deepspeed_ext.checkpoint.zenflow_state import STATE_KEY, rule_told
+from deepspeed_ext.errors import CheckpointError
+from deepspeed_ext.runtime.backend import dist
+from deepspeed_ext.runtime.log import log_once, logger
+from deepspeed_ext.runtime.ranks import (
+    MOST_TOLD,
+    RankGroup,
+    agreed,
+    rank_list,
+    together,
+)
+from deepspeed_ext.runtime.words import LOAD_ANOTHER, counted
+
+__all__ = ["Load", "only_weights"]
+
+
+class _Reader(TorchCheckpointEngine):
+    """Gives DeepSpeed the content of files.
+
+    Args:
+        read: returns that of the file at a path.
+    """
+
+    def __init__(self, config: Any, read: Callable[[str], dict[str, Any]]) -> None:
+        super().__init__(config)
+        self._read = read
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return self._read(path)
+
+
+class Load:
+    """One load of a checkpoint by a DeepSpeed engine. The engine's methods that DeepSpeed's
+    ``load_checkpoint`` calls ask it what to read, and let it write what DeepSpeed leaves out.
+
+    The constructor, a collective, checks the files that this rank reads, and compares their layout
+    with the run's.
+
+    Args:
+        folder: of the checkpoint's tag.
+        how: the keyword arguments of DeepSpeed's ``_load_checkpoint``.
+        ranks: the ranks that the model is spread over.
+        zenflow: continues from ZenFlow's state in a checkpoint. None: the saved gradients are
+            applied to p, m, v, and the weights become p instead of predictions, even if the layout
+            is the run's.
+
+    Attributes:
+        how: the keyword arguments to call it with.
+        target: this rank's partitions, if they are filled from a checkpoint of another layout;
+            None: DeepSpeed reads its own files.
+        swaps: what to replace while DeepSpeed reads.
+
+    Raises:
+        CheckpointError: on every rank, if a file cannot be read, is of another rank or save, or
+            does not fit the run.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        folder: str,
+        how: Mapping[str, Any],
+        ranks: RankGroup,
+        zenflow: ZenFlowParts | None,
+    ) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._zenflow = zenflow
+        self._is_strict = bool(how["load_module_strict"])
+        self._weights_alone = only_weights(how)
+        self._loads_state = False  # ZenFlow's state, in the layout of this run
+        self.how = dict(how)
+        self.target: Target | None = None
+        found: Any = None
+        with self._together():
+            self._saved = SavedCheckpoint(folder)
+            self.target = self._find_target()
+            layout: tuple[int, int] | None = None
+            if self.target is None:
+                self._check_own_files(folder)
+            else:
+                self._require_readable(self.target)
+                self._prepare(self.target)
+                layout = self._saved.stage, self._saved.ranks
+            self.swaps = [*self._reader(), *self._settings()]
+            found = layout, self._saved.save_id, self._loads_state
+        if len(each := ranks.distinct(found, MOST_TOLD)) > 1:
+            listing = ", ".join(f"{what} on {rank_list(on, ranks)}" for what, on in each)
+            error = CheckpointError(
+                f"{folder}: the ranks' files are of different saves or layouts (another stage and "
+                f"number of ranks, id of the save, whether ZenFlow saved it): {listing}. Give all "
+                f"ranks the same folder, or {LOAD_ANOTHER}"
+            )
+            raise agreed(error, ranks)
+
+    def _together(self) -> AbstractContextManager[None]:
+        return together(self._ranks, CheckpointError)
+
+    # -- before DeepSpeed reads --------------------------------------------------------------------
+
+    def _find_target(self) -> Target | None:
+        """This rank's partitions; None if DeepSpeed can load the checkpoint."""
+        engine, saved, has_zenflow = self._engine, self._saved, self._zenflow is not None
+        if engine.has_moe_layers and has_zenflow and not self._weights_alone:
+            self._require_same_ranks(dist.get_world_size(group=engine.seq_data_parallel_group))
+        if not has_zenflow and engine._config.zero_config.elastic_checkpoint:
+            return None
+        if not self._can_reshard or not saved.is_readable:
+            return None
+        target = Target(engine.optimizer, engine._get_zero_param_shapes())
+        same_kind = saved.ranks == target.ranks and saved.has_whole_weights is not target.is_sharded
+        if self._weights_alone and (same_kind or self._has_weights(target)):
+            return target if self._needs_p(target) else None
+        if not (same_kind and target.layout.fits(saved.layout)):
+            return target
+        if not has_zenflow:
+            return target if saved.has_zenflow_state else None
+        if not self._weights_alone:
+            require_same_groups(saved.partitions(saved.first), target)
+        return None
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the engine reads the files that `SavedCheckpoint` knows; equal on all ranks."""
+        engine = self._engine
+        return (
+            is_zero_optimizer(engine.optimizer)
+            and not engine.load_universal_checkpoint()
+            and isinstance(engine.checkpoint_engine, TorchCheckpointEngine)
+        )
+
+    @property
+    def _can_reshard(self) -> bool:
+        """Whether another layout can be loaded; equal on all ranks."""
+        engine = self._engine
+        return (
+            self._is_known
+            and not (engine.has_moe_layers or isinstance(engine, PipelineEngine))
+            and engine.mp_world_size == 1
+            and not engine.zero_nvme_offload_optimizer()
+        )
+
+    def _has_weights(self, target: Target) -> bool:
+        """Whether the checkpoint and this rank both have all weights, so that DeepSpeed can load
+        them."""
+        return self._saved.has_whole_weights and not target.is_sharded
+
+    def _needs_p(self, target: Target) -> bool:
+        """Whether p must be loaded if only weights are. Otherwise DeepSpeed sets the masters to the
+        saved weights, because these are p, or the checkpoint is of another model."""
+        if target.is_sharded or not self._saved.has_zenflow_state:
+            return False
+        try:
+            target.layout.require_same_parameters(self._saved.layout)
+        except CheckpointError as error:
+            if self._ranks.rank == 0:
+                logger.warning(
+                    f"{self._saved.folder}: the masters are set to its weights, which are "
+                    f"ZenFlow's predictions, because its p belongs to other parameters ({error})"
+                )
+            return False
+        return True
+
+    def _require_same_ranks(self, ranks: int) -> None:
+        """Raise if another number of ranks saved this checkpoint of experts."""
+        saved = self._saved
+        if saved.is_readable and saved.ranks != ranks:
+            raise CheckpointError(
+                f"{saved.folder} was saved by {counted(saved.ranks, 'rank')}, and this run has "
+                f"{ranks}: with expert groups, resume on the same number of ranks with the same "
+                "ep_size, or convert to DeepSpeed's universal checkpoint. load_module_only=True "
+                "loads the weights alone"
+            )
+
+    def _require_readable(self, target: Target) -> None:
+        """Check all that this rank will read of a checkpoint of another layout, but for the values
+        of large tensors."""
+        zenflow, saved = self._zenflow, self._saved
+        if self.how["custom_load_fn"] is not None and not self._has_weights(target):
+            raise CheckpointError(
+                "custom_load_fn was given, but there are no whole weights to pass to it: the "
+                "checkpoint or this run is of ZeRO stage 3, with another number of ranks or "
+                "another stage. Load without it"
+            )
+        with _naming(saved.folder):
+            loads_state = zenflow is not None and not self._weights_alone
+            require_readable(saved, target, zenflow.moments if zenflow and loads_state else ())
+            if not self._weights_alone:
+                require_same_groups(saved.partitions(saved.first), target)
+        if zenflow is not None and not self._weights_alone:
+            zenflow.readiness.require_groups(saved.partitions(saved.first).groups, saved.folder)
+
+    def _check_own_files(self, folder: str) -> None:
+        """Check the files that DeepSpeed will load on this rank."""
+        engine = self._engine
+        if not self._is_known:
+            return
+        model_file = engine._get_ckpt_name(folder, "")
+        if self._can_reshard or os.path.exists(model_file):
+            self._require_schedule(self._saved.open(model_file).content, model_file)
+        # state on NVMe is copied: no file of the optimizer is loaded
+        if not (self._weights_alone or engine.zero_nvme_offload_optimizer()):
+            path = engine._get_zero_ckpt_name(folder, "")
+            self._require_fitting(self._saved.open(path))
+
+    def _require_schedule(self, content: Mapping[str, Any], path: str) -> None:
+        wanted = self._engine.lr_scheduler is not None and self.how["load_lr_scheduler_states"]
+        if wanted and not self.how["load_module_only"] and content.get("lr_scheduler") is None:
+            raise CheckpointError(
+                f"{path} was saved without a learning rate scheduler, and this run has one: pass "
+                "load_lr_scheduler_states=False, or resume without a scheduler"
+            )
+
+    def _require_fitting(self, file: SavedFile) -> None:
+        """Check what the run takes from this rank's optimizer state: the parameter groups, the
+        sizes of p and the moments, and ZenFlow's state."""
+        zenflow = self._zenflow
+        state: Any = file.content.get(keys.OPTIMIZER_STATE_DICT)
+        with _naming(file.path), reading(file.path):
+            self._loads_state = STATE_KEY in state
+            if zenflow is None:
+                return
+            zenflow.readiness.require_groups(groups_of(state), file.path)
+            zenflow.state.require_fitting(state)
+        numels = [each.master.numel() for each in zenflow.host.state.wholes]
+        behind = state.get(keys.GROUP_PADDINGS) or [0] * len(numels)
+        sizes = [(numel - more, numel) for numel, more in zip(numels, behind, strict=False)]
+        SavedPartitions(file).require(zenflow.moments, sizes)
+
+    # -- while DeepSpeed reads ---------------------------------------------------------------------
+
+    def _prepare(self, target: Target) -> None:
+        """Let DeepSpeed load another layout as if this run had saved it."""
+        saved = self._saved
+        if self._ranks.rank == 0:
+            logger.info(
+                f"{saved.folder}, saved by {counted(saved.ranks, 'rank')} at ZeRO stage "
+                f"{saved.stage}, is loaded on {counted(target.ranks, 'rank')} "
+                f"at stage {int(self._engine.zero_optimization_stage())}"
+            )
+        # without optimizer states, stage 3 would gather a whole fp32 model
+        self.how["load_optimizer_states"] = True
+        if not self._has_weights(target):
+            self.how["load_module_strict"] = False
+
+    def _reader(self) -> list[Swap]:
+        """What reads in place of the engine's own: the files that were checked, mapped."""
+        engine = self._engine
+        if self.target is None and not isinstance(engine.checkpoint_engine, JointCheckpointEngine):
+            return []
+        return [Swap(engine, "checkpoint_engine", _Reader(engine._config, self._read))]
+
+    def _read(self, path: str) -> dict[str, Any]:
+        """The content of a file that DeepSpeed asks for; of another layout, of the model's file as
+        this run would have saved it. A collective."""
+        content, saved = dict[str, Any](), self._saved
+        with self._together():
+            if (target := self.target) is None:
+                content |= unmarked(saved.open(path).sound)
+            else:
+                content |= unmarked(saved.model(saved.first).sound)
+                content["dp_world_size"] = target.ranks
+                if not self._has_weights(target):
+                    content |= {"module": {}, keys.FROZEN_PARAM_FRAGMENTS: None}
+        return content
+
+    @property
+    def model_files(self) -> list[str] | None:
+        """The model's files to read; None: DeepSpeed's own."""
+        return None if self.target is None else [self._saved.model(self._saved.first).path]
+
+    def loading_model(self) -> AbstractContextManager[None]:
+        """Wrap DeepSpeed's load of the weights: with ZenFlow or another layout, an error of one
+        rank is raised on all. A collective, if so."""
+        return self._together() if self._joins else nullcontext()
+
+    @property
+    def _joins(self) -> bool:
+        return self.target is not None or self._zenflow is not None
+
+    def _settings(self) -> list[Swap]:
+        """The settings to read with. ``pipeline_loading_checkpoint`` saves host memory: each rank
+        would wait for the one before it, which waits in a collective. The weights cannot give p if
+        they are ZenFlow's predictions, or not loaded yet."""
+        config = self._engine._config
+        before, changes = config.zero_config, dict[str, bool]()
+        if self._joins and before.pipeline_loading_checkpoint:
+            changes["pipeline_loading_checkpoint"] = False
+            self._say_idle("pipeline_loading_checkpoint", "all ranks load at once, mapped files")
+        takes_p = (self.target or self._loads_state) and not self._weights_alone
+        if takes_p and not before.load_from_fp32_weights:
+            changes["load_from_fp32_weights"] = True
+            why = "the layout has changed" if self.target else "ZenFlow's weights are predictions"
+            if int(self._engine.zero_optimization_stage()) != ZERO_STAGE_WEIGHTS:  # ignores it
+                self._say_idle("load_from_fp32_weights", f"{why}: p is that of the checkpoint")
+        after = before.model_copy(update=changes)
+        return [Swap(config, "zero_config", after)] if changes else []
+
+    def _say_idle(self, field: str, why: str) -> None:
+        if self._ranks.rank == 0:
+            log_once(logging.INFO, f"zero_optimization.{field} has no effect on this load: {why}")
+
+    def state_dicts(self) -> list[Any] | None:
+        """The optimizer's state dict of each rank, of which this rank has only its own; None:
+        DeepSpeed reads them. A collective, unless None."""
+        if (target := self.target) is None:
+            return None
+        state = dict[str, Any]()
+        with self._together():
+            self._open_masters()
+            state |= reshard(self._saved, target)
+        return [state if rank == target.rank else None for rank in range(target.ranks)]
+
+    def _open_masters(self) -> None:
+        """Let p and the optimizer's state be written."""
+        if self._zenflow is not None:
+            self._zenflow.host.state.expose()
+
+    # -- after DeepSpeed has read ------------------------------------------------------------------
+
+    def load_beside(self, result: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Load what DeepSpeed's ``_load_checkpoint`` has left out of a checkpoint of another
+        layout, buffers and frozen weights, and p if only weights are loaded; return its `result`.
+        A collective, if there is one."""
+        path, client_state = result
+        if (target := self.target) is not None:
+            with self._together():
+                if not self._has_weights(target):
+                    self._load_untrained(target)
+                if self._weights_alone:
+                    self._open_masters()
+                    load_masters(self._saved, target)
+            if self._weights_alone:
+                self.write_weights()
+        # copied, because the user may keep these longer than the memory-mapped files
+        return path, tree_map_only(torch.Tensor, torch.Tensor.clone, client_state)
+
+    def _load_untrained(self, target: Target) -> None:
+        """Load buffers and frozen parameters."""
+        module, saved = self._engine.module, self._saved
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        weights = saved.model(saved.first).sound["module"]
+        rest = {name: value for name, value in weights.items() if name not in parameters}
+        result = module.load_state_dict(rest, strict=False)
+        missing = [name for name in result.missing_keys if name not in parameters]
+        for name, param in module.named_parameters():
+            trained = name in target.layout.placements
+            if not trained and not load_frozen(saved, target, name, param):
+                missing.append(name)
+        if self._is_strict and (missing or result.unexpected_keys):
+            raise CheckpointError(
+                f"the model differs from the checkpoint's: missing in the checkpoint: {missing}, "
+                f"unknown to the model: {result.unexpected_keys}. "
+                "Resume with the model that was saved, or pass load_module_strict=False"
+            )
+
+    def write_weights(self) -> None:
+        """After a load of another layout, write p to the weights. A collective if it is one."""
+        if (target := self.target) is None:
+            return
+        with self._together():
+            target.write_weights()
+            if self._zenflow is not None and self._ranks.rank == 0:
+                told = rule_told(self._zenflow.host, self._saved.partitions(0).was_exact)
+                if told is not None:
+                    logger.info(told)
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Let an error of the block name the file or folder."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise error if place in str(error) else CheckpointError(f"{place}: {error}") from None
+
+
+def only_weights(how: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed's ``_load_checkpoint``, called with `how`, loads no optimizer state."""
+    return bool(how["load_module_only"] or not how["load_optimizer_states"])

@@ -1,0 +1,226 @@
+"""Measures a run's first steps, chooses from them once how much of the optimizer steps on the
+accelerator and with how many threads the host steps the rest, and says what limits a step.
+
+The synchronous steps at the start come first: the passes of some run with several thread counts,
+which do not change results. After the first `WATCHED_STEPS` overlapped ones all ranks choose
+together (`plan.share`), and the share moves. A run whose steps never overlap chooses behind its
+synchronous ones. A resumed run keeps its checkpoint's share. If that was not chosen on this
+machine, the run chooses by the same way, from its overlapped steps alone if no other ones are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from deepspeed_ext.config import ZenFlowConfig
+from deepspeed_ext.errors import OutOfMemoryError
+from deepspeed_ext.runtime import memory
+from deepspeed_ext.runtime.log import logger
+from deepspeed_ext.runtime.ranks import agreed
+from deepspeed_ext.runtime.stopwatch import stopwatch
+from deepspeed_ext.zenflow.built_parts import landing_buffers, partition_of, prepare_kernels
+from deepspeed_ext.zenflow.plan.plan import ZenFlowPlan
+from deepspeed_ext.zenflow.plan.share import (
+    MEASURED_STEPS,
+    SETTLING_STEPS,
+    UNITS,
+    WATCHED_STEPS,
+    ChainTimes,
+    MeasuredStep,
+    best_threads,
+    chosen_share,
+    least_units,
+    limit_line,
+    probed_threads,
+    times_of,
+    with_heads,
+    with_host_share,
+    with_threads,
+)
+from deepspeed_ext.zenflow.step.heads import Heads
+from deepspeed_ext.zenflow.step.metrics import Metrics
+from deepspeed_ext.zenflow.step.optimizer import HostOptimizer
+from deepspeed_ext.zenflow.step.schedule import StepPlan
+
+__all__ = ["FirstSteps", "move"]
+
+
+class FirstSteps:
+    """Observes a run until everything is chosen and said.
+
+    Args:
+        config: ``offload_reserve_fraction`` of the accelerator's memory stays free above the peak
+            of a step.
+        chooses_share: whether the share may move; otherwise only threads are chosen.
+        threads: thread counts to try, the present one first; a single one stays.
+        cores: those of the optimizer process, and all of its rank; None: not known.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        config: ZenFlowConfig,
+        chooses_share: bool,
+        *,
+        threads: Sequence[int],
+        cores: tuple[int, int] | None,
+    ) -> None:
+        self._metrics = metrics
+        self._reserve_fraction = config.offload_reserve_fraction
+        self._chooses_share = chooses_share
+        self._counts = tuple(threads)
+        self._threads = self._counts[0]
+        self._cores = cores
+        self._steps = 0
+        """Successive steps that all waited for their own update, or all overlapped."""
+        self._passes: list[float] = []
+        self._alone: MeasuredStep | None = None
+        """A typical synchronous step."""
+        self._is_over = False
+        self.is_chosen = False
+        """Whether share and threads were chosen on this machine."""
+        metrics.estimating = stopwatch() if chooses_share else None
+
+    def after_step(self, host: HostOptimizer, plan: StepPlan) -> None:
+        """Count a step that has ended; choose if enough have. Then a collective."""
+        if self._is_over:
+            return
+        schedule, waited = host.rule.schedule, plan.waits_last
+        self._steps += 1
+        if waited and not self.is_chosen:
+            self._note_alone(host)
+        if waited is not schedule.plan().waits_last:  # the coming step is of the other kind
+            self._steps = 0
+        enough = MEASURED_STEPS if waited else WATCHED_STEPS
+        if self._steps < enough or not schedule.is_settled:
+            return
+        if waited and host.decided.rule.overlapped:
+            return
+        if not self.is_chosen and self._choose(host):
+            self._steps = 0  # what was measured is the other plan's
+            self._metrics.begin_anew()
+            return
+        self._is_over = True
+        step = None if waited else self._metrics.typical_step()
+        if step is not None and host.ranks.rank == 0:
+            logger.info(limit_line(step, self._cores))
+
+    def _note_alone(self, host: HostOptimizer) -> None:
+        """A synchronous step has ended: note its pass, and set the threads of the next one."""
+        if self._steps > SETTLING_STEPS:
+            self._passes.append(self._metrics.worker_seconds)
+            self._alone = self._metrics.typical_step()
+        coming = probed_threads(self._counts)[len(self._passes) :]
+        if coming and host.rule.schedule.plan().waits_last:
+            self._limit(host, coming[0])
+        else:
+            self._limit(host, best_threads(self._counts, self._passes))
+
+    def _limit(self, host: HostOptimizer, threads: int) -> None:
+        if threads != self._threads:
+            with host.link.deferring_errors():
+                host.link.limit_threads(threads)
+            self._threads = threads
+
+    def _choose(self, host: HostOptimizer) -> bool:
+        """Choose with all ranks, and return whether the share has moved. A collective."""
+        self.is_chosen, self._metrics.estimating = True, None
+        host.decided = plan = with_threads(host.decided, self._threads)
+        if not self._chooses_share:
+            return False
+        mine, overlaps = (ChainTimes(0.0, 0.0), UNITS), plan.rule.overlapped
+        with host.link.deferring_errors():
+            reserve = round(memory.total_accelerator_bytes() * self._reserve_fraction)
+            beside = self._metrics.typical_step() if overlaps else None
+            units = least_units(plan, memory.unused_accelerator_bytes() - reserve)
+            mine = times_of(plan, self._alone, beside), units
+        share, why = chosen_share(plan, host.ranks.gather_objects(mine))
+        moves = share < plan.host_share
+        if moves:
+            # the next step publishes y again, without what moves
+            host.state.expose(shows_moments=False)
+            moves = move(host, with_host_share(plan, share, why))
+            why = why if moves else f"{why}; but a rank could not allocate it"
+        if host.ranks.rank == 0:
+            ratio = f"offload_optimizer.ratio is {host.decided.host_share:.4g}"
+            cores = f" with {self._threads} core_binding.optimizer_cores" if plan.cpus else ""
+            logger.info(f"{ratio}{cores}: {why}")
+        return moves
+
+    def resume(self, host: HostOptimizer, heads: Sequence[int], threads: int | None) -> None:
+        """Go on from a checkpoint, after p and the moments were loaded: with its share if there is
+        room, and without a choice if it was made on this machine. A collective.
+
+        Args:
+            heads: elements of each partition that step on the accelerator. A run whose share has
+                moved keeps its own.
+            threads: those that were chosen on this machine; None: there was no choice here.
+        """
+        is_kept = bool(host.ranks.minimum(int(threads is not None))[0])
+        if self._chooses_share:
+            is_kept &= self._take_over(host, heads)
+        self._steps, self._passes, self._alone = 0, [], None
+        self._metrics.begin_anew()
+        if is_kept:
+            self.is_chosen, self._metrics.estimating = True, None
+            assert threads is not None
+            self._limit(host, threads if threads in self._counts else self._counts[0])
+            host.decided = with_threads(host.decided, self._threads)
+        else:
+            self._limit(host, self._counts[0])
+
+    def _take_over(self, host: HostOptimizer, heads: Sequence[int]) -> bool:
+        """Let so many elements of each partition step on the accelerator; return whether they do. A
+        collective."""
+        plan, sizes = host.decided, [state.master.numel() for state in host.state.wholes]
+        fits = len(heads) == len(sizes) and all(
+            head % host.rule.block_size == 0 and head <= size
+            for head, size in zip(heads, sizes, strict=False)
+        )
+        wants, fits_all = host.ranks.minimum(-int(any(heads)), int(fits))
+        if plan.has_heads or not (wants and fits_all):
+            return bool(fits_all) and bool(wants) is plan.has_heads
+        share = 1.0 - sum(heads) / max(1, sum(sizes))
+        return move(host, with_heads(plan, heads, share, "the checkpoint's"))
+
+
+def move(host: HostOptimizer, plan: ZenFlowPlan) -> bool:
+    """Continue with `plan`, in which more elements step on the accelerator, between two steps and
+    without rounding. A collective.
+
+    p and the moments of what moves are copied to the accelerator, and the host's arrays then begin
+    after those elements. Later steps equal those of a run that began with this plan and the same p
+    and moments. Elements never move back: their host memory may be in use by others.
+
+    Returns:
+        False if an accelerator has no memory for it; then nothing has changed.
+
+    Raises:
+        WorkerError: on every rank, if any rank's worker has failed.
+    """
+    link, ranks = host.link, host.ranks
+    link.wait_together()
+    weights = [state.weights() for state in host.state.wholes]
+    with link.deferring_errors():
+        link.transfers.release()
+    heads = Heads.if_all_have_room(plan, weights, link.arena, host.kind, ranks)
+    if heads is None:
+        with link.deferring_errors():
+            link.transfers.restore()
+        return False
+    prepare_kernels(plan, host.kind, weights, warns=ranks.rank == 0)
+    with link.deferring_errors():
+        heads.take()
+    buffers = landing_buffers(plan, ranks)
+    if buffers is None:
+        told = "smaller landing buffers do not fit where larger ones were"
+        raise agreed(OutOfMemoryError(told), ranks)
+    with link.deferring_errors():
+        link.relay(plan, buffers)
+        partitions = [
+            partition_of(plan, index, state, link.arena)
+            for index, state in enumerate(host.state.wholes)
+        ]
+        host.move_to(plan, partitions, heads)
+    link.raise_deferred()
+    return True

@@ -1,0 +1,332 @@
+"""Keeps one rank's optimizer state, p, the moments and their step counts; the only way to it.
+
+The worker steps p and the moments in the arena, where moments may be 8-bit codes. The first
+elements of a partition may step on the accelerator (`Heads`) and not be on the host.
+After `drain`, `read` returns p of any elements from where they are. Everyone else sees whole
+partitions in the arena, moments decoded to fp32, which take host memory while they are shown:
+
+=============  ===================================================================================
+`drain`        waits until p, m and v are final, and shows them; writing them has no effect
+`expose`       the same, and the next step starts from the values that it finds there
+`begin_step`   takes over what users have changed otherwise
+`take_back`    takes back what was exposed
+`replaced`     starts over from values that a load has written there
+=============  ===================================================================================
+
+Codes that are decoded and not written give the same codes again. A save does not decode the
+moments: the worker does, chunk by chunk, on their way to the file (`file_parts`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_ext.zenflow.optimizers.interface import OptimizerKind
+from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.step.heads import Heads
+from deepspeed_ext.zenflow.step.link import UpdatePhase, WorkerLink
+from deepspeed_ext.zenflow.step.partition import Partition, WholeState
+from deepspeed_ext.zenflow.step.rule import UpdateRule
+from deepspeed_ext.zenflow.step.shown_state import ShownState, write
+from deepspeed_ext.zenflow.worker.kernel.codes import decode, encode
+from deepspeed_ext.zenflow.worker.messages import CodedPart, FilePart, Span
+
+__all__ = ["StateStore"]
+
+_FILE_PART_BYTES = 1 << 28
+"""The worker answers after each part of this many bytes, so every wait is bounded even if the disk
+is slow."""
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """A moment of one partition of ZeRO, of n elements, kept as codes.
+
+    Attributes:
+        kind, shown_kind, partition: kinds and partition of the arena's arrays of codes and of
+            decoded values.
+        codes: int8 [n] of m, uint8 [n] of v.
+        scales: uint8 [ceil(n / block_size)].
+        shown: fp32 [n].
+    """
+
+    kind: str
+    shown_kind: str
+    partition: int
+    block_size: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    shown: torch.Tensor
+
+    def parts(self, numel: int) -> Iterator[tuple[Span, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Runs of whole blocks, of about `numel` elements each: codes, scales and shown values."""
+        step = chunk_of(numel, self.block_size)
+        pieces = self.codes.split(step), self.scales.split(step // self.block_size)
+        begins = range(0, self.codes.numel(), step)
+        for begin, codes, scales, shown in zip(
+            begins, *pieces, self.shown.split(step), strict=False
+        ):
+            yield Span(begin, begin + codes.numel()), codes, scales, shown
+
+
+class StateStore:
+    """p, the moments and the step counts of this rank's partitions.
+
+    Args:
+        partitions: as the update rule steps them.
+        wholes: the same partitions as DeepSpeed sees them, with p in place.
+        heads: step the first elements of each partition on the accelerator; None: the rule steps
+            all.
+
+    Attributes:
+        link, partitions, wholes, heads: the arguments.
+        counts: for each partition, the updates of p and the moments whose gradients have been taken
+            so far (t of the newest). They differ only if a user has reset some partitions' state.
+        handles: p, the moments and the step counts as users reach them.
+        in_step: whether a step is open; accesses to handles then wait for nothing.
+    """
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        rule: UpdateRule[Any],
+        kind: OptimizerKind,
+        partitions: Sequence[Partition],
+        wholes: Sequence[WholeState],
+        heads: Heads | None = None,
+    ) -> None:
+        self.link = link
+        self._rule = rule
+        self.partitions, self.wholes, self.heads = partitions, wholes, heads
+        self.counts = [0] * len(wholes)
+        self.in_step = False
+        self._changes = 0
+        layout, arena = kind.layout, link.arena
+        self._codes = [
+            _Codes(*names, index, rule.block_size, *(arena.whole(each, index) for each in arrays))
+            for index in range(len(wholes))
+            for codes, scales, shown in zip(
+                layout.kinds[1:], layout.scales, layout.shown, strict=layout.is_coded
+            )
+            for names, arrays in [((codes, shown), (codes, scales, shown))]
+        ]
+        self._is_decoded = False  # the decoded moments may be written; codes lead from a step on
+        self._has_decoded = False  # they take memory
+        used = weakref.WeakMethod(self._used)
+
+        def use() -> None:
+            if (noted := used()) is not None:
+                noted()
+
+        self.handles = ShownState(kind.optimizer, wholes, kind.step_value, use)
+        self.handles.bind(self.counts)
+
+    @property
+    def version(self) -> int:
+        """Changes whenever p does, by a step, a load or a user's write."""
+        return self._changes + self.handles.writes
+
+    @property
+    def updates(self) -> int:
+        """Updates of the partition that has had the most."""
+        return max(self.counts, default=0)
+
+    # -- from outside ------------------------------------------------------------------------------
+
+    def drain(
+        self, *, shows: bool = True, shows_moments: bool = True, takes_over: bool = True
+    ) -> None:
+        """Wait until p, m, v and their step count include every gradient that was handed over.
+        Later steps are bitwise unaffected.
+
+        Args:
+            shows: whether to show whole partitions on the host; `read` does without.
+            shows_moments: whether to decode coded moments there, too.
+            takes_over: whether to take over what a user has changed; otherwise the next step does.
+
+        Raises:
+            StateError: a user's change has no exact meaning.
+            WorkerError: this rank's worker has failed.
+        """
+        if (error := self.link.wait()) is not None:
+            raise error
+        if not self._is_exposed:
+            self._rule.write_back()
+            if shows and self.heads is not None:
+                self.heads.show()
+        if shows and shows_moments:
+            self.decode()
+        if takes_over:
+            self.take_over()
+
+    def read(self, index: int, span: Span) -> torch.Tensor:
+        """p of some elements of a partition, 1-D fp32, on the host; after `drain`, valid until the
+        next step, load or write. Elements on the accelerator are copied."""
+        values = self.wholes[index].master.detach()[slice(*span)]
+        head = 0 if self.heads is None else self.heads.numels[index]
+        if self.heads is None or self._is_exposed or span.begin >= head:
+            return values
+        there = self.heads.tensors(index)[0].view(-1)[span.begin : span.end].to("cpu")
+        return torch.cat([there, values[there.numel() :]])
+
+    def decode(self) -> None:
+        """Show coded moments in fp32, which take memory until a later step. The arena must not be
+        in use, and must hold all codes."""
+        encoded = () if self._is_decoded else self._codes
+        self._has_decoded = self._is_decoded = bool(self._codes)
+        for each in encoded:
+            for _, codes, scales, shown in each.parts(CODED_CHUNK_NUMEL):
+                decode(codes, scales, each.block_size, shown)
+
+    def expose(self, *, shows_moments: bool = True, takes_over: bool = True) -> bool:
+        """Prepare p, m, v for reading or writing from outside: drain, and make the next step start
+        from their new values. If nothing is written, the next step is bitwise unchanged; it costs
+        one extra worker pass. Arguments as for `drain`.
+
+        Returns:
+            False if this rank's worker has failed. The error is raised on every rank by the next
+            step, because the caller may be inside a collective.
+        """
+        with self.link.deferring_errors():
+            self.drain(shows_moments=shows_moments, takes_over=False)
+        self.link.phase = UpdatePhase.EXPOSED
+        if self.link.failed:
+            return False
+        if takes_over:
+            self.take_over()
+        return True
+
+    def take_over(self) -> None:
+        """Take over what a user has changed, other than by writing in place, so that the next step
+        starts from it. Raises as `drain`."""
+        if changes := self.handles.changes():
+            self._changes += 1
+            self.drain(takes_over=False)
+            write(changes)
+            for change in changes:
+                if change.updates is not None:
+                    self.counts[change.partition] = change.updates
+                    self._rule.recounted(self.partitions[change.partition], change.updates)
+            self.link.phase = UpdatePhase.EXPOSED
+            self.handles.bind(self.counts)
+
+    def replaced(self, counts: Sequence[int] | None = None) -> None:
+        """Start over with synchronous steps from p, m, v, which were written from outside. Nothing
+        may be in flight.
+
+        Args:
+            counts: for each partition, number of updates that the new values have had; None: as
+                many as the old ones.
+        """
+        self._changes += 1
+        self.counts = self.counts if counts is None else list(counts)
+        self._rule.schedule.restart()
+        for partition in self.partitions:
+            partition.collected.clear()
+        self._rule.restart(None if counts is None else self.counts)
+        self._take_back()
+        self.handles.bind(self.counts)
+
+    def file_parts(
+        self, values: torch.Tensor, offset: int, crc_offsets: tuple[int, ...]
+    ) -> list[FilePart | CodedPart] | None:
+        """What the worker writes to a file for a storage of the state that users see.
+
+        Args:
+            values: the bytes of the storage, 1-D uint8, host.
+            offset: the place of its first byte in the file.
+            crc_offsets: where the file has the CRC of the bytes.
+
+        Returns:
+            Its parts in order; None: it is not in the arena.
+        """
+        address = values.data_ptr()
+        for each in () if self._is_decoded else self._codes:
+            if each.shown.data_ptr() == address:
+                size = each.shown.element_size()
+                return [
+                    CodedPart(
+                        *(each.kind, each.partition, span, offset + size * span.begin),
+                        *(crc_offsets, span.begin > 0),
+                    )
+                    for span, *_ in each.parts(_FILE_PART_BYTES // size)
+                ]
+        if (place := self.link.arena.find(address, values.nbytes)) is None:
+            return None
+        return [
+            FilePart(place + begin, part.nbytes, offset + begin, crc_offsets, begin > 0)
+            for begin, part in zip(
+                range(0, values.nbytes, _FILE_PART_BYTES),
+                values.split(_FILE_PART_BYTES),
+                strict=True,
+            )
+        ]
+
+    def on_host(self, parts: Iterable[tuple[int, Span]]) -> list[tuple[int, Span]]:
+        """Those elements that the rule steps, counted from its first.
+
+        Args:
+            parts: partitions, and spans of their elements.
+        """
+        heads = [0] * len(self.wholes) if self.heads is None else self.heads.numels
+        return [
+            (index, Span(max(0, span.begin - heads[index]), span.end - heads[index]))
+            for index, span in parts
+            if span.end > heads[index]
+        ]
+
+    # -- around a step -----------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Begin a step, which starts from what users have changed. From now on codes are the state
+        again. Errors are kept for the next wait of all ranks."""
+        with self.link.deferring_errors():
+            self.take_over()
+        self._changes += 1
+        self.in_step = True
+
+    def take_back(self) -> None:
+        """Let the worker start from what was exposed; from now on codes are the state again."""
+        if self._is_exposed:
+            self.link.wait()  # no collective, because other ranks may not be exposed
+            with self.link.deferring_errors():
+                self.link.phase = UpdatePhase.READ
+                self._take_back()
+                self._rule.resume()
+        self._is_decoded = False
+
+    def hide(self) -> None:
+        """Free the memory of what was shown and is no longer read."""
+        if self.heads is not None:
+            self.heads.hide()
+        if self._has_decoded and not self._is_decoded:
+            self._has_decoded = False
+            for each in self._codes:
+                self.link.arena.release(each.shown_kind, each.partition)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    @property
+    def _is_exposed(self) -> bool:
+        return self.link.phase is UpdatePhase.EXPOSED
+
+    def _used(self) -> None:
+        """Called before a user's access to values of p or a moment."""
+        if not self.in_step and not self.expose(takes_over=False):
+            error = self.link.wait()
+            assert error is not None
+            raise error
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """Take back what others may have written where it was shown."""
+        for each in self._codes if self._is_decoded else ():
+            for _, codes, scales, shown in each.parts(CODED_CHUNK_NUMEL):
+                encode(shown, codes, scales, each.block_size)
+        if self.heads is not None:
+            self.heads.take()

@@ -1,0 +1,174 @@
+"""What every way to train must do, to the bit: what it shares with a run whose arrays are elsewhere
+or whose steps wait, go on whatever comes between its steps, resume, and skip what overflows."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import variants
+from tests.support.matrix import cover
+from tests.support.ranks import run_ranks
+from tests.support.variants import EVENTS, OVERFLOWS, STEPS, VARIANTS, Variant
+
+TIMEOUT_SECONDS = 280
+
+
+CASE = ("name", "stage", "ranks", "dtype", "accumulation", "clipping")
+
+
+def of(chosen: dict[str, Variant], **more: list[Any]) -> pytest.MarkDecorator:
+    """Cases that hold every pair of a variant's settings and of `more`."""
+    cases = [
+        (name, *case)
+        for name, each in chosen.items()
+        for case in itertools.product(
+            each.stages,
+            each.ranks,
+            each.dtypes,
+            each.accumulations,
+            each.clippings,
+            *more.values(),
+        )
+    ]
+    return pytest.mark.parametrize((*CASE, *more), cover(cases))
+
+
+def run(body: Any, ranks: int, variant: Variant, *how: Any, pool: str) -> list[Any]:
+    """`body` on ranks. DeepSpeed's stage 3 replaces torch's linear function for the rest of a
+    process, and its rounding with it: so each stage has processes of its own."""
+    return run_ranks(
+        ranks, body, *how, device=variant.device, pool=pool, timeout_seconds=TIMEOUT_SECONDS
+    )
+
+
+ALIKE = {name: each for name, each in VARIANTS.items() if each.like is not None}
+
+
+@pytest.mark.sampled(12)
+@of(ALIKE)
+def test_it_has_the_bits_of_the_run_that_it_is_like(
+    name: str, stage: int, ranks: int, dtype: str, accumulation: int, clipping: float
+) -> None:
+    variant = VARIANTS[name]
+    config = variant.config(stage, dtype, accumulation, clipping)
+    found = run(
+        variants.differs, ranks, variant, config, variant.other(config), variant, pool=f"{stage}"
+    )
+    assert found == [""] * ranks
+
+
+BETWEEN = {
+    name: each
+    for name, each in VARIANTS.items()
+    if name in ("predictive", "selective", "exact", "exact, CPU")
+    or any(word in name for word in ("moments", "share", "Lion", "hidden", "on the host"))
+    if "experts" not in name and "unused" not in name
+}
+
+
+@pytest.mark.sampled(16)
+@of(BETWEEN, event=[*EVENTS, "any"])
+def test_what_comes_between_steps_changes_nothing(
+    name: str,
+    stage: int,
+    ranks: int,
+    dtype: str,
+    accumulation: int,
+    clipping: float,
+    event: str,
+    tmp_path: Path,
+) -> None:
+    variant = VARIANTS[name]
+    if event == "sleep" and "offload_param" in variant.zero:
+        pytest.skip("DeepSpeed moves no states of weights that are on the host")
+    events = tuple(EVENTS) if event == "any" else (event,)
+    if "offload_param" in variant.zero:
+        events = tuple(each for each in events if each != "sleep")
+    config = variant.config(stage, dtype, accumulation, clipping)
+    how = config, variant, events, str(tmp_path), stage + ranks
+    assert run(variants.disturbed, ranks, variant, *how, pool=f"{stage}") == [""] * ranks
+
+
+@pytest.mark.sampled(24)
+@of(VARIANTS)
+def test_a_resumed_run_goes_on_to_the_bit(
+    name: str,
+    stage: int,
+    ranks: int,
+    dtype: str,
+    accumulation: int,
+    clipping: float,
+    tmp_path: Path,
+) -> None:
+    """In other processes."""
+    variant = VARIANTS[name]
+    how = variant.config(stage, dtype, accumulation, clipping), variant, str(tmp_path)
+    assert run(variants.saved, ranks, variant, *how, pool="to save") == [""] * ranks
+    assert run(variants.resumed, ranks, variant, *how, pool="to resume") == [""] * ranks
+
+
+@pytest.mark.sampled(16)
+@of(ALIKE, there=[False, True])
+def test_the_run_that_it_is_like_goes_on_from_its_checkpoint(
+    name: str,
+    stage: int,
+    ranks: int,
+    dtype: str,
+    accumulation: int,
+    clipping: float,
+    there: bool,
+    tmp_path: Path,
+) -> None:
+    """And the other way round."""
+    variant = VARIANTS[name]
+    config = variant.config(stage, dtype, accumulation, clipping)
+    both = [config, variant.other(config)]
+    saves, loads = both if there else both[::-1]
+    how = variant, str(tmp_path)
+    assert run(variants.saved, ranks, variant, saves, *how, pool="to save") == [""] * ranks
+    assert run(variants.resumed, ranks, variant, loads, *how, pool="to resume") == [""] * ranks
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("predictive", "predictive, share", "selective", "exact", "hidden copies"),
+        *("gradients on the host", "weights on the host, predictive"),
+        "weights on the host, selective",
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_overflowed_steps_change_nothing(name: str, stage: int) -> None:
+    variant = VARIANTS[name]
+    if stage not in variant.stages:
+        pytest.skip("another stage")
+    config = variant.config(stage, "fp16", 1, 0.5)
+    expected, updates = [], 0
+    for number in range(STEPS):
+        overflows = number in OVERFLOWS
+        updates += not overflows
+        expected.append((overflows, overflows, updates))
+    found = run(variants.overflowing, 2, variant, config, variant, pool=f"{stage}")
+    assert found == [expected] * 2
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["gradients on the host", "weights on the host, predictive", "hidden copies"]
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_are_read_and_written_as_in_the_run_that_it_is_like(
+    name: str, stage: int, accumulation: int
+) -> None:
+    variant = VARIANTS[name]
+    if stage not in variant.stages:
+        pytest.skip("another stage")
+    config = variant.config(stage, "fp32", accumulation, variant.clippings[-1])
+    how = config, variant.other(config), variant
+    assert run(variants.seen_differs, 2, variant, *how, pool=f"{stage}") == [""] * 2
