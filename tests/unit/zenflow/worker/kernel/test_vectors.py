@@ -65,8 +65,8 @@ def run_both(
             first = how.get("first", 0)
             kernel.run(make_pass({**found, "y": y}, block, publish, grad, step, first=first))
             if not l2:
-                peek = {**found, "y": torch.empty_like(y)}
-                kernel.run(make_pass(peek, block, publish, y.to(grad.dtype), step, peeks=True))
+                peek, other = {**found, "y": torch.empty_like(y)}, y.to(grad.dtype)
+                kernel.run(make_pass(peek, block, publish, other, step, peeks=True))
                 found[f"peek {number}"] = peek["y"]
         results.append({name: comparable(each) for name, each in found.items()})
     return results
