@@ -184,7 +184,7 @@ WIDE_RECORDS = {
     *("zenflow.plan.lanes.Lanes", "zenflow.plan.plan.ZenFlowPlan"),
     "zenflow.step.partition.Partition",
     *(f"zenflow.worker.kernel.adam_pass.{name}" for name in ("AdamConstants", "AdamStep")),
-    *(f"zenflow.worker.kernel.passes.{name}" for name in ("Pass", "StateLayout")),
+    *(f"zenflow.worker.kernel.passes.{name}" for name in ("Pass",)),
 }
 """Values with more fields, which are filled by name, or cross to a kernel."""
 

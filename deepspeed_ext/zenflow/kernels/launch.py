@@ -19,7 +19,7 @@ from deepspeed_ext.runtime.backend import get_accelerator
 from deepspeed_ext.zenflow.kernels import host
 from deepspeed_ext.zenflow.plan.chunks import LARGEST_KERNEL_BLOCK
 from deepspeed_ext.zenflow.worker.kernel import definition
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamConstants, AdamStep
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamConstants, AdamPasses, AdamStep
 from deepspeed_ext.zenflow.worker.kernel.rounding import rounding_key
 
 __all__ = [
@@ -212,7 +212,7 @@ def adam_step(
     p, m, v, *scales = state
     block_size, flat = p.shape[1], [array.view(-1) for array in (p, m, v, grad, weights)]
     if not serves(block_size, grad, weights, *state):
-        definition.adam_step([*flat[:3], *scales], flat[3], step, block_size)
+        AdamPasses.take_step([*flat[:3], *scales], flat[3], step, block_size)
         weights.copy_(p)
         return
     numbers = [rounding_key(step.step), *astuple(AdamConstants.of(step))]

@@ -12,11 +12,7 @@ from functools import cached_property
 
 from deepspeed_ext.flatten.plan import STAGING_CHUNK_BYTES
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArenaKinds, ArraySpec, Dtypes, plan_layout
-from deepspeed_ext.zenflow.plan.chunks import (
-    CONVERTED_NUMEL,
-    UPLOAD_NUMEL,
-    chunk_of,
-)
+from deepspeed_ext.zenflow.plan.chunks import CONVERTED_NUMEL, UPLOAD_NUMEL
 from deepspeed_ext.zenflow.plan.facts import Caller
 from deepspeed_ext.zenflow.plan.partitions import (
     PartitionPlan,
@@ -28,7 +24,7 @@ from deepspeed_ext.zenflow.plan.partitions import (
 from deepspeed_ext.zenflow.plan.phases import Memory, Moments, Part, Phase
 from deepspeed_ext.zenflow.plan.places import Copies, Place
 from deepspeed_ext.zenflow.plan.rule import RuleBytes, RuleSettings, head_step_bytes
-from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, chunk_of
 
 __all__ = ["Held", "passing"]
 

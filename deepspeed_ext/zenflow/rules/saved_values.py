@@ -11,7 +11,7 @@ import torch
 from pydantic import ConfigDict
 
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.definition import adam_step
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
 from deepspeed_ext.zenflow.worker.kernel.passes import StateLayout
 
 __all__ = ["FLOATS", "AdamState", "PartitionValues", "Shape"]
@@ -102,4 +102,4 @@ class PartitionValues:
         """`catch_up` for a part of what the rule sees, of which `begin` is an element, too."""
         first, end = self.on_accelerator + begin, begin + state[0].numel()
         for gradient, step in zip(self.gradients, self.collected, strict=True):
-            adam_step(state, gradient[begin:end], step, block_size, first, moment_dtype)
+            AdamPasses.take_step(state, gradient[begin:end], step, block_size, first, moment_dtype)

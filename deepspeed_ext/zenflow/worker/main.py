@@ -24,11 +24,11 @@ from deepspeed_ext.cores.threads import WorkerPlacement
 from deepspeed_ext.runtime import files
 from deepspeed_ext.runtime.process import end_with_parent
 from deepspeed_ext.zenflow.plan.arrays import OF_CHUNKS, ArrayKey
-from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL, chunk_of
+from deepspeed_ext.zenflow.plan.chunks import CODED_CHUNK_NUMEL
 from deepspeed_ext.zenflow.worker.arena import Arena
 from deepspeed_ext.zenflow.worker.channel import Channel
 from deepspeed_ext.zenflow.worker.kernel import Array, Kernel, NativeKernel, Pass, load_kernel
-from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES
+from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, chunk_of
 from deepspeed_ext.zenflow.worker.messages import (
     ArenaRelay,
     ArenaTouch,

@@ -1,4 +1,5 @@
-"""Defines the pass of Adam and AdamW: its constants and arithmetic. Plain values, no torch.
+"""Defines the pass of Adam and AdamW: its constants and arithmetic. Plain values; torch only inside
+the definition.
 
 Adam and AdamW as in ``torch.optim`` (Kingma and Ba, 2015; Loshchilov and Hutter, 2019). A step
 computes, elementwise in fp32::
@@ -11,7 +12,7 @@ computes, elementwise in fp32::
 
 Without bias correction, both 1 - beta^t are 1. A negative c maximizes. If m and v have 16 or 8
 bits, the step rounds them (see `rounding`) before it computes d and p. The order of roundings is
-the compiler's in the native library, for its speed, and `definition`'s elsewhere.
+the compiler's in the native library, for its speed, and that of `take_step` elsewhere.
 
 After it, with that step's d and the values of `Publish`::
 
@@ -26,10 +27,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from deepspeed_ext.zenflow.worker.kernel.passes import (
     DTYPE_CODES,
+    ROUNDED_CHUNK_NUMEL,
     Arguments,
     Pass,
     Passes,
     StateLayout,
+    chunk_of,
+    dtype_name,
 )
 from deepspeed_ext.zenflow.worker.kernel.rounding import WORD, rounding_key
 
@@ -207,10 +211,52 @@ class AdamPasses(Passes):
         step: AdamStep,
         block_size: int,
         first: int = 0,
+        moment_dtype: str | None = None,
     ) -> None:
-        from deepspeed_ext.zenflow.worker.kernel.definition import adam_step
+        """As in the base class, a chunk at a time, on any device; each operation rounds once
+        (`definition`). Moments of 16 or 8 bits are rounded before the update, with the random
+        number of each element's place in its partition.
 
-        adam_step(state, grad, step, block_size, first)
+        Args:
+            moment_dtype: what the moments are rounded to; None: their own dtype.
+        """
+        import torch
+
+        from deepspeed_ext.zenflow.worker.kernel.codes import loaded, round_moments, store
+        from deepspeed_ext.zenflow.worker.kernel.definition import chunk_numel
+        from deepspeed_ext.zenflow.worker.kernel.roots import root
+
+        c, device = AdamConstants.of(step), grad.device
+        dtype = moment_dtype or dtype_name(state[1].dtype)
+        most = chunk_numel(device, block_size)
+        if dtype != "float32":
+            most = min(most, chunk_of(ROUNDED_CHUNK_NUMEL, block_size))
+        with torch.no_grad():
+            correction1, correction2_sqrt = (
+                torch.full((1,), value, dtype=torch.float32, device=device)
+                for value in step.corrections
+            )
+            size = 2, min(most, grad.numel())
+            temporaries = torch.empty(size, dtype=torch.float32, device=device)
+            for begin in range(0, grad.numel(), most):
+                end = min(begin + most, grad.numel())
+                p, *stored = (array[begin:end] for array in state[:3])
+                blocks = slice(begin // block_size, -(-end // block_size))
+                scales = [array[blocks] for array in state[3:]]
+                moments = m, v = loaded(stored, scales, block_size)
+                g, other = (each[: end - begin] for each in temporaries)
+                g.copy_(grad[begin:end]).mul_(c.grad_scale)
+                if c.l2:
+                    g.add_(torch.mul(p, c.l2, out=other))
+                m.mul_(c.beta1).add_(torch.mul(g, c.weight1, out=other))
+                v.mul_(c.beta2).add_(torch.mul(g, c.weight2, out=other).mul_(g))
+                round_moments(m, v, dtype, block_size, step.step, first + begin)
+                denominator = root(v, out=other).div_(correction2_sqrt).add_(c.eps)
+                change = torch.div(m, correction1, out=g).mul_(-c.lr).div_(denominator)
+                if c.decay != 1.0:
+                    p.mul_(c.decay)
+                p.add_(change)
+                store(moments, stored, scales, block_size)
 
     @staticmethod
     def publish(
@@ -220,9 +266,24 @@ class AdamPasses(Passes):
         published: "torch.Tensor",
         per_block: "torch.Tensor | None",
     ) -> None:
-        from deepspeed_ext.zenflow.worker.kernel.definition import publish_adam
+        from deepspeed_ext.zenflow.worker.kernel.codes import loaded
+        from deepspeed_ext.zenflow.worker.kernel.definition import block_means
 
-        publish_adam(publish, state, block_size, published, per_block)
+        def denominator(of: "torch.Tensor") -> "torch.Tensor":
+            return of.sqrt().div_(publish.bias_correction2_sqrt).add_(publish.eps)
+
+        p, (m, v) = state[0], loaded(state[1:3], state[3:], block_size)
+        if per_block is not None:
+            per_block.copy_(block_means(v, block_size))
+        y = p * publish.p_factor
+        if publish.m_factor:
+            y.sub_((m * publish.m_factor).div_(denominator(v)))
+        if publish.l2_factor:
+            of_blocks = denominator(block_means(v, block_size))
+            of_elements = of_blocks.repeat_interleave(block_size)[: p.numel()]
+            l2_term = (p * publish.l2_factor).div_(of_elements)
+            y.sub_(l2_term.clamp_(-publish.l2_bound, publish.l2_bound))
+        published.copy_(y)
 
 
 ADAM_STATE = StateLayout(

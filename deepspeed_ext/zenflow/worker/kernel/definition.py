@@ -24,33 +24,26 @@ is that of `deepspeed_ext.zenflow.worker.kernel.rounding`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 import deepspeed_ext.runtime.first_calls  # noqa: F401
-from deepspeed_ext.zenflow.plan.chunks import (
+from deepspeed_ext.zenflow.worker.kernel.passes import (
     ACCELERATOR_CHUNK_NUMEL,
     HOST_CHUNK_NUMEL,
-    ROUNDED_CHUNK_NUMEL,
     chunk_of,
 )
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamConstants, AdamStep, Publish
-from deepspeed_ext.zenflow.worker.kernel.codes import loaded, round_moments, store
-from deepspeed_ext.zenflow.worker.kernel.passes import dtype_name
-from deepspeed_ext.zenflow.worker.kernel.roots import root
 from deepspeed_ext.zenflow.worker.kernel.rounding import HASH_FACTORS, HASH_SHIFTS
 
 __all__ = [
     "CLAMP",
     "Chunks",
-    "adam_step",
     "block_means",
     "chunk_numel",
     "predict",
     "predict_signs",
-    "publish_adam",
 ]
 
 CLAMP = 4.5
@@ -200,91 +193,6 @@ def _signs(words: torch.Tensor, numel: int) -> torch.Tensor:
     """The first `numel` sign bits of each row of `words`, bool."""
     bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=words.device)
     return (words[:, :, None] >> bits).bitwise_and_(1).view(len(words), -1)[:, :numel].bool()
-
-
-@torch.no_grad()
-def adam_step(
-    state: Sequence[torch.Tensor],
-    grad: torch.Tensor,
-    step: AdamStep,
-    block_size: int,
-    first: int = 0,
-    moment_dtype: str | None = None,
-) -> None:
-    """Take one step of Adam in place, a chunk at a time. Moments of 16 or 8 bits are rounded before
-    the update, with the random number of each element's place in its partition.
-
-    Args:
-        state: p, fp32; m and v, fp32, bfloat16, or codes (int8 and uint8); 1-D [n]; then the scales
-            of codes of m and of v, uint8 [ceil(n / block_size)] each. On one device.
-        grad: 1-D [n], any float dtype.
-        step: its constants.
-        block_size: elements per block.
-        first: number of the first element in its partition, where a block begins.
-        moment_dtype: what the moments are rounded to; None: their own dtype.
-    """
-    c, device, dtype = AdamConstants.of(step), grad.device, dtype_name(state[1].dtype)
-    dtype = moment_dtype or dtype
-    most = chunk_numel(device, block_size)
-    if dtype != "float32":
-        most = min(most, chunk_of(ROUNDED_CHUNK_NUMEL, block_size))
-    correction1, correction2_sqrt = (
-        torch.full((1,), value, dtype=torch.float32, device=device) for value in step.corrections
-    )
-    temporaries = torch.empty(2, min(most, grad.numel()), dtype=torch.float32, device=device)
-    for begin in range(0, grad.numel(), most):
-        end = min(begin + most, grad.numel())
-        p, *stored = (array[begin:end] for array in state[:3])
-        blocks = slice(begin // block_size, -(-end // block_size))
-        scales = [array[blocks] for array in state[3:]]
-        moments = m, v = loaded(stored, scales, block_size)
-        g, other = (each[: end - begin] for each in temporaries)
-        g.copy_(grad[begin:end]).mul_(c.grad_scale)
-        if c.l2:
-            g.add_(torch.mul(p, c.l2, out=other))
-        m.mul_(c.beta1).add_(torch.mul(g, c.weight1, out=other))
-        v.mul_(c.beta2).add_(torch.mul(g, c.weight2, out=other).mul_(g))
-        round_moments(m, v, dtype, block_size, step.step, first + begin)
-        denominator = root(v, out=other).div_(correction2_sqrt).add_(c.eps)
-        change = torch.div(m, correction1, out=g).mul_(-c.lr).div_(denominator)
-        if c.decay != 1.0:
-            p.mul_(c.decay)
-        p.add_(change)
-        store(moments, stored, scales, block_size)
-
-
-@torch.no_grad()
-def publish_adam(
-    publish: Publish,
-    state: Sequence[torch.Tensor],
-    block_size: int,
-    published: torch.Tensor,
-    means: torch.Tensor | None,
-) -> None:
-    """Compute y of `adam_pass`, and the block means unless they are None. On the CPU.
-
-    Args:
-        state: as for `adam_step`.
-        published: receives y, 1-D [n], any float dtype.
-        means: receives the mean of v over each block, fp32 [ceil(n / block_size)].
-    """
-    p, (m, v) = state[0], loaded(state[1:3], state[3:], block_size)
-    wanted = publish.l2_factor or means is not None
-    of_blocks = block_means(v, block_size) if wanted else torch.empty(0, device="cpu")
-    if means is not None:
-        means.copy_(of_blocks)
-
-    def denominator(of: torch.Tensor) -> torch.Tensor:
-        return of.sqrt().div_(publish.bias_correction2_sqrt).add_(publish.eps)
-
-    y = p * publish.p_factor
-    if publish.m_factor:
-        y.sub_((m * publish.m_factor).div_(denominator(v)))
-    if publish.l2_factor:
-        of_elements = denominator(of_blocks).repeat_interleave(block_size)[: p.numel()]
-        l2_term = (p * publish.l2_factor).div_(of_elements)
-        y.sub_(l2_term.clamp_(-publish.l2_bound, publish.l2_bound))
-    published.copy_(y)
 
 
 def block_means(values: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -18,21 +18,36 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "ACCELERATOR_CHUNK_NUMEL",
     "DTYPE_BYTES",
     "DTYPE_CODES",
+    "HOST_CHUNK_NUMEL",
+    "ROUNDED_CHUNK_NUMEL",
     "Arguments",
     "Array",
     "Pass",
     "Passes",
     "StateLayout",
     "StepConstants",
+    "chunk_of",
     "dtype_name",
 ]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int8": 1, "uint8": 1}
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 """Numbers of dtypes in the native library."""
+ACCELERATOR_CHUNK_NUMEL = 1 << 23
+"""Elements computed at once on an accelerator without a kernel, before rounding to blocks."""
+ROUNDED_CHUNK_NUMEL = 1 << 22
+"""Elements whose moments are rounded at once on an accelerator: a random number takes 8 bytes."""
+HOST_CHUNK_NUMEL = 1 << 16
+"""The same on the host."""
 _WORD_BITS = 32
+
+
+def chunk_of(chunk_numel: int, block_size: int) -> int:
+    """`chunk_numel` rounded down to whole blocks, but at least one block."""
+    return max(1, chunk_numel // block_size) * block_size
 
 
 def dtype_name(dtype: Any) -> str:

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_ext.zenflow.kernels import host
 from deepspeed_ext.zenflow.optimizers.adam_estimator import Estimator
 from deepspeed_ext.zenflow.worker.kernel import AdamStep
-from deepspeed_ext.zenflow.worker.kernel.definition import adam_step, predict_signs
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import AdamPasses
+from deepspeed_ext.zenflow.worker.kernel.definition import predict_signs
 from deepspeed_ext.zenflow.worker.kernel.roots import root
 
 BLOCK, NUMEL = 32, 32 * 5 + 7
@@ -107,9 +108,9 @@ def parts(step: AdamStep, weights_dtype: torch.dtype) -> dict[str, Callable[[], 
     return {
         "estimator": lambda: Estimator.after(step, means, BLOCK),
         "predict": lambda: estimator.predict(weights, published, grad, 0.5, 1e-3),
-        "step": lambda: adam_step([p, m, v], rows, step, BLOCK),
-        "step, 16 bits": lambda: adam_step(of_16, rows, step, BLOCK),
-        "step, 8 bits": lambda: adam_step(of_8, rows, step, BLOCK),
+        "step": lambda: AdamPasses.take_step([p, m, v], rows, step, BLOCK),
+        "step, 16 bits": lambda: AdamPasses.take_step(of_16, rows, step, BLOCK),
+        "step, 8 bits": lambda: AdamPasses.take_step(of_8, rows, step, BLOCK),
         "predict by signs": lambda: predict_signs(
             weights, published, grad, known, 0.05, 0.9, 1e-3, BLOCK
         ),

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from deepspeed_ext.zenflow.kernels import launch
-from deepspeed_ext.zenflow.plan.chunks import HOST_CHUNK_NUMEL
 from deepspeed_ext.zenflow.plan.rule import head_step_bytes
-from deepspeed_ext.zenflow.worker.kernel import AdamStep, definition
-from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE
+from deepspeed_ext.zenflow.worker.kernel import AdamStep, adam_pass
+from deepspeed_ext.zenflow.worker.kernel.adam_pass import ADAM_STATE, AdamPasses
 from deepspeed_ext.zenflow.worker.kernel.codes import loaded
+from deepspeed_ext.zenflow.worker.kernel.passes import HOST_CHUNK_NUMEL
 from tests.support.meter import LiveBytes
 from tests.support.same import assert_same
 
@@ -50,7 +50,7 @@ def here_and_there(
     weights = torch.empty(ROWS, BLOCK, dtype=torch.bfloat16)
     for step, grad in zip(steps, grads, strict=True):
         launch.adam_step(state, grad.view(ROWS, BLOCK), weights, step)
-        definition.adam_step([p, m, v], grad, step, BLOCK, 0, dtype)
+        AdamPasses.take_step([p, m, v], grad, step, BLOCK, 0, dtype)
     assert torch.equal(weights.nan_to_num(), state[0].bfloat16().nan_to_num())
     here = loaded([each.view(-1) for each in state[1:3]], state[3:], BLOCK)
     return [state[0].view(-1), *here], [p, m, v]
@@ -70,7 +70,7 @@ def test_moments_are_rounded_as_by_the_worker(dtype: str) -> None:
 def test_chunks_do_not_matter(dtype: str) -> None:
     found = []
     for numel in (1 << 22, 5 * BLOCK):
-        with patch.object(definition, "ROUNDED_CHUNK_NUMEL", numel):
+        with patch.object(adam_pass, "ROUNDED_CHUNK_NUMEL", numel):
             state, weights = state_of(dtype), torch.empty(ROWS, BLOCK)
             for t in (1, 2):
                 step = replace(TRAINS, step=t)
