@@ -11,7 +11,7 @@ import deepspeed_ext.runtime.first_calls  # noqa: F401
 from deepspeed_ext.zenflow.worker.kernel.codes import decode
 from deepspeed_ext.zenflow.worker.kernel.passes import DTYPE_BYTES, Array, Pass
 
-__all__ = ["ReferenceKernel", "as_tensor"]
+__all__ = ["ReferenceKernel"]
 
 _START_SECONDS = 60.0
 """Longest time for all threads of a pool to start, on a busy machine."""
